@@ -1,0 +1,3 @@
+from elastirun.cli import main
+
+main()

@@ -1,0 +1,59 @@
+"""Every exception of elastirun, and the exit codes.
+
+    ElastirunError
+    ├── UsageError         bad option, variable or combination; nothing was started        exit 2
+    ├── StartError         a valid command that this machine cannot carry out              exit 3
+    ├── StoreError         the rendezvous store did not answer, or answered with an error  (retried; exit 3 when it stays)
+    └── BadRecord          bytes in the store that are not one of our records
+        └── BadSignature   … or that were not signed with our token
+
+Exit codes of the launcher (``ExitCode``): what a supervisor such as Kubernetes or Slurm may act on.
+
+    0    every worker of the job's last round succeeded
+    1    the job failed: a worker failed and the restart budget is spent
+    2    the command line, an environment variable or a file named there is wrong; nothing was started
+    3    no rendezvous: not enough nodes within the join timeout, or the store was lost
+    70   a bug in elastirun itself (please report the traceback)
+    128+n  the agent was told to stop by signal n (143 for SIGTERM, 130 for SIGINT)
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    RENDEZVOUS = 3
+    BUG = 70
+
+    @staticmethod
+    def signalled(signum: int) -> int:
+        """The shell's convention for "ended by signal ``signum``"."""
+        return 128 + signum
+
+
+class ElastirunError(Exception):
+    """The root of the tree; never raised itself."""
+
+
+class UsageError(ElastirunError):
+    """What the user gave cannot work. The message is one line: what, where it came from, what to do."""
+
+
+class StartError(ElastirunError):
+    """The command is valid but this machine cannot carry it out (a port in use, a name that is not ours)."""
+
+
+class StoreError(ElastirunError):
+    """A store operation failed; whether it was applied is not known."""
+
+
+class BadRecord(ElastirunError):
+    """Bytes from the store that do not parse as the record expected under that key."""
+
+
+class BadSignature(BadRecord):
+    """A record without a valid signature although a token is configured."""
