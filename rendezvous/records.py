@@ -1,0 +1,137 @@
+"""What the store holds: one row per node, written by that node alone, and one round record, written by whoever gets there first.
+
+Both are immutable values; ``codec.py`` turns them into bytes and back. No field is a date: clocks of different machines
+are never compared (durations only).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Status(str, Enum):
+    """What a node says of itself in its row."""
+
+    JOINING = "joining"  # wants to be in the next round
+    READY = "ready"  # has seen the round that names it, and waits for the others to have seen it
+    RUNNING = "running"  # its workers run
+    DONE = "done"  # its workers of this round all succeeded
+    DRAINING = "draining"  # its workers are being stopped
+    LEFT = "left"  # gone for good, nothing of it runs any more
+
+
+class Cause(str, Enum):
+    """Why a round ended before its work was done."""
+
+    FAILURE = "failure"  # a worker failed: costs one of --max-restarts
+    LOST = "lost"  # a node fell silent
+    LEAVE = "leave"  # a node said goodbye
+    JOIN = "join"  # newcomers are to be taken in
+
+
+class Verdict(str, Enum):
+    """How a job ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """How one worker ended badly, as its agent saw it."""
+
+    node: str  # name of the node, for people
+    rank: int
+    local_rank: int
+    pid: int
+    code: int  # exit status; minus the signal number when a signal ended it
+    blame: int  # class of the failure: 0 its own fault … 9 surely a victim; see agent/failures.py
+    after: float  # seconds from the start of the workers to this exit, on this node
+    lines: tuple[str, ...] = ()  # the last lines of its stderr
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """``node/<id>``: what a node says of itself. Every write raises ``seq``, so each write is the keep-alive."""
+
+    id: str  # one incarnation of one agent
+    name: str  # host name, for people
+    address: str  # what the other nodes reach it by
+    port: int  # a port it already holds, for the workers' store of the next round
+    slots: int  # workers it starts
+    role: str = "default"
+    node_rank: int | None = None  # the place it wishes for
+    seq: int = 1
+    status: Status = Status.JOINING
+    round: int = 0  # the round the status speaks of; 0: none yet
+    done_round: int = 0  # it will never again run a round <= this
+    note: str = ""  # why it leaves or drains, for people
+    failures: tuple[ExitRecord, ...] = ()  # of the round it was in last
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node's place in a round. Its index in ``RoundRecord.members`` is its node rank."""
+
+    id: str
+    name: str
+    address: str
+    port: int
+    slots: int
+    role: str = "default"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The round is over before its work is done; everyone stops its workers and joins the next."""
+
+    cause: Cause
+    reason: str  # one line for people
+    by: str  # id of the node that noticed
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The job is over. Final."""
+
+    verdict: Verdict
+    reason: str
+    by: str
+    failures: tuple[ExitRecord, ...] = ()  # most likely cause first
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """``round``: the one agreement. Written by compare-and-set only; ``version`` rises with every write."""
+
+    store_id: str  # of this store; another one is a different rendezvous
+    version: int = 1
+    round: int = 0  # 0: none formed yet
+    members: tuple[Member, ...] = ()
+    reason: str = ""  # why this round was formed, for people and workers
+    failures: int = 0  # rounds so far that ended by a worker's failure
+    broken: Broken | None = None
+    closed: Closed | None = None
+
+    @property
+    def open(self) -> bool:
+        """A round is formed and neither broken nor closed."""
+        return self.round > 0 and self.broken is None and self.closed is None
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the round, over all nodes."""
+        return sum(m.slots for m in self.members)
+
+    def index(self, node_id: str) -> int | None:
+        """The node rank of ``node_id`` in this round; None when it has no part in it."""
+        for i, member in enumerate(self.members):
+            if member.id == node_id:
+                return i
+        return None
+
+    @property
+    def fence(self) -> str:
+        """The fence token: a checkpoint or a success may be published only while the store still holds this round."""
+        return f"{self.store_id}:{self.round}"
