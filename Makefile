@@ -1,0 +1,45 @@
+# make train      set up .venv (once) and train the example under elastirun with two workers
+# make test       every check and test
+# make failover   three nodes on this machine: one is killed, one is added; a table of what happened
+# make lint       ruff and mypy alone
+# make clean      remove what was built (.venv and the checkpoints in runs/ stay)
+#
+# PYTHON=python3.12 chooses the interpreter. On Linux pip brings the torch that includes CUDA, some gigabytes; the one for
+# CPUs alone is much smaller: PIP_EXTRA_INDEX_URL=<the CPU index that pytorch.org/get-started names> make train
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+# The stamp's name changes with what the environment is made from, and is written last: a half-made .venv is never taken for a whole one.
+STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c 1-16)
+
+.PHONY: train test failover lint venv clean
+.DEFAULT_GOAL := train
+
+train: venv
+	$(BIN)/elastirun --standalone --nproc-per-node=2 examples/train.py
+
+test: lint
+	$(BIN)/python -m pytest -q -n 2
+
+failover: venv
+	$(BIN)/python examples/failover.py
+
+lint: venv
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+venv: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "elastirun needs Python 3.10 or newer as '$(PYTHON)'; choose another one with: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' \
+	  || { echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@rm -f .venv/ready-* && touch $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,169 @@
+"""Train a small network on handwritten digits with any number of workers, which may change at any moment.
+
+    python examples/train.py                                       one process, no launcher
+    torchrun  --standalone --nproc-per-node=2 examples/train.py    the usual launcher
+    elastirun --standalone --nproc-per-node=2 examples/train.py    this project's
+    elastirun --nnodes=1:3 --nproc-per-node=2 --rdzv-id=digits --rdzv-endpoint=HOST:29400 examples/train.py
+                                                                   the same on each of one to three nodes
+
+An elastic script differs from a plain one in a single habit: it may be stopped at any time and started again with another
+RANK and WORLD_SIZE. So it saves what it needs at the end of each epoch, begins by loading what is there, and derives
+everything else from (epoch, rank, world size). Read it from top to bottom: set-up, data, model, checkpoint, training.
+
+The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn (UCI's "optical recognition of handwritten digits").
+"""
+
+import argparse
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+HELD_OUT = 450  # images that are never trained on
+
+
+def parse() -> argparse.Namespace:
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # one job, one checkpoint; a launcher gives each job its own name
+    checkpoint = Path("runs") / run_id / "digits.pt"
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
+    parser.add_argument("--batch", type=int, default=64, help="images per step, over all workers together")
+    parser.add_argument("--checkpoint", type=Path, default=checkpoint, help="where to save and resume, on a disk that all nodes share")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="sleep so many seconds in each step, to make a demo watchable")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is a GPU for each worker")
+    return parser.parse_args()
+
+
+def join_workers(wanted: str) -> torch.device:
+    """Make the process group from the launcher's environment; without a launcher, a group of one."""
+    local_rank, local_workers = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    enough = torch.cuda.device_count() >= local_workers
+    kind = wanted if wanted != "auto" else "cuda" if enough else "cpu"
+    backend = "nccl" if kind == "cuda" else "gloo"
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+
+
+def load_images(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, held-out images and labels: the same split in every worker."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16.0
+    labels = torch.tensor(digits.target, device=device)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).to(device)
+    test, train = order[:HELD_OUT], order[HELD_OUT:]
+    return images[train], labels[train], images[test], labels[test]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 4 * 4, 10)),
+    )
+
+
+def save(path: Path, state: dict[str, object]) -> None:
+    """Replace the checkpoint in one step: a crash at any moment leaves the old one or the new one, whole and on the disk."""
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # no two writers share it
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the new name, too
+    os.close(folder)
+
+
+def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Load the checkpoint, if there is one, and return the number of epochs done.
+
+    Rank 0 reads and sends it to the others, so that all start from the same one, whatever each of them sees on its disk.
+    """
+    state = None
+    if dist.get_rank() == 0 and path.exists():
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    box = [state]
+    dist.broadcast_object_list(box, src=0, device=device)
+    if (state := box[0]) is None:
+        return 0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])  # moves its tensors to the parameters' device
+    return int(state["epoch"])
+
+
+def train_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, epoch: int, args: argparse.Namespace
+) -> float:
+    """One pass over the training images; returns the mean loss.
+
+    The batches of an epoch are the same for any number of workers: each takes every n-th image of a batch. Its loss is the sum
+    over these; DDP averages gradients over the workers, hence the factor that makes the result the mean over the batch.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
+    total = torch.zeros((), device=images.device)
+    for indices in order.split(args.batch):
+        mine = indices[rank::world].to(images.device)
+        loss = nn.functional.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
+        optimizer.zero_grad()
+        (loss * world / len(indices)).backward()
+        optimizer.step()
+        total += loss.detach()
+        time.sleep(args.pause)
+    dist.all_reduce(total)
+    return total.item() / len(images)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The part of the images that the model gets right, in per cent; each image is counted once, by one worker."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    right = (model(images[rank::world]).argmax(dim=1) == labels[rank::world]).sum()
+    dist.all_reduce(right)
+    return 100.0 * right.item() / len(images)
+
+
+def main() -> None:
+    args = parse()
+    device = join_workers(args.device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    train_images, train_labels, test_images, test_labels = load_images(device)
+    model = make_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    first = resume(args.checkpoint, model, optimizer, device)
+    if rank == 0:
+        args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        begin = f"going on after epoch {first} of {args.checkpoint}" if first else f"from scratch, checkpoint {args.checkpoint}"
+        print(f"{world} worker{'s' * (world > 1)} on {device.type}: {begin}", flush=True)
+
+    parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    for epoch in range(first, args.epochs):
+        loss = train_epoch(parallel, optimizer, train_images, train_labels, epoch, args)
+        percent = accuracy(model, test_images, test_labels)
+        if rank == 0:
+            save(args.checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1})
+            print(f"epoch {epoch + 1:3d}/{args.epochs}  loss {loss:.4f}  accuracy {percent:5.2f} %  world size {world}", flush=True)
+
+    percent = accuracy(model, test_images, test_labels)
+    if rank == 0:
+        if first >= args.epochs:
+            print("there was nothing left to do; to train again, remove the checkpoint or name another", flush=True)
+        print(f"test accuracy {percent:.1f} %", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
