@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
     parser.add_argument("--batch", type=int, default=64, help="images per step, over all workers together")
     parser.add_argument("--checkpoint", type=Path, default=checkpoint, help="where to save and resume, on a disk that all nodes share")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="sleep so many seconds in each step, to make a demo watchable")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="sleep so many seconds in each step, for demonstrations")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is a GPU for each worker")
     return parser.parse_args()
 
