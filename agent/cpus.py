@@ -1,0 +1,81 @@
+"""How many CPUs this process may use: the smaller of its affinity and the CPU quota of its control group.
+
+``os.cpu_count()`` says what the machine has; in a container with a quota of two CPUs that is a wrong number of workers or threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+Read = Callable[[str], str]
+"""The text of a file; OSError when it cannot be read."""
+
+
+def usable_cpus() -> int:
+    """CPUs that this process can keep busy all the time, at least 1. A quota of 2.5 CPUs counts as 2."""
+    quota = cpu_quota(lambda path: Path(path).read_text())
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def cpu_quota(read: Read) -> float | None:
+    """The tightest quota, in CPUs, of this process' control group and the groups around it; None: no quota.
+
+    Knows version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``). A file that is missing or says something else sets no quota.
+    """
+    try:
+        folders = cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo"))
+    except OSError:
+        return None
+    quotas = [quota for folder in folders if (quota := _quota_in(folder, read)) is not None]
+    return min(quotas, default=None)
+
+
+def cgroup_folders(cgroup: str, mountinfo: str) -> list[str]:
+    """The folders that can hold this process' CPU quota, innermost first, up to where the hierarchy is mounted.
+
+    ``cgroup`` and ``mountinfo`` are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
+    """
+    folders: list[str] = []
+    for line in cgroup.splitlines():
+        hierarchy, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        v2 = hierarchy == "0" and not controllers
+        if not v2 and "cpu" not in controllers.split(","):
+            continue
+        for root, mount_point in _mounts(mountinfo, v2):
+            # Inside a container the path may be the host's, outside of what is mounted: then the mount's top is our group.
+            below = PurePosixPath(path)
+            inner = below.relative_to(root) if below.is_relative_to(root) else PurePosixPath()
+            top = PurePosixPath(mount_point)
+            folders += [str(top / part) for part in (inner, *inner.parents)]
+    return list(dict.fromkeys(folders))
+
+
+def _mounts(mountinfo: str, v2: bool) -> list[tuple[str, str]]:
+    """(root within the hierarchy, mount point) of each mount of the version 2 hierarchy, or of version 1's cpu controller."""
+    found = []
+    for line in mountinfo.splitlines():
+        mount, separator, file_system = line.partition(" - ")
+        fields, kind = mount.split(), file_system.split()
+        if not separator or len(fields) < 5 or len(kind) < 3:
+            continue
+        if (kind[0] == "cgroup2") if v2 else (kind[0] == "cgroup" and "cpu" in kind[2].split(",")):
+            found.append((fields[3], fields[4]))
+    return found
+
+
+def _quota_in(folder: str, read: Read) -> float | None:
+    try:
+        quota, period = read(f"{folder}/cpu.max").split()
+    except (OSError, ValueError):
+        try:
+            quota, period = read(f"{folder}/cpu.cfs_quota_us"), read(f"{folder}/cpu.cfs_period_us")
+        except OSError:
+            return None
+    try:
+        limit, length = int(quota), int(period)
+    except ValueError:  # "max": no limit
+        return None
+    return limit / length if limit > 0 and length > 0 else None
