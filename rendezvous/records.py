@@ -66,6 +66,7 @@ class NodeRow:
     status: Status = Status.JOINING
     round: int = 0  # the round the status speaks of; 0: none yet
     done_round: int = 0  # it will never again run a round <= this
+    succeeded: int = 0  # the round in which all its workers succeeded
     note: str = ""  # why it leaves or drains, for people
     failures: tuple[ExitRecord, ...] = ()  # of the round it was in last
 

@@ -1,0 +1,163 @@
+"""Records to bytes and back: canonical JSON with limits, signed when there is a token. The only parser of foreign bytes.
+
+``decode(encode(x)) == x`` and ``encode(decode(b)) == b``: a record has exactly one spelling, so compare-and-set can be
+asked for with records instead of remembered bytes. Nothing is evaluated or unpickled; whatever is wrong with the bytes,
+the one answer is ``BadRecord`` (or ``BadSignature``).
+
+A signed value is the JSON, a newline, and the hexadecimal HMAC-SHA256 (RFC 2104) over the key, a zero byte and the JSON:
+a row copied under another key, or from another job, does not verify.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hmac
+import json
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from elastirun.errors import BadRecord, BadSignature
+
+FORMAT = 1  # raised when a field changes its meaning
+MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
+MAX_TEXT = 1024  # characters of any one string
+MAX_ITEMS = 16_384  # entries of any one list
+MAX_INT = 2**53  # what every JSON implementation can hold
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Turns records into the bytes stored under ``key`` and back. ``token`` None: unsigned."""
+
+    token: bytes | None = None
+
+    def encode(self, key: str, record: Any) -> bytes:
+        text = json.dumps({"v": FORMAT, **_plain(record)}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        payload = text.encode("ascii")
+        return payload + b"\n" + self._mac(key, payload) if self.token else payload
+
+    def decode(self, key: str, data: bytes, cls: type[T]) -> T:
+        """Errors: ``BadRecord``, and ``BadSignature`` when a token is set and the bytes were not signed with it."""
+        if len(data) > MAX_BYTES:
+            raise BadRecord(f"{key}: {len(data)} bytes, more than {MAX_BYTES}")
+        payload, newline, mac = data.partition(b"\n")
+        if self.token and not hmac.compare_digest(mac, self._mac(key, payload)):
+            raise BadSignature(f"{key}: not signed with this node's token (is --token-file the same on every node?)")
+        if newline and not self.token:
+            raise BadRecord(f"{key}: signed, but this node has no token (give the job's --token-file)")
+        try:
+            plain = json.loads(payload.decode("ascii"), parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(f"{key}: not JSON: {type(error).__name__}") from None
+        if not isinstance(plain, dict) or plain.pop("v", None) != FORMAT:
+            raise BadRecord(f"{key}: not a record of format {FORMAT} (are all nodes on the same elastirun version?)")
+        record: T = _build(cls, plain, key)
+        if self.encode(key, record) != data:
+            raise BadRecord(f"{key}: not in canonical form")
+        return record
+
+    def _mac(self, key: str, payload: bytes) -> bytes:
+        assert self.token is not None
+        return hmac.digest(self.token, key.encode() + b"\0" + payload, "sha256").hex().encode("ascii")
+
+
+def clip(text: str, limit: int = MAX_TEXT) -> str:
+    """``text`` as it may stand in a record: printable, no longer than ``limit`` characters."""
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+Build = Callable[[Any, str], Any]
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    return _builder(kind)(value, where)
+
+
+@functools.cache
+def _builder(kind: Any) -> Build:
+    """The parser of one field's type: scalars, enums, ``X | None``, ``tuple[X, ...]`` and dataclasses."""
+    if kind in _SCALARS:
+        return _SCALARS[kind]
+    if typing.get_origin(kind) is tuple:
+        return _tuple_of(_builder(typing.get_args(kind)[0]))
+    if isinstance(kind, types.UnionType):
+        (inner,) = (a for a in typing.get_args(kind) if a is not types.NoneType)
+        build = _builder(inner)
+        return lambda value, where: None if value is None else build(value, where)
+    if issubclass(kind, enum.Enum):
+        return _enum_of(kind)
+    return _dataclass_of(kind)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise BadRecord(f"{where}: not a string of at most {MAX_TEXT} characters")
+    return value
+
+
+def _int(value: Any, where: str) -> int:
+    if type(value) is not int or abs(value) > MAX_INT:
+        raise BadRecord(f"{where}: not an integer within ±2^53")
+    return value
+
+
+def _float(value: Any, where: str) -> float:
+    if type(value) is not float or abs(value) > MAX_INT:
+        raise BadRecord(f"{where}: not a number within ±2^53")
+    return value
+
+
+_SCALARS: dict[Any, Build] = {str: _text, int: _int, float: _float}
+
+
+def _tuple_of(build: Build) -> Build:
+    def parse(value: Any, where: str) -> Any:
+        if not isinstance(value, list) or len(value) > MAX_ITEMS:
+            raise BadRecord(f"{where}: not a list of at most {MAX_ITEMS} entries")
+        return tuple(build(item, where) for item in value)
+
+    return parse
+
+
+def _enum_of(kind: type[enum.Enum]) -> Build:
+    def parse(value: Any, where: str) -> Any:
+        try:
+            return kind(value)
+        except (ValueError, TypeError):
+            raise BadRecord(f"{where}: not one of {', '.join(str(m.value) for m in kind)}") from None
+
+    return parse
+
+
+def _dataclass_of(kind: type[Any]) -> Build:
+    hints = typing.get_type_hints(kind)
+    builders = {f.name: _builder(hints[f.name]) for f in dataclasses.fields(kind)}
+
+    def parse(value: Any, where: str) -> Any:
+        if not isinstance(value, dict) or value.keys() != builders.keys():
+            raise BadRecord(f"{where}: not the fields of a {kind.__name__}")
+        return kind(**{name: build(value[name], f"{where}.{name}") for name, build in builders.items()})
+
+    return parse

@@ -1,0 +1,193 @@
+"""Carries the machine's ``Sync`` requests to the store, in a thread of its own, and hands the answers back as events.
+
+The agent's loop never waits for the store. An exchange that does not come back within ``time_limit`` is given up: its
+thread and connection are abandoned (torch's client cannot be interrupted), a fresh pair takes over, and what the late
+one still writes is harmless because every write is a compare-and-set.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastirun.errors import BadRecord, ElastirunError, StoreError
+from elastirun.rendezvous.actions import Put, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.events import Synced, SyncFailed
+from elastirun.rendezvous.records import NodeRow, RoundRecord
+from elastirun.rendezvous.stores.base import Store
+
+MAX_ROW = 256 << 10  # bytes; a row with 30 stderr lines of several failed workers
+
+
+class Exchange:
+    """What one ``Sync`` means in operations of a store. ``job`` is the prefix of every key, ``me`` this node's id."""
+
+    def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float] = time.monotonic) -> None:
+        self._job = job
+        self._me = me
+        self._codec = codec
+        self._clock = clock
+        self._decoded: dict[str, tuple[bytes, NodeRow]] = {}  # parsing 1,000 unchanged rows again would cost 50 ms
+
+    def carry_out(self, store: Store, sync: Sync, started: float) -> Synced:
+        """The exchange, in the order ``Sync`` names. Errors: ``StoreError``."""
+        ignored: list[str] = []
+        if sync.put is not None:
+            self._put_row(store, sync.put)
+        if sync.change is not None:
+            key = self._job + "round"
+            base = sync.change.base
+            store.put_if(key, None if base is None else self._codec.encode(key, base), self._codec.encode(key, sync.change.record))
+        record = self._read_round(store)
+        rows = self._read_rows(store, sync.rows, ignored)
+        mine = rows.get(self._me)
+        return Synced(self._clock(), started, record, rows, mine, store.hosting, tuple(ignored[:4]))
+
+    def _put_row(self, store: Store, put: Put) -> None:
+        key = self._key(self._me)
+        expected = None if put.base is None else self._codec.encode(key, put.base)
+        value = self._codec.encode(key, put.row)
+        found = store.put_if(key, expected, value)
+        if found is None or found == value:
+            return
+        try:
+            self._codec.decode(key, found, NodeRow)  # an earlier write of ours that was thought lost: the machine adopts it
+        except BadRecord:
+            store.put_if(key, found, value)  # somebody else has written into our row
+
+    def _read_round(self, store: Store) -> RoundRecord | None:
+        key = self._job + "round"
+        data = store.get([key]).get(key)
+        try:
+            return None if data is None else self._codec.decode(key, data, RoundRecord)
+        except BadRecord as error:
+            raise StoreError(f"the round record is unreadable: {error}") from None
+
+    def _read_rows(self, store: Store, ids: tuple[str, ...] | None, ignored: list[str]) -> dict[str, NodeRow]:
+        if ids is None:
+            found = store.under(self._job + "node/")
+        else:
+            found = store.get(self._key(i) for i in {*ids, self._me})
+        rows: dict[str, NodeRow] = {}
+        for key, data in found.items():
+            cached = self._decoded.get(key)
+            try:
+                row = cached[1] if cached and cached[0] == data else self._parse_row(key, data)
+            except BadRecord as error:
+                ignored.append(str(error))
+                continue
+            self._decoded[key] = (data, row)
+            rows[row.id] = row
+        if ids is None:
+            self._decoded = {key: self._decoded[key] for key in found if key in self._decoded}
+        return rows
+
+    def _parse_row(self, key: str, data: bytes) -> NodeRow:
+        if len(data) > MAX_ROW:
+            raise BadRecord(f"{key}: {len(data)} bytes, more than {MAX_ROW}")
+        row = self._codec.decode(key, data, NodeRow)
+        if self._key(row.id) != key:
+            raise BadRecord(f"{key}: the row of another node")
+        return row
+
+    def _key(self, node_id: str) -> str:
+        return f"{self._job}node/{node_id}"
+
+
+@dataclass
+class Line:
+    """One thread and its connection. Abandoned as a whole."""
+
+    requests: queue.SimpleQueue[Sync | None] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[Synced | SyncFailed] = field(default_factory=queue.SimpleQueue)
+    asked: float | None = None  # when the exchange under way began to talk to a connected store
+
+
+class Driver:
+    """``connect`` opens a store; it is called in the thread.
+
+    ``fileno()`` is readable when ``answers()`` has something. ``time_limit`` in seconds, for one exchange.
+    """
+
+    def __init__(self, connect: Callable[[], Store], exchange: Exchange, time_limit: float) -> None:
+        self._connect = connect
+        self._exchange = exchange
+        self._time_limit = time_limit
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._line = self._new_line()
+
+    # -- in the agent's loop --------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._wake_r
+
+    def submit(self, sync: Sync) -> None:
+        self._line.requests.put(sync)
+
+    def answers(self) -> list[Synced | SyncFailed]:
+        """What has come back since the last call, without waiting."""
+        try:
+            os.read(self._wake_r, 4096)
+        except BlockingIOError:
+            pass
+        found: list[Synced | SyncFailed] = []
+        while not self._line.answers.empty():
+            found.append(self._line.answers.get())
+        return found
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``give_up`` is to be called, on the monotonic clock; None while nothing is under way."""
+        asked = self._line.asked
+        return None if asked is None else asked + self._time_limit
+
+    def give_up(self, now: float) -> list[Synced | SyncFailed]:
+        """Abandon the exchange under way if it is over its limit."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        self.reconnect()
+        return [SyncFailed(now, f"no answer for {self._time_limit:g} s")]
+
+    def reconnect(self) -> None:
+        """The next exchange uses a fresh connection."""
+        self._line.requests.put(None)
+        self._line = self._new_line()
+
+    def close(self) -> None:
+        self._line.requests.put(None)
+
+    # -- in the thread --------------------------------------------------------------------------------------------------
+
+    def _new_line(self) -> Line:
+        line = Line()
+        threading.Thread(target=self._serve, args=(line,), name="store", daemon=True).start()
+        return line
+
+    def _serve(self, line: Line) -> None:
+        store: Store | None = None
+        while (sync := line.requests.get()) is not None:
+            started = time.monotonic()
+            try:
+                if store is None:
+                    store = self._connect()
+                    started = time.monotonic()
+                line.asked = started
+                answer: Synced | SyncFailed = self._exchange.carry_out(store, sync, started)
+            except ElastirunError as error:
+                if store is not None:
+                    store.close()
+                    store = None
+                answer = SyncFailed(time.monotonic(), str(error))
+            line.asked = None
+            line.answers.put(answer)
+            try:
+                os.write(self._wake_w, b"\0")
+            except BlockingIOError:
+                pass  # it is readable already
+        if store is not None:
+            store.close()

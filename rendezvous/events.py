@@ -1,0 +1,70 @@
+"""What can happen to a node's machine. Every event carries ``now``, seconds of this node's monotonic clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; the machine's ``wake`` time was reached."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Synced:
+    """A ``Sync`` was carried out: this is what the store held when it was read."""
+
+    now: float
+    started: float  # when the store was first asked, seconds
+    round: RoundRecord | None
+    rows: Mapping[str, NodeRow]  # by id: all rows, or those asked for
+    row: NodeRow | None = None  # this node's own row as stored; None: there is none
+    hosting: bool = False  # this agent hosts the store
+    ignored: tuple[str, ...] = field(default=())  # what was unreadable, and why
+
+
+@dataclass(frozen=True)
+class SyncFailed:
+    """A ``Sync`` got no answer; whether its writes were applied is not known."""
+
+    now: float
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkersSucceeded:
+    """Every worker of this node exited with 0."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class WorkersFailed:
+    """A worker exited badly, or could not be started. Others of this node may still run."""
+
+    now: float
+    failures: tuple[ExitRecord, ...]
+
+
+@dataclass(frozen=True)
+class WorkersStopped:
+    """After a ``Stop``: no worker of this node runs any more. ``failures``: those that failed by themselves."""
+
+    now: float
+    failures: tuple[ExitRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This node is told to go (a signal, usually)."""
+
+    now: float
+    reason: str
+
+
+Event = Tick | Synced | SyncFailed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave

@@ -1,0 +1,48 @@
+"""Who is silent. Only durations on this node's own clock count; no other machine's clock is looked at.
+
+A node is silent when a read that *started* more than ``expire`` after this node *received* its last change still shows
+the old ``seq``. The idea is that of Kubernetes' leader election: time is what I observed locally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass
+class _Seen:
+    seq: int
+    changed: float  # when this node received the change to ``seq``, seconds of its monotonic clock
+    silent: bool = False
+
+
+class Liveness:
+    """What this node has observed of the others. ``expire`` in seconds."""
+
+    def __init__(self, expire: float) -> None:
+        self.expire = expire
+        self._seen: dict[str, _Seen] = {}
+
+    def observe(self, seqs: Mapping[str, int], started: float, received: float) -> None:
+        """Take in a read asked for at ``started`` and answered by ``received``. A row that is not there has seq -1."""
+        for node_id, seq in seqs.items():
+            seen = self._seen.get(node_id)
+            if seen is None or seen.seq != seq:
+                self._seen[node_id] = _Seen(seq, received)
+            elif started - seen.changed > self.expire:
+                seen.silent = True
+
+    def excuse(self, now: float) -> None:
+        """The store was in trouble here, perhaps for everyone: nobody's silence until now counts."""
+        for seen in self._seen.values():
+            seen.changed = now
+
+    def silent(self, node_id: str) -> bool:
+        seen = self._seen.get(node_id)
+        return seen is not None and seen.silent
+
+    def forget_all_but(self, ids: set[str]) -> None:
+        """Memory must not grow with the number of agents that ever were."""
+        for node_id in self._seen.keys() - ids:
+            del self._seen[node_id]

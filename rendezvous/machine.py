@@ -1,0 +1,451 @@
+"""The rendezvous of one node: ``step(event) -> [action]``, pure. No I/O, no clock, no thread, no logger.
+
+Time comes in with the events, every effect's outcome returns as an event, every decision carries its reason in words.
+The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's state machine (all transitions in one table).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from enum import Enum
+
+from elastirun.rendezvous import forming
+from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
+from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.events import Event, Leave, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.liveness import Liveness
+from elastirun.rendezvous.ranks import successors
+from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Status, Verdict
+
+JOINING, READY, RUNNING, DONE, DRAINING, LEFT = Status
+
+
+class Trigger(str, Enum):
+    """What moves a node from one state to another."""
+
+    NAMED = "a round names this node"
+    ALL_READY = "every member has seen the round"
+    ROUND_OVER = "the round is broken, replaced or closed"
+    SUCCEEDED = "all workers here succeeded"
+    FAILED = "a worker here failed"
+    LEAVE = "this node is to leave"
+    STOPPED = "all workers here are stopped"
+    ENDED = "nothing is left to do"
+
+
+TRANSITIONS: dict[tuple[Status, Trigger], Status] = {
+    (JOINING, Trigger.NAMED): READY,
+    (READY, Trigger.ALL_READY): RUNNING,
+    (READY, Trigger.ROUND_OVER): JOINING,
+    (READY, Trigger.LEAVE): JOINING,
+    (RUNNING, Trigger.SUCCEEDED): DONE,
+    (RUNNING, Trigger.FAILED): DRAINING,
+    (RUNNING, Trigger.ROUND_OVER): DRAINING,
+    (RUNNING, Trigger.LEAVE): DRAINING,
+    (DONE, Trigger.ROUND_OVER): JOINING,
+    (DONE, Trigger.LEAVE): JOINING,
+    (DRAINING, Trigger.STOPPED): JOINING,
+    (JOINING, Trigger.ENDED): LEFT,
+}
+
+PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
+LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
+GOODBYE = 2.0  # how long a node tries to write that it has left
+FORMING_POLL = 0.1  # seconds between two looks at all rows while a round forms; grows with the number of rows
+PER_ROW = 0.001
+
+
+class Machine:
+    """One node's part of the rendezvous.
+
+    ``row`` is how the node introduces itself. ``wake`` is when it wants the next ``Tick``. After ``Finish`` it is inert.
+    """
+
+    def __init__(self, rules: Rules, row: NodeRow, now: float) -> None:
+        self.rules = rules
+        self.state = JOINING
+        self.row = row  # what this node says of itself; ``seq`` is set when it is written
+        self.record: RoundRecord | None = None
+        self.rows: dict[str, NodeRow] = {}
+        self.finished = False
+        self.wake = now
+        self._now = now
+        self._actions: list[Action] = []
+        self._live = Liveness(rules.expire)
+        self._stored: NodeRow | None = None  # this node's row as last seen in the store
+        self._written_at = now  # when that was
+        self._syncing = False
+        self._urgent = True  # something changed here that the store should know at once
+        self._next_sync = now
+        self._contact: float | None = None  # when the store was last heard of
+        self._met = False  # this store was seen while its job was open: its end is ours
+        self._hosting = False
+        self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
+        self._introduced = False  # this node's row may stand in the store
+        self._break: Broken | None = None  # how this node wants its own round to end
+        self._wanted: Change | None = None  # what it would write into the round record now
+        self._outcome: tuple[Outcome, str] | None = None
+        self._waiting_since = now
+        self._candidates: tuple[frozenset[str], float] = (frozenset(), now)  # and since when they are the same
+        self._leader_since: float | None = None  # since when a round could be formed that another should write
+        self._left_at: float | None = None
+        self._progress_at = now + PROGRESS_EVERY
+        self._trouble = ""
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def step(self, event: Event) -> list[Action]:
+        """Take in one event; return what is to be done, in order."""
+        if self.finished:
+            return []
+        self._now = event.now
+        self._actions = []
+        self.wake = math.inf
+        if isinstance(event, Synced):
+            self._on_synced(event)
+        elif isinstance(event, SyncFailed):
+            self._on_sync_failed(event)
+        elif isinstance(event, Leave):
+            self._end(Outcome.LEFT, event.reason)
+        elif isinstance(event, WorkersSucceeded) and self.state is RUNNING:
+            self._go(Trigger.SUCCEEDED, succeeded=self.row.round)
+        elif isinstance(event, WorkersFailed) and self.state is RUNNING:
+            self._on_failed(event)
+        elif isinstance(event, WorkersStopped) and self.state is DRAINING:
+            self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
+        # a Tick brings only the time; workers that end while they are stopped are told of by WorkersStopped
+        before: object = None
+        while before != (self.state, self._outcome) and not self.finished:
+            before = (self.state, self._outcome)
+            self._wanted = self._change_to_own_round()
+            self._look_at_store_age()
+            self._DECIDE[self.state](self)
+        self._sync_if_due()
+        return self._actions
+
+    def _on_synced(self, event: Synced) -> None:
+        self._syncing = False
+        self._hosting = event.hosting
+        if self._trouble or event.now - event.started > self.rules.expire / 2:
+            self._live.excuse(event.now)
+        if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
+            self._say(f"the store is back after {event.now - self._contact:.0f} s")
+        self._trouble = ""
+        self._contact = event.now
+        for note in event.ignored:
+            self._progress(f"ignored: {note}")
+        if self.record is not None and (event.round is None or event.round.store_id != self.record.store_id):
+            self._end(Outcome.STORE_LOST, "the rendezvous store was replaced by another one; its rounds are not ours")
+            return
+        if event.round is not None and event.round.closed and not self._met:
+            self._stale(event.round)
+            return
+        self._met = self._met or event.round is not None
+        self.record = event.round
+        self._stored = event.row
+        self.rows = dict(event.rows)
+        members = tuple(m.id for m in event.round.members) if event.round else ()
+        seqs = dict.fromkeys(members if self._asked is None else self._asked, -1) | {r.id: r.seq for r in self.rows.values()}
+        seqs.pop(self.row.id, None)
+        self._live.observe(seqs, event.started, event.now)
+        self._live.forget_all_but(seqs.keys() | set(members))
+
+    def _stale(self, record: RoundRecord) -> None:
+        """A newcomer met the store of a job that is over: its host is about to go, and ours to come."""
+        verdict = record.closed.verdict.value if record.closed else ""
+        self._trouble = f"it still belongs to an earlier run of this job, which {verdict}"
+        self._contact = None
+        self._next_sync = self._now + self.rules.beat
+        self._urgent = False
+        self._actions.append(Reconnect())
+
+    def _on_sync_failed(self, event: SyncFailed) -> None:
+        self._syncing = False
+        self._trouble = event.why
+        self._next_sync = event.now + self.rules.beat
+
+    def _on_failed(self, event: WorkersFailed) -> None:
+        first = forming.root_cause(event.failures)[0]
+        how = f"exit code {first.code}" if first.code >= 0 else f"signal {-first.code}"
+        reason = f"rank {first.rank} on {first.node} failed ({how})"
+        self._break = Broken(Cause.FAILURE, reason, self.row.id)
+        self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
+
+    # -- the states: what this node concludes from what it knows ----------------------------------------------------
+
+    def _in_joining(self) -> None:
+        record = self.record
+        if record is not None and record.closed is not None:
+            self._close_out(record.closed)
+        if self._outcome is not None:
+            self._go(Trigger.ENDED, note=clip(self._outcome[1]))
+            self._left_at = self._now
+            return
+        if self._contact is None:
+            self._wait(f"waiting for the rendezvous store: {self._trouble or 'connecting'}")
+        elif record is not None and record.open:
+            self._waiting_since = self._now
+            if record.index(self.row.id) is not None and record.round > self.row.done_round:
+                self._go(Trigger.NAMED, round=record.round, note="", failures=())
+            elif record.index(self.row.id) is None:
+                self._beside_a_round(record)
+        elif record is None:
+            self._wanted = Change(None, RoundRecord(store_id=self.rules.new_store_id))
+        else:
+            self._form(record)
+
+    def _beside_a_round(self, record: RoundRecord) -> None:
+        """A round runs without this node: it is a newcomer to be taken in, or a spare."""
+        newcomers = [row for row in self._standing() if record.index(row.id) is None]
+        if len(record.members) >= self.rules.max_nodes:
+            self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare")
+        elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
+            self._progress(f"round {record.round} is finishing; this node is a spare")
+        elif self._now < self._candidates[1] + self.rules.debounce:
+            self._wake_at(self._candidates[1] + self.rules.debounce)
+        elif self._wanted is None:
+            joined = forming.break_up(record, Cause.JOIN, f"{forming.names(newcomers)} joined", self.row.id)
+            self._wanted = Change(record, joined)
+
+    def _form(self, record: RoundRecord) -> None:
+        """No round is on: form the next one if that can be done, else say for what is waited."""
+        self._standing()
+        rows, since = self._with_own(), self._candidates[1]
+        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since)
+        if decision.record is None:
+            self._leader_since = None
+            self._wait(decision.reason)
+            self._wake_at(decision.check_again)
+            return
+        self._leader_since = self._now if self._leader_since is None else self._leader_since
+        others_turn = decision.leader != self.row.id and self._now < self._leader_since + 2 * self.rules.beat
+        if not others_turn:
+            self._wanted = Change(record, decision.record)
+
+    def _in_ready(self) -> None:
+        record = self._own_round()
+        if record is None or self._outcome:
+            if record is not None:
+                self._break_off()
+            self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
+        elif all(self._has_seen(m.id, record) for m in record.members):
+            self._go(Trigger.ALL_READY)
+            self._actions.append(Start(record, record.index(self.row.id) or 0))
+        else:
+            self._progress(f"round {record.round} is formed; waiting until every member has seen it")
+
+    def _has_seen(self, node_id: str, record: RoundRecord) -> bool:
+        row = self._stored if node_id == self.row.id else self.rows.get(node_id)
+        return row is not None and row.round == record.round and row.status in (READY, RUNNING, DONE)
+
+    def _in_running(self) -> None:
+        record = self._own_round()
+        if self._outcome is not None:
+            if record is not None:
+                self._break_off()
+            self._stop(Trigger.LEAVE, planned=self._outcome[0] is Outcome.LEFT, reason=self._outcome[1])
+        elif record is None:
+            planned, reason = self._why_over()
+            self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
+        elif self._alone_and_cut_off(record):
+            reason = "the store cannot be reached, and a round of one node could go on beside a new one"
+            self._stop(Trigger.ROUND_OVER, planned=True, reason=reason)
+
+    def _in_done(self) -> None:
+        record = self._own_round()
+        if record is None:
+            self._go(Trigger.ROUND_OVER, done_round=self.row.round)
+        elif self._outcome is not None:
+            self._go(Trigger.LEAVE)
+        else:
+            missing = [m for m in record.members if not forming.has_succeeded(m, record, self._with_own())]
+            if not missing:
+                self._wanted = Change(record, forming.succeed(record, self.row.id))
+            else:
+                self._progress(f"all workers here succeeded; waiting for {forming.names(missing)}")
+
+    def _in_draining(self) -> None:
+        pass  # WorkersStopped is all it waits for
+
+    def _in_left(self) -> None:
+        """Say goodbye, but not for ever; the store's host goes last."""
+        assert self._outcome is not None and self._left_at is not None
+        written = self._stored is not None and self._stored.status is LEFT
+        limit = self.rules.expire + LINGER if self._hosting and written else GOODBYE
+        others = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
+        lingering = self._hosting and self.record is not None and self.record.closed is not None and bool(others)
+        over_time = self._now - self._left_at >= limit
+        if over_time or not self._introduced or (written and not lingering):
+            self.finished = True
+            self._actions.append(Finish(*self._outcome, closed=self.record.closed if self.record else None))
+        else:
+            self._wake_at(self._left_at + limit)
+
+    _DECIDE = {
+        JOINING: _in_joining,
+        READY: _in_ready,
+        RUNNING: _in_running,
+        DONE: _in_done,
+        DRAINING: _in_draining,
+        LEFT: _in_left,
+    }
+
+    # -- what follows from them ---------------------------------------------------------------------------------------
+
+    def _own_round(self) -> RoundRecord | None:
+        """The record, while the round this node takes part in is still on."""
+        record = self.record
+        return record if record is not None and record.open and record.round == self.row.round else None
+
+    def _why_over(self) -> tuple[bool, str]:
+        """Whether there is time for a checkpoint, and why the round is over."""
+        record = self.record
+        if record is None or record.round != self.row.round:
+            return False, f"round {self.row.round} went on without this node"
+        if record.closed:
+            return False, record.closed.reason
+        assert record.broken is not None
+        return record.broken.cause in (Cause.JOIN, Cause.LEAVE), record.broken.reason
+
+    def _break_off(self) -> None:
+        assert self._outcome is not None
+        self._break = Broken(Cause.LEAVE, f"{self.row.name} {self.row.address} leaves: {self._outcome[1]}", self.row.id)
+
+    def _alone_and_cut_off(self, record: RoundRecord) -> bool:
+        """A round of one node goes on without anybody; it must stop before the others may think it lost."""
+        if self.rules.private or self._hosting or len(record.members) > 1 or self._contact is None:
+            return False
+        limit = self._contact + self.rules.expire - 2 * self.rules.beat
+        self._wake_at(limit)
+        return self._now >= limit and bool(self._trouble)
+
+    def _close_out(self, closed: Closed) -> None:
+        good = closed.verdict is Verdict.SUCCEEDED
+        self._end(Outcome.SUCCEEDED if good else Outcome.FAILED, closed.reason, overrule=True)
+
+    def _end(self, outcome: Outcome, reason: str, overrule: bool = False) -> None:
+        """The first reason to end stands, but a verdict on the whole job overrules it."""
+        if self._outcome is None or (overrule and self._outcome[0] is not Outcome.LEFT):
+            self._outcome = (outcome, reason)
+
+    def _stop(self, trigger: Trigger, planned: bool, reason: str, **fields: object) -> None:
+        self._actions.append(Stop(planned, reason))
+        self._go(trigger, note=clip(reason), **fields)
+
+    def _go(self, trigger: Trigger, **fields: object) -> None:
+        self.state = TRANSITIONS[self.state, trigger]
+        self.row = replace(self.row, status=self.state, **fields)  # type: ignore[arg-type]
+        self._urgent = True
+        self._progress_at = self._now + PROGRESS_EVERY
+        if self.state is JOINING:
+            self._waiting_since = self._now
+
+    def _look_at_store_age(self) -> None:
+        """Give up on a store that is away for too long; say so on the way."""
+        if self._outcome is not None or not self._trouble or self._contact is None:
+            return  # before the first contact, the join timeout is the limit
+        away = self._now - self._contact
+        if away >= self.rules.store_grace:
+            self._end(Outcome.STORE_LOST, f"the rendezvous store was away for {away:.0f} s: {self._trouble}")
+        elif away > self.rules.expire:
+            goes_on = "the workers go on" if self.state is RUNNING else "waiting"
+            self._progress(f"the rendezvous store is away ({self._trouble}); {goes_on} for up to {self.rules.store_grace:g} s")
+        self._wake_at(self._contact + self.rules.store_grace)
+
+    # -- the exchange with the store ----------------------------------------------------------------------------------
+
+    def _sync_if_due(self) -> None:
+        if self.finished or self._syncing:
+            return
+        change = self._wanted if self._contact is not None and not self._trouble else None
+        if not self._urgent and change is None and self._now < self._next_sync:
+            self._wake_at(self._next_sync)
+            return
+        self._syncing = True
+        self._urgent = False
+        self._next_sync = self._now + self._interval()
+        self._asked = self._to_read()
+        self._actions.append(Sync(self._put(), change, self._asked))
+
+    def _interval(self) -> float:
+        forming_now = self.state in (JOINING, READY, LEFT) and not (self.state is JOINING and self.record and self.record.open)
+        return (FORMING_POLL if forming_now else self.rules.beat) + PER_ROW * len(self.rows)
+
+    def _put(self) -> Put | None:
+        """The keep-alive: this node's row, when it has something new to say or the beat is due."""
+        if self._contact is None or not self._met:
+            return None  # look first: this may be the store of a job that is over
+        base = self._stored
+        new = replace(self.row, seq=base.seq + 1 if base else 1)
+        if base is not None and replace(new, seq=base.seq) == base and self._now - self._written_at < self.rules.beat:
+            return None
+        self._written_at = self._now
+        self._introduced = True
+        return Put(base, new)
+
+    def _to_read(self) -> tuple[str, ...] | None:
+        if self.state in (RUNNING, DRAINING) and self.record is not None:
+            return successors(self.record, self.row.id)
+        return None
+
+    def _with_own(self) -> dict[str, NodeRow]:
+        """All rows, with this node's own as it is meant to be, not as it was last read."""
+        return {**self.rows, self.row.id: self.row}
+
+    def _standing(self) -> list[NodeRow]:
+        """The candidates for the next round, and the time when they last changed."""
+        record = self.record
+        assert record is not None
+        rows = forming.candidates(record, self._with_own(), self._live.silent)
+        ids = frozenset(row.id for row in rows)
+        if ids != self._candidates[0]:
+            self._candidates = (ids, self._now)
+        return rows
+
+    def _change_to_own_round(self) -> Change | None:
+        """Mark the running round as over: for this node's own reason, or because a member is gone."""
+        record = self.record
+        if record is None or not record.open:
+            self._break = None
+            return None
+        if self._break is not None and record.round == self.row.round:
+            return Change(record, forming.break_up(record, self._break.cause, self._break.reason, self._break.by))
+        for m in record.members:
+            gone = m.id != self.row.id and forming.is_over(m, record, self.rows, self._live.silent)
+            if gone and not forming.has_succeeded(m, record, self.rows):
+                return Change(record, self._lost(record, m.id))
+        return None
+
+    def _lost(self, record: RoundRecord, node_id: str) -> RoundRecord:
+        m = record.members[record.index(node_id) or 0]
+        row = self.rows.get(node_id)
+        if row is not None and row.status is LEFT:
+            return forming.break_up(record, Cause.LEAVE, f"{m.name} {m.address} left: {row.note}", self.row.id)
+        if not self._live.silent(node_id):
+            return forming.break_up(record, Cause.LEAVE, f"{m.name} {m.address} stopped: {row.note if row else ''}", self.row.id)
+        return forming.break_up(record, Cause.LOST, f"{m.name} {m.address} silent for {self.rules.expire:g} s", self.row.id)
+
+    # -- words ----------------------------------------------------------------------------------------------------------
+
+    def _wait(self, why: str) -> None:
+        """Wait in JOINING, with progress, and not longer than the join timeout."""
+        if self._outcome is None and self._now >= self._waiting_since + self.rules.join_timeout:
+            self._end(Outcome.TIMEOUT, f"no round within {self.rules.join_timeout:g} s: {why}")
+        else:
+            self._progress(why)
+            self._wake_at(self._waiting_since + self.rules.join_timeout)
+
+    def _progress(self, text: str) -> None:
+        """Say it once the wait has lasted, then every ``PROGRESS_EVERY`` seconds."""
+        if self._now >= self._progress_at:
+            self._progress_at = self._now + PROGRESS_EVERY
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._actions.append(Say(text))
+
+    def _wake_at(self, when: float | None) -> None:
+        if when is not None and when > self._now:
+            self.wake = min(self.wake, when)

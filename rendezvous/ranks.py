@@ -1,0 +1,76 @@
+"""Who sits where: pure functions from the members of the last round and the candidates to the next member list.
+
+Survivors keep their order, and their node rank as long as no hole forces them to move up; a newcomer takes a hole, else
+the end. The first round is in the order of the wished node ranks, then of the addresses, numbers compared as numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from elastirun.rendezvous.records import Member, NodeRow, RoundRecord
+
+
+def _natural(text: str) -> list[tuple[int, int | str]]:
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|\D+", text)]
+
+
+def arrival_order(row: NodeRow) -> tuple[bool, int, list[tuple[int, int | str]], str]:
+    """Sort key of nodes that had no place before."""
+    return (row.node_rank is None, row.node_rank or 0, _natural(row.address), row.id)
+
+
+def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int, fixed: bool) -> list[NodeRow]:
+    """The rows that make the next round, in node rank order; at most ``limit``.
+
+    ``fixed``: the node rank is the wish and nothing else; of several nodes with one wish the one that had the place keeps it.
+    """
+    rows = {row.id: row for row in candidates}
+    survivors = [rows.pop(m.id) if m.id in rows else None for m in previous]
+    newcomers = sorted(rows.values(), key=arrival_order)
+    if fixed:
+        places: dict[int, NodeRow] = {}
+        for row in [s for s in survivors if s] + newcomers:
+            if row.node_rank is not None and 0 <= row.node_rank < limit:
+                places.setdefault(row.node_rank, row)
+        return [places[r] for r in sorted(places)]
+    room = max(0, limit - sum(s is not None for s in survivors))
+    waiting = newcomers[:room]
+    placed = [s if s is not None else (waiting.pop(0) if waiting else None) for s in survivors]
+    return [row for row in placed + waiting if row is not None][:limit]
+
+
+def member(row: NodeRow) -> Member:
+    """The place a row takes in a round."""
+    return Member(row.id, row.name, row.address, row.port, row.slots, row.role)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker's coordinates in a round, in torchrun's terms."""
+
+    rank: int
+    local_rank: int
+    role_rank: int
+    role_world_size: int
+
+
+def places(record: RoundRecord, node_rank: int) -> list[Place]:
+    """The coordinates of the workers of the node ``node_rank``: global ranks are contiguous per node."""
+    here = record.members[node_rank]
+    before = record.members[:node_rank]
+    first = sum(m.slots for m in before)
+    role_first = sum(m.slots for m in before if m.role == here.role)
+    role_size = sum(m.slots for m in record.members if m.role == here.role)
+    return [Place(first + i, i, role_first + i, role_size) for i in range(here.slots)]
+
+
+def successors(record: RoundRecord, node_id: str, count: int = 3) -> tuple[str, ...]:
+    """The ids of the ``count`` members after ``node_id`` in rank order, around the end: those it watches."""
+    ids = [m.id for m in record.members]
+    if node_id not in ids:
+        return tuple(ids)
+    at = ids.index(node_id)
+    return tuple((ids[at + 1 :] + ids[:at])[:count])

@@ -1,0 +1,33 @@
+"""A store in this process: for a job of one node, and for tests. Not a mock: it keeps the whole contract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+
+class MemoryStore:
+    """``data`` may be shared between several stores: they are then connections to the same one."""
+
+    hosting = True
+
+    def __init__(self, data: dict[str, bytes] | None = None, lock: threading.Lock | None = None) -> None:
+        self._data = {} if data is None else data
+        self._lock = lock or threading.Lock()
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        with self._lock:
+            return {key: self._data[key] for key in keys if key in self._data}
+
+    def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        with self._lock:
+            if self._data.get(key) == expected:
+                self._data[key] = value
+            return self._data.get(key)
+
+    def under(self, prefix: str) -> dict[str, bytes]:
+        with self._lock:
+            return {key: value for key, value in self._data.items() if key.startswith(prefix)}
+
+    def close(self) -> None:
+        pass

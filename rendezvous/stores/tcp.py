@@ -1,0 +1,148 @@
+"""The store over torch's ``TCPStore``.
+
+What its operations really do (torch 2.13, tried out), and what follows:
+
+- ``set`` and ``append`` are not acknowledged, ``compare_set`` is: only the latter is used to write values.
+- ``get`` of a missing key blocks, and stays blocked beyond its timeout when the server is silent. ``compare_set`` of an
+  impossible expectation answers at once with what is there: that is how we read one key.
+- ``list_keys`` is slow with many keys, so the keys below a prefix are kept in an index, one line each, which ``append``
+  extends without conflict. A key is written before it is indexed, so every indexed key exists and ``multi_get`` of
+  indexed keys does not block.
+- The server listens on every interface unless it is handed a bound socket.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from elastirun.errors import StoreError
+
+MISSING = "~"  # no value of ours looks like that
+CONNECT_TIMEOUT = 5.0  # seconds, for TCPStore's own handshake; reachability was probed before
+
+
+def tcp_store_class() -> Any:
+    """torch's TCPStore. Its C++ side prints stack traces for every lost connection unless told not to before the import."""
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    finally:
+        if before is None:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        else:
+            os.environ["TORCH_CPP_LOG_LEVEL"] = before
+    return TCPStore
+
+
+def serve(listening: socket.socket) -> Any:
+    """Serve a TCPStore on a bound, listening socket, which it takes over. It ends when the returned object is dropped."""
+    host, port = listening.getsockname()[:2]
+    reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    store_class = tcp_store_class()
+    return store_class(
+        reach,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CONNECT_TIMEOUT),
+        master_listen_fd=listening.detach(),
+    )
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:  # torch's Dist*Error are RuntimeErrors
+        raise StoreError(f"{what}: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from None
+
+
+class TcpStore:
+    """A connection to the TCPStore at ``address:port``; ``hosting`` tells that this process serves it."""
+
+    def __init__(self, address: str, port: int, hosting: bool = False) -> None:
+        self.hosting = hosting
+        with _translated(f"cannot use the store at {address}:{port}"):
+            store_class = tcp_store_class()
+            timeout = timedelta(seconds=CONNECT_TIMEOUT)
+            self._store = store_class(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._known: set[str] = set()  # keys seen to exist; keys are never deleted
+        self._indexed: set[str] = set()  # keys this connection has put into the index
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        with _translated("get"):
+            wanted = list(keys)
+            found = {key: value for key in wanted if key not in self._known and (value := self._peek(key)) is not None}
+            known = [key for key in wanted if key in self._known and key not in found]
+            found.update(self._read(known))
+            self._known.update(found)
+            return found
+
+    def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        with _translated("put"):
+            wish = "" if expected is None else expected.decode("ascii")
+            now: bytes = self._store.compare_set(key, wish, value.decode("ascii"))
+            if now == value:
+                if key not in self._indexed:  # once per connection: the one before may have died between the two
+                    self._store.append(_index_of(key), key + "\n")
+                    self._indexed.add(key)
+                return now
+            # Without such a key TCPStore answers with the expectation itself.
+            return self._peek(key) if now == expected else now
+
+    def under(self, prefix: str) -> dict[str, bytes]:
+        with _translated("list"):
+            index = self._peek(_index_of(prefix)) or b""
+            keys = sorted({key for key in index.decode("ascii", "replace").splitlines() if key.startswith(prefix)})
+            return self._read(keys)
+
+    def close(self) -> None:
+        self._store = None
+
+    def _read(self, keys: list[str]) -> dict[str, bytes]:
+        """The values of keys that exist. An index that somebody else has filled with inventions must not block us."""
+        if not keys or self._store.check(keys):
+            return dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
+        return {key: value for key in keys if (value := self._peek(key)) is not None}
+
+    def _peek(self, key: str) -> bytes | None:
+        value: bytes = self._store.compare_set(key, MISSING, MISSING)
+        return None if value == MISSING.encode() else value
+
+
+def _index_of(key: str) -> str:
+    return key[: key.rindex("/") + 1] + "~index"
+
+
+def connector(
+    open_socket: Callable[[], socket.socket | None],
+    resolve: Callable[[], tuple[str, int]],
+) -> Callable[[], TcpStore]:
+    """A function that connects, serving the store first when it is ours to serve.
+
+    ``open_socket`` returns the bound socket when this machine is to host, ``resolve`` the numeric address to connect to;
+    both raise ``StoreError`` for what may still change (a name that does not resolve yet). Once connected as a client this
+    agent never becomes the host: a store that comes back empty must not be ours.
+    """
+    server: list[Any] = []
+    client_only: list[bool] = []
+
+    def connect() -> TcpStore:
+        listening = None if server or client_only else open_socket()
+        if listening is not None:
+            host, port = listening.getsockname()[:2]
+            with _translated(f"cannot serve the store on {host}:{port}"):
+                server.append(serve(listening))
+        address, port = resolve()
+        store = TcpStore(address, port, hosting=bool(server))
+        if not server:
+            client_only.append(True)
+        return store
+
+    return connect
