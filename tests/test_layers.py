@@ -1,0 +1,177 @@
+"""The layers (who may import whom) and the sizes the code must keep."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"elastirun": ROOT / "elastirun", "elastirun.agent": ROOT / "agent", "elastirun.rendezvous": ROOT / "rendezvous"}
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+BANNED_SUFFIXES = ("Manager", "Handler", "Executor", "Holder", "Helper", "Util", "Utils", "Impl", "Base")
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the modules below ``name`` may import: each other, the standard library, and what is listed."""
+
+    name: str
+    also: tuple[str, ...] = ()
+    in_functions: tuple[str, ...] = ()  # slow or optional: imported only where it is used
+    never: tuple[str, ...] = ()
+
+
+EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
+EFFECTS += ("threading", "time")
+SHARED = ("elastirun.errors", "elastirun.__version__")
+LAYERS = (  # the first that a module is below counts
+    Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
+    Layer("elastirun.rendezvous.driver", ("elastirun.rendezvous", *SHARED)),
+    Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.driver", "elastirun.rendezvous.stores")),  # decisions
+    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", "psutil", *SHARED), in_functions=("torch",)),
+    Layer("elastirun.train", ("torch",)),
+    Layer("elastirun.errors", never=EFFECTS),
+    Layer("elastirun.config", SHARED, never=EFFECTS),
+    Layer("elastirun", ("click",), in_functions=("torch", "psutil"), never=("elastirun.rendezvous", "elastirun.train")),  # the command line
+)
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module of the product with its installed name."""
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if path.resolve().is_relative_to(PACKAGES[package].resolve()):  # Python 3.13's rglob may walk into the links
+                yield ".".join((package, *(part for part in parts if part != "__init__"))), path
+
+
+def imports(tree: ast.Module, module: str, package: bool) -> Iterator[tuple[str, bool, int]]:
+    """(imported name, is it needed when this module is imported, line) of each import statement."""
+
+    def visit(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool, int]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, eager, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parents = module.split(".") if package else module.split(".")[:-1]
+                origin = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
+            yield from ((f"{origin}.{alias.name}", eager, node.lineno) for alias in node.names)
+        later = isinstance(node, FUNCTION) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, eager and not later)
+
+    return visit(tree, True)
+
+
+def inside(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def violations(module: str, source: str, package: bool = False) -> list[str]:
+    """The imports of ``module`` that its layer forbids, as ``name: line: import``."""
+    layer = next(layer for layer in LAYERS if inside(module, (layer.name,)))
+    found = []
+    for name, eager, line in imports(ast.parse(source), module, package):
+        allowed = name.split(".")[0] in sys.stdlib_module_names or inside(name, (layer.name, *layer.also))
+        lazily = not eager and inside(name, layer.in_functions)
+        if inside(name, layer.never) or not (allowed or lazily):
+            found.append(f"{module}:{line}: imports {name}")
+    return found
+
+
+def test_every_module_keeps_to_its_layer() -> None:
+    assert [text for module, path in sources() for text in violations(module, path.read_text(), path.name == "__init__.py")] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("elastirun.rendezvous.machine", "import torch"),
+        ("elastirun.rendezvous.machine", "def f():\n    import torch"),
+        ("elastirun.rendezvous.machine", "import time"),
+        ("elastirun.rendezvous.machine", "from . import driver"),
+        ("elastirun.rendezvous.machine", "from elastirun.config import Timing"),
+        ("elastirun.rendezvous.machine", "from ..agent import workers"),
+        ("elastirun.rendezvous.driver", "from elastirun import agent"),
+        ("elastirun.rendezvous.stores.tcp", "from torch.distributed import TCPStore"),
+        ("elastirun.agent.spec", "import torch"),
+        ("elastirun.agent.spec", "import click"),
+        ("elastirun.agent.spec", "from elastirun.cli import main"),
+        ("elastirun.cli", "from elastirun.rendezvous import machine"),
+        ("elastirun.cli", "import torch"),
+        ("elastirun.config", "import elastirun.agent"),
+        ("elastirun.train.ddp", "from elastirun.agent import spec"),
+        ("elastirun.train.ddp", "import psutil"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("elastirun.rendezvous.machine", "import json"),
+        ("elastirun.rendezvous.machine", "from . import ranks"),
+        ("elastirun.rendezvous.machine", "from .records import NodeRow"),
+        ("elastirun.rendezvous.machine", "from elastirun.errors import StoreError"),
+        ("elastirun.rendezvous.stores.tcp", "import time\ndef f():\n    import torch"),
+        ("elastirun.rendezvous.stores.tcp", "if TYPE_CHECKING:\n    from torch.distributed import TCPStore"),
+        ("elastirun.agent.agent", "import psutil\nfrom elastirun.config import LaunchConfig"),
+        ("elastirun.agent.agent", "from elastirun.rendezvous.machine import step"),
+        ("elastirun.cli", "import click\nfrom elastirun.config import LaunchConfig\nfrom elastirun.agent.agent import run"),
+        ("elastirun.train.ddp", "import torch.distributed as dist\nfrom elastirun.train import buckets"),
+    ],
+)
+def test_an_allowed_import_is_not(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_the_command_line_comes_up_without_torch() -> None:
+    """`elastirun --help` must not cost the second that importing torch takes."""
+    code = "import sys, elastirun.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_nothing_is_unpickled() -> None:
+    found = [
+        f"{path}:{line}"
+        for module, path in sources()
+        for name, _, line in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
+        if name.split(".")[0] in UNPICKLERS
+    ]
+    assert found == []
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_files_are_short() -> None:
+    files = [path for _, path in sources()]
+    files += [path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert {str(path): lines for path in files if (lines := count_lines(path)) > 500} == {}
+
+
+def test_functions_are_short_and_classes_well_named() -> None:
+    found = []
+    for path in [path for _, path in sources()] + list((ROOT / "examples").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, FUNCTION) and (node.end_lineno or 0) - node.lineno + 1 > 60:
+                found.append(f"{path}:{node.lineno}: {node.name} is longer than 60 lines")
+            if isinstance(node, ast.ClassDef) and node.name.endswith(BANNED_SUFFIXES):
+                found.append(f"{path}:{node.lineno}: a class called {node.name}")
+    assert found == []
+
+
+@pytest.mark.parametrize(("folder", "limit"), [("rendezvous", 1500), ("agent", 2000), ("elastirun/train", 2500)])
+def test_the_whole_stays_small(folder: str, limit: int) -> None:
+    assert sum(count_lines(path) for path in (ROOT / folder).rglob("*.py")) <= limit
