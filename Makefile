@@ -20,7 +20,7 @@ train: venv
 	$(BIN)/elastirun --standalone --nproc-per-node=2 examples/train.py
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2
 
 failover: venv
 	$(BIN)/python examples/failover.py

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,8 +16,6 @@ import elastirun
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"elastirun": ROOT / "elastirun", "elastirun/agent": ROOT / "agent", "elastirun/rendezvous": ROOT / "rendezvous"}
-
-pytestmark = pytest.mark.xdist_group("packaging")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -39,7 +36,7 @@ def modules() -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["agent", "rendezvous"])
-def test_the_links_are_relative_and_tracked_as_links(name: str) -> None:
+def test_the_links_are_relative_and_right(name: str) -> None:
     assert os.readlink(ROOT / "elastirun" / name) == f"../{name}"
     assert (ROOT / "elastirun" / name / "__init__.py").samefile(ROOT / name / "__init__.py")
 
@@ -67,8 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir")
     run(*build, folder, "--wheel", copy, cwd=folder)
     run(*build, folder, "--sdist", copy, cwd=folder)
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
+    run("tar", "xzf", next(folder.glob("*.tar.gz")), cwd=folder)
     run(*build, folder / "again", "--wheel", folder / f"elastirun-{elastirun.__version__}", cwd=folder)
     return folder
 
