@@ -83,12 +83,13 @@ class Machine:
         self._met = False  # this store was seen while its job was open: its end is ours
         self._hosting = False
         self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
+        self._sees_all = False  # ``rows`` are all there are, not only those of the nodes watched
         self._introduced = False  # this node's row may stand in the store
         self._break: Broken | None = None  # how this node wants its own round to end
         self._wanted: Change | None = None  # what it would write into the round record now
         self._outcome: tuple[Outcome, str] | None = None
         self._waiting_since = now
-        self._candidates: tuple[frozenset[str], float] = (frozenset(), now)  # and since when they are the same
+        self._candidates: tuple[frozenset[str], int, float] = (frozenset(), 0, now)  # ids, round, and since when both are the same
         self._leader_since: float | None = None  # since when a round could be formed that another should write
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
@@ -146,6 +147,7 @@ class Machine:
         self.record = event.round
         self._stored = event.row
         self.rows = dict(event.rows)
+        self._sees_all = self._asked is None
         members = tuple(m.id for m in event.round.members) if event.round else ()
         seqs = dict.fromkeys(members if self._asked is None else self._asked, -1) | {r.id: r.seq for r in self.rows.values()}
         seqs.pop(self.row.id, None)
@@ -189,12 +191,19 @@ class Machine:
             self._waiting_since = self._now
             if record.index(self.row.id) is not None and record.round > self.row.done_round:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
-            elif record.index(self.row.id) is None:
+            elif record.index(self.row.id) is None and self._sees_all:
                 self._beside_a_round(record)
         elif record is None:
             self._wanted = Change(None, RoundRecord(store_id=self.rules.new_store_id))
         else:
-            self._form(record)
+            if record.index(self.row.id) is not None and self.row.done_round < record.round:
+                self._renounce(record.round)  # over before this node had seen it
+            if self._sees_all:
+                self._form(record)
+
+    def _renounce(self, number: int) -> None:
+        self.row = replace(self.row, done_round=number)
+        self._urgent = True
 
     def _beside_a_round(self, record: RoundRecord) -> None:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
@@ -203,8 +212,8 @@ class Machine:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare")
         elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare")
-        elif self._now < self._candidates[1] + self.rules.debounce:
-            self._wake_at(self._candidates[1] + self.rules.debounce)
+        elif self._now < self._candidates[2] + self.rules.debounce:
+            self._wake_at(self._candidates[2] + self.rules.debounce)
         elif self._wanted is None:
             joined = forming.break_up(record, Cause.JOIN, f"{forming.names(newcomers)} joined", self.row.id)
             self._wanted = Change(record, joined)
@@ -212,7 +221,7 @@ class Machine:
     def _form(self, record: RoundRecord) -> None:
         """No round is on: form the next one if that can be done, else say for what is waited."""
         self._standing()
-        rows, since = self._with_own(), self._candidates[1]
+        rows, since = self._with_own(), self._candidates[2]
         decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since)
         if decision.record is None:
             self._leader_since = None
@@ -395,13 +404,13 @@ class Machine:
         return {**self.rows, self.row.id: self.row}
 
     def _standing(self) -> list[NodeRow]:
-        """The candidates for the next round, and the time when they last changed."""
+        """The candidates for the next round; remembers since when they are the same beside the same round."""
         record = self.record
         assert record is not None
         rows = forming.candidates(record, self._with_own(), self._live.silent)
         ids = frozenset(row.id for row in rows)
-        if ids != self._candidates[0]:
-            self._candidates = (ids, self._now)
+        if (ids, record.round) != self._candidates[:2]:
+            self._candidates = (ids, record.round, self._now)
         return rows
 
     def _change_to_own_round(self) -> Change | None:
