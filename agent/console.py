@@ -1,0 +1,164 @@
+"""The agent's standard output and error, written without ever blocking the loop.
+
+Everything the agent says and every worker stream that passes through it goes into a bounded buffer that is written as the
+other side takes it. A terminal stopped with ^S or an idle ``| less`` thus holds up the workers that print, as it would
+without us, and never the agent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import selectors
+import stat
+import time
+from collections.abc import Callable
+
+_CHUNK = 4096  # PIPE_BUF: a pipe that polls writable takes so much at once, and whole
+LIMIT = 1 << 20  # bytes in a buffer from which on the log pumps stop reading
+
+
+class Stream:
+    """One descriptor with its buffer. A write is never refused and never fails; ``full`` asks the writer to hold back."""
+
+    def __init__(self, selector: selectors.BaseSelector, fd: int) -> None:
+        self._selector = selector
+        self._fd, self._own = _private_descriptor(fd)
+        self._buffer = bytearray()
+        self._line_open = False  # the last byte written was not a newline
+        self._waiting: list[Callable[[], None]] = []
+        self._dead = False
+
+    @property
+    def full(self) -> bool:
+        return len(self._buffer) >= LIMIT
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._buffer)
+
+    def when_room(self, resume: Callable[[], None]) -> None:
+        """Call ``resume`` once, when half of the buffer is free again."""
+        self._waiting.append(resume)
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``; it stays in one piece among what others write here."""
+        if self._dead or not data:
+            return
+        if not self._buffer:
+            try:
+                self._selector.register(self._fd, selectors.EVENT_WRITE, self._ready)
+            except (OSError, ValueError):
+                self._discard()
+                return
+        self._buffer += data
+        self._line_open = not data.endswith(b"\n")
+
+    def write_line(self, text: str) -> None:
+        """``text`` and a newline, on a line of its own even when a worker has left one unfinished."""
+        self.write((b"\n" if self._line_open else b"") + text.encode(errors="backslashreplace") + b"\n")
+
+    def write_some(self) -> None:
+        """Write one chunk: up to the last end of line in it, so that other writers of the same pipe tear no line of ours."""
+        chunk = bytes(self._buffer[:_CHUNK])
+        chunk = chunk[: chunk.rfind(b"\n") + 1] or chunk
+        try:
+            done = os.write(self._fd, chunk)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):  # EPIPE, EIO: nobody will ever read it
+                self._discard()
+                return
+            done = len(self._buffer)  # a full disk may have room again later
+        del self._buffer[:done]
+        if not self._buffer:
+            self._selector.unregister(self._fd)
+        if len(self._buffer) <= LIMIT // 2:
+            self._resume()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        if not self._dead:
+            self._discard()
+            if self._own:
+                os.close(self._fd)
+
+    def _ready(self, mask: int) -> None:
+        if self._buffer:
+            self.write_some()
+
+    def _discard(self) -> None:
+        if self._buffer:
+            self._selector.unregister(self._fd)
+        self._dead = True
+        self._buffer.clear()
+        self._resume()
+
+    def _resume(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for resume in waiting:
+            resume()
+
+
+class Console:
+    """Standard output and error of the agent. Closing leaves the descriptors given open."""
+
+    def __init__(self, selector: selectors.BaseSelector, out_fd: int = 1, err_fd: int = 2) -> None:
+        self.out = Stream(selector, out_fd)
+        self.err = Stream(selector, err_fd)
+
+    @property
+    def full(self) -> bool:
+        return self.out.full or self.err.full
+
+    def write_out(self, data: bytes) -> None:
+        self.out.write(data)
+
+    def write_err(self, data: bytes) -> None:
+        self.err.write(data)
+
+    def say(self, text: str) -> None:
+        """The agent's own line on standard error: ``elastirun: text``."""
+        self.err.write_line(f"elastirun: {text}")
+
+    def flush(self, timeout: float) -> bool:
+        """Block until all is written, for at most ``timeout`` seconds: for the end, when no loop runs any more.
+
+        False when something is left unwritten.
+        """
+        end = time.monotonic() + timeout
+        while pending := [s for s in (self.out, self.err) if s.pending]:
+            poller = select.poll()
+            streams = {s.fileno(): s for s in pending}
+            for fd in streams:
+                poller.register(fd, select.POLLOUT)
+            ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
+            if not ready:
+                return False
+            for fd, _ in ready:
+                streams[fd].write_some()
+        return True
+
+    def close(self) -> None:
+        self.out.close()
+        self.err.close()
+
+
+def _private_descriptor(fd: int) -> tuple[int, bool]:
+    """A non-blocking descriptor for what ``fd`` writes to, and whether it is a new one that we must close.
+
+    O_NONBLOCK on ``fd`` itself would also change the shell's and the workers' descriptor. A terminal or pipe can be
+    opened a second time; anything else (or one that belongs to another user) is used as it is: then only a writer that
+    fills a pipe between our poll and our write can make us wait.
+    """
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), True
+    except OSError:
+        pass
+    return fd, False

@@ -1,0 +1,33 @@
+"""The first program of every worker: ties its life to the agent's, then becomes the worker's command.
+
+    python -I -S exec_worker.py AGENT_PID COMMAND [ARGUMENT...]
+
+A separate program and not a ``preexec_fn``, because nothing but exec is safe between fork and exec of a process with
+threads. It runs once per worker, so it imports next to nothing: ``_signal`` spares the 8 ms that ``signal`` costs.
+"""
+
+import os
+import sys
+from _signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, getsignal, signal  # type: ignore[import-not-found,unused-ignore]
+from ctypes import CDLL, c_ulong
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(agent_pid: int, argv: list[str]) -> None:
+    if getsignal(SIGINT) is not SIG_IGN:  # what exec would do anyway; no KeyboardInterrupt traceback until then
+        signal(SIGINT, SIG_DFL)
+    CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
+    if os.getppid() != agent_pid:  # it died before the line above: no signal will come any more
+        os._exit(1)
+    signal(SIGPIPE, SIG_DFL)  # Python ignores these two, and ignored signals stay ignored across exec
+    signal(SIGXFSZ, SIG_DFL)
+    try:
+        os.execvpe(argv[0], argv, os.environ)
+    except OSError as exc:
+        os.write(2, os.fsencode(f"elastirun: cannot run {argv[0]}: {exc.strerror}\n"))
+        os._exit(127 if isinstance(exc, FileNotFoundError) else 126)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,402 @@
+"""Where the workers' output goes: routes, files and last lines, and a console that may stall without holding up the loop."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastirun.agent.console import LIMIT, Console
+from elastirun.agent.logs import LAST_LINES, LastLines, LogFile, PrefixedLines, RunLogs, Way, way_of
+from elastirun.config import LogPolicy, Std, StdMap
+from elastirun.errors import StartError, UsageError
+
+from .test_workers import Loop, spec
+
+OUT, ERR, ALL = (StdMap(std) for std in (Std.OUT, Std.ERR, Std.ALL))
+NOWHERE = Path("/dev/null")
+
+
+class Reader:
+    """The other end of one of a loop's console pipes, read by the loop itself in bites of ``size`` bytes."""
+
+    def __init__(self, loop: Loop, fd: int, size: int = 65536) -> None:
+        self.got = bytearray()
+        self._size = size
+        self._loop, self._fd = loop, fd
+        loop.selector.register(fd, selectors.EVENT_READ, self._ready)
+
+    def _ready(self, mask: int) -> None:
+        self.got += os.read(self._fd, self._size)
+
+    def stop(self) -> bytes:
+        """Read what is left; no more events."""
+        while self._loop.console.out.pending or self._loop.console.err.pending or self._loop.once(0):
+            self._loop.once(0.01)
+        self._loop.selector.unregister(self._fd)
+        return bytes(self.got)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Loop]]:
+    made: list[Loop] = []
+
+    def loop(**policy: Any) -> Loop:
+        made.append(Loop(LogPolicy(**policy)))
+        return made[-1]
+
+    yield loop
+    for each in made:
+        each.close()
+
+
+def run(loop: Loop, *specs: Any) -> tuple[bytes, bytes]:
+    """Run these workers to their end; what came on the console's two streams."""
+    out, err = Reader(loop, loop.out), Reader(loop, loop.err)
+    loop.run_all(*specs)
+    return out.stop(), err.stop()
+
+
+def files(base: Path) -> dict[str, bytes]:
+    """Every file of the one run below ``base``."""
+    (run_dir,) = base.iterdir()
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+def says(out: str = "", err: str = "") -> str:
+    return f"import os\nos.write(1, {out.encode()!r})\nos.write(2, {err.encode()!r})"
+
+
+# ---- routes
+
+
+@pytest.mark.parametrize(
+    ("policy", "out", "err"),
+    [
+        (LogPolicy(), Way.INHERIT, Way.RAW),
+        (LogPolicy(redirects=OUT), Way.FILE, Way.RAW),
+        (LogPolicy(redirects=ALL), Way.FILE, Way.FILE),
+        (LogPolicy(tee=ERR), Way.INHERIT, Way.TEE),
+        (LogPolicy(tee=ALL, redirects=ALL), Way.TEE, Way.TEE),
+        (LogPolicy(redirects=StdMap(by_rank=((0, Std.ERR),))), Way.INHERIT, Way.RAW),
+        (LogPolicy(redirects=StdMap(by_rank=((1, Std.ERR),))), Way.INHERIT, Way.FILE),
+        (LogPolicy(local_ranks=frozenset({0})), Way.DEVNULL, Way.QUIET),
+        (LogPolicy(local_ranks=frozenset({1}), tee=ALL), Way.TEE, Way.TEE),
+        (LogPolicy(local_ranks=frozenset({0}), tee=OUT, redirects=ERR), Way.FILE, Way.FILE),
+        (LogPolicy(log_dir=NOWHERE, redirects=ALL), Way.INHERIT, Way.RAW),
+        (LogPolicy(log_dir=NOWHERE, tee=ALL), Way.TEE, Way.TEE),
+        (LogPolicy(log_dir=NOWHERE, redirects=ALL, local_ranks=frozenset({0})), Way.DEVNULL, Way.QUIET),
+    ],
+)
+def test_the_way_of_local_rank_1(policy: LogPolicy, out: Way, err: Way) -> None:
+    assert (way_of(policy, 1, Std.OUT), way_of(policy, 1, Std.ERR)) == (out, err)
+
+
+def test_by_default_stdout_is_the_agents_own_and_stderr_passes_byte_for_byte(make: Callable[..., Loop]) -> None:
+    loop = make()
+    text = "50%\r100%\r\n\tno end \x1b[1mbold\x1b[0m"
+    logs = loop.logs.open_round(0, [spec("")])
+    assert logs.descriptors(0)[0] is None
+    logs.finish()
+    loop.attempt = 1
+    assert run(loop, spec(says(err=text))) == (b"", text.encode())
+    assert loop.logs.last_lines(0) == ("100%", "\tno end bold")
+
+
+def test_redirected(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path / "a" / "logs", redirects=ALL)
+    text = "".join(f"line {i}\n" for i in range(5000))
+    assert run(loop, spec(says("out", text)), spec(says(), 1)) == (b"", b"")
+    assert files(tmp_path / "a" / "logs") == {
+        "attempt_0/0/stdout.log": b"out",
+        "attempt_0/0/stderr.log": text.encode(),
+        "attempt_0/1/stdout.log": b"",
+        "attempt_0/1/stderr.log": b"",
+    }
+    assert loop.logs.last_lines(0) == tuple(f"line {i}" for i in range(4970, 5000))
+    assert loop.logs.last_lines(1) == ()
+
+
+def test_teed_lines_have_a_prefix_and_the_file_has_none(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path, tee=ALL)
+    out, err = run(loop, spec(says("one\n\ntwo", "three\n")), spec(says("four\n", "five"), 1))
+    assert sorted(out.splitlines()) == [b"host:0> ", b"host:0> one", b"host:0> two", b"host:1> four"] and out.endswith(b"\n")
+    assert sorted(err.splitlines()) == [b"host:0> three", b"host:1> five"] and err.endswith(b"\n")
+    assert files(tmp_path)["attempt_0/0/stdout.log"] == b"one\n\ntwo"
+    assert files(tmp_path)["attempt_0/1/stderr.log"] == b"five"
+    assert loop.logs.last_lines(1) == ("five",)
+
+
+def test_a_rank_that_is_not_shown(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path, tee=OUT, local_ranks=frozenset({0}))
+    assert run(loop, spec(says("a\n", "b\n")), spec(says("c\n", "d\n"), 1)) == (b"host:0> a\n", b"b\n")
+    assert files(tmp_path)["attempt_0/1/stdout.log"] == b"c\n"
+    assert loop.logs.last_lines(1) == ("d",)
+
+
+def test_the_prefix_template(make: Callable[..., Loop]) -> None:
+    loop = make(log_dir=NOWHERE, tee=OUT, prefix_template="[${role_name}${rank}/${local_rank} ${else} $] ")
+    assert run(loop, spec(says("x\n"), 3, ROLE_NAME="trainer"))[0] == b"[trainer3/3 ${else} $] x\n"
+
+
+def test_filters_copy_the_lines_of_teed_streams(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path, tee=OUT, stdout_filters=("loss", "acc"), stderr_filters=("loss",))
+    run(loop, spec(says("loss 1\nhost\nacc 2\nloss", "loss\n")), spec(says("other\n"), 1))
+    found = files(tmp_path)
+    assert found["attempt_0/filtered_stdout.log"] == b"host:0> loss 1\nhost:0> acc 2\nhost:0> loss\n"
+    assert "attempt_0/filtered_stderr.log" not in found  # stderr is not teed
+
+
+# ---- directories
+
+
+def test_each_round_has_its_own_directory_for_the_owner_alone(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path / "logs", redirects=OUT)
+    for attempt in range(2):
+        assert loop.logs.error_file(attempt, 0).endswith(f"/attempt_{attempt}/0/error.json")
+        loop.run_all(spec(says(f"round {attempt}") + f"\nopen({loop.logs.error_file(attempt, 0)!r}, 'w').write('!')"))
+    found = files(tmp_path / "logs")
+    assert [found[f"attempt_{n}/0/stdout.log"] for n in range(2)] == [b"round 0", b"round 1"]
+    assert [found[f"attempt_{n}/0/error.json"] for n in range(2)] == [b"!", b"!"]
+    with pytest.raises(StartError, match="attempt_1"):
+        loop.logs.open_round(1, [spec("")])
+    assert found == files(tmp_path / "logs")
+    (run_dir,) = (tmp_path / "logs").iterdir()
+    assert re.fullmatch(r"job_\w+", run_dir.name) and loop.logs.directory == str(run_dir)
+    for path in [tmp_path / "logs", *run_dir.parent.rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0 or path.name == "error.json"  # that one is the worker's own
+
+
+def test_a_run_id_is_no_path(tmp_path: Path) -> None:
+    selector = selectors.PollSelector()
+    logs = RunLogs(LogPolicy(log_dir=tmp_path), "../a b" + "x" * 300, "host", Console(selector), selector)
+    path = Path(logs.error_file(0, 0))
+    assert path.parents[3] == tmp_path and path.parents[2].name.startswith(".._a_bxxx")
+
+
+def test_without_a_directory_the_error_files_are_temporary(
+    make: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loop = make()
+    for attempt in range(3):
+        path = Path(loop.logs.error_file(attempt, 0))
+        loop.run_all(spec(f"open({str(path)!r}, 'w').write('!')"))
+        assert path.read_text() == "!"
+        assert len(list(tmp_path.rglob("error.json"))) == 1
+    assert loop.logs.directory is None
+    loop.logs.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_redirecting_without_a_directory_keeps_a_temporary_one_and_says_so_once(
+    make: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loop = make(redirects=StdMap(by_rank=((0, Std.OUT),)))
+    _, err = run(loop, spec(says("kept")))
+    loop.run_all(spec(""))
+    loop.logs.close()
+    assert err.decode() == f"elastirun: no --log-dir given: the workers' logs are kept in {loop.logs.directory}\n"
+    assert files(tmp_path)["attempt_0/0/stdout.log"] == b"kept"
+
+
+def test_no_files_at_all(make: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loop = make(log_dir=NOWHERE, tee=ERR, redirects=OUT, stderr_filters=("x",))
+    assert loop.logs.error_file(0, 0) == ""
+    assert run(loop, spec(says("", "x\n"))) == (b"", b"host:0> x\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    selector = selectors.PollSelector()
+    console = Console(selector)
+    with pytest.raises(UsageError, match="file: this is not a directory"):
+        RunLogs(LogPolicy(log_dir=tmp_path / "file"), "job", "host", console, selector)
+    below = RunLogs(LogPolicy(log_dir=tmp_path / "file" / "below"), "job", "host", console, selector)
+    with pytest.raises(StartError, match="cannot make a directory"):
+        below.error_file(0, 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    assert RunLogs(LogPolicy(), "job", "host", console, selector).error_file(0, 0) == ""  # does without
+    with pytest.raises(StartError, match="cannot make a directory"):
+        RunLogs(LogPolicy(tee=ALL), "job", "host", console, selector).error_file(0, 0)
+
+
+# ---- lines
+
+
+def lines_of(*data: bytes) -> tuple[str, ...]:
+    last = LastLines()
+    for each in data:
+        last.feed(each)
+    return last.lines()
+
+
+def test_the_last_lines() -> None:
+    assert lines_of() == lines_of(b"") == ()
+    assert lines_of(b"a\nb", b"c\n", b"\nd") == ("a", "bc", "", "d")
+    assert lines_of(b"".join(b"%d\n" % i for i in range(100))) == tuple(str(i) for i in range(70, 100))
+    assert lines_of(b"x\n" * LAST_LINES + b"y") == ("x",) * 29 + ("y",)
+    assert lines_of(b"x" * 400, b"y" * 400, b"\nz") == ("x" * 400 + "y" * 100, "z")
+    assert lines_of(b"\xff\xc3\xa9\x1b[31mred\x1b[0m\n") == ("\\xff\u00e9red",)
+
+
+def test_of_a_progress_bar_the_last_state_is_kept() -> None:
+    assert lines_of(b"0%\r50%", b"\r100%\ndone\r\n") == ("100%", "done")
+    assert lines_of(*(b"%d%%\r" % i for i in range(101))) == ("100%",)
+    assert lines_of(b"start\n", *(b"\r" + b"#" * 600 + b"%d" % i for i in range(99)), b"\rend") == ("start", "end")
+
+
+def test_a_long_line_is_cut_into_lines() -> None:
+    got: list[bytes] = []
+    lines = PrefixedLines(b"> ", got.append)
+    for _ in range(150):
+        lines.feed(b"x" * 1024)
+    lines.feed(b"\nshort\n" + b"y" * 70000 + b"\nz")
+    lines.flush()
+    lines.flush()
+    sizes = [len(line) for line in b"".join(got).split(b"\n")]
+    assert sizes == [65538, 65538, 150 * 1024 - 2 * 65536 + 2, 7, 65538, 70000 - 65536 + 2, 3, 0]
+
+
+def test_a_full_disk_is_told_once() -> None:
+    selector = selectors.PollSelector()
+    ours, theirs = os.pipe()
+    console = Console(selector, theirs, theirs)
+    file = LogFile("/dev/full", console)
+    file.write(b"x")
+    file.write(b"x")
+    file.close()
+    assert console.flush(5)
+    assert os.read(ours, 4096) == b"elastirun: cannot write /dev/full: No space left on device; output that does not fit is lost there\n"
+    console.close()
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_no_line_is_torn(make: Callable[..., Loop], stream: int) -> None:
+    loop = make(log_dir=NOWHERE, tee=ALL)
+    code = f"""
+import os
+data = b''.join(b'%d:%d:' % (RANK, i) + b'abcd'[RANK:RANK + 1] * 2000 + b'\\n' for i in range(2000))
+while data:
+    data = data[os.write({stream}, data[:3001]):]
+"""
+    reader = Reader(loop, loop.out if stream == 1 else loop.err, size=8192)
+    ends = loop.run_all(*(spec(code.replace("RANK", str(rank)), rank) for rank in range(4)))
+    assert [end.code for end in ends] == [0] * 4
+    lines = reader.stop().splitlines()
+    assert len(lines) == 8000
+    for rank in range(4):
+        mine = [line for line in lines if line.startswith(b"host:%d> " % rank)]
+        assert mine == [b"host:%d> %d:%d:" % (rank, rank, i) + b"abcd"[rank : rank + 1] * 2000 for i in range(2000)]
+
+
+# ---- the console
+
+
+def settle(loop: Loop) -> None:
+    """Until nothing happens any more by itself."""
+    while loop.once(0.3):
+        pass
+
+
+@pytest.mark.parametrize("tee", [True, False])
+def test_a_console_that_nobody_reads_holds_up_the_workers_and_not_the_loop(make: Callable[..., Loop], tee: bool) -> None:
+    loop = make(log_dir=NOWHERE, tee=ERR if tee else StdMap())
+    size, count = 1000, 8000
+    code = f"import os\nfor i in range({count}): os.write(2, b'x' * {size - 1} + b'\\n')"
+    loop.start(*(spec(code, rank) for rank in range(2)))
+    loop.run(lambda: loop.console.full)
+    settle(loop)  # the loop sleeps: it neither blocks in a write nor spins
+    assert loop.workers.alive == (0, 1)
+    held = len(loop.console.err._buffer)
+    assert LIMIT // 2 < held < LIMIT + 4 * 65536
+    loop.console.say("still here")
+    assert len(loop.console.err._buffer) <= held + 100
+    reader = Reader(loop, loop.err)
+    loop.run(lambda: not loop.workers.running)
+    got = reader.stop()
+    assert [end.code for end in loop.exits] == [0, 0]
+    assert got.count(b"x") == 2 * count * (size - 1) and b"\nelastirun: still here\n" in got
+
+
+def test_what_a_worker_wrote_is_not_lost_when_it_ends_while_the_console_is_stuck(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.console.write_err(b"-" * LIMIT)
+    loop.start(spec(says(err="last words")))
+    loop.run(lambda: not loop.workers.running)
+    assert loop.logs.last_lines(0) == ("last words",)
+    assert Reader(loop, loop.err).stop() == b"-" * LIMIT + b"last words"
+
+
+def test_our_own_descriptors_stay_blocking_for_the_others(make: Callable[..., Loop]) -> None:
+    loop = make()
+    assert os.get_blocking(loop._fds[1]) and os.get_blocking(loop._fds[3])
+
+
+def test_a_line_of_ours_starts_a_line(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.console.say("one")
+    loop.console.write_err(b"50%")
+    loop.console.say("two")
+    loop.console.write_out(b"out")
+    assert loop.console.flush(5)
+    assert os.read(loop.err, 4096) == b"elastirun: one\n50%\nelastirun: two\n"
+    assert os.read(loop.out, 4096) == b"out"
+
+
+def test_flush_gives_up(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.console.write_out(b"x" * 300_000)
+    loop.console.write_err(b"y")
+    assert not loop.console.flush(0.1)
+    assert os.read(loop.err, 4096) == b"y"
+
+
+@pytest.mark.parametrize("way", ["closed pipe", "closed descriptor", "/dev/full"])
+def test_a_console_that_is_gone(way: str) -> None:
+    selector = selectors.PollSelector()
+    ours, fd = os.pipe()
+    os.close(ours)
+    if way == "/dev/full":
+        os.close(fd)
+        fd = os.open("/dev/full", os.O_WRONLY)
+    elif way == "closed descriptor":
+        os.close(fd)
+    console = Console(selector, fd, fd)
+    again: list[int] = []
+    for _ in range(2):
+        console.write_err(b"x" * LIMIT)
+        console.err.when_room(lambda: again.append(1))
+        assert console.flush(5)
+    console.say("nobody hears it")
+    console.flush(5)
+    assert not console.full and not selector.get_map() and again
+    console.close()
+    if way != "closed descriptor":
+        os.close(fd)
+
+
+def test_a_console_that_is_a_file(tmp_path: Path) -> None:
+    selector = selectors.PollSelector()
+    fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    os.write(fd, b"before\n")
+    console = Console(selector, fd, fd)
+    console.write_out(b"x" * 10_000 + b"\nend\n")
+    while console.out.pending:
+        for key, mask in selector.select(5):
+            key.data(mask)
+    assert (tmp_path / "log").read_bytes() == b"before\n" + b"x" * 10_000 + b"\nend\n"
+    console.close()
+    os.close(fd)
+    selector.close()
