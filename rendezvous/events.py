@@ -67,4 +67,13 @@ class Leave:
     reason: str
 
 
-Event = Tick | Synced | SyncFailed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave
+@dataclass(frozen=True)
+class Reachable:
+    """The address the other nodes reach this one by, and a port it holds for the workers' store, are known or have changed."""
+
+    now: float
+    address: str
+    port: int
+
+
+Event = Tick | Synced | SyncFailed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Reachable

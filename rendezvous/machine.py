@@ -13,7 +13,7 @@ from enum import Enum
 from elastirun.rendezvous import forming
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.events import Event, Leave, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import Event, Leave, Reachable, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.ranks import successors
@@ -108,6 +108,9 @@ class Machine:
             self._on_synced(event)
         elif isinstance(event, SyncFailed):
             self._on_sync_failed(event)
+        elif isinstance(event, Reachable):
+            self.row = replace(self.row, address=event.address, port=event.port)
+            self._urgent = True
         elif isinstance(event, Leave):
             self._end(Outcome.LEFT, event.reason)
         elif isinstance(event, WorkersSucceeded) and self.state is RUNNING:
@@ -286,7 +289,8 @@ class Machine:
         others = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
         lingering = self._hosting and self.record is not None and self.record.closed is not None and bool(others)
         over_time = self._now - self._left_at >= limit
-        if over_time or not self._introduced or (written and not lingering):
+        host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
+        if over_time or host_gone or not self._introduced or (written and not lingering):
             self.finished = True
             self._actions.append(Finish(*self._outcome, closed=self.record.closed if self.record else None))
         else:

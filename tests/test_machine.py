@@ -10,7 +10,7 @@ from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import DONE, TRANSITIONS, Trigger
-from elastirun.rendezvous.records import Cause, RoundRecord, Status
+from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from tests.world import World
 
 
@@ -189,7 +189,10 @@ def test_the_stores_host_leaves_last() -> None:
         node.succeed()
     host, others = world.nodes[0], world.nodes[1:]
     assert world.run(10, lambda: bool(host.finish))
-    assert all(n.finish for n in others)
+    assert all(n.machine.state is Status.LEFT and Codec().decode(key, world.data[key], NodeRow).status is Status.LEFT
+               for n in others for key in [f"job/node/{n.id}"])  # fmt: skip
+    world.store_up = False
+    assert world.run(10, world.all_finished) and {n.outcome for n in others} == {Outcome.SUCCEEDED}
 
 
 def test_a_store_blip_costs_no_restart_and_a_long_one_ends_with_a_clear_word() -> None:

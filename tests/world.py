@@ -26,7 +26,7 @@ TIME_LIMIT = 2.5  # of one exchange, seconds
 
 @dataclass
 class Node:
-    world: "World"
+    world: World
     name: str
     machine: Machine
     offset: float

@@ -23,6 +23,7 @@ from typing import Any
 from elastirun.errors import StoreError
 
 MISSING = "~"  # no value of ours looks like that
+ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound to every interface, it is reached by this one
 CONNECT_TIMEOUT = 5.0  # seconds, for TCPStore's own handshake; reachability was probed before
 
 
@@ -43,10 +44,9 @@ def tcp_store_class() -> Any:
 def serve(listening: socket.socket) -> Any:
     """Serve a TCPStore on a bound, listening socket, which it takes over. It ends when the returned object is dropped."""
     host, port = listening.getsockname()[:2]
-    reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     store_class = tcp_store_class()
     return store_class(
-        reach,
+        ANY.get(host, host),
         port,
         is_master=True,
         wait_for_workers=False,
@@ -130,18 +130,18 @@ def connector(
     both raise ``StoreError`` for what may still change (a name that does not resolve yet). Once connected as a client this
     agent never becomes the host: a store that comes back empty must not be ours.
     """
-    server: list[Any] = []
+    served: list[tuple[Any, str, int]] = []
     client_only: list[bool] = []
 
     def connect() -> TcpStore:
-        listening = None if server or client_only else open_socket()
+        listening = None if served or client_only else open_socket()
         if listening is not None:
             host, port = listening.getsockname()[:2]
             with _translated(f"cannot serve the store on {host}:{port}"):
-                server.append(serve(listening))
-        address, port = resolve()
-        store = TcpStore(address, port, hosting=bool(server))
-        if not server:
+                served.append((serve(listening), ANY.get(host, host), port))
+        address, port = served[0][1:] if served else resolve()
+        store = TcpStore(address, port, hosting=bool(served))
+        if not served:
             client_only.append(True)
         return store
 
