@@ -1,0 +1,258 @@
+"""The command ``elastirun``: reads the command line and the environment, checks the files named there, and starts the agent.
+
+Bad input costs one line on stderr and exit status 2; nothing was started then.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import click
+from click.core import ParameterSource
+
+from elastirun import __version__
+from elastirun.agent.cpus import usable_cpus
+from elastirun.config import Command, LaunchConfig
+from elastirun.errors import ExitCode, UsageError
+from elastirun.options import GROUPS, OPTIONS, RUN, Option, normalise
+from elastirun.parse import quote
+from elastirun.resolve import Facts, Reading, Row, resolve
+
+TOKEN_BYTES = range(16, 4097)  # how long a secret may be
+
+_EXAMPLES = """\
+Starts SCRIPT as a set of workers on one or more nodes, with RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT in their environment. A drop-in for torchrun.
+
+One node, one worker per GPU:
+  elastirun --nproc-per-node=auto train.py --lr 0.1
+
+One to three nodes, elastic; the same command on each node, whenever it comes up:
+  elastirun --nnodes=1:3 --nproc-per-node=8 --rdzv-id=job7 --rdzv-endpoint=node0 train.py
+
+Two nodes with fixed ranks; on the other node the same with --node-rank=1:
+  elastirun --nnodes=2 --node-rank=0 --master-addr=node0 --nproc-per-node=8 train.py
+"""
+_NOTES = """\
+Options come before SCRIPT. What follows SCRIPT is its own; ${local_rank} there becomes the worker's.
+Names may be written with _ for - and cut short where that is clear. In [brackets]: the environment
+variable that sets the same, and its default; the command line goes before it. --dry-run shows where
+each value came from.
+
+Exit status: 0 all workers succeeded; 1 a worker failed and no restart was left; 2 wrong use, nothing
+was started; 3 too few nodes came, or the rendezvous was lost; 70 a bug in elastirun; 128+N told to
+stop by signal N.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one agent to its end, and exit with its status. ``argv``: without the program's name; None: this process' own."""
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        _say(str(error))
+        status = ExitCode.USAGE
+    except KeyboardInterrupt:
+        status = ExitCode.signalled(signal.SIGINT)
+    sys.exit(status)
+
+
+def _run(argv: Sequence[str]) -> int:
+    tokens, script = normalise(argv)
+    context = _parse(tokens)
+    if context.params["help"]:
+        return _show(context.get_help())
+    if context.params["version"]:
+        return _show(f"elastirun {__version__}")
+    if not os.path.exists(os.curdir):
+        raise UsageError("the working folder is gone; change to one that exists")
+    reading = Reading(_given(context), dict(os.environ))
+    config = resolve(reading, script, Facts(usable_cpus, count_devices, lambda: str(uuid.uuid4())))
+    _check_command(config.command)
+    _check_log_dir(reading, config.logs.log_dir)
+    config = replace(config, token=_token(reading))
+    for warning in reading.warnings:
+        _say(f"warning: {warning}")
+    if reading.flag("dry_run"):
+        return _show(report(config, reading.rows()))
+    from elastirun.agent.agent import run  # not before it is needed: --help should be quick
+
+    return run(config)
+
+
+def _say(text: str) -> None:
+    print("elastirun: " + " ".join(text.splitlines()), file=sys.stderr, flush=True)
+
+
+def _show(text: str) -> int:
+    """Print what was asked for, and return the exit status."""
+    try:
+        print(text, flush=True)
+    except OSError as error:  # elastirun --help | head, a full disk
+        sys.stdout = open(os.devnull, "w")  # so that nothing is flushed once more at exit
+        if not isinstance(error, BrokenPipeError):
+            _say(f"cannot write to stdout: {error.strerror}")
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+# --- click
+
+_HELP_COLUMN = 32  # characters for an option and its value
+
+
+class GroupedCommand(click.Command):
+    """Its help begins with examples and shows the options by what they are for."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage("elastirun", "[OPTIONS] SCRIPT [ARGS]...")
+        formatter.write(f"\n{_EXAMPLES}")
+        for title, options in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([_help_of(option) for option in options], col_max=_HELP_COLUMN)
+                if title == RUN:
+                    formatter.write_dl([("-h, --help".ljust(_HELP_COLUMN), "Show this.")])
+        formatter.write(f"\n{_NOTES}")
+
+
+def _help_of(option: Option) -> tuple[str, str]:
+    names = f"-{option.short}, {option.name}" if option.short else option.name
+    default = f"={option.default}" if option.default else ""
+    text = f"{option.help} [{option.env}{default}]" if option.env else option.help
+    return f"{names} {option.metavar}".ljust(_HELP_COLUMN), text
+
+
+def _parse(tokens: Sequence[str]) -> click.Context:
+    params: list[click.Parameter] = [click.Option(["--help"], is_flag=True)]
+    params += [click.Option([option.name, option.dest], is_flag=option.flag, type=None if option.flag else str) for option in OPTIONS]
+    command = GroupedCommand("elastirun", params=params, add_help_option=False)
+    return command.make_context("elastirun", list(tokens), max_content_width=100)
+
+
+def _given(context: click.Context) -> dict[str, str]:
+    """dest -> text of the options on the command line, a flag as "1"."""
+    by_user = [option for option in OPTIONS if context.get_parameter_source(option.dest) is ParameterSource.COMMANDLINE]
+    return {option.dest: "1" if option.flag else context.params[option.dest] for option in by_user}
+
+
+# --- what is looked up on this machine
+
+
+def _check_command(command: Command) -> None:
+    script = command.script
+    if not command.no_python and not command.run_path and command.python is not None and shutil.which(command.python) is None:
+        raise UsageError(f"PYTHON_EXEC: there is no program {quote(command.python)}; give the path of a Python interpreter")
+    if command.module or "$" in script or script == "-":
+        return
+    if command.no_python:
+        if shutil.which(script) is None:
+            what = f"{quote(script)} is not executable; chmod +x it" if os.path.isfile(script) else f"there is no program {quote(script)}"
+            raise UsageError(f"--no-python: {what}, or give the path of one that is")
+    elif os.path.isdir(script):
+        if not os.path.isfile(os.path.join(script, "__main__.py")):
+            raise UsageError(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
+    elif not os.path.exists(script):
+        raise UsageError(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python")
+    elif not os.access(script, os.R_OK):
+        raise UsageError(f"SCRIPT: {quote(script)} cannot be read; change its permissions or its owner")
+
+
+def _check_log_dir(reading: Reading, log_dir: Path | None) -> None:
+    if log_dir is None or log_dir == Path(os.devnull):
+        return
+    label = reading.label("log_dir")
+    existing = next(str(folder) for folder in (log_dir, *log_dir.absolute().parents) if os.path.lexists(folder))
+    if not os.path.isdir(existing):
+        raise UsageError(f"{label}: {quote(existing)} is not a folder; give another, or /dev/null for no files")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"{label}: {quote(existing)} cannot be written to; give another folder, or /dev/null for no files")
+
+
+def _token(reading: Reading) -> bytes | None:
+    """The secret in ``--token-file``, without white space around it. It is never shown."""
+    path, label = reading.text("token_file"), reading.label("token_file")
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            token, mode = file.read(TOKEN_BYTES.stop + 1).strip(), os.fstat(file.fileno()).st_mode
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise UsageError(f"{label}: {quote(path)} cannot be read ({reason}); give a file with a secret") from None
+    if len(token) not in TOKEN_BYTES:
+        size = "too short" if len(token) < TOKEN_BYTES.start else "too long"
+        limits = f"{TOKEN_BYTES.start} to {TOKEN_BYTES.stop - 1} bytes"
+        raise UsageError(f"{label}: the secret in {quote(path)} is {size}; give one of {limits}, such as openssl rand -hex 32 makes")
+    if mode & 0o077:
+        reading.warn(f"{label}: others on this node can read {quote(path)}; chmod 600 it")
+    return token
+
+
+_PROBE = """
+import sys
+sys.path = [folder for folder in sys.path if folder]  # a torch.py in the working folder is not torch
+import torch
+kind = sys.argv[1]
+if kind in ("gpu", "xpu", torch._C._get_privateuse1_backend_name()):
+    devices = getattr(torch, {"gpu": "cuda"}.get(kind, kind), None)
+else:
+    devices = torch.accelerator if kind == "auto" else None
+print("devices:", -1 if devices is None else devices.device_count() if devices.is_available() else 0)
+"""
+
+
+def count_devices(kind: str) -> int | None:
+    """How many devices of ``kind`` ("gpu", "xpu", "auto" for any accelerator, or torch's name of another) torch can use here.
+
+    None: torch knows no such kind. Raises ValueError when torch cannot be asked. It is asked in a process of its own: importing it takes
+    a second and hundreds of megabytes, and counting may take hold of the devices.
+    """
+    command = [sys.executable, "-c", _PROBE, kind]
+    try:
+        answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"torch could not be asked for its devices ({type(error).__name__}); give a number") from None
+    for line in answer.stdout.splitlines():
+        if line.startswith("devices: "):
+            count = int(line.removeprefix("devices: "))
+            return None if count < 0 else count
+    last = (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
+    raise ValueError(f"torch could not be asked for its devices ({last[:200]}); give a number, or cpu")
+
+
+# --- --dry-run
+
+
+def worker_argv(command: Command) -> list[str]:
+    """What each worker is, for people."""
+    if command.no_python:
+        return [command.script, *command.args]
+    python = command.python or sys.executable
+    if command.run_path:
+        return [f"runpy.run_path({command.script!r})", *command.args]
+    return [python, "-u", *(["-m"] if command.module else []), command.script, *command.args]
+
+
+def report(config: LaunchConfig, rows: Sequence[Row]) -> str:
+    """The resolved configuration as a table for people; no secret in it."""
+    shown = [row for row in rows if row.option not in ("--dry-run", "--version")]
+    widths = [max(len(row.option) for row in shown), min(40, max(len(row.value) for row in shown))]
+    groups = {option.name: title for title, options in GROUPS.items() for option in options}
+    lines = [f"elastirun {__version__}: what would be run, and where each value came from"]
+    for row in shown:
+        title = f"{groups[row.option]}:"
+        if title not in lines:
+            lines += ["", title]
+        lines.append(f"  {row.option:{widths[0]}}  {row.value:{widths[1]}}  {row.source}")
+    each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"
+    return "\n".join([*lines, "", f"{each}: {shlex.join(worker_argv(config.command))}", "Nothing was started."])

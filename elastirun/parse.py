@@ -1,0 +1,260 @@
+"""Pure parsers of what people write: text -> value.
+
+Each raises ``ValueError`` whose message says what is wrong and, after a semicolon, what to write instead; the caller puts the name
+of the option or variable in front. Texts are quoted with ``quote``, so that a message stays one line whatever was given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import math
+import re
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from elastirun.config import Endpoint, Std, StdMap
+
+T = TypeVar("T")
+
+LONGEST_NAME = 200  # characters in a run id or role: they become file names and keys
+LONGEST_TIME = 365 * 24 * 3600.0  # seconds
+
+
+def quote(text: str) -> str:
+    """``text`` in quotes, on one line, printable, and not longer than a message can bear."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def nearest(text: str, names: Iterable[str]) -> str:
+    """`` (did you mean X?)`` for the closest of ``names``, or nothing when none is close."""
+    close = difflib.get_close_matches(text, list(names), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
+    """A parser of whole numbers from ``low`` to ``high``."""
+    wanted = f"give a whole number of at least {low}" if high == 10**9 else f"give a whole number from {low} to {high}"
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
+            raise ValueError(f"{quote(text)} is not a whole number; {wanted}")
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(f"{value} is out of range; {wanted}")
+        return value
+
+    return parse
+
+
+def seconds(low: float = 0.0, *, above: bool = False) -> Callable[[str], float]:
+    """A parser of durations in seconds: at least ``low``, or more than ``low`` with ``above``."""
+    wanted = f"give a number {'above' if above else 'of at least'} {low:g}"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{quote(text)} is not a number of seconds; {wanted}") from None
+        if not math.isfinite(value) or value > LONGEST_TIME:
+            raise ValueError(f"{quote(text)} seconds is more than a year; {wanted}")
+        if value < low or (above and value == low):
+            raise ValueError(f"{value:g} seconds is too short; {wanted}")
+        return value
+
+    return parse
+
+
+def choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{quote(text)} is not one of {', '.join(names)}{nearest(text, names)}")
+        return text
+
+    return parse
+
+
+def boolean(text: str) -> bool:
+    """``1 0 true false t f yes no y n on off`` in any case; any other whole number counts as true, as for torchrun."""
+    word = text.strip().lower()
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", word):
+        return int(word) != 0
+    if word in ("true", "t", "yes", "y", "on"):
+        return True
+    if word in ("false", "f", "no", "n", "off"):
+        return False
+    raise ValueError(f"{quote(text)} is neither true nor false; give 1 or 0")
+
+
+def name(text: str) -> str:
+    """A run id or a role: anything printable of a sensible length."""
+    if not text.isprintable():
+        raise ValueError(f"{quote(text)} holds control characters; give printable text")
+    if len(text) > LONGEST_NAME:
+        raise ValueError(f"{quote(text)} has {len(text)} characters; give at most {LONGEST_NAME}")
+    return text
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """``N`` or ``MIN:MAX`` -> (fewest, most) nodes."""
+    parts = [part.strip() for part in text.split(":")]
+    if len(parts) > 2 or not all(re.fullmatch(r"\+?[0-9]{1,9}", part) for part in parts):
+        raise ValueError(f"{quote(text)} is not a number of nodes; give N or MIN:MAX, such as 2 or 1:4")
+    low, high = int(parts[0]), int(parts[-1])
+    if low < 1:
+        raise ValueError(f"{quote(text)} allows no node at all; give at least 1")
+    if low > high:
+        raise ValueError(f"{quote(text)} has the smaller number last; did you mean {high}:{low}?")
+    return low, high
+
+
+def host(text: str) -> str:
+    """A host name or a numeric address; IPv6 with or without brackets, the result is without."""
+    stripped = text.strip()
+    inner = stripped[1:-1] if stripped.startswith("[") and stripped.endswith("]") else stripped
+    if _is_ipv6(inner):
+        return inner
+    if "://" in inner:
+        raise ValueError(f"{quote(text)} is a URL; give the host alone")
+    if ":" in inner:
+        raise ValueError(f"{quote(text)} is not a host name or an address; if it ends in a port, give that separately")
+    if inner != stripped or not re.fullmatch(r"[\w.-]+", inner):
+        raise ValueError(f"{quote(text)} is not a host name or an address; give one such as node0.example.org, 10.0.0.1 or [fd00::1]")
+    return inner
+
+
+def endpoint(text: str, default_port: int) -> Endpoint:
+    """``HOST``, ``HOST:PORT``, ``[IPV6]`` or ``[IPV6]:PORT``. Port 0 stands for any free one."""
+    given = text.strip()
+    if "," in given:
+        raise ValueError(f"{quote(text)} names several endpoints; give one HOST:PORT, the same on every node")
+    if "://" in given:
+        raise ValueError(f"{quote(text)} is a URL; give HOST:PORT without {given.split('://')[0]}://")
+    if _is_ipv6(given):
+        raise ValueError(f"{quote(text)} does not say where the address ends and the port begins; write [{given}]:{default_port}")
+    where, colon, port = (given, "", "") if given.endswith("]") else given.rpartition(":")
+    if not colon:
+        return Endpoint(host(given), default_port)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError(f"{quote(text)} has no port number after the colon; give HOST:PORT, such as node0:{default_port}")
+    if not where:
+        raise ValueError(f"{quote(text)} has no host; give HOST:PORT, such as node0:{port}")
+    return Endpoint(host(where), int(port))
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def std_map(text: str) -> StdMap:
+    """``3`` for every worker, or ``0:1,10:3`` by local rank; workers not named then have 0."""
+    if re.fullmatch(r"[0-3]", text.strip()):
+        return StdMap(Std(int(text)))
+    by_rank: dict[int, Std] = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*:\s*([0-3])\s*", item)
+        if match is None:
+            meaning = "0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"
+            raise ValueError(f"{quote(text)} is not understood; give {meaning}, or LOCAL_RANK:N,... such as 0:3,1:2")
+        by_rank[int(match[1])] = Std(int(match[2]))
+    return StdMap(Std.NONE, tuple(sorted(by_rank.items())))
+
+
+def local_ranks(text: str) -> frozenset[int] | None:
+    """``0,2`` -> those local ranks; empty -> None, which is all of them."""
+    if not text.strip():
+        return None
+    items = text.split(",")
+    if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", item) for item in items):
+        raise ValueError(f"{quote(text)} is not a list of local ranks; give whole numbers with commas, such as 0,1")
+    return frozenset(int(item) for item in items)
+
+
+def needles(text: str) -> tuple[str, ...]:
+    """``apple,orange`` -> the strings to look for; ``,,`` stands for one comma. Empty ones are dropped: they match every line."""
+    parts = [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
+    return tuple(part for part in parts if part)
+
+
+def signals(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """``SIGTERM,USR1`` -> (names that this system knows, written in full; those it does not)."""
+    known: list[str] = []
+    unknown: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        full = item.upper() if item.upper().startswith("SIG") else f"SIG{item.upper()}"
+        (known if full in signal.Signals.__members__ else unknown).append(full if full in signal.Signals.__members__ else item)
+    for never in ("SIGKILL", "SIGSTOP"):
+        if never in known:
+            raise ValueError(f"{never} can be handled by no process; leave it out")
+    return tuple(dict.fromkeys(known)), tuple(unknown)
+
+
+@dataclass(frozen=True)
+class RdzvConf:
+    """What ``--rdzv-conf`` says that has an effect here; None: not given. Times in seconds."""
+
+    join_timeout: float | None = None
+    last_call: float | None = None
+    keep_alive_interval: float | None = None
+    keep_alive_max_attempt: int | None = None
+    is_host: bool | None = None
+    rank: int | None = None
+    etcd_keys: tuple[str, ...] = ()  # keys given that only an etcd backend would read
+
+
+_KEYS = ("join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "rank", "store_type")
+_KEYS_WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "heartbeat", "read_timeout")  # there is no such step here
+_ETCD_KEYS = ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "cert", "key", "cacert", "etcd_prefix")
+
+
+def rdzv_conf(text: str) -> RdzvConf:
+    """``key=value,key=value``; of a key given twice the last counts."""
+    given = _key_values(text)
+
+    def read(key: str, parser: Callable[[str], T]) -> T | None:
+        try:
+            return parser(given[key]) if key in given else None
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+
+    positive = seconds(0.0, above=True)
+    for key in _KEYS_WITHOUT_EFFECT:
+        read(key, positive)
+    read("store_type", _store_type)
+    join_timeout, timeout = read("join_timeout", positive), read("timeout", positive)
+    return RdzvConf(
+        join_timeout=timeout if join_timeout is None else join_timeout,
+        last_call=read("last_call_timeout", seconds()),
+        keep_alive_interval=read("keep_alive_interval", positive),
+        keep_alive_max_attempt=read("keep_alive_max_attempt", integer(1)),
+        is_host=read("is_host", boolean),
+        rank=read("rank", integer(0)),
+        etcd_keys=tuple(key for key in given if key in _ETCD_KEYS),
+    )
+
+
+def _key_values(text: str) -> dict[str, str]:
+    known = _KEYS + _KEYS_WITHOUT_EFFECT
+    given: dict[str, str] = {}
+    for item in text.strip().split(",") if text.strip() else []:
+        key, _, value = (part.strip() for part in item.partition("="))
+        if not key or not value:
+            raise ValueError(f"{quote(item)} is not KEY=VALUE; give KEY=VALUE,KEY=VALUE such as join_timeout=300,is_host=1")
+        if key not in known + _ETCD_KEYS:
+            raise ValueError(f"no key {quote(key)}{nearest(key, known) or '; the keys are ' + ', '.join(known)}")
+        given[key] = value
+    return given
+
+
+def _store_type(text: str) -> str:
+    if text.lower() == "file":
+        raise ValueError("file is not built yet in this version; leave it out to use tcp")
+    if text.lower() != "tcp":
+        raise ValueError(f"{quote(text)} is not known; leave it out to use tcp")
+    return "tcp"

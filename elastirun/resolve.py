@@ -1,0 +1,424 @@
+"""What was asked for -> ``LaunchConfig``: torchrun's rules, its traps answered in words. Pure: the machine is asked through ``Facts``.
+
+A command line that works under torchrun works here. What torchrun ignores silently gives a warning; what cannot work gives a
+``UsageError`` that names the option, or the variable when the value came from there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from elastirun import parse
+from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, StdMap, Timing
+from elastirun.errors import UsageError
+from elastirun.options import BY_DEST, OPTIONS
+
+T = TypeVar("T")
+
+DEFAULT, ENVIRONMENT, COMMAND_LINE = range(3)  # how close to the user a value was given
+C10D_PORT, STATIC_PORT = 29400, 29500
+STATIC_JOIN_TIMEOUT = 900.0  # torchrun's
+MOST_WORKERS = 4096
+SHORTEST_EXPIRE = 1.0  # below this a busy node is taken for a lost one
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What only the machine can tell."""
+
+    cpus: Callable[[], int]  # CPUs this process may use
+    devices: Callable[[str], int | None]  # how many of "gpu", "xpu", "auto" or another kind; None: no such kind; ValueError: cannot tell
+    new_id: Callable[[], str]  # a name that nobody else has
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of ``--dry-run``."""
+
+    option: str
+    value: str
+    source: str
+
+
+class Reading:
+    """The options as they were given, and what became of them: warnings, and values that were derived."""
+
+    def __init__(self, given: Mapping[str, str], environ: Mapping[str, str]) -> None:
+        """``given``: dest -> text from the command line, "1" for a flag."""
+        self.given = given
+        self.environ = environ
+        self.warnings: list[str] = []
+        self._derived: dict[str, tuple[str, str]] = {}
+
+    def level(self, dest: str) -> int:
+        if dest in self.given:
+            return COMMAND_LINE
+        env = BY_DEST[dest].env
+        return ENVIRONMENT if env is not None and env in self.environ else DEFAULT
+
+    def label(self, dest: str) -> str:
+        """The name under which the value was given: ``--nnodes`` or ``PET_NNODES``."""
+        option = BY_DEST[dest]
+        return option.env if option.env and self.level(dest) == ENVIRONMENT else option.name
+
+    def text(self, dest: str) -> str | None:
+        option = BY_DEST[dest]
+        if dest in self.given:
+            return self.given[dest]
+        return self.environ.get(option.env, option.default) if option.env else option.default
+
+    def read(self, dest: str, parser: Callable[[str], T]) -> T:
+        try:
+            return parser(self.text(dest) or "")
+        except ValueError as error:
+            raise UsageError(f"{self.label(dest)}: {error}") from None
+
+    def optional(self, dest: str, parser: Callable[[str], T]) -> T | None:
+        return None if self.text(dest) is None else self.read(dest, parser)
+
+    def flag(self, dest: str) -> bool:
+        return bool(self.optional(dest, parse.boolean))
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def derive(self, dest: str, value: object, why: str) -> None:
+        """``--dry-run`` shows this in place of what was given."""
+        self._derived[dest] = (str(value), f"derived: {why}")
+
+    def rows(self) -> list[Row]:
+        found = []
+        for option in OPTIONS:
+            level = self.level(option.dest)
+            source = (f"environment {option.env}", "command line")[level - 1] if level else "default"
+            text = self.text(option.dest)
+            shown = ("yes" if self.flag(option.dest) else "no") if option.flag else text or "-"
+            value, source = self._derived.get(option.dest, (shown, source))
+            found.append(Row(option.name, value if value.isprintable() else parse.quote(value), source))
+        return found
+
+
+def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
+    """The configuration for ``script`` (the program and its arguments). Raises ``UsageError``; leaves its warnings in ``r``."""
+    command = _command(r, script)
+    conf = r.read("rdzv_conf", parse.rdzv_conf)
+    meeting = _meeting(r, conf, facts)
+    timing = _timing(r, conf, meeting.static)
+    logs = _logs(r)
+    r.read("monitor_interval", parse.seconds(0.0, above=True))
+    r.read("start_method", parse.choice("spawn", "fork", "forkserver"))
+    if r.text("logs_specs"):
+        raise UsageError(f"{r.label('logs_specs')}: another layout of the logs is not built yet in this version; leave it out")
+    config = LaunchConfig(
+        command=command,
+        min_nodes=meeting.low,
+        max_nodes=meeting.high,
+        nproc=1,
+        run_id=meeting.run_id,
+        endpoint=meeting.endpoint,
+        is_host=meeting.is_host,
+        fixed_ranks=meeting.static,
+        node_rank=meeting.node_rank,
+        local_addr=r.optional("local_addr", parse.host) if r.text("local_addr") else None,
+        role=r.read("role", parse.name),
+        max_restarts=r.read("max_restarts", parse.integer(0)),
+        timing=timing,
+        logs=logs,
+        signals=_signals(r),
+        numa_binding=r.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
+        virtual_local_rank=r.flag("virtual_local_rank"),
+    )
+    nproc = _workers(r, facts)  # last, because it may take a second
+    _check_ranks(r, logs, nproc)
+    return replace(config, nproc=nproc)
+
+
+def _command(r: Reading, script: Sequence[str]) -> Command:
+    if not script:
+        raise UsageError("no script is given; usage: elastirun [OPTIONS] SCRIPT [ARGS]..., see elastirun --help")
+    module, no_python, run_path = r.flag("module"), r.flag("no_python"), r.flag("run_path")
+    if run_path:
+        for dest, given in (("module", module), ("no_python", no_python)):
+            if given:
+                r.warn(f"{r.label(dest)} is ignored: {r.label('run_path')} goes before it")
+    elif module and no_python:
+        raise UsageError(f"{r.label('module')} and {r.label('no_python')} contradict each other (a module needs python); leave one out")
+    python = r.environ.get("PYTHON_EXEC") or None
+    return Command(script[0], tuple(script[1:]), module and not run_path, no_python and not run_path, run_path, python)
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    low: int
+    high: int
+    endpoint: Endpoint | None
+    static: bool
+    node_rank: int | None
+    is_host: bool | None
+    run_id: str
+
+
+def _meeting(r: Reading, conf: parse.RdzvConf, facts: Facts) -> _Meeting:
+    """Where, with how many and in which order the nodes meet."""
+    low, high = asked = r.read("nnodes", parse.nodes)
+    if r.flag("standalone"):
+        backend, endpoint, why = "c10d", None, r.label("standalone")
+        _ignored_alone(r)
+    else:
+        backend = _backend(r, low, high)
+        endpoint, why = _endpoint(r, backend, high)
+    if endpoint is None:
+        low, high = _alone(r, low, high, why)
+    static = backend == "static" and endpoint is not None
+    if static and low < high:
+        r.warn(f"{r.label('nnodes')}: {backend} always waits for all {high} nodes; for {low} to {high} use --rdzv-backend=c10d")
+        low = high
+    if (low, high) != asked:
+        r.derive("nnodes", f"{low}:{high}", why if endpoint is None else "the static backend")
+    for key in conf.etcd_keys:
+        r.warn(f"{r.label('rdzv_conf')}: {key} has no effect, it is for etcd")
+    node_rank = _node_rank(r, conf, static, high)
+    is_host = node_rank == 0 if conf.is_host is None and static else conf.is_host
+    return _Meeting(low, high, endpoint, static, node_rank, is_host, _run_id(r, high, endpoint, static, facts))
+
+
+def _ignored_alone(r: Reading) -> None:
+    """torchrun ignores these without a word."""
+    standalone = r.label("standalone")
+    backend, endpoint = r.text("rdzv_backend"), r.text("rdzv_endpoint")
+    if endpoint and not endpoint.strip().endswith(":0"):
+        r.warn(f"{r.label('rdzv_endpoint')} is ignored: {standalone} is for this node alone")
+    if backend != "c10d" and r.level("rdzv_backend"):
+        r.warn(f"{r.label('rdzv_backend')} is ignored: {standalone} is for this node alone")
+    r.derive("rdzv_backend", "c10d", standalone)
+    r.derive("rdzv_endpoint", "private", standalone)
+
+
+def _alone(r: Reading, low: int, high: int, why: str) -> tuple[int, int]:
+    if low > 1:
+        raise UsageError(f"{r.label('nnodes')}: {low} nodes cannot meet with {why}; give all the same --rdzv-endpoint=HOST instead")
+    if high > 1:
+        r.warn(f"{r.label('nnodes')}: no other node can join with {why}; this node runs alone")
+    return 1, 1
+
+
+def _backend(r: Reading, low: int, high: int) -> str:
+    if (r.text("rdzv_backend") or "").startswith("etcd"):
+        raise UsageError(f"{r.label('rdzv_backend')}: the etcd backend is not built yet in this version; use c10d, which needs no server")
+    backend = r.read("rdzv_backend", parse.choice("c10d", "static"))
+    if r.level("rdzv_backend") or high == 1:
+        return backend
+    if low < high:
+        r.derive("rdzv_backend", "c10d", "MIN:MAX nodes")
+        return "c10d"
+    if (r.text("rdzv_endpoint") or "").strip() and not r.level("node_rank"):
+        r.derive("rdzv_backend", "c10d", "an endpoint and no --node-rank")
+        return "c10d"
+    return backend
+
+
+def _endpoint(r: Reading, backend: str, high: int) -> tuple[Endpoint | None, str]:
+    """Where the nodes meet, or None for a private place, and why."""
+    master = r.level("master_addr") if high > 1 else backend == "static" and r.level("master_port")
+    if (r.text("rdzv_endpoint") or "").strip():
+        port = STATIC_PORT if backend == "static" and r.level("rdzv_backend") else C10D_PORT
+        endpoint = r.read("rdzv_endpoint", lambda text: parse.endpoint(text, port))
+        why = f"{r.label('rdzv_endpoint')}={endpoint}"
+        if str(endpoint) != r.text("rdzv_endpoint"):
+            r.derive("rdzv_endpoint", endpoint, f"{r.label('rdzv_endpoint')}, with {backend}'s port")
+        for dest, own in (("master_addr", endpoint.host), ("master_port", str(endpoint.port))):
+            if r.level(dest) == COMMAND_LINE and r.text(dest) != own:
+                r.warn(f"{r.label(dest)} is ignored: {r.label('rdzv_endpoint')} goes before it")
+    elif master:
+        number = r.optional("master_port", parse.integer(0, 65535))
+        endpoint = Endpoint(r.read("master_addr", parse.host), STATIC_PORT if number is None else number)
+        why = f"{r.label('master_port')}={number}"
+        r.derive("rdzv_endpoint", endpoint, "--master-addr and --master-port")
+    elif high > 1:
+        how = "--rdzv-endpoint=HOST:29400, or --master-addr=HOST and each its own --node-rank"
+        raise UsageError(f"{r.label('nnodes')}: {high} nodes need a place to meet; give all the same {how}")
+    else:
+        r.derive("rdzv_endpoint", "private", "one node without an endpoint")
+        return None, "one node"
+    if endpoint.port:
+        return endpoint, why
+    r.derive("rdzv_endpoint", "private", f"port 0 of {why}")
+    return None, why
+
+
+def _node_rank(r: Reading, conf: parse.RdzvConf, static: bool, high: int) -> int | None:
+    label = r.label("node_rank")
+    rank = r.read("node_rank", parse.integer(0)) if r.level("node_rank") else None
+    if rank is None and conf.rank is not None:
+        rank, label = conf.rank, f"{r.label('rdzv_conf')} rank"
+        r.derive("node_rank", rank, label)
+    elif rank is not None and conf.rank not in (None, rank):
+        r.warn(f"{r.label('rdzv_conf')}: rank={conf.rank} is ignored, {label}={rank} goes before it")
+    if rank is None:
+        if not static:
+            r.derive("node_rank", "-", "ranks are given as nodes join")
+        elif high > 1:
+            r.warn("--node-rank is not given, so this is node 0; with the static backend each node needs its own")
+        return 0 if static else None
+    if rank < high:
+        return rank
+    if static:
+        raise UsageError(f"{label}: there is no node {rank} among {high}; give 0 to {high - 1}, or raise --nnodes")
+    places = f"there is no such place among {high}" if high > 1 else "this node runs alone"
+    r.warn(f"{label}={rank} is ignored: {places}" + ("" if r.level("nnodes") else "; is --nnodes missing?"))
+    r.derive("node_rank", "-", places)
+    return None
+
+
+def _run_id(r: Reading, high: int, endpoint: Endpoint | None, static: bool, facts: Facts) -> str:
+    run_id, label = r.read("rdzv_id", parse.name), r.label("rdzv_id")
+    if not run_id.strip():
+        if high > 1:
+            raise UsageError(f"{label}: it is empty, and nodes need a common name to meet; give all nodes of the job the same")
+        r.warn(f"{label}: it is empty; a random name is taken")
+    elif run_id != "none":
+        return run_id
+    elif high > 1:
+        if not static:
+            r.warn(f"--rdzv-id is not given: jobs without one that use {endpoint} are taken for one job; give all nodes of a job one name")
+        return run_id
+    run_id = facts.new_id()
+    r.derive("rdzv_id", run_id, "random, for one node")
+    return run_id
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """One of several ways to set the same thing."""
+
+    label: str
+    level: int
+    value: float
+
+
+def _choose(r: Reading, dest: str, default: tuple[float, str], *others: _Wish, low: float = 0.0, above: bool = False) -> float:
+    """Seconds: what was given closest to the user, the command line before the environment; two as close must not differ.
+
+    ``default`` comes with the reason for it, empty when it is the option's own.
+    """
+    own = _Wish(r.label(dest), r.level(dest), r.read(dest, parse.seconds(low, above=above)))
+    given = [wish for wish in (own, *others) if wish.level]
+    if not given:
+        if default[1]:
+            r.derive(dest, f"{default[0]:g}", default[1])
+        return default[0]
+    best = max(given, key=lambda wish: wish.level)
+    for wish in given:
+        if wish.level == best.level and wish.value != best.value:
+            raise UsageError(f"{best.label} and {wish.label} contradict each other ({best.value:g} and {wish.value:g} s); give one of them")
+    if best is not own:
+        r.derive(dest, f"{best.value:g}", best.label)
+    return best.value
+
+
+def _timing(r: Reading, conf: parse.RdzvConf, static: bool) -> Timing:
+    def in_conf(key: str, value: float | None) -> list[_Wish]:
+        return [] if value is None else [_Wish(f"{r.label('rdzv_conf')} {key}", r.level("rdzv_conf"), value)]
+
+    join = (STATIC_JOIN_TIMEOUT, "the static backend") if static else (Timing.join_timeout, "")
+    expire = _choose(r, "expire", (Timing.expire, ""), *in_conf("keep_alive", _silence(r, conf)), low=SHORTEST_EXPIRE)
+    grace = _grace(r)
+    return Timing(
+        join_timeout=_choose(r, "join_timeout", join, *in_conf("join_timeout", conf.join_timeout), above=True),
+        last_call=_choose(r, "last_call", (Timing.last_call, ""), *in_conf("last_call_timeout", conf.last_call)),
+        beat=min(Timing.beat, expire / 4, conf.keep_alive_interval or Timing.beat),
+        expire=expire,
+        store_grace=_choose(r, "store_grace", (Timing.store_grace, "")),
+        grace=grace,
+        broken_grace=min(Timing.broken_grace, grace),
+    )
+
+
+def _silence(r: Reading, conf: parse.RdzvConf) -> float | None:
+    """torchrun loses a node after so many keep-alives; one of the two keys alone goes with torchrun's default of the other."""
+    interval, attempts = conf.keep_alive_interval, conf.keep_alive_max_attempt
+    if interval is None and attempts is None:
+        return None
+    silence = (5.0 if interval is None else interval) * (3 if attempts is None else attempts)
+    if not SHORTEST_EXPIRE <= silence <= parse.LONGEST_TIME:
+        why = f"a node would be lost after {silence:g} seconds; keep the product of the two between {SHORTEST_EXPIRE:g} and a year"
+        raise UsageError(f"{r.label('rdzv_conf')}: keep_alive_interval and keep_alive_max_attempt: {why}")
+    return silence
+
+
+def _grace(r: Reading) -> float:
+    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    timeout = r.optional("shutdown_timeout", parse.seconds())
+    default = (Timing.grace, "")
+    if variable in r.environ and not r.level("grace") and timeout is None:
+        try:
+            default = (parse.seconds()(r.environ[variable]), variable)
+        except ValueError as error:
+            raise UsageError(f"{variable}: {error}") from None
+    same = [] if timeout is None else [_Wish(r.label("shutdown_timeout"), r.level("shutdown_timeout"), timeout)]
+    return _choose(r, "grace", default, *same)
+
+
+def _logs(r: Reading) -> LogPolicy:
+    log_dir = Path(r.text("log_dir") or "") if r.text("log_dir") else None
+    redirects, tee = r.read("redirects", parse.std_map), r.read("tee", parse.std_map)
+    if log_dir == Path("/dev/null") and redirects != StdMap():
+        r.warn(f"{r.label('redirects')} is ignored: {r.label('log_dir')}=/dev/null keeps no files")
+    needles = {dest: r.read(dest, parse.needles) for dest in ("duplicate_stdout_filters", "duplicate_stderr_filters")}
+    for dest, texts in needles.items():
+        if texts and tee == StdMap():
+            r.warn(f"{r.label(dest)} has no effect: it copies teed lines; add --tee=3")
+    return LogPolicy(
+        log_dir=log_dir,
+        redirects=redirects,
+        tee=tee,
+        local_ranks=r.read("local_ranks_filter", parse.local_ranks),
+        stdout_filters=needles["duplicate_stdout_filters"],
+        stderr_filters=needles["duplicate_stderr_filters"],
+        prefix_template=r.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        event_log=r.read("event_log_handler", parse.choice("null", "console")),
+    )
+
+
+def _signals(r: Reading) -> tuple[str, ...]:
+    known, unknown = r.read("signals_to_handle", parse.signals)
+    for name in unknown:
+        r.warn(f"{r.label('signals_to_handle')}: no signal {parse.quote(name)} on this system; it is left out")
+    return known
+
+
+def _workers(r: Reading, facts: Facts) -> int:
+    kinds = ("auto", "gpu", "cpu", "xpu")
+
+    def count(text: str) -> int:
+        word = text.strip()
+        if re.fullmatch(r"[+-]?[0-9]+", word):
+            return parse.integer(1, MOST_WORKERS)(word)
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", word):
+            raise ValueError(f"{parse.quote(text)} is not a number of workers; give one, or one of {', '.join(kinds)}")
+        found = facts.cpus() if word == "cpu" else facts.devices(word)
+        what = "usable CPUs" if word == "cpu" else f"devices of kind {word}"
+        if word == "auto":
+            what = "accelerators" if found else "usable CPUs, as there is no accelerator"
+            found = found or facts.cpus()
+        if found is None:
+            raise ValueError(f"torch knows no kind of device {parse.quote(word)}; give a number, or one of {', '.join(kinds)}")
+        if not found:
+            raise ValueError(f"torch can use no {word} here; give a number, or cpu")
+        r.derive("nproc_per_node", found, what)
+        return found
+
+    return r.read("nproc_per_node", count)
+
+
+def _check_ranks(r: Reading, logs: LogPolicy, nproc: int) -> None:
+    """Local ranks that are named but do not exist: torchrun says nothing."""
+    named = {"redirects": dict(logs.redirects.by_rank), "tee": dict(logs.tee.by_rank)}
+    for dest, ranks in {**named, "local_ranks_filter": logs.local_ranks or ()}.items():
+        beyond = [str(rank) for rank in sorted(ranks) if rank >= nproc]
+        if beyond:
+            r.warn(f"{r.label(dest)}: there is no local rank {', '.join(beyond)} among {nproc} workers")
