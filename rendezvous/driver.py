@@ -22,6 +22,7 @@ from elastirun.rendezvous.records import NodeRow, RoundRecord
 from elastirun.rendezvous.stores.base import Store
 
 MAX_ROW = 256 << 10  # bytes; a row with 30 stderr lines of several failed workers
+LOOK_AGAIN = 1.0  # seconds; while a connection is being made, which has limits of its own
 
 
 class Exchange:
@@ -118,6 +119,7 @@ class Driver:
         self._connect = connect
         self._exchange = exchange
         self._time_limit = time_limit
+        self._pending = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._line = self._new_line()
 
@@ -127,6 +129,7 @@ class Driver:
         return self._wake_r
 
     def submit(self, sync: Sync) -> None:
+        self._pending = True
         self._line.requests.put(sync)
 
     def answers(self) -> list[Synced | SyncFailed]:
@@ -138,19 +141,24 @@ class Driver:
         found: list[Synced | SyncFailed] = []
         while not self._line.answers.empty():
             found.append(self._line.answers.get())
+            self._pending = False
         return found
 
     @property
     def deadline(self) -> float | None:
         """When ``give_up`` is to be called, on the monotonic clock; None while nothing is under way."""
+        if not self._pending:
+            return None
         asked = self._line.asked
-        return None if asked is None else asked + self._time_limit
+        return time.monotonic() + LOOK_AGAIN if asked is None else asked + self._time_limit
 
     def give_up(self, now: float) -> list[Synced | SyncFailed]:
         """Abandon the exchange under way if it is over its limit."""
-        if self.deadline is None or now < self.deadline:
+        asked = self._line.asked
+        if not self._pending or asked is None or now < asked + self._time_limit:
             return []
         self.reconnect()
+        self._pending = False
         return [SyncFailed(now, f"no answer for {self._time_limit:g} s")]
 
     def reconnect(self) -> None:

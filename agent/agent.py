@@ -1,0 +1,307 @@
+"""The agent: one loop over signals, workers, output and the store; the machine decides, the agent performs.
+
+All state lives in this thread. What other threads have to say (the store's driver, the workers' store) arrives through a
+descriptor the loop waits on; nothing is polled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import selectors
+import signal
+import socket
+import time
+import urllib.parse
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from elastirun.agent import cpus, failures, net
+from elastirun.agent.console import Console
+from elastirun.agent.events import EventLog
+from elastirun.agent.logs import RunLogs
+from elastirun.agent.signals import Signals
+from elastirun.agent.spec import Surroundings, worker_specs
+from elastirun.agent.worker_store import WorkerStore
+from elastirun.agent.workers import WorkerExit, Workers
+from elastirun.config import LaunchConfig
+from elastirun.errors import ExitCode, StartError, StoreError
+from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
+from elastirun.rendezvous.codec import Codec, clip
+from elastirun.rendezvous.driver import Driver, Exchange
+from elastirun.rendezvous.events import Event, Leave, Reachable, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.records import ExitRecord, NodeRow
+from elastirun.rendezvous.stores.base import Store
+from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.stores.tcp import connector
+
+EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
+SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
+FLUSH = 2.0  # seconds to get the last words out
+
+
+def run(config: LaunchConfig) -> int:
+    """Run this node's part of the job to its end. Returns the exit code (``elastirun.errors.ExitCode``)."""
+    with ExitStack() as stack:
+        return Agent(config, stack).run()
+
+
+class Agent:
+    """``stack`` closes what the agent opens."""
+
+    def __init__(self, config: LaunchConfig, stack: ExitStack) -> None:
+        self._config = config
+        self._stack = stack
+        self._selector = stack.enter_context(selectors.PollSelector())
+        self._environ = dict(os.environ)
+        self._events: deque[Event] = deque()
+        self._finish: Finish | None = None
+        self._exits: list[WorkerExit] = []  # of the running set, those that failed by themselves
+        self._not_started: tuple[ExitRecord, ...] = ()  # why the set could not be started
+        self._attempt = 0  # of the running set: round - 1
+        self._stopping = False
+        self._address = ""  # what the others reach this node by
+        self._signum = 0  # the signal that told us to leave
+
+        self._console = Console(self._selector)
+        stack.callback(self._console.close)
+        name = clip(socket.gethostname(), 128)
+        self._id = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._name = name
+        self._signals = Signals(config.signals, self._selector, self._on_signal)
+        stack.callback(self._signals.close)
+        self._logs = RunLogs(config.logs, config.run_id, name, self._console, self._selector)
+        stack.callback(self._logs.close)
+        self._events_log = self._open_events()
+        stack.callback(self._events_log.close)
+        self._workers = Workers(
+            self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._console.say
+        )
+        self._worker_store: WorkerStore | None = None
+        self._reached: list[tuple[str, int]] = []  # where the store was last reached: address and port
+        self._machine = Machine(self._rules(), self._row(), time.monotonic())
+        codec = Codec(config.token)
+        job = f"elastirun/{urllib.parse.quote(config.run_id, safe='')}/"
+        self._driver = Driver(self._connector(), Exchange(job, self._id, codec), EXCHANGE_LIMIT)
+        stack.callback(self._driver.close)
+        self._selector.register(self._driver, selectors.EVENT_READ, self._on_store)
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _rules(self) -> Rules:
+        config, timing = self._config, self._config.timing
+        return Rules(
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            max_restarts=config.max_restarts,
+            fixed_ranks=config.fixed_ranks,
+            private=config.standalone,
+            join_timeout=timing.join_timeout,
+            last_call=timing.last_call,
+            debounce=timing.debounce,
+            beat=timing.beat,
+            expire=timing.expire,
+            store_grace=timing.store_grace,
+            new_store_id=secrets.token_hex(8),
+        )
+
+    def _row(self) -> NodeRow:
+        config = self._config
+        return NodeRow(self._id, self._name, "", 0, config.nproc, config.role, config.node_rank)
+
+    def _open_events(self) -> EventLog:
+        policy = self._config.logs
+        also = self._console.say if policy.event_log == "console" else None
+        directory = self._logs.directory if policy.log_dir is not None else None
+        path = f"{directory}/events.jsonl" if directory else None
+        return EventLog(self._id, self._name, path, also)
+
+    def _connector(self) -> Callable[[], Store]:
+        """What connects to the store, in the driver's thread."""
+        endpoint = self._config.endpoint
+        if endpoint is None:
+            data: dict[str, bytes] = {}
+            self._reached.append(("127.0.0.1", 0))
+            return lambda: MemoryStore(data)
+        names, addresses = net.who_am_i()
+
+        def resolve() -> tuple[str, int]:
+            found = net.resolve(endpoint.host)
+            whys = {address: net.probe(address, endpoint.port, 2.0) for address in found}
+            for address, why in whys.items():
+                if why is None:
+                    self._reached.append((address, endpoint.port))
+                    return address, endpoint.port
+            why = next(iter(whys.values()), None) or "the name does not resolve"
+            raise StoreError(f"{why}; {net.explain_no_host(endpoint, names, addresses)}")
+
+        def open_socket() -> socket.socket | None:
+            try:
+                listening = net.open_host_socket(endpoint, self._config.is_host)
+            except StartError as error:
+                raise StoreError(str(error)) from None
+            if listening is not None:
+                found = net.resolve(endpoint.host)
+                self._reached.append((found[0] if found else "127.0.0.1", endpoint.port))
+            return listening
+
+        return connector(open_socket, resolve)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        self._events.append(Tick(time.monotonic()))
+        while True:
+            self._work_off()
+            if self._finish is not None:
+                return self._end(self._finish)
+            for key, mask in self._selector.select(self._time_to_wait()):
+                key.data(mask)
+            self._on_time(time.monotonic())
+
+    def _time_to_wait(self) -> float | None:
+        """Seconds until something is due without any descriptor telling; None: nothing is."""
+        if self._events:
+            return 0.0
+        due = min(d for d in (self._machine.wake, self._workers.deadline, self._driver.deadline) if d is not None)
+        return None if due == math.inf else max(0.0, due - time.monotonic())
+
+    def _on_time(self, now: float) -> None:
+        deadline = self._workers.deadline
+        if deadline is not None and now >= deadline:
+            self._workers.tick(now)
+        self._events.extend(self._driver.give_up(now))
+        if now >= self._machine.wake:
+            self._events.append(Tick(now))
+
+    def _work_off(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, Synced) and self._worker_store is None:
+                self._become_reachable(event.now)
+            self._perform_all(self._machine.step(event))
+
+    def _perform_all(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Sync):
+                self._driver.submit(action)
+            elif isinstance(action, Start):
+                self._start(action)
+            elif isinstance(action, Stop):
+                self._stop(action)
+            elif isinstance(action, Say):
+                self._console.say(action.text)
+            elif isinstance(action, Reconnect):
+                self._driver.reconnect()
+            else:
+                self._finish = action
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def _on_store(self, mask: int) -> None:
+        self._events.extend(self._driver.answers())
+
+    def _on_signal(self, signum: int, count: int) -> None:
+        """The first signal drains this node, the second hurries, the third ends at once."""
+        name = signal.Signals(signum).name
+        if count == 1:
+            self._signum = signum
+            self._console.say(f"{name}: this node leaves; its workers have {self._config.timing.grace:g} s")
+            self._events.append(Leave(time.monotonic(), name))
+        elif self._workers.running:
+            self._workers.stop(SECOND_SIGNAL_GRACE if count == 2 else 0.0)
+
+    def _on_worker_exit(self, end: WorkerExit) -> None:
+        self._events_log.write("worker_exit", rank=end.rank, local_rank=end.local_rank, pid=end.pid, code=end.code, after=end.after)
+        if end.code == 0 or end.killed_by_us:
+            return
+        self._exits.append(end)
+        if not self._stopping:
+            self._events.append(WorkersFailed(time.monotonic(), (self._record(end),)))
+
+    def _on_workers_idle(self) -> None:
+        now = time.monotonic()
+        if self._stopping or self._exits:
+            records = tuple(self._record(end) for end in self._exits[:8])
+            self._events.append(WorkersStopped(now, self._not_started + records))
+        else:
+            self._events.append(WorkersSucceeded(now))
+
+    def _record(self, end: WorkerExit) -> ExitRecord:
+        error_file = self._logs.error_file(self._attempt, end.local_rank)
+        error = failures.read_error_file(error_file) if error_file else None
+        return failures.make_record(self._name, end, self._logs.last_lines(end.local_rank), error)
+
+    # -- what is asked for ----------------------------------------------------------------------------------------------
+
+    def _become_reachable(self, now: float) -> None:
+        """The store was reached, so the route to it and with it our address are known."""
+        address, port = self._reached[-1]
+        own = net.advertised_address((address,), port, self._config.local_addr) if self._config.endpoint else address
+        self._address = self._config.local_addr or own
+        self._worker_store = WorkerStore(self._address, self._worker_store_failed)
+        self._perform_all(self._machine.step(Reachable(now, self._address, self._worker_store.port)))
+
+    def _worker_store_failed(self, why: str) -> None:
+        self._events.append(Leave(time.monotonic(), why))  # called in another thread: the loop sees it at its next beat
+
+    def _start(self, action: Start) -> None:
+        record, node_rank = action.record, action.node_rank
+        assert self._worker_store is not None
+        self._exits, self._not_started, self._stopping, self._attempt = [], (), False, record.round - 1
+        if node_rank == 0:
+            self._worker_store.serve()
+            self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
+        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address))
+        specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
+        ranks = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
+        self._events_log.write(
+            "round", round=record.round, reason=record.reason, nodes=len(record.members), world_size=record.world_size, node_rank=node_rank
+        )
+        if self._config.max_nodes > 1 or record.round > 1:
+            self._console.say(
+                f"round {record.round}: {len(record.members)} nodes, {record.world_size} workers; here {ranks} ({record.reason})"
+            )
+        try:
+            self._workers.start(specs, self._logs.open_round(self._attempt, specs))
+        except (OSError, StartError) as error:
+            self._not_started = (ExitRecord(self._name, specs[0].rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)),)
+            self._events.append(WorkersFailed(time.monotonic(), self._not_started))
+
+    def _stop(self, action: Stop) -> None:
+        self._stopping = True
+        self._events_log.write("stop", planned=action.planned, reason=action.reason)
+        if not self._workers.running:
+            self._on_workers_idle()
+            return
+        timing = self._config.timing
+        if self._config.max_nodes > 1 and not self._signum:
+            self._console.say(f"stopping the workers here: {action.reason}")
+        grace = timing.grace if action.planned else min(timing.grace, timing.broken_grace)
+        self._workers.stop(grace, self._signum or signal.SIGTERM)
+
+    def _end(self, finish: Finish) -> int:
+        """The last words, and the exit code."""
+        self._events_log.write("end", outcome=finish.outcome.value, reason=finish.reason)
+        code = self._exit_code(finish)
+        if finish.outcome is Outcome.FAILED:
+            records = finish.closed.failures if finish.closed else ()
+            text = failures.report(self._config.command.script, finish.reason, records, self._logs.directory)
+            self._console.write_err(text.encode())
+        elif finish.outcome in (Outcome.TIMEOUT, Outcome.STORE_LOST):
+            self._console.say(f"giving up: {finish.reason}")
+        self._console.flush(FLUSH)
+        return code
+
+    def _exit_code(self, finish: Finish) -> int:
+        if finish.outcome is Outcome.SUCCEEDED:
+            return ExitCode.OK
+        if finish.outcome is Outcome.FAILED:
+            return ExitCode.FAILED
+        if finish.outcome is Outcome.LEFT:
+            return ExitCode.signalled(self._signum) if self._signum else ExitCode.FAILED
+        return ExitCode.RENDEZVOUS

@@ -1,0 +1,51 @@
+"""Signals to the agent, as events of its loop: a handler only enqueues, the loop acts."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+
+class Signals:
+    """Handles ``names`` until ``close``; ``on_signal(signum, count)`` is called in the loop, ``count`` from 1 over all of them.
+
+    A signal that was ignored when the agent started stays ignored (SIGHUP under nohup), in the workers too.
+    """
+
+    def __init__(self, names: Iterable[str], selector: selectors.BaseSelector, on_signal: Callable[[int, int], None]) -> None:
+        self._selector = selector
+        self._on_signal = on_signal
+        self._count = 0
+        self._arrived: deque[int] = deque()
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[int, Any] = {}
+        for name in names:
+            signum = signal.Signals[name]
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._arrive)
+        selector.register(self._read, selectors.EVENT_READ, self._ready)
+
+    def close(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._selector.unregister(self._read)
+        os.close(self._read)
+        os.close(self._write)
+
+    def _arrive(self, signum: int, frame: FrameType | None) -> None:
+        self._arrived.append(signum)
+        with suppress(BlockingIOError):
+            os.write(self._write, b"\0")
+
+    def _ready(self, mask: int) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+        while self._arrived:
+            self._count += 1
+            self._on_signal(self._arrived.popleft(), self._count)

@@ -1,0 +1,91 @@
+"""From the configuration and a round to what each worker runs: argv and environment. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elastirun.agent.process import WorkerSpec
+from elastirun.config import Command, LaunchConfig
+from elastirun.rendezvous.ranks import Place, places
+from elastirun.rendezvous.records import RoundRecord
+
+_RUN_PATH = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a worker's environment takes from this machine."""
+
+    environ: Mapping[str, str]  # the agent's own, as it was when it started
+    cpus: int  # usable by this process
+    interface: str | None  # of the route to the other nodes
+
+
+def worker_specs(
+    config: LaunchConfig, record: RoundRecord, node_rank: int, here: Surroundings, error_file: Callable[[int], str]
+) -> list[WorkerSpec]:
+    """The workers of the node ``node_rank`` in the round. ``error_file``: local rank to the path for torch's ``@record``."""
+    shared = _shared(config, record, node_rank, here)
+    argv = command_line(config.command, here.environ)
+    specs = []
+    for place in places(record, node_rank):
+        env = {**here.environ, **shared, **_own(config, place, here.environ), "TORCHELASTIC_ERROR_FILE": error_file(place.local_rank)}
+        own_argv = tuple(arg.replace("${local_rank}", str(place.local_rank)) for arg in argv)
+        specs.append(WorkerSpec(place.local_rank, place.rank, own_argv, env))
+    return specs
+
+
+def command_line(command: Command, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What is executed, before ``${local_rank}`` is replaced. ``PYTHON_EXEC`` names another interpreter."""
+    if command.no_python:
+        return (command.script, *command.args)
+    python = (environ.get("PYTHON_EXEC") or sys.executable, "-u")
+    if command.run_path:
+        return (*python, "-c", _RUN_PATH, command.script, *command.args)
+    return (*python, *(["-m"] if command.module else []), command.script, *command.args)
+
+
+def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Surroundings) -> dict[str, str]:
+    """The variables that are the same for all workers of this node."""
+    master, member = record.members[0], record.members[node_rank]
+    env = {
+        "WORLD_SIZE": str(record.world_size),
+        "LOCAL_WORLD_SIZE": str(member.slots),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(record.members)),
+        "ROLE_NAME": config.role,
+        "MASTER_ADDR": master.address,
+        "MASTER_PORT": str(master.port),
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(record.round - 1),  # the same on every node, and new in every round
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),
+        "ELASTIRUN_ROUND": str(record.round),
+        "ELASTIRUN_ROUND_REASON": record.reason,
+        "ELASTIRUN_FENCE": record.fence,
+        "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
+    }
+    unless_set = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": str(max(1, here.cpus // member.slots)),
+    }
+    if len(record.members) > 1 and here.interface:
+        unless_set |= {"GLOO_SOCKET_IFNAME": here.interface, "NCCL_SOCKET_IFNAME": here.interface}
+    return env | {name: value for name, value in unless_set.items() if name not in here.environ}
+
+
+def _own(config: LaunchConfig, place: Place, environ: Mapping[str, str]) -> dict[str, str]:
+    env = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "ROLE_RANK": str(place.role_rank),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
+    }
+    if config.virtual_local_rank:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(i) for i in range(config.nproc)]
+        env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[place.local_rank]}
+    return env
