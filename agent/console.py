@@ -14,6 +14,7 @@ import selectors
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 _CHUNK = 4096  # PIPE_BUF: a pipe that polls writable takes so much at once, and whole
 LIMIT = 1 << 20  # bytes in a buffer from which on the log pumps stop reading
@@ -24,11 +25,14 @@ class Stream:
 
     def __init__(self, selector: selectors.BaseSelector, fd: int) -> None:
         self._selector = selector
-        self._fd, self._own = _private_descriptor(fd)
         self._buffer = bytearray()
         self._line_open = False  # the last byte written was not a newline
         self._waiting: list[Callable[[], None]] = []
-        self._dead = False
+        self._fd, self._own, self._dead = fd, False, False
+        try:
+            self._fd, self._own = _private_descriptor(fd)
+        except OSError:  # closed; the number may mean something else tomorrow
+            self._dead = True
 
     @property
     def full(self) -> bool:
@@ -39,7 +43,7 @@ class Stream:
         return bool(self._buffer)
 
     def when_room(self, resume: Callable[[], None]) -> None:
-        """Call ``resume`` once, when half of the buffer is free again."""
+        """Call ``resume`` once, when half of the buffer is free again. To be asked while ``full``."""
         self._waiting.append(resume)
 
     def write(self, data: bytes) -> None:
@@ -47,11 +51,7 @@ class Stream:
         if self._dead or not data:
             return
         if not self._buffer:
-            try:
-                self._selector.register(self._fd, selectors.EVENT_WRITE, self._ready)
-            except (OSError, ValueError):
-                self._discard()
-                return
+            self._selector.register(self._fd, selectors.EVENT_WRITE, self._ready)
         self._buffer += data
         self._line_open = not data.endswith(b"\n")
 
@@ -153,12 +153,10 @@ def _private_descriptor(fd: int) -> tuple[int, bool]:
 
     O_NONBLOCK on ``fd`` itself would also change the shell's and the workers' descriptor. A terminal or pipe can be
     opened a second time; anything else (or one that belongs to another user) is used as it is: then only a writer that
-    fills a pipe between our poll and our write can make us wait.
+    fills a pipe between our poll and our write can make us wait. Raises OSError when ``fd`` is closed.
     """
-    try:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        with suppress(OSError):
             return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), True
-    except OSError:
-        pass
     return fd, False

@@ -12,7 +12,7 @@ import selectors
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -366,10 +366,11 @@ class RunLogs:
         self._last_attempt_dir = attempt_dir
         self._round = logs = RoundLogs(self._policy, self._console, self._selector, attempt_dir)
         try:
-            if attempt_dir is not None:
-                _make_directories([attempt_dir, *(f"{attempt_dir}/{spec.local_rank}" for spec in specs)], must=not self._private)
+            self._make_directory(attempt_dir)
             for spec in specs:
-                logs.add(spec, self._prefix(spec), None if attempt_dir is None else f"{attempt_dir}/{spec.local_rank}")
+                worker_dir = None if attempt_dir is None else f"{attempt_dir}/{spec.local_rank}"
+                self._make_directory(worker_dir)
+                logs.add(spec, self._prefix(spec), worker_dir)
         except OSError as exc:
             logs.finish()
             raise StartError(f"cannot open the workers' logs: {exc}") from exc
@@ -412,13 +413,12 @@ class RunLogs:
             self._console.say(f"no --log-dir given: the workers' logs are kept in {self._run_dir}")
         return self._run_dir
 
-
-def _make_directories(paths: Iterable[str], must: bool) -> None:
-    for path in paths:
+    def _make_directory(self, path: str | None) -> None:
         try:
-            os.mkdir(path, 0o700)
+            if path is not None:
+                os.mkdir(path, 0o700)
         except OSError:
-            if must:
+            if not self._private:
                 raise
 
 

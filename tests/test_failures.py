@@ -1,0 +1,246 @@
+"""Who is to blame, in what words, and what is made of files and lines that anyone may have written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastirun.agent.failures import (
+    KILLED_BY_US,
+    OWN_FAULT,
+    VICTIM,
+    classify,
+    describe_code,
+    make_record,
+    read_error_file,
+    report,
+    root_cause,
+)
+from elastirun.agent.workers import WorkerExit
+from elastirun.rendezvous.records import ExitRecord
+
+TRACEBACK = (
+    "[rank2]: Traceback (most recent call last):",
+    '[rank2]:   File "train.py", line 13, in <module>',
+    "[rank2]:     dist.all_reduce(t)",
+)
+GLOO_CLOSED = "[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5343. This is"
+GLOO_RESET = "[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5343: Connection reset by peer. This is"
+NCCL = (
+    "[rank2]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2772, unhandled system error",
+    "[rank2]: ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+    "[rank2]: Last error:",
+    "[rank2]: socketProgress: Connection closed by remote peer host<34423>",
+)
+WATCHDOG = "[E ProcessGroupNCCL.cpp:632] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"
+STORE = "[W TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on Sock: Failed to recv, got 0 bytes. Connection was likely closed."
+
+
+def ended(code: int, by_us: bool = False) -> WorkerExit:
+    return WorkerExit(local_rank=1, rank=5, pid=77, code=code, after=12.3456, killed_by_us=by_us)
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (3, ()),
+        (1, (*TRACEBACK, "[rank2]: ValueError: boom")),
+        (1, (*TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory", "Connection closed by peer")),
+        (1, (STORE, *TRACEBACK, "[rank2]: RuntimeError: CUDA error: an illegal memory access")),  # an old warning is no reason
+        (1, (*TRACEBACK, GLOO_CLOSED, "During handling of the above exception:", *TRACEBACK, "KeyError: 'x'")),
+        (1, (*TRACEBACK, "MyError: RuntimeError: Broken pipe")),
+        (127, ("elastirun: cannot run x: No such file or directory",)),
+        (-11, (GLOO_CLOSED,)),
+        (-7, ()),
+        (-4, ()),
+        (-8, ()),
+        (-6, ("a.out: a.c:3: main: Assertion `0' failed.",)),
+        (-9, (STORE,)),  # somebody killed it, perhaps the kernel for its memory
+        (-15, ()),
+    ],
+)
+def test_its_own_fault(code: int, lines: tuple[str, ...]) -> None:
+    assert classify(ended(code), lines) == OWN_FAULT
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (1, (*TRACEBACK, GLOO_CLOSED)),
+        (1, (*TRACEBACK, GLOO_RESET)),
+        (1, (*TRACEBACK, *NCCL)),
+        (1, (*TRACEBACK, "torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /x")),
+        (
+            1,
+            (
+                *TRACEBACK,
+                "torch.distributed.DistNetworkError: The client socket has timed out after 1000ms",
+            ),
+        ),
+        (
+            1,
+            (
+                *TRACEBACK,
+                "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv operation",
+            ),
+        ),
+        (1, (*TRACEBACK, "torch.distributed.DistStoreError: Socket Timeout")),
+        (1, (*TRACEBACK, "RuntimeError: Gloo connectFullMesh failed with ...")),
+        (1, (*TRACEBACK, "BrokenPipeError: [Errno 32] Broken pipe")),
+        (1, (STORE,)),
+        (-6, (WATCHDOG, "terminate called after throwing an instance of 'c10::DistBackendError'")),
+        (-6, ("terminate called after throwing an instance of 'gloo::IoException'", "  what():  pair.cc:553] Connection closed by peer")),
+        (-13, ()),
+    ],
+)
+def test_a_victim(code: int, lines: tuple[str, ...]) -> None:
+    assert classify(ended(code), lines) == VICTIM
+    assert classify(ended(code, by_us=True), lines) == KILLED_BY_US
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exit code 3"),
+        (-11, "killed by SIGSEGV (signal 11)"),
+        (-40, "killed by signal 40"),
+        (127, "exit code 127: command not found"),
+        (126, "exit code 126: command cannot be executed"),
+        (139, "exit code 139: a shell's word for SIGSEGV (signal 11)"),
+        (255, "exit code 255"),
+    ],
+)
+def test_codes_in_words(code: int, words: str) -> None:
+    assert describe_code(code) == words
+
+
+def test_a_record() -> None:
+    lines = [f"{i}" + "x" * 1000 for i in range(40)]
+    record = make_record("n0", ended(-9), lines)
+    assert (record.node, record.rank, record.local_rank, record.pid, record.code, record.blame, record.after) == (
+        "n0",
+        5,
+        1,
+        77,
+        -9,
+        0,
+        12.346,
+    )
+    assert len(record.lines) == 30 and {len(line) for line in record.lines} == {500}
+    record = make_record("n0", ended(1), (STORE,), error=("Traceback (most recent call last):", "ValueError: x"))
+    assert record.lines[-1] == "ValueError: x" and record.blame == OWN_FAULT
+
+
+def failure(rank: int, blame: int, after: float, code: int = 1, lines: tuple[str, ...] = ()) -> ExitRecord:
+    return ExitRecord(f"n{rank // 2}", rank, rank % 2, 100 + rank, code, blame, after, lines)
+
+
+def test_the_root_cause_comes_first() -> None:
+    records = [
+        failure(0, VICTIM, 1.0),
+        failure(1, KILLED_BY_US, 0.5),
+        failure(2, OWN_FAULT, 1.02),
+        failure(3, OWN_FAULT, 1.1),
+        failure(4, VICTIM, 0.9),
+    ]
+    assert [record.rank for record in root_cause(records)] == [2, 3, 4, 0, 1]
+    assert root_cause([]) == ()
+
+
+# ---- error files
+
+
+def written(path: Path, content: Any) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return str(path)
+
+
+def test_what_torchs_record_writes(tmp_path: Path) -> None:
+    stack = 'Traceback (most recent call last):\n  File "t.py", line 1\nValueError: boom\n'
+    message = {"message": "ValueError: boom", "extraInfo": {"py_callstack": stack, "timestamp": "1700000000"}}
+    assert read_error_file(written(tmp_path / "a", {"message": message})) == tuple(stack.splitlines())
+    assert read_error_file(written(tmp_path / "b", {"message": "out of\nluck"})) == ("out of", "luck")
+    assert read_error_file(written(tmp_path / "c", {"message": {"message": "just this"}})) == ("just this",)
+    assert read_error_file(written(tmp_path / "d", {"message": {"message": "m", "extraInfo": {"py_callstack": 7}}})) == ("m",)
+    long = read_error_file(written(tmp_path / "e", {"message": "\n".join("y" * 1000 for _ in range(99))}))
+    assert long is not None and len(long) == 30 and len(long[0]) == 500
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"message": {"mess',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[1]",
+        b"null",
+        b"1" * 10_000,
+        {},
+        {"message": None},
+        {"message": ""},
+        {"message": {}},
+        {"message": {"message": ["x"], "extraInfo": [1]}},
+        {"message": "x" * (1 << 20)},
+    ],
+)
+def test_an_error_file_with_anything_else_in_it(tmp_path: Path, content: Any) -> None:
+    assert read_error_file(written(tmp_path / "error.json", content)) is None
+
+
+def test_an_error_file_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in ("", str(tmp_path), str(tmp_path / "none"), str(tmp_path / "fifo"), "/dev/zero", "a\0b"):
+        assert read_error_file(path) is None
+
+
+# ---- the report
+
+
+def test_the_report() -> None:
+    records = [
+        failure(0, VICTIM, 12.3, lines=("RuntimeError: Connection closed by peer",)),
+        failure(3, OWN_FAULT, 12.4, code=-11, lines=("about to\tread", "Fatal Python error: Segmentation fault")),
+        failure(1, KILLED_BY_US, 13, code=-15),
+    ]
+    expected = """\
+================================================================================
+train.py FAILED
+  reason    : a worker failed and no restart is left
+--------------------------------------------------------------------------------
+Root cause:
+  host      : n1
+  rank      : 3 (local_rank: 1)
+  exitcode  : -11 (pid: 103) killed by SIGSEGV (signal 11)
+  when      : 12.4 s after the start of its round
+  last lines of its stderr:
+    about to    read
+    Fatal Python error: Segmentation fault
+--------------------------------------------------------------------------------
+Other failures (2):
+  rank 0 (n0, local_rank 0, pid 100): exit code 1, having lost its peers after 12.3 s
+  rank 1 (n0, local_rank 1, pid 101): killed by SIGTERM (signal 15), stopped by its agent after 13.0 s
+--------------------------------------------------------------------------------
+Logs of this node: /logs/job_1/attempt_0
+================================================================================
+"""
+    assert report("train.py", "a worker failed and no restart is left", records, "/logs/job_1/attempt_0") == expected
+
+
+def test_a_report_without_words_or_records() -> None:
+    assert "    (nothing)\n" in report("t.py", "r", [failure(0, OWN_FAULT, 1)])
+    assert report("t.py", "r", []).splitlines()[1:-1] == ["t.py FAILED", "  reason    : r"]
+
+
+def test_the_report_of_a_big_job_is_short_and_carries_no_control_characters() -> None:
+    records = [failure(rank, VICTIM, rank) for rank in range(1000)]
+    text = report("t.py\x1b[2J", "r\n\x07", [*records, failure(1001, OWN_FAULT, 0, lines=("\x1b]0;x\x07\u00e9\udcff",))])
+    assert len(text.splitlines()) < 40 and "  ... and 984 more\n" in text
+    assert "    \\x1b]0;x\\x07\u00e9\\udcff\n" in text
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert max(len(line) for line in text.splitlines()) <= 100
