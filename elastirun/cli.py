@@ -74,8 +74,10 @@ def _run(argv: Sequence[str]) -> int:
         return _show(context.get_help())
     if context.params["version"]:
         return _show(f"elastirun {__version__}")
-    if not os.path.exists(os.curdir):
-        raise UsageError("the working folder is gone; change to one that exists")
+    try:
+        os.getcwd()
+    except OSError:
+        raise UsageError("the working folder is gone; change to one that exists") from None
     reading = Reading(_given(context), dict(os.environ))
     config = resolve(reading, script, Facts(usable_cpus, count_devices, lambda: str(uuid.uuid4())))
     _check_command(config.command)
@@ -134,7 +136,7 @@ def _help_of(option: Option) -> tuple[str, str]:
 
 def _parse(tokens: Sequence[str]) -> click.Context:
     params: list[click.Parameter] = [click.Option(["--help"], is_flag=True)]
-    params += [click.Option([option.name, option.dest], is_flag=option.flag, type=None if option.flag else str) for option in OPTIONS]
+    params += [click.Option([option.name, option.dest], is_flag=True if option.flag else None) for option in OPTIONS]
     command = GroupedCommand("elastirun", params=params, add_help_option=False)
     return command.make_context("elastirun", list(tokens), max_content_width=100)
 
