@@ -83,9 +83,10 @@ def _run(argv: Sequence[str]) -> int:
     _check_command(config.command)
     _check_log_dir(reading, config.logs.log_dir)
     config = replace(config, token=_token(reading))
+    dry_run = reading.flag("dry_run")
     for warning in reading.warnings:
         _say(f"warning: {warning}")
-    if reading.flag("dry_run"):
+    if dry_run:
         return _show(report(config, reading.rows()))
     from elastirun.agent.agent import run  # not before it is needed: --help should be quick
 

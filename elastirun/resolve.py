@@ -266,12 +266,12 @@ def _node_rank(r: Reading, conf: parse.RdzvConf, static: bool, high: int) -> int
         return 0 if static else None
     if rank < high:
         return rank
-    if static:
+    if static and r.level("node_rank"):
         raise UsageError(f"{label}: there is no node {rank} among {high}; give 0 to {high - 1}, or raise --nnodes")
     places = f"there is no such place among {high}" if high > 1 else "this node runs alone"
     r.warn(f"{label}={rank} is ignored: {places}" + ("" if r.level("nnodes") else "; is --nnodes missing?"))
-    r.derive("node_rank", "-", places)
-    return None
+    r.derive("node_rank", 0 if static else "-", places)
+    return 0 if static else None
 
 
 def _run_id(r: Reading, high: int, endpoint: Endpoint | None, static: bool, facts: Facts) -> str:

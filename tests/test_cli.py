@@ -265,7 +265,7 @@ def test_bad_input_is_one_line_and_status_2(elastirun: Elastirun, line: str, par
     ],
 )
 def test_a_bad_variable_is_named(elastirun: Elastirun, variable: str, value: str) -> None:
-    assert_bad(elastirun("t.py", **{variable: value}), f"elastirun: {variable}: ")
+    assert_bad(elastirun("--local-ranks-filter=9", "t.py", **{variable: value}), f"elastirun: {variable}: ")
 
 
 def assert_bad(result: SimpleNamespace, part: str) -> None:
