@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from click.core import ParameterSource
 from elastirun import __version__
 from elastirun.agent.cpus import usable_cpus
 from elastirun.config import Command, LaunchConfig
-from elastirun.errors import ExitCode, UsageError
+from elastirun.errors import ElastirunError, ExitCode, UsageError
 from elastirun.options import GROUPS, OPTIONS, RUN, Option, normalise
 from elastirun.parse import quote
 from elastirun.resolve import Facts, Reading, Row, resolve
@@ -59,11 +60,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one agent to its end, and exit with its status. ``argv``: without the program's name; None: this process' own."""
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
-    except UsageError as error:
+    except ElastirunError as error:
         _say(str(error))
-        status = ExitCode.USAGE
+        status = ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.RENDEZVOUS
     except KeyboardInterrupt:
         status = ExitCode.signalled(signal.SIGINT)
+    except Exception:
+        traceback.print_exc()
+        _say("this is a bug in elastirun; please report it with the lines above")
+        status = ExitCode.BUG
     sys.exit(status)
 
 
@@ -80,14 +85,16 @@ def _run(argv: Sequence[str]) -> int:
         raise UsageError("the working folder is gone; change to one that exists") from None
     reading = Reading(_given(context), dict(os.environ))
     config = resolve(reading, script, Facts(usable_cpus, count_devices, lambda: str(uuid.uuid4())))
-    _check_command(config.command)
+    _check_command(config.command, os.environ.get("PYTHON_EXEC"))
     _check_log_dir(reading, config.logs.log_dir)
     config = replace(config, token=_token(reading))
     dry_run = reading.flag("dry_run")
     for warning in reading.warnings:
         _say(f"warning: {warning}")
     if dry_run:
-        return _show(report(config, reading.rows()))
+        from elastirun.agent.spec import command_line
+
+        return _show(report(config, reading.rows(), command_line(config.command, reading.environ)))
     from elastirun.agent.agent import run  # not before it is needed: --help should be quick
 
     return run(config)
@@ -151,11 +158,11 @@ def _given(context: click.Context) -> dict[str, str]:
 # --- what is looked up on this machine
 
 
-def _check_command(command: Command) -> None:
+def _check_command(command: Command, python: str | None) -> None:
     script = command.script
-    if not command.no_python and not command.run_path and command.python is not None and shutil.which(command.python) is None:
-        raise UsageError(f"PYTHON_EXEC: there is no program {quote(command.python)}; give the path of a Python interpreter")
-    if command.module or "$" in script or script == "-":
+    if python and not command.no_python and shutil.which(python) is None:
+        raise UsageError(f"PYTHON_EXEC: there is no program {quote(python)}; give the path of a Python interpreter")
+    if command.module or "${local_rank}" in script or script == "-":
         return
     if command.no_python:
         if shutil.which(script) is None:
@@ -236,18 +243,8 @@ def count_devices(kind: str) -> int | None:
 # --- --dry-run
 
 
-def worker_argv(command: Command) -> list[str]:
-    """What each worker is, for people."""
-    if command.no_python:
-        return [command.script, *command.args]
-    python = command.python or sys.executable
-    if command.run_path:
-        return [f"runpy.run_path({command.script!r})", *command.args]
-    return [python, "-u", *(["-m"] if command.module else []), command.script, *command.args]
-
-
-def report(config: LaunchConfig, rows: Sequence[Row]) -> str:
-    """The resolved configuration as a table for people; no secret in it."""
+def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str]) -> str:
+    """The resolved configuration and a worker's ``argv`` as a table for people; no secret in it."""
     shown = [row for row in rows if row.option not in ("--dry-run", "--version")]
     widths = [max(len(row.option) for row in shown), min(40, max(len(row.value) for row in shown))]
     groups = {option.name: title for title, options in GROUPS.items() for option in options}
@@ -258,4 +255,4 @@ def report(config: LaunchConfig, rows: Sequence[Row]) -> str:
             lines += ["", title]
         lines.append(f"  {row.option:{widths[0]}}  {row.value:{widths[1]}}  {row.source}")
     each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"
-    return "\n".join([*lines, "", f"{each}: {shlex.join(worker_argv(config.command))}", "Nothing was started."])
+    return "\n".join([*lines, "", f"{each}: {shlex.join(argv)}", "Nothing was started."])

@@ -51,7 +51,6 @@ class Command:
     module: bool = False  # python -m script
     no_python: bool = False  # exec script itself
     run_path: bool = False  # through runpy.run_path
-    python: str | None = None  # the workers' interpreter ($PYTHON_EXEC); None: the one that runs the agent
 
 
 @dataclass(frozen=True)

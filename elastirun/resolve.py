@@ -147,8 +147,7 @@ def _command(r: Reading, script: Sequence[str]) -> Command:
                 r.warn(f"{r.label(dest)} is ignored: {r.label('run_path')} goes before it")
     elif module and no_python:
         raise UsageError(f"{r.label('module')} and {r.label('no_python')} contradict each other (a module needs python); leave one out")
-    python = r.environ.get("PYTHON_EXEC") or None
-    return Command(script[0], tuple(script[1:]), module and not run_path, no_python and not run_path, run_path, python)
+    return Command(script[0], tuple(script[1:]), module and not run_path, no_python and not run_path, run_path)
 
 
 @dataclass(frozen=True)
@@ -416,7 +415,11 @@ def _workers(r: Reading, facts: Facts) -> int:
 
 
 def _check_ranks(r: Reading, logs: LogPolicy, nproc: int) -> None:
-    """Local ranks that are named but do not exist: torchrun says nothing."""
+    """GPUs that are missing; local ranks that are named but do not exist, of which torchrun says nothing."""
+    visible = r.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and r.flag("virtual_local_rank") and len(visible.split(",")) < nproc:
+        given = f"CUDA_VISIBLE_DEVICES lists {len(visible.split(','))}"
+        raise UsageError(f"{r.label('virtual_local_rank')}: {nproc} workers need a GPU each, {given}; lower --nproc-per-node")
     named = {"redirects": dict(logs.redirects.by_rank), "tee": dict(logs.tee.by_rank)}
     for dest, ranks in {**named, "local_ranks_filter": logs.local_ranks or ()}.items():
         beyond = [str(rank) for rank in sorted(ranks) if rank >= nproc]

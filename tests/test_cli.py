@@ -15,7 +15,7 @@ import pytest
 
 from elastirun import cli
 from elastirun.config import Command, LaunchConfig
-from elastirun.errors import ExitCode, UsageError
+from elastirun.errors import ExitCode, StartError, UsageError
 from elastirun.options import GROUPS, OPTIONS, normalise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -351,18 +351,6 @@ def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Pa
     assert names == [option.name for option in OPTIONS if option.dest not in ("dry_run", "version")]
 
 
-@pytest.mark.parametrize(
-    ("command", "argv"),
-    [
-        (Command("t.py", ("a",)), [sys.executable, "-u", "t.py", "a"]),
-        (Command("pkg.mod", module=True, python="/py"), ["/py", "-u", "-m", "pkg.mod"]),
-        (Command("./run.sh", ("a",), no_python=True), ["./run.sh", "a"]),
-    ],
-)
-def test_worker_argv(command: Command, argv: list[str]) -> None:
-    assert cli.worker_argv(command) == argv
-
-
 def test_help_teaches(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     result = elastirun("--nnodes=nonsense", "--help", PET_STANDALONE="nonsense")  # nothing else need be right
@@ -444,11 +432,32 @@ def test_no_torch_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         cli.count_devices("gpu")
 
 
-def test_an_error_of_several_lines_is_said_in_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "err"),
+    [
+        (UsageError("two\nlines"), ExitCode.USAGE, "elastirun: two lines\n"),
+        (StartError("port 1 is taken"), ExitCode.RENDEZVOUS, "elastirun: port 1 is taken\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_of_the_agent(
+    error: BaseException, status: int, err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_with(error, monkeypatch) == status
+    assert capsys.readouterr().err == err
+
+
+def test_a_bug_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end_with(ZeroDivisionError(), monkeypatch) == ExitCode.BUG
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and err.splitlines()[-1].startswith("elastirun: this is a bug")
+
+
+def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> object:
     def fail(argv: object) -> int:
-        raise UsageError("two\nlines")
+        raise error
 
     monkeypatch.setattr(cli, "_run", fail)
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as exit_:
         cli.main([])
-    assert capsys.readouterr().err == "elastirun: two lines\n"
+    return exit_.value.code

@@ -259,7 +259,6 @@ def test_the_command() -> None:
     assert config_of("-m pkg.mod -m").command == Command("pkg.mod", ("-m",), module=True)
     assert config_of("--no-python ./run.sh").command == Command("./run.sh", no_python=True)
     assert config_of("--run-path --module t.py", warnings=1).command == Command("t.py", run_path=True)
-    assert config_of("t.py", {"PYTHON_EXEC": "/opt/python"}).command.python == "/opt/python"
 
 
 def test_the_rest_is_taken_over() -> None:
@@ -268,6 +267,13 @@ def test_the_rest_is_taken_over() -> None:
     assert (config.local_addr, config.role, config.max_restarts, config.signals) == ("fd00::1", "a", 2, ("SIGUSR1",))
     assert (config.numa_binding, config.virtual_local_rank) == ("core-complex", True)
     assert config_of("t.py", {"PET_LOCAL_ADDR": "", "PET_LOG_DIR": ""}).local_addr is None
+
+
+def test_virtual_local_ranks_need_a_gpu_each() -> None:
+    line = "--virtual-local-rank --nproc-per-node=2 t.py"
+    assert "CUDA_VISIBLE_DEVICES lists 1" in error_of(line, {"CUDA_VISIBLE_DEVICES": "3"})
+    for visible in ("3,4", ""):
+        assert config_of(line, {"CUDA_VISIBLE_DEVICES": visible}).nproc == 2
 
 
 def test_rows_say_where_each_value_came_from() -> None:
