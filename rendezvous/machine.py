@@ -188,7 +188,7 @@ class Machine:
             self._go(Trigger.ENDED, note=clip(self._outcome[1]))
             self._left_at = self._now
             return
-        if self._contact is None:
+        if self._contact is None or (self._trouble and not self.row.round):
             self._wait(f"waiting for the rendezvous store: {self._trouble or 'connecting'}")
         elif record is not None and record.open:
             self._waiting_since = self._now
@@ -357,8 +357,8 @@ class Machine:
 
     def _look_at_store_age(self) -> None:
         """Give up on a store that is away for too long; say so on the way."""
-        if self._outcome is not None or not self._trouble or self._contact is None:
-            return  # before the first contact, the join timeout is the limit
+        if self._outcome is not None or not self._trouble or self._contact is None or not self.row.round:
+            return  # before its first round, the join timeout is a node's limit
         away = self._now - self._contact
         if away >= self.rules.store_grace:
             self._end(Outcome.STORE_LOST, f"the rendezvous store was away for {away:.0f} s: {self._trouble}")

@@ -1,0 +1,184 @@
+"""Whole agents on loopback addresses: they grow, shrink, restart and end as promised. Workers are ten lines without torch."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, cluster, dies, kill
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+FAST = ("--last-call=0.5",)
+
+
+def test_one_node_needs_nothing_but_the_script(nodes: Cluster) -> None:
+    agent = nodes.launch(1, "--nproc-per-node=2", str(nodes.script), "--nnodes=7", "${local_rank}", "--", "-x")
+    workers = nodes.round(2)
+    assert [w.env["argv"][1:] for w in workers] == [["--nnodes=7", str(i), "--", "-x"] for i in range(2)]
+    assert [w.env["LOCAL_RANK"] for w in workers] == ["0", "1"]
+    for worker in workers:
+        worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
+    assert nodes.out(1) == "", "a good run on one node says nothing"
+
+
+def test_a_life_of_a_job(nodes: Cluster) -> None:
+    """Grow by a burst, lose a worker, lose an agent, take it in again, succeed: one round each, ranks stable."""
+    first = nodes.agent(1, *FAST, "--max-restarts=1")
+    (alone,) = nodes.round(1)
+    second, third = (nodes.agent(i, *FAST, "--max-restarts=1") for i in (2, 3))
+    grown = nodes.round(3)
+    assert grown[0].round == alone.round + 1, "a burst of joiners costs one re-formation"
+    assert grown[0].env["ELASTIRUN_ROUND_REASON"].endswith("joined")
+    alone.await_death()
+
+    grown[1].tell("raise boom")
+    again = nodes.round(3, after=grown[0].round)
+    assert [w.env["MASTER_ADDR"] for w in again] == ["127.0.0.1"] * 3
+    assert {w.env["MASTER_PORT"] for w in again} != {w.env["MASTER_PORT"] for w in grown}, "a fresh key space each round"
+    assert {w.env["TORCHELASTIC_RESTART_COUNT"] for w in again} == {str(again[0].round - 1)}
+    assert len({w.env["ELASTIRUN_FENCE"] for w in again}) == 1
+
+    lost_rank, lost = next((w.rank, w) for w in again if w.rank == 2)
+    killed_at = time.monotonic()
+    kill(third)
+    assert dies(lost.pid, 10), "no worker outlives its agent"
+    smaller = nodes.round(2, after=again[0].round)
+    assert time.monotonic() - killed_at < 70  # promised: expire + 2 s; the benchmark measures it
+    assert "silent for 5 s" in smaller[0].env["ELASTIRUN_ROUND_REASON"]
+
+    back = nodes.agent(3, *FAST, "--max-restarts=1")
+    whole = nodes.round(3, after=smaller[0].round)
+    assert [w.env["GROUP_RANK"] for w in whole] == ["0", "1", "2"] and lost_rank == 2
+    for worker in whole:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in (first, second, back)] == [0, 0, 0]
+    assert "Traceback" not in nodes.out(1), "the traceback belongs to the node whose worker raised"
+
+
+def test_a_spent_budget_ends_every_node_with_the_same_true_report(nodes: Cluster) -> None:
+    agents = [nodes.agent(i, nnodes="3", nproc=2) for i in (1, 2, 3)]
+    workers = nodes.round(6)
+    workers[3].tell("raise this is the true cause")
+    assert [nodes.ends(agent) for agent in agents] == [1, 1, 1]
+    for i in (1, 2, 3):
+        last = nodes.out(i)[-3000:]
+        assert "FAILED" in last and "ValueError: this is the true cause" in last and "rank      : 3 (local_rank: 1)" in last
+        assert "elastirun/agent" not in last, "no traceback of ours"
+
+
+def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(nodes: Cluster) -> None:
+    first, second, third = (nodes.agent(i, nnodes="2:3") for i in (1, 2, 3))
+    workers = nodes.round(3)
+    third.send_signal(signal.SIGTERM)
+    assert nodes.ends(third) == 128 + signal.SIGTERM
+    rest = nodes.round(2, after=workers[0].round)
+    assert "leaves: SIGTERM" in rest[0].env["ELASTIRUN_ROUND_REASON"]
+    for worker in rest:
+        worker.tell("exit 0")
+    assert [nodes.ends(first), nodes.ends(second)] == [0, 0]
+
+
+def test_success_waits_for_everyone_and_failure_ends_the_wait(nodes: Cluster) -> None:
+    first, second = (nodes.agent(i, nnodes="2") for i in (1, 2))
+    one, two = nodes.round(2)
+    one.tell("exit 0")
+    one.await_death()
+    assert first.poll() is None
+    two.tell("exit 3")
+    assert [nodes.ends(first), nodes.ends(second)] == [1, 1]
+    assert "exit code 3" in nodes.out(1)
+
+
+def test_static_ranks_follow_node_rank(nodes: Cluster) -> None:
+    def agent(i: int, node_rank: int) -> None:
+        address = f"--local-addr=127.0.0.{i}"
+        where = ("--master-addr=127.0.0.1", f"--master-port={nodes.port}")
+        nodes.launch(i, "--nnodes=3", f"--node-rank={node_rank}", *where, address, str(nodes.script))
+
+    agent(1, 0)
+    agent(2, 2)
+    agent(3, 1)
+    workers = nodes.round(3)
+    pids = [w.env["TORCHELASTIC_RUN_ID"] for w in workers]
+    assert [w.env["GROUP_RANK"] for w in workers] == ["0", "1", "2"] and pids == ["none"] * 3
+    for worker in workers:
+        worker.tell("exit 0")
+    assert [nodes.ends(a) for a in nodes.agents] == [0, 0, 0]
+
+
+def test_whoever_owns_the_endpoints_address_hosts(nodes: Cluster) -> None:
+    for i in (1, 2):
+        where = (f"--rdzv-endpoint=localhost:{nodes.port}", f"--local-addr=127.0.0.{i}")
+        nodes.launch(i, "--nnodes=2", *where, "--rdzv-id=test", str(nodes.script))
+    for worker in nodes.round(2):
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in nodes.agents] == [0, 0]
+
+
+def test_the_store_gone_for_good_is_told_in_one_line(nodes: Cluster) -> None:
+    host = nodes.agent(1, "--store-grace=3", "--expire=2", nnodes="2")
+    other = nodes.agent(2, "--store-grace=3", "--expire=2", nnodes="2")
+    workers = nodes.round(2)
+    kill(host)
+    assert nodes.ends(other) == 3
+    assert dies(workers[1].pid, 0)
+    assert "giving up: the rendezvous store was away for 3 s" in nodes.out(2)
+    assert nodes.out(2).count("Traceback") == 0
+
+
+def test_nobody_hosts_is_explained(nodes: Cluster) -> None:
+    agent = nodes.agent(2, "--join-timeout=3", nnodes="2")
+    assert nodes.ends(agent) == 3
+    assert "connection refused" in nodes.out(2) and "nobody hosts the store" in nodes.out(2)
+
+
+def test_the_same_job_again_right_after(nodes: Cluster) -> None:
+    for run in range(2):
+        agents = [nodes.agent(i, nnodes="2") for i in (1, 2)]
+        for worker in nodes.round(2):
+            worker.tell("exit 0")
+        assert [nodes.ends(agent) for agent in agents] == [0, 0], run
+
+
+def test_two_jobs_on_one_host_without_a_port(nodes: Cluster) -> None:
+    agents = [nodes.launch(i, "--nproc-per-node=2", str(nodes.script)) for i in (1, 2)]
+    workers = [nodes.worker() for _ in range(4)]
+    assert len({w.env["MASTER_PORT"] for w in workers}) == 2
+    for worker in workers:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_to_a_single_node_ends_it_and_its_workers(nodes: Cluster, signum: signal.Signals) -> None:
+    agent = nodes.launch(1, str(nodes.script))
+    worker = nodes.worker()
+    agent.send_signal(signum)
+    assert nodes.ends(agent) == 128 + signum
+    assert dies(worker.pid, 0)
+
+
+def test_with_a_token_a_stranger_cannot_join(nodes: Cluster, tmp_path: Path) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(f"the {name} token of this job")
+        (tmp_path / name).chmod(0o600)
+    right = f"--token-file={tmp_path / 'right'}"
+    agents = [nodes.agent(i, right, nnodes="2") for i in (1, 2)]
+    workers = nodes.round(2)
+    stranger = nodes.agent(3, f"--token-file={tmp_path / 'wrong'}", "--join-timeout=3", nnodes="2")
+    assert nodes.ends(stranger) == 3
+    assert "not signed with this node's token" in nodes.out(3)
+    for worker in workers:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0]
