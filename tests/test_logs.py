@@ -262,6 +262,7 @@ def test_a_long_line_is_cut_into_lines() -> None:
     lines = PrefixedLines(b"> ", got.append)
     for _ in range(150):
         lines.feed(b"x" * 1024)
+    assert sum(len(each) for each in got) > 128 * 1024  # not kept until the line ends
     lines.feed(b"\nshort\n" + b"y" * 70000 + b"\nz")
     lines.flush()
     lines.flush()
@@ -411,6 +412,7 @@ def test_a_console_that_is_gone(way: str) -> None:
         assert console.flush(5)
     console.say("nobody hears it")
     console.flush(5)
+    assert console.err._dead == (way != "/dev/full")  # a disk may have room again
     assert not console.full and not selector.get_map() and (again or way == "closed descriptor")
     console.close()
     if way != "closed descriptor":

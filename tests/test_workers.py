@@ -323,6 +323,17 @@ def test_a_stopped_set_reports_codes_of_its_own_and_a_new_one_can_start(loop: Lo
     assert loop.idle == 2
 
 
+def test_all_that_a_worker_wrote_is_known_when_its_exit_is_reported(loop: Loop) -> None:
+    seen: list[tuple[str, ...]] = []
+    loop.then = lambda: seen.append(loop.logs.last_lines(0))
+    loop.start(spec("import os; os.write(2, b'last\\nwords'); raise SystemExit(1)"))
+    (worker,) = loop.workers._alive.values()
+    wait_ended(worker.pid)
+    worker._ready()  # its pidfd is served before its pipe
+    assert seen == [("last", "words")]
+    loop.run(lambda: loop.idle)
+
+
 def test_a_worker_that_had_died_before_we_signalled_is_not_ours(loop: Loop) -> None:
     loop.then = lambda: loop.workers.stop(60)
     loop.start(spec("raise SystemExit(1)"), spec("raise SystemExit(2)", 1), spec(FOREVER, 2))
@@ -394,9 +405,9 @@ def test_when_one_cannot_be_started_none_is_left(loop: Loop, monkeypatch: pytest
 def test_a_worker_that_survives_sigkill_is_reported_and_given_up(
     slow: Loop, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, fifo: Fifo
 ) -> None:
-    slow.start(spec(with_fifo(BLOCKS_TERM + FOREVER, fifo)), spec(FOREVER, 1))
-    fifo.read(1)
-    (pid, _) = pids(slow)
+    slow.start(spec(with_fifo(BLOCKS_TERM + FOREVER, fifo)), spec(FOREVER, 1), spec(with_fifo(BLOCKS_TERM + FOREVER, fifo), 2))
+    fifo.read(2)
+    pid, _, other = pids(slow)
     with monkeypatch.context() as patch:
         patch.setattr(Process, "kill_group", lambda self: None)
         slow.workers.stop(grace=5)
@@ -405,15 +416,17 @@ def test_a_worker_that_survives_sigkill_is_reported_and_given_up(
         slow.workers.tick(clock.now)
         assert slow.workers.deadline == clock.now + GIVE_UP
         clock.now += GIVE_UP
+        slow.then = lambda: slow.workers.stop(0)  # which is no reason to report one twice
         slow.workers.tick(clock.now)
-    assert [(end.local_rank, end.code) for end in slow.exits] == [(1, -15), (0, -9)]
-    assert len(slow.stuck) == 1 and slow.stuck[0].startswith(f"rank 0 (local rank 0, pid {pid}) has not died of SIGKILL in 10 s")
+    assert [(end.local_rank, end.code) for end in slow.exits] == [(1, -15), (0, -9), (2, -9)]
+    assert len(slow.stuck) == 2 and slow.stuck[0].startswith(f"rank 0 (local rank 0, pid {pid}) has not died of SIGKILL in 10 s")
     clock.now += 1
     slow.workers.tick(clock.now)
     assert slow.idle == 1
-    os.kill(pid, signal.SIGKILL)  # when it dies after all, it is reaped and nobody is told
+    for survivor in (pid, other):  # when they die after all, they are reaped and nobody is told
+        os.kill(survivor, signal.SIGKILL)
     slow.run(lambda: not slow.selector.get_map())
-    assert len(slow.exits) == 2 and slow.idle == 1
+    assert len(slow.exits) == 3 and slow.idle == 1
 
 
 def test_a_foreign_process_that_holds_a_pipe_delays_the_end_by_half_a_second(slow: Loop, clock: FakeClock, fifo: Fifo) -> None:
