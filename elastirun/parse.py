@@ -208,9 +208,9 @@ class RdzvConf:
     etcd_keys: tuple[str, ...] = ()  # keys given that only an etcd backend would read
 
 
-_KEYS = ("join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "rank", "store_type")
-_KEYS_WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "heartbeat", "read_timeout")  # there is no such step here
-_ETCD_KEYS = ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "cert", "key", "cacert", "etcd_prefix")
+KEYS = ("join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "rank", "store_type")
+KEYS_WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "heartbeat", "read_timeout")  # there is no such step here
+ETCD_KEYS = ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "cert", "key", "cacert", "etcd_prefix")
 
 
 def rdzv_conf(text: str) -> RdzvConf:
@@ -224,7 +224,7 @@ def rdzv_conf(text: str) -> RdzvConf:
             raise ValueError(f"{key}: {error}") from None
 
     positive = seconds(0.0, above=True)
-    for key in _KEYS_WITHOUT_EFFECT:
+    for key in KEYS_WITHOUT_EFFECT:
         read(key, positive)
     read("store_type", _store_type)
     join_timeout, timeout = read("join_timeout", positive), read("timeout", positive)
@@ -235,18 +235,18 @@ def rdzv_conf(text: str) -> RdzvConf:
         keep_alive_max_attempt=read("keep_alive_max_attempt", integer(1)),
         is_host=read("is_host", boolean),
         rank=read("rank", integer(0)),
-        etcd_keys=tuple(key for key in given if key in _ETCD_KEYS),
+        etcd_keys=tuple(key for key in given if key in ETCD_KEYS),
     )
 
 
 def _key_values(text: str) -> dict[str, str]:
-    known = _KEYS + _KEYS_WITHOUT_EFFECT
+    known = KEYS + KEYS_WITHOUT_EFFECT
     given: dict[str, str] = {}
     for item in text.strip().split(",") if text.strip() else []:
         key, _, value = (part.strip() for part in item.partition("="))
         if not key or not value:
             raise ValueError(f"{quote(item)} is not KEY=VALUE; give KEY=VALUE,KEY=VALUE such as join_timeout=300,is_host=1")
-        if key not in known + _ETCD_KEYS:
+        if key not in known + ETCD_KEYS:
             raise ValueError(f"no key {quote(key)}{nearest(key, known) or '; the keys are ' + ', '.join(known)}")
         given[key] = value
     return given

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from elastirun import cli
+from elastirun import cli, parse
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import ExitCode, StartError, UsageError
 from elastirun.options import GROUPS, OPTIONS, normalise
@@ -373,6 +373,14 @@ def test_the_examples_of_the_help_work(elastirun: Elastirun) -> None:
     for example in examples:
         result = elastirun(*example.split())
         assert (result.status, result.err) == (7, ""), example
+
+
+def test_the_page_for_those_who_come_from_torchrun_names_every_option_and_key() -> None:
+    page = (ROOT / "docs" / "torchrun.md").read_text()
+    assert [option.name for option in OPTIONS if f"`{option.name}`" not in page] == []
+    keys = page.partition("## Keys of")[2].partition("\n## ")[0]
+    documented = {key for row in re.findall(r"^\|([^|]*`[^|]*)\|", keys, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert documented == {*parse.KEYS, *parse.KEYS_WITHOUT_EFFECT, *parse.ETCD_KEYS}
 
 
 def test_version(elastirun: Elastirun) -> None:
