@@ -58,8 +58,10 @@ stop by signal N.
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one agent to its end, and exit with its status. ``argv``: without the program's name; None: this process' own."""
+    prepared: LaunchConfig | int = ExitCode.OK
     try:
-        status = _run(sys.argv[1:] if argv is None else argv)
+        prepared = _prepare(sys.argv[1:] if argv is None else argv)
+        status = prepared if isinstance(prepared, int) else _launch(prepared)
     except ElastirunError as error:
         _say(str(error))
         status = ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.RENDEZVOUS
@@ -69,10 +71,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         traceback.print_exc()
         _say("this is a bug in elastirun; please report it with the lines above")
         status = ExitCode.BUG
+    if isinstance(prepared, LaunchConfig):
+        # The interpreter's own way out would wait for, or abort on, threads that torch's store is still busy in.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _launch(config: LaunchConfig) -> int:
+    from elastirun.agent.agent import run  # not before it is needed: --help should be quick
+
+    return run(config)
+
+
+def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
+    """What is to be launched, or the exit status when something was only to be shown."""
     tokens, script = normalise(argv)
     context = _parse(tokens)
     if context.params["help"]:
@@ -95,9 +109,7 @@ def _run(argv: Sequence[str]) -> int:
         from elastirun.agent.spec import command_line
 
         return _show(report(config, reading.rows(), command_line(config.command, reading.environ)))
-    from elastirun.agent.agent import run  # not before it is needed: --help should be quick
-
-    return run(config)
+    return config
 
 
 def _say(text: str) -> None:

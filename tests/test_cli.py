@@ -36,6 +36,7 @@ def elastirun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     agent = ModuleType("elastirun.agent.agent")
     agent.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "elastirun.agent.agent", agent)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(cli, "count_devices", {"gpu": 0, "auto": 0, "xpu": 0}.get)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").write_text("")
@@ -465,7 +466,7 @@ def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> object:
     def fail(argv: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "_prepare", fail)
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     return exit_.value.code
