@@ -60,6 +60,7 @@ class Agent:
         self._environ = dict(os.environ)
         self._events: deque[Event] = deque()
         self._finish: Finish | None = None
+        self._notices: deque[str] = deque()  # lines for people from the driver's thread
         self._exits: list[WorkerExit] = []  # of the running set, those that failed by themselves
         self._not_started: tuple[ExitRecord, ...] = ()  # why the set could not be started
         self._attempt = 0  # of the running set: round - 1
@@ -149,7 +150,25 @@ class Agent:
                 self._reached.append((found[0] if found else "127.0.0.1", endpoint.port))
             return listening
 
-        return connector(open_socket, resolve)
+        connect = connector(open_socket, resolve)
+
+        def connect_and_look() -> Store:
+            store = connect()
+            self._look_whose(store)
+            return store
+
+        return connect_and_look
+
+    def _look_whose(self, store: Store) -> None:
+        """Warn when another job's agent hosts the store: it goes with that job. Called in the driver's thread."""
+        key, job = "elastirun/host", urllib.parse.quote(self._config.run_id, safe="").encode()
+        if store.hosting:
+            store.put_if(key, None, job)
+        elif store.get([key]).get(key, job) != job:
+            self._notices.append(
+                f"warning: the store at {self._config.endpoint} is hosted by another job, and ends with that job; "
+                "give each job a port of its own (--rdzv-endpoint=HOST:PORT)"
+            )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -203,6 +222,8 @@ class Agent:
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def _on_store(self, mask: int) -> None:
+        while self._notices:
+            self._console.say(self._notices.popleft())
         self._events.extend(self._driver.answers())
 
     def _on_signal(self, signum: int, count: int) -> None:
