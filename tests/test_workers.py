@@ -461,6 +461,7 @@ def test_nothing_grows_with_the_rounds(loop: Loop) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     for _ in range(15):
         assert [end.code for end in loop.run_all(*specs)] == [0, 0]
+        assert loop.console.flush(5)
         os.read(loop.err, 4096)
     assert len(os.listdir("/proc/self/fd")) == fds
     assert loop.idle == 16
