@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from elastirun.agent import cpus, failures, net
+from elastirun.agent import cpus, failures, lodgers, net
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog
 from elastirun.agent.logs import RunLogs
@@ -86,8 +86,8 @@ class Agent:
         self._reached: list[tuple[str, int]] = []  # where the store was last reached: address and port
         self._machine = Machine(self._rules(), self._row(), time.monotonic())
         codec = Codec(config.token)
-        job = f"elastirun/{urllib.parse.quote(config.run_id, safe='')}/"
-        self._driver = Driver(self._connector(), Exchange(job, self._id, codec), EXCHANGE_LIMIT)
+        self._connect = self._connector()
+        self._driver = Driver(self._connect, Exchange(lodgers.prefix(config.run_id), self._id, codec), EXCHANGE_LIMIT)
         stack.callback(self._driver.close)
         self._selector.register(self._driver, selectors.EVENT_READ, self._on_store)
 
@@ -152,23 +152,14 @@ class Agent:
 
         connect = connector(open_socket, resolve)
 
-        def connect_and_look() -> Store:
+        def connect_and_register() -> Store:
             store = connect()
-            self._look_whose(store)
+            warning = lodgers.register(store, self._config.run_id)
+            if warning:
+                self._notices.append(f"warning: {warning}")
             return store
 
-        return connect_and_look
-
-    def _look_whose(self, store: Store) -> None:
-        """Warn when another job's agent hosts the store: it goes with that job. Called in the driver's thread."""
-        key, job = "elastirun/host", urllib.parse.quote(self._config.run_id, safe="").encode()
-        if store.hosting:
-            store.put_if(key, None, job)
-        elif store.get([key]).get(key, job) != job:
-            self._notices.append(
-                f"warning: the store at {self._config.endpoint} is hosted by another job, and ends with that job; "
-                "give each job a port of its own (--rdzv-endpoint=HOST:PORT)"
-            )
+        return connect_and_register
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -316,7 +307,21 @@ class Agent:
         elif finish.outcome in (Outcome.TIMEOUT, Outcome.STORE_LOST):
             self._console.say(f"giving up: {finish.reason}")
         self._console.flush(FLUSH)
+        if self._machine.hosting and not self._config.standalone and not self._signum:
+            self._stay_for_lodgers()
         return code
+
+    def _stay_for_lodgers(self) -> None:
+        def pause(seconds: float) -> bool:
+            for key, mask in self._selector.select(seconds):
+                key.data(mask)
+            return bool(self._signum)
+
+        try:
+            lodgers.wait_for_lodgers(self._connect(), self._config.run_id, pause, self._console.say)
+        except StoreError as error:
+            self._console.say(f"cannot look whether other jobs need this store: {error}")
+        self._console.flush(FLUSH)
 
     def _exit_code(self, finish: Finish) -> int:
         if finish.outcome is Outcome.SUCCEEDED:

@@ -1,4 +1,4 @@
-"""From exits to a verdict: who is to blame, and the report that is printed last. Pure, but for reading an error file."""
+"""From exits to a verdict: who is to blame, and the report that is printed last. Pure, but for torch's error files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import stat
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -118,6 +119,20 @@ def read_error_file(path: str) -> tuple[str, ...] | None:
         return None
     text = _error_text(data)
     return _bounded(text.splitlines()) if text else None
+
+
+def write_error_file(path: str, reason: str, records: Iterable[ExitRecord]) -> None:
+    """Leave the root cause at ``path`` as torch's ``@record`` does, for what started this launcher: a scheduler, another launcher.
+
+    ``errorCode`` is that worker's exit code, and missing when no worker failed. Overwrites what is there. Raises OSError.
+    """
+    causes = root_cause(records)
+    lines = causes[0].lines if causes else ()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), reason)  # of a traceback, the exception
+    extra = {"py_callstack": "\n".join(lines or [reason]), "timestamp": str(int(time.time()))}
+    message = {"message": last, "extraInfo": extra} | ({"errorCode": causes[0].code} if causes else {})
+    with open(path, "w") as file:
+        json.dump({"message": message}, file)
 
 
 def _error_text(data: Any) -> str | None:

@@ -24,6 +24,7 @@ class WorkerSpec:
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]  # the complete environment, nothing is added
+    cpus: frozenset[int] | None = None  # those it may run on; None: the agent's
 
 
 class Process:
@@ -48,7 +49,8 @@ class Process:
         self.spec = spec
         self._selector = selector
         self._on_exit = on_exit
-        command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), *spec.argv]
+        cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else "-"
+        command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), cpus, *spec.argv]
         self._popen = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True)
         self.pid = self._popen.pid
         try:

@@ -1,11 +1,14 @@
-"""From the configuration and a round to what each worker runs: argv and environment. Pure."""
+"""From the configuration and a round to what each worker runs: argv, environment, CPUs. Pure, but for ``cpu_sets``."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from string import Template
 
+from elastirun.agent import numa
 from elastirun.agent.process import WorkerSpec
 from elastirun.config import Command, LaunchConfig
 from elastirun.rendezvous.ranks import Place, places
@@ -16,11 +19,12 @@ _RUN_PATH = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a worker's environment takes from this machine."""
+    """What a worker takes from this machine."""
 
     environ: Mapping[str, str]  # the agent's own, as it was when it started
     cpus: int  # usable by this process
     interface: str | None  # of the route to the other nodes
+    cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
 
 
 def worker_specs(
@@ -31,9 +35,10 @@ def worker_specs(
     argv = command_line(config.command, here.environ)
     specs = []
     for place in places(record, node_rank):
+        cpus = here.cpu_sets[place.local_rank] if here.cpu_sets else None
         env = {**here.environ, **shared, **_own(config, place, here.environ), "TORCHELASTIC_ERROR_FILE": error_file(place.local_rank)}
-        own_argv = tuple(arg.replace("${local_rank}", str(place.local_rank)) for arg in argv)
-        specs.append(WorkerSpec(place.local_rank, place.rank, own_argv, env))
+        env.setdefault("OMP_NUM_THREADS", str(_threads(here.cpus, record.members[node_rank].slots, cpus)))
+        specs.append(WorkerSpec(place.local_rank, place.rank, _for_rank(argv, place.local_rank), env, cpus))
     return specs
 
 
@@ -45,6 +50,28 @@ def command_line(command: Command, environ: Mapping[str, str]) -> tuple[str, ...
     if command.run_path:
         return (*python, "-c", _RUN_PATH, command.script, *command.args)
     return (*python, *(["-m"] if command.module else []), command.script, *command.args)
+
+
+def cpu_sets(config: LaunchConfig, environ: Mapping[str, str]) -> list[frozenset[int]] | None:
+    """The CPUs of each worker of this node, as ``--numa-binding`` has them; None without it.
+
+    Asks the GPUs' driver and sysfs, so it is called once. Raises StartError when no CPU is left for a worker.
+    """
+    if config.numa_binding is None:
+        return None
+    gpus, allowed = numa.gpu_pci_ids(environ), os.sched_getaffinity(0)
+    return [numa.cpus_for(config.numa_binding, rank, config.nproc, gpus, allowed) for rank in range(config.nproc)]
+
+
+def _for_rank(argv: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """As torchrun does it: ``$local_rank`` too, ``$$`` becomes ``$``, and all but the program itself is looked through."""
+    return argv[0], *(Template(arg).safe_substitute(local_rank=local_rank) for arg in argv[1:])
+
+
+def _threads(usable: int, workers: int, cpus: frozenset[int] | None) -> int:
+    """A fair share of the node, but never more threads than CPUs that the worker is bound to."""
+    share = usable // workers
+    return max(1, share if cpus is None else min(share, len(cpus)))
 
 
 def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Surroundings) -> dict[str, str]:
@@ -68,10 +95,7 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Sur
         "ELASTIRUN_FENCE": record.fence,
         "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
-    unless_set = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "OMP_NUM_THREADS": str(max(1, here.cpus // member.slots)),
-    }
+    unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if len(record.members) > 1 and here.interface:
         unless_set |= {"GLOO_SOCKET_IFNAME": here.interface, "NCCL_SOCKET_IFNAME": here.interface}
     return env | {name: value for name, value in unless_set.items() if name not in here.environ}
@@ -85,7 +109,7 @@ def _own(config: LaunchConfig, place: Place, environ: Mapping[str, str]) -> dict
         "ROLE_WORLD_SIZE": str(place.role_world_size),
     }
     if config.virtual_local_rank:
-        visible = environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(i) for i in range(config.nproc)]
-        env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[place.local_rank]}
+        visible = environ.get("CUDA_VISIBLE_DEVICES")  # too few are refused when the options are read
+        devices = visible.split(",") if visible else ["" if visible == "" else str(i) for i in range(config.nproc)]
+        env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[place.local_rank].strip()}
     return env

@@ -81,7 +81,7 @@ class Machine:
         self._next_sync = now
         self._contact: float | None = None  # when the store was last heard of
         self._met = False  # this store was seen while its job was open: its end is ours
-        self._hosting = False
+        self.hosting = False  # this agent hosts the store
         self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
         self._sees_all = False  # ``rows`` are all there are, not only those of the nodes watched
         self._introduced = False  # this node's row may stand in the store
@@ -131,7 +131,7 @@ class Machine:
 
     def _on_synced(self, event: Synced) -> None:
         self._syncing = False
-        self._hosting = event.hosting
+        self.hosting = event.hosting
         if self._trouble or event.now - event.started > self.rules.expire / 2:
             self._live.excuse(event.now)
         if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
@@ -285,9 +285,9 @@ class Machine:
         """Say goodbye, but not for ever; the store's host goes last."""
         assert self._outcome is not None and self._left_at is not None
         written = self._stored is not None and self._stored.status is LEFT
-        limit = self.rules.expire + LINGER if self._hosting and written else GOODBYE
+        limit = self.rules.expire + LINGER if self.hosting and written else GOODBYE
         others = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
-        lingering = self._hosting and self.record is not None and self.record.closed is not None and bool(others)
+        lingering = self.hosting and self.record is not None and self.record.closed is not None and bool(others)
         over_time = self._now - self._left_at >= limit
         host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
         if over_time or host_gone or not self._introduced or (written and not lingering):
@@ -328,7 +328,7 @@ class Machine:
 
     def _alone_and_cut_off(self, record: RoundRecord) -> bool:
         """A round of one node goes on without anybody; it must stop before the others may think it lost."""
-        if self.rules.private or self._hosting or len(record.members) > 1 or self._contact is None:
+        if self.rules.private or self.hosting or len(record.members) > 1 or self._contact is None:
             return False
         limit = self._contact + self.rules.expire - 2 * self.rules.beat
         self._wake_at(limit)

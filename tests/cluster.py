@@ -76,7 +76,7 @@ class Cluster:
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(path)
         self.listening.listen(64)
-        self.env = {**os.environ, "TEST_SOCKET": path}
+        self.env = {**os.environ, "TEST_SOCKET": path, "TMPDIR": str(tmp_path)}
         self.pending: list[Worker] = []
         self.connections: list[socket.socket] = []
 
@@ -106,6 +106,13 @@ class Cluster:
 
     def out(self, i: int) -> str:
         return self.out_path(i).read_text()
+
+    def says(self, i: int, text: str) -> None:
+        """Wait until the agent has written ``text``. A file cannot be awaited, so this one looks again and again."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.out(i):
+            assert time.monotonic() < deadline, f"never said: {text}\n{self.everything()}"
+            time.sleep(0.02)
 
     def worker(self, timeout: float = PATIENCE) -> Worker:
         """The next worker that reports."""

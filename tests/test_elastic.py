@@ -184,13 +184,15 @@ def test_with_a_token_a_stranger_cannot_join(nodes: Cluster, tmp_path: Path) -> 
     assert [nodes.ends(agent) for agent in agents] == [0, 0]
 
 
-def test_a_store_that_belongs_to_another_job_is_warned_of(nodes: Cluster) -> None:
+def test_the_host_stays_for_another_job_on_its_store(nodes: Cluster) -> None:
     first = nodes.agent(1, nnodes="1")
     (worker,) = nodes.round(1)
     where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2")
     second = nodes.launch(2, "--nnodes=1", *where, "--rdzv-id=other", str(nodes.script))
     (other,) = nodes.round(1)
-    assert "is hosted by another job" in nodes.out(2)
-    for w in (other, worker):
-        w.tell("exit 0")
-    assert [nodes.ends(agent) for agent in (second, first)] == [0, 0]
+    assert "hosted by the agent of job 'test'" in nodes.out(2)
+    worker.tell("exit 0")
+    worker.await_death()
+    nodes.says(1, "stays up for the nodes of job other")
+    other.tell("exit 0")
+    assert [nodes.ends(second), nodes.ends(first)] == [0, 0]

@@ -1,0 +1,62 @@
+"""Other jobs that meet on the store this agent hosts: their nodes would lose it with us, so the host stays for them.
+
+Two jobs that name one endpoint share its store, as under torchrun; each has keys of its own. Which jobs there are stands
+under ``elastirun/jobs/``; that one is alive shows in its rows, which change with every keep-alive. Only bytes are
+compared: a lodger's records may be signed with a token of its own.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.base import Store
+
+ROOT = "elastirun/"
+QUIET = 10.0  # seconds without any change in a job's rows, after which it is taken to be over
+LOOK_EVERY = 0.5
+
+
+def prefix(job: str) -> str:
+    """What every key of the job begins with."""
+    return f"{ROOT}{urllib.parse.quote(job, safe='')}/"
+
+
+def register(store: Store, job: str) -> str | None:
+    """Put the job on the store's list. Returns the line to warn with when another job's agent hosts the store."""
+    name = urllib.parse.quote(job, safe="").encode()
+    store.put_if(f"{ROOT}jobs/{name.decode()}", None, name)
+    if store.hosting:
+        store.put_if(f"{ROOT}host", None, name)
+        return None
+    host = store.get([f"{ROOT}host"]).get(f"{ROOT}host", name)
+    if host == name:
+        return None
+    return f"the store is hosted by the agent of job {urllib.parse.unquote(host.decode())!r}: should that agent die, this job ends with it"
+
+
+def wait_for_lodgers(store: Store, job: str, pause: Callable[[float], bool], say: Callable[[str], None]) -> None:
+    """Return when no other job is alive on the store. ``pause`` waits so many seconds; True: do not wait any longer."""
+    seen: dict[str, dict[str, bytes]] = {}
+    quiet: dict[str, float] = {}
+    said = False
+    with suppress(StoreError):
+        others = [p for p in (f"{ROOT}{key.rpartition('/')[2]}/" for key in store.under(f"{ROOT}jobs/")) if p != prefix(job)]
+        while others:
+            for other in others:
+                rows = store.under(f"{other}node/")
+                quiet[other] = quiet.get(other, 0.0) + LOOK_EVERY if rows == seen.get(other) else 0.0
+                seen[other] = rows
+            others = [other for other in others if quiet[other] < QUIET and not _all_left(seen[other])]
+            if others and not said:
+                said = True
+                names = ", ".join(urllib.parse.unquote(other[len(ROOT) : -1]) for other in others[:4])
+                say(f"this job is over; its store stays up for the nodes of job {names} (a signal ends this agent at once)")
+            if others and pause(LOOK_EVERY):
+                return
+
+
+def _all_left(rows: dict[str, bytes]) -> bool:
+    return all(b'"status":"left"' in row for row in rows.values())
