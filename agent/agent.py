@@ -23,7 +23,7 @@ from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.signals import Signals
-from elastirun.agent.spec import Surroundings, worker_specs
+from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
 from elastirun.agent.worker_store import WorkerStore
 from elastirun.agent.workers import WorkerExit, Workers
 from elastirun.config import LaunchConfig
@@ -58,6 +58,7 @@ class Agent:
         self._stack = stack
         self._selector = stack.enter_context(selectors.PollSelector())
         self._environ = dict(os.environ)
+        self._cpu_sets = cpu_sets(config, self._environ)
         self._events: deque[Event] = deque()
         self._finish: Finish | None = None
         self._notices: deque[str] = deque()  # lines for people from the driver's thread
@@ -268,7 +269,7 @@ class Agent:
         if node_rank == 0:
             self._worker_store.serve()
             self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
-        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address))
+        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets)
         specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
         ranks = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
         self._events_log.write(
@@ -304,8 +305,10 @@ class Agent:
             records = finish.closed.failures if finish.closed else ()
             text = failures.report(self._config.command.script, finish.reason, records, self._logs.directory)
             self._console.write_err(text.encode())
+            self._leave_error_file(finish.reason, records)
         elif finish.outcome in (Outcome.TIMEOUT, Outcome.STORE_LOST):
             self._console.say(f"giving up: {finish.reason}")
+            self._leave_error_file(finish.reason, ())
         self._console.flush(FLUSH)
         if self._machine.hosting and not self._config.standalone and not self._signum:
             self._stay_for_lodgers()
@@ -322,6 +325,13 @@ class Agent:
         except StoreError as error:
             self._console.say(f"cannot look whether other jobs need this store: {error}")
         self._console.flush(FLUSH)
+
+    def _leave_error_file(self, reason: str, records: tuple[ExitRecord, ...]) -> None:
+        if path := self._environ.get("TORCHELASTIC_ERROR_FILE"):
+            try:
+                failures.write_error_file(path, reason, records)
+            except OSError as error:
+                self._console.say(f"cannot write TORCHELASTIC_ERROR_FILE {path}: {error.strerror}")
 
     def _exit_code(self, finish: Finish) -> int:
         if finish.outcome is Outcome.SUCCEEDED:

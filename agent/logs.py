@@ -346,7 +346,9 @@ class RunLogs:
 
     @property
     def directory(self) -> str | None:
-        """Where this run's files are kept; None when nothing is kept."""
+        """Where this run's files are kept, made at the latest now when there is a ``log_dir``; None when nothing is kept."""
+        if self._policy.log_dir is not None:
+            self._make_run_dir()
         return None if self._private else self._run_dir
 
     def error_file(self, attempt: int, local_rank: int) -> str:

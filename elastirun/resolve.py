@@ -134,6 +134,7 @@ def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
     )
     nproc = _workers(r, facts)  # last, because it may take a second
     _check_ranks(r, logs, nproc)
+    _check_gpus(r, nproc, facts)
     return replace(config, nproc=nproc)
 
 
@@ -415,13 +416,28 @@ def _workers(r: Reading, facts: Facts) -> int:
 
 
 def _check_ranks(r: Reading, logs: LogPolicy, nproc: int) -> None:
-    """GPUs that are missing; local ranks that are named but do not exist, of which torchrun says nothing."""
-    visible = r.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible and r.flag("virtual_local_rank") and len(visible.split(",")) < nproc:
-        given = f"CUDA_VISIBLE_DEVICES lists {len(visible.split(','))}"
-        raise UsageError(f"{r.label('virtual_local_rank')}: {nproc} workers need a GPU each, {given}; lower --nproc-per-node")
+    """Local ranks that are named but do not exist, of which torchrun says nothing."""
     named = {"redirects": dict(logs.redirects.by_rank), "tee": dict(logs.tee.by_rank)}
     for dest, ranks in {**named, "local_ranks_filter": logs.local_ranks or ()}.items():
         beyond = [str(rank) for rank in sorted(ranks) if rank >= nproc]
         if beyond:
             r.warn(f"{r.label(dest)}: there is no local rank {', '.join(beyond)} among {nproc} workers")
+
+
+def _check_gpus(r: Reading, nproc: int, facts: Facts) -> None:
+    """With virtual local ranks each worker needs a GPU; where there is none at all, or all are hidden, they run on CPUs."""
+    label = r.label("virtual_local_rank")
+    if not r.flag("virtual_local_rank"):
+        return
+    visible = r.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count, given = len(visible.split(",")) if visible else 0, "CUDA_VISIBLE_DEVICES lists"
+    elif nproc == 1 or r.text("nproc_per_node") in ("gpu", "auto"):
+        return
+    else:
+        try:
+            count, given = facts.devices("gpu") or 0, "this node has"
+        except ValueError as error:
+            raise UsageError(f"{label}: {error}") from None
+    if 0 < count < nproc:
+        raise UsageError(f"{label}: {nproc} workers need a GPU each, {given} {count}; lower --nproc-per-node")

@@ -274,6 +274,8 @@ def test_virtual_local_ranks_need_a_gpu_each() -> None:
     assert "CUDA_VISIBLE_DEVICES lists 1" in error_of(line, {"CUDA_VISIBLE_DEVICES": "3"})
     for visible in ("3,4", ""):
         assert config_of(line, {"CUDA_VISIBLE_DEVICES": visible}).nproc == 2
+    assert config_of(line).nproc == 2, "as many as GPUs"
+    assert "3 workers need a GPU each, this node has 2" in error_of(line.replace("node=2", "node=3"))
 
 
 def test_rows_say_where_each_value_came_from() -> None:
