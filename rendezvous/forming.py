@@ -41,7 +41,12 @@ class Forming:
 def is_over(m: Member, record: RoundRecord, rows: dict[str, NodeRow], silent: Callable[[str], bool]) -> bool:
     """The member will never again run the record's round, or has fallen silent."""
     row = rows.get(m.id)
-    return silent(m.id) or (row is not None and (row.status is Status.LEFT or row.done_round >= record.round))
+    return is_lost(m, record, silent) or (row is not None and (row.status is Status.LEFT or row.done_round >= record.round))
+
+
+def is_lost(m: Member, record: RoundRecord, silent: Callable[[str], bool]) -> bool:
+    """The member has fallen silent, as this node or whoever broke the round found."""
+    return silent(m.id) or (record.broken is not None and m.id in record.broken.lost)
 
 
 def has_succeeded(m: Member, record: RoundRecord, rows: dict[str, NodeRow]) -> bool:
@@ -81,7 +86,7 @@ def form(
     active = [m for m in record.members if not is_over(m, record, rows, silent)]
     if active:
         return Forming(None, f"waiting for {names(active)} to stop the workers of round {record.round}")
-    lost = [m for m in record.members if silent(m.id)]
+    lost = [m for m in record.members if is_lost(m, record, silent)]
     cost = int(record.broken is not None and record.broken.cause is Cause.FAILURE and not lost)
     if record.failures + cost > rules.max_restarts:
         return _give_up(rules, record, rows, cost)
@@ -144,9 +149,18 @@ def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
     return tuple(sorted(failures, key=lambda f: (f.blame, f.after, f.rank)))
 
 
-def break_up(record: RoundRecord, cause: Cause, reason: str, by: str) -> RoundRecord:
+def break_up(record: RoundRecord, cause: Cause, reason: str, by: str, lost: tuple[str, ...] = ()) -> RoundRecord:
     """The record with its round marked as over."""
-    return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by))
+    return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost))
+
+
+def share_losses(record: RoundRecord, silent: Callable[[str], bool]) -> RoundRecord | None:
+    """The broken record with the silent members that it does not name yet; None when it names them all."""
+    broken = record.broken
+    more = tuple(m.id for m in record.members if broken and silent(m.id) and m.id not in broken.lost)
+    if broken is None or not more:
+        return None
+    return replace(record, version=record.version + 1, broken=replace(broken, lost=broken.lost + more))
 
 
 def succeed(record: RoundRecord, by: str) -> RoundRecord:

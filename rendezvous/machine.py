@@ -224,6 +224,10 @@ class Machine:
     def _form(self, record: RoundRecord) -> None:
         """No round is on: form the next one if that can be done, else say for what is waited."""
         self._standing()
+        shared = forming.share_losses(record, self._live.silent)
+        if shared is not None:
+            self._wanted = Change(record, shared)
+            return
         rows, since = self._with_own(), self._candidates[2]
         decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since)
         if decision.record is None:
@@ -438,7 +442,8 @@ class Machine:
             return forming.break_up(record, Cause.LEAVE, f"{m.name} {m.address} left: {row.note}", self.row.id)
         if not self._live.silent(node_id):
             return forming.break_up(record, Cause.LEAVE, f"{m.name} {m.address} stopped: {row.note if row else ''}", self.row.id)
-        return forming.break_up(record, Cause.LOST, f"{m.name} {m.address} silent for {self.rules.expire:g} s", self.row.id)
+        reason = f"{m.name} {m.address} silent for {self.rules.expire:g} s"
+        return forming.break_up(record, Cause.LOST, reason, self.row.id, (node_id,))
 
     # -- words ----------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class Broken:
     cause: Cause
     reason: str  # one line for people
     by: str  # id of the node that noticed
+    lost: tuple[str, ...] = ()  # ids of members that somebody has found silent: nobody need wait to find it too
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,17 @@ def test_silence_alone_is_enough() -> None:
     assert world.run(10, world.running(a, b, c, d)), "the healed node comes back by itself"
 
 
+def test_what_one_node_knows_of_a_loss_all_know() -> None:
+    """With 12 nodes a lost one is watched by three; the others must not wait for ``expire`` once more."""
+    world = started(12)
+    world.run(20)
+    for gone in (5, 6, 7):
+        world.nodes[gone].crash()
+    left = [n for n in world.nodes if n.up]
+    assert world.run(8.0, world.running(*left)), world.history
+    assert world.history == [(1, 12), (2, 9)]
+
+
 def test_a_replacement_takes_the_hole() -> None:
     world = started(3)
     a, b, c = world.nodes
