@@ -28,6 +28,7 @@ MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
 MAX_TEXT = 1024  # characters of any one string
 MAX_ITEMS = 16_384  # entries of any one list
 MAX_INT = 2**53  # what every JSON implementation can hold
+RANGES = {"slots": range(1, 4097), "port": range(1 << 16)}  # fields by whose value an agent counts or listens
 
 T = TypeVar("T")
 
@@ -101,7 +102,8 @@ def _builder(kind: Any) -> Build:
     if kind in _SCALARS:
         return _SCALARS[kind]
     if typing.get_origin(kind) is tuple:
-        return _tuple_of(_builder(typing.get_args(kind)[0]))
+        item = typing.get_args(kind)[0]
+        return _tuple_of(_line if item is str else _builder(item))
     if isinstance(kind, types.UnionType):
         (inner,) = (a for a in typing.get_args(kind) if a is not types.NoneType)
         build = _builder(inner)
@@ -112,6 +114,13 @@ def _builder(kind: Any) -> Build:
 
 
 def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
+        raise BadRecord(f"{where}: not a string of at most {MAX_TEXT} printable characters")
+    return value  # it may go to a terminal, or into an environment, which takes no NUL
+
+
+def _line(value: Any, where: str) -> str:
+    """What a worker wrote to its stderr may hold anything; whoever shows it escapes it."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise BadRecord(f"{where}: not a string of at most {MAX_TEXT} characters")
     return value
@@ -130,6 +139,15 @@ def _float(value: Any, where: str) -> float:
 
 
 _SCALARS: dict[Any, Build] = {str: _text, int: _int, float: _float}
+
+
+def _int_in(allowed: range) -> Build:
+    def parse(value: Any, where: str) -> int:
+        if _int(value, where) not in allowed:
+            raise BadRecord(f"{where}: not within {allowed[0]} to {allowed[-1]}")
+        return int(value)
+
+    return parse
 
 
 def _tuple_of(build: Build) -> Build:
@@ -153,7 +171,8 @@ def _enum_of(kind: type[enum.Enum]) -> Build:
 
 def _dataclass_of(kind: type[Any]) -> Build:
     hints = typing.get_type_hints(kind)
-    builders = {f.name: _builder(hints[f.name]) for f in dataclasses.fields(kind)}
+    names = [f.name for f in dataclasses.fields(kind)]
+    builders = {name: _int_in(RANGES[name]) if name in RANGES else _builder(hints[name]) for name in names}
 
     def parse(value: Any, where: str) -> Any:
         if not isinstance(value, dict) or value.keys() != builders.keys():

@@ -1,6 +1,6 @@
 """Carries the machine's ``Sync`` requests to the store, in a thread of its own, and hands the answers back as events.
 
-The agent's loop never waits for the store. An exchange that does not come back within ``time_limit`` is given up: its
+The agent's loop never waits for the store. An exchange that does not come back within its limit is given up: its
 thread and connection are abandoned (torch's client cannot be interrupted), a fresh pair takes over, and what the late
 one still writes is harmless because every write is a compare-and-set.
 """
@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 from elastirun.errors import BadRecord, ElastirunError, StoreError
 from elastirun.rendezvous.actions import Put, Sync
-from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced, SyncFailed
 from elastirun.rendezvous.records import NodeRow, RoundRecord
 from elastirun.rendezvous.stores.base import Store
 
 MAX_ROW = 256 << 10  # bytes; a row with 30 stderr lines of several failed workers
-LOOK_AGAIN = 1.0  # seconds; while a connection is being made, which has limits of its own
+CONNECT_LIMIT = 20.0  # seconds to be connected: names resolved, torch imported, the store served
+LOOK_AGAIN = 1.0  # seconds after which the limit is asked for again: that to connect may have become that of the exchange
 
 
 class Exchange:
@@ -57,7 +58,7 @@ class Exchange:
         if found is None or found == value:
             return
         try:
-            self._codec.decode(key, found, NodeRow)  # an earlier write of ours that was thought lost: the machine adopts it
+            self._parse_row(key, found)  # an earlier write of ours that was thought lost: the machine adopts it
         except BadRecord:
             store.put_if(key, found, value)  # somebody else has written into our row
 
@@ -80,7 +81,7 @@ class Exchange:
             try:
                 row = cached[1] if cached and cached[0] == data else self._parse_row(key, data)
             except BadRecord as error:
-                ignored.append(str(error))
+                ignored.append(clip(str(error), 300))  # the key in it may be anybody's invention
                 continue
             self._decoded[key] = (data, row)
             rows[row.id] = row
@@ -106,19 +107,22 @@ class Line:
 
     requests: queue.SimpleQueue[Sync | None] = field(default_factory=queue.SimpleQueue)
     answers: queue.SimpleQueue[Synced | SyncFailed] = field(default_factory=queue.SimpleQueue)
-    asked: float | None = None  # when the exchange under way began to talk to a connected store
+    connected: bool = False
+    deadline: float | None = None  # of the exchange under way, or of the connection that is being made for it
 
 
 class Driver:
     """``connect`` opens a store; it is called in the thread.
 
-    ``fileno()`` is readable when ``answers()`` has something. ``time_limit`` in seconds, for one exchange.
+    ``fileno()`` is readable when ``answers()`` has something. Limits in seconds: ``time_limit`` for one exchange,
+    ``connect_limit`` for the connection it may need first.
     """
 
-    def __init__(self, connect: Callable[[], Store], exchange: Exchange, time_limit: float) -> None:
+    def __init__(self, connect: Callable[[], Store], exchange: Exchange, time_limit: float, connect_limit: float = CONNECT_LIMIT) -> None:
         self._connect = connect
         self._exchange = exchange
         self._time_limit = time_limit
+        self._connect_limit = connect_limit
         self._pending = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._line = self._new_line()
@@ -149,17 +153,18 @@ class Driver:
         """When ``give_up`` is to be called, on the monotonic clock; None while nothing is under way."""
         if not self._pending:
             return None
-        asked = self._line.asked
-        return time.monotonic() + LOOK_AGAIN if asked is None else asked + self._time_limit
+        look_again = time.monotonic() + LOOK_AGAIN
+        return min(self._line.deadline or look_again, look_again)
 
     def give_up(self, now: float) -> list[Synced | SyncFailed]:
         """Abandon the exchange under way if it is over its limit."""
-        asked = self._line.asked
-        if not self._pending or asked is None or now < asked + self._time_limit:
+        deadline = self._line.deadline
+        if not self._pending or deadline is None or now < deadline:
             return []
+        why = f"no answer for {self._time_limit:g} s" if self._line.connected else f"no connection within {self._connect_limit:g} s"
         self.reconnect()
         self._pending = False
-        return [SyncFailed(now, f"no answer for {self._time_limit:g} s")]
+        return [SyncFailed(now, why)]
 
     def reconnect(self) -> None:
         """The next exchange uses a fresh connection."""
@@ -179,19 +184,20 @@ class Driver:
     def _serve(self, line: Line) -> None:
         store: Store | None = None
         while (sync := line.requests.get()) is not None:
-            started = time.monotonic()
             try:
                 if store is None:
+                    line.connected, line.deadline = False, time.monotonic() + self._connect_limit
                     store = self._connect()
-                    started = time.monotonic()
-                line.asked = started
+                started = time.monotonic()
+                line.connected, line.deadline = True, started + self._time_limit
                 answer: Synced | SyncFailed = self._exchange.carry_out(store, sync, started)
-            except ElastirunError as error:
+            except Exception as error:  # whatever it was: if this thread died, the agent would wait for ever
                 if store is not None:
                     store.close()
                     store = None
-                answer = SyncFailed(time.monotonic(), str(error))
-            line.asked = None
+                why = str(error) if isinstance(error, ElastirunError) else f"{type(error).__name__}: {error}"
+                answer = SyncFailed(time.monotonic(), clip(why))
+            line.deadline = None
             line.answers.put(answer)
             try:
                 os.write(self._wake_w, b"\0")

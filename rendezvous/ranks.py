@@ -14,7 +14,7 @@ from elastirun.rendezvous.records import Member, NodeRow, RoundRecord
 
 
 def _natural(text: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|\D+", text)]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.findall(r"\d+|\D+", text)]
 
 
 def arrival_order(row: NodeRow) -> tuple[bool, int, list[tuple[int, int | str]], str]:

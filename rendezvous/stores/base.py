@@ -10,7 +10,8 @@ class Store(Protocol):
     """A connection to a store. Used by one thread at a time.
 
     Every operation either answers or raises ``StoreError``; after an error it is not known whether a write was applied,
-    and the connection is not used again. Keys are ASCII without line breaks; values are ASCII and not empty.
+    and the connection is not used again. Keys are ASCII without line breaks; values are not empty. What foreign hands put
+    there may be any bytes.
     """
 
     hosting: bool

@@ -5,6 +5,7 @@ What its operations really do (torch 2.13, tried out), and what follows:
 - ``set`` and ``append`` are not acknowledged, ``compare_set`` is: only the latter is used to write values.
 - ``get`` of a missing key blocks, and stays blocked beyond its timeout when the server is silent. ``compare_set`` of an
   impossible expectation answers at once with what is there: that is how we read one key.
+- Connecting, too, is held up without limit by a server that is stopped: its kernel accepts, and then nobody answers.
 - ``list_keys`` is slow with many keys, so the keys below a prefix are kept in an index, one line each, which ``append``
   extends without conflict. A key is written before it is indexed, so every indexed key exists and ``multi_get`` of
   indexed keys does not block.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -86,21 +88,21 @@ class TcpStore:
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         with _translated("put"):
-            wish = "" if expected is None else expected.decode("ascii")
-            now: bytes = self._store.compare_set(key, wish, value.decode("ascii"))
-            if now == value:
-                if key not in self._indexed:  # once per connection: the one before may have died between the two
-                    self._store.append(_index_of(key), key + "\n")
-                    self._indexed.add(key)
-                return now
-            # Without such a key TCPStore answers with the expectation itself.
-            return self._peek(key) if now == expected else now
+            now: bytes = self._store.compare_set(key, b"" if expected is None else expected, value)
+            if now == expected:  # without such a key TCPStore answers with the expectation itself
+                return self._peek(key)
+            if now == value and key not in self._indexed:  # once per connection: the one before may have died between the two
+                self._store.append(_index_of(key), f"\n{key}\n")  # on a line of its own, whatever stands before it
+                self._indexed.add(key)
+            return now
 
     def under(self, prefix: str) -> dict[str, bytes]:
         with _translated("list"):
-            index = self._peek(_index_of(prefix)) or b""
-            keys = sorted({key for key in index.decode("ascii", "replace").splitlines() if key.startswith(prefix)})
-            return self._read(keys)
+            index_key = _index_of(prefix)
+            lines = (self._peek(index_key) or b"").decode("ascii", "replace").splitlines()
+            keys = {key for key in lines if key.startswith(prefix) and key != index_key}
+            self._indexed -= {key for key in self._indexed if key.startswith(prefix)} - keys  # overwritten: the next put mends it
+            return self._read(sorted(keys))
 
     def close(self) -> None:
         self._store = None
@@ -117,7 +119,7 @@ class TcpStore:
 
 
 def _index_of(key: str) -> str:
-    return key[: key.rindex("/") + 1] + "~index"
+    return key[: key.rfind("/") + 1] + "~index"
 
 
 def connector(
@@ -132,13 +134,15 @@ def connector(
     """
     served: list[tuple[Any, str, int]] = []
     client_only: list[bool] = []
+    one_serves = threading.Lock()  # an attempt that was given up may still be under way in its thread
 
     def connect() -> TcpStore:
-        listening = None if served or client_only else open_socket()
-        if listening is not None:
-            host, port = listening.getsockname()[:2]
-            with _translated(f"cannot serve the store on {host}:{port}"):
-                served.append((serve(listening), ANY.get(host, host), port))
+        with one_serves:
+            listening = None if served or client_only else open_socket()
+            if listening is not None:
+                host, port = listening.getsockname()[:2]
+                with _translated(f"cannot serve the store on {host}:{port}"):
+                    served.append((serve(listening), ANY.get(host, host), port))
         address, port = served[0][1:] if served else resolve()
         store = TcpStore(address, port, hosting=bool(served))
         if not served:
