@@ -35,6 +35,7 @@ from elastirun.rendezvous.events import Event, Leave, Reachable, Synced, Tick, W
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow
+from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import connector
@@ -45,7 +46,11 @@ FLUSH = 2.0  # seconds to get the last words out
 
 
 def run(config: LaunchConfig) -> int:
-    """Run this node's part of the job to its end. Returns the exit code (``elastirun.errors.ExitCode``)."""
+    """Run this node's part of the job to its end. Returns the exit code (``elastirun.errors.ExitCode``).
+
+    The process is the agent's from then on: it handles signals, and torch cannot be imported in it any more.
+    """
+    torch_class.store_only()
     with ExitStack() as stack:
         return Agent(config, stack).run()
 

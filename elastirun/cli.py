@@ -81,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _launch(config: LaunchConfig) -> int:
     from elastirun.agent.agent import run  # not before it is needed: --help should be quick
-
     return run(config)
 
 

@@ -14,7 +14,6 @@ What its operations really do (torch 2.13, tried out), and what follows:
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -23,24 +22,11 @@ from datetime import timedelta
 from typing import Any
 
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 MISSING = "~"  # no value of ours looks like that
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound to every interface, it is reached by this one
 CONNECT_TIMEOUT = 5.0  # seconds, for TCPStore's own handshake; reachability was probed before
-
-
-def tcp_store_class() -> Any:
-    """torch's TCPStore. Its C++ side prints stack traces for every lost connection unless told not to before the import."""
-    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
-    try:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    finally:
-        if before is None:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
-        else:
-            os.environ["TORCH_CPP_LOG_LEVEL"] = before
-    return TCPStore
 
 
 def serve(listening: socket.socket) -> Any:
