@@ -26,7 +26,7 @@ print("torch.nn" in sys.modules)
     [
         ("", True),
         ("torch_class.store_only()", False),
-        ("torch_class.store_only(); import importlib.util; importlib.util.find_spec = None", True),  # something of it fails
+        ('torch_class.store_only(); sys.modules["torch._C"] = None', True),  # importing it alone fails
     ],
 )
 def test_one_class_serves_however_it_is_imported(before: str, whole: bool) -> None:
