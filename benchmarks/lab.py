@@ -1,0 +1,244 @@
+"""What the benchmarks share: a bench that starts agents of either launcher and hears their workers; medians and tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import selectors
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = ROOT / "benchmarks" / "worker.py"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    name: str
+    module: str
+    env: tuple[tuple[str, str], ...] = ()
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", self.module, *arguments]
+
+
+ELASTIRUN = Launcher("elastirun", "elastirun")
+TORCHRUN = Launcher("torchrun", "torch.distributed.run")
+UNSHARED = Launcher("torchrun, unshared", "torch.distributed.run", (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),))
+LAUNCHERS = {"elastirun": ELASTIRUN, "torchrun": TORCHRUN, "torchrun-unshared": UNSHARED}
+
+
+@dataclass
+class Worker:
+    """What a worker has told; times are seconds of the monotonic clock."""
+
+    node: str
+    pid: int
+    rank: int
+    world: int
+    attempt: str
+    started: float
+    first_step: float | None = None
+    last_step: float | None = None
+    steps: int = 0
+    alive: bool = True
+
+
+@dataclass
+class Agent:
+    node: str
+    process: subprocess.Popen[bytes]
+
+
+@dataclass
+class Bench:
+    """One job: its agents and everything their workers report. ``close`` leaves nothing behind."""
+
+    launcher: Launcher
+    workers: list[Worker] = field(default_factory=list)
+    agents: list[Agent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.port = free_port()
+        self.folder = tempfile.TemporaryDirectory(prefix="elastirun-bench-")
+        self._selector = selectors.DefaultSelector()
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(f"{self.folder.name}/s")
+        self._listening.listen(64)
+        self._selector.register(self._listening, selectors.EVENT_READ)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- agents -----------------------------------------------------------------------------------------------------
+
+    def agent(self, node: str, arguments: Sequence[str], prefix: Sequence[str] = (), env: dict[str, str] | None = None) -> Agent:
+        """Start an agent; ``prefix`` goes before its command, its output to ``output(node)``."""
+        more = {"BENCH_SOCKET": f"{self.folder.name}/s", "BENCH_NODE": node, "TMPDIR": self.folder.name, "PYTHONPATH": str(ROOT)}
+        with open(self._path(node), "ab") as out:
+            process = subprocess.Popen(
+                [*prefix, *self.launcher.command(*arguments)],
+                env={**os.environ, **more, **dict(self.launcher.env), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+            )
+        agent = Agent(node, process)
+        self.agents.append(agent)
+        return agent
+
+    def kill(self, agent: Agent, workers_too: bool) -> None:
+        """kill -9: of the agent alone, or, as when the machine dies, with its workers."""
+        agent.process.kill()
+        agent.process.wait()
+        if workers_too:
+            self.kill_workers(lambda w: w.node == agent.node)
+
+    def output(self, node: str) -> str:
+        return self._path(node).read_text(errors="replace")
+
+    def tails(self, lines: int = 12) -> str:
+        """The last lines of every agent's output."""
+        nodes = dict.fromkeys(agent.node for agent in self.agents)
+        return "\n".join(f"--- node {node}\n" + "\n".join(self.output(node).splitlines()[-lines:]) for node in nodes)
+
+    @property
+    def lost(self) -> bool:
+        """No agent runs any more."""
+        return all(agent.process.poll() is not None for agent in self.agents)
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.process.kill()
+            agent.process.wait()
+        self.listen(0.0)
+        self.kill_workers(lambda w: True)  # torchrun's outlive their agent
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self.folder.cleanup()
+
+    def _path(self, node: str) -> Path:
+        return Path(self.folder.name) / f"{node}.out"
+
+    def kill_workers(self, which: Callable[[Worker], bool]) -> None:
+        for worker in self.workers:
+            if worker.alive and which(worker):
+                try:
+                    os.kill(worker.pid, signal.SIGKILL)  # its connection is open, so the number is still its own
+                except ProcessLookupError:
+                    pass
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def listen(self, timeout: float) -> None:
+        """Take in what the workers have said, waiting up to ``timeout`` seconds for the first word."""
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._listening:
+                connection, _ = self._listening.accept()
+                self._selector.register(connection, selectors.EVENT_READ, _Line())
+            else:
+                self._hear(key.fileobj, key.data)
+
+    def _hear(self, connection: Any, line: _Line) -> None:
+        try:
+            data = connection.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._selector.unregister(connection)
+            connection.close()
+            if line.worker is not None:
+                line.worker.alive = False
+            return
+        *whole, line.rest = (line.rest + data).split(b"\n")
+        for message in map(json.loads, whole):
+            if line.worker is None:
+                started = message.pop("at")
+                line.worker = Worker(started=started, **message)
+                self.workers.append(line.worker)
+            else:
+                worker = line.worker
+                worker.last_step, worker.steps = message["at"], worker.steps + 1
+                worker.first_step = worker.first_step or message["at"]
+
+    def wait(self, condition: Callable[[], bool], limit: float) -> bool:
+        """Listen until the condition holds; False when it does not within ``limit`` seconds, or no agent is left."""
+        deadline = time.monotonic() + limit
+        while not condition():
+            if self.lost or time.monotonic() >= deadline:
+                return False
+            self.listen(0.1)
+        return True
+
+    def world(self, size: int, since: float = 0.0, steps: int = 1) -> list[Worker] | None:
+        """The living workers of a world of ``size``, in rank order, started after ``since``, when all of them have stepped."""
+        found = [w for w in self.workers if w.alive and w.world == size and w.started > since and w.steps >= steps]
+        return sorted(found, key=lambda w: w.rank) if {w.rank for w in found} == set(range(size)) else None
+
+    def first_step(self, size: int, since: float, limit: float) -> float | None:
+        """When the workers of a world of ``size``, started after ``since``, had all made a step; None: not within ``limit`` seconds."""
+        if not self.wait(lambda: self.world(size, since) is not None, limit):
+            return None
+        return max(w.first_step or 0.0 for w in self.world(size, since) or ())
+
+
+@dataclass
+class _Line:
+    """A worker's connection: what came in, and who it is."""
+
+    rest: bytes = b""
+    worker: Worker | None = None
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """What this was measured on, in one line."""
+    import torch
+
+    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    load = os.getloadavg()[0]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    python = f"Python {platform.python_version()}, torch {torch.__version__}, elastirun {commit or '?'}"
+    return f"{len(os.sched_getaffinity(0))} x {model}, Linux {platform.release()}, {python}; load before the run {load:.1f}"
+
+
+def shown(launcher: Launcher, arguments: Sequence[str]) -> str:
+    """The command as one would type it."""
+    name = "elastirun" if launcher is ELASTIRUN else "torchrun"
+    return shlex.join([*(f"{k}={v}" for k, v in launcher.env), name, *arguments])
+
+
+def seconds(values: Sequence[float]) -> str:
+    """The median, and every value it was taken from."""
+    if not values:
+        return "-"
+    middle = statistics.median(values)
+    return f"{middle:.2f}" + (f" ({', '.join(f'{v:.2f}' for v in values)})" if len(values) > 1 else "")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
