@@ -15,6 +15,7 @@ class _Seen:
     seq: int
     changed: float  # when this node received the change to ``seq``, seconds of its monotonic clock
     silent: bool = False
+    proven: bool = False  # it has changed before our eyes
 
 
 class Liveness:
@@ -29,7 +30,7 @@ class Liveness:
         for node_id, seq in seqs.items():
             seen = self._seen.get(node_id)
             if seen is None or seen.seq != seq:
-                self._seen[node_id] = _Seen(seq, received)
+                self._seen[node_id] = _Seen(seq, received, proven=seen is not None and seq >= 0)
             elif started - seen.changed > self.expire:
                 seen.silent = True
 
@@ -41,6 +42,16 @@ class Liveness:
     def silent(self, node_id: str) -> bool:
         seen = self._seen.get(node_id)
         return seen is not None and seen.silent
+
+    def proven(self, node_id: str) -> bool:
+        """The node has been seen to be alive: its row may be of a dead one until it changes."""
+        seen = self._seen.get(node_id)
+        return seen is not None and seen.proven
+
+    def undecided(self, node_id: str, now: float, patience: float) -> bool:
+        """The node has not been watched for ``patience`` seconds yet, nor proven to be alive."""
+        seen = self._seen.get(node_id)
+        return seen is not None and not seen.proven and now < seen.changed + patience
 
     def forget_all_but(self, ids: set[str]) -> None:
         """Memory must not grow with the number of agents that ever were."""

@@ -223,12 +223,15 @@ class Machine:
 
     def _form(self, record: RoundRecord) -> None:
         """No round is on: form the next one if that can be done, else say for what is waited."""
-        self._standing()
+        standing = self._standing()
         shared = forming.share_losses(record, self._live.silent)
         if shared is not None:
             self._wanted = Change(record, shared)
             return
-        rows, since = self._with_own(), self._candidates[2]
+        if len(standing) < self.rules.max_nodes and self._somebody_is_new(record):
+            self._wake_at(self._now + self.rules.beat)
+            return
+        rows, since = self._rows_that_count(record), self._candidates[2]
         decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since)
         if decision.record is None:
             self._leader_since = None
@@ -411,11 +414,21 @@ class Machine:
         """All rows, with this node's own as it is meant to be, not as it was last read."""
         return {**self.rows, self.row.id: self.row}
 
+    def _rows_that_count(self, record: RoundRecord) -> dict[str, NodeRow]:
+        """All rows but those that an agent may have left behind when it died while it waited: they prove to be alive first."""
+        members = {m.id for m in record.members} | {self.row.id}
+        return {i: row for i, row in self._with_own().items() if i in members or self._live.proven(i)}
+
+    def _somebody_is_new(self, record: RoundRecord) -> bool:
+        """A node waits of which we do not know yet whether it lives: its next keep-alive will show."""
+        newcomers = [row for row in forming.candidates(record, self.rows, self._live.silent) if record.index(row.id) is None]
+        return any(self._live.undecided(row.id, self._now, 2 * self.rules.beat) for row in newcomers)
+
     def _standing(self) -> list[NodeRow]:
         """The candidates for the next round; remembers since when they are the same beside the same round."""
         record = self.record
         assert record is not None
-        rows = forming.candidates(record, self._with_own(), self._live.silent)
+        rows = forming.candidates(record, self._rows_that_count(record), self._live.silent)
         ids = frozenset(row.id for row in rows)
         if (ids, record.round) != self._candidates[:2]:
             self._candidates = (ids, record.round, self._now)

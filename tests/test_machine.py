@@ -114,6 +114,17 @@ def test_silence_alone_is_enough() -> None:
     assert world.run(10, world.running(a, b, c, d)), "the healed node comes back by itself"
 
 
+def test_the_row_of_a_node_that_died_waiting_is_not_taken_for_a_node() -> None:
+    world = World(min_nodes=2, max_nodes=2)
+    dead = world.add()
+    world.run(3)
+    dead.crash()
+    world.run(60)
+    a, b = world.add(), world.add()
+    assert world.run(3, world.running(a, b))
+    assert world.history == [(1, 2)]
+
+
 def test_what_one_node_knows_of_a_loss_all_know() -> None:
     """With 12 nodes a lost one is watched by three; the others must not wait for ``expire`` once more."""
     world = started(12)
