@@ -183,8 +183,8 @@ def pids(loop: Loop) -> list[int]:
 
 
 def test_an_exit_arrives_as_an_event_and_nothing_wakes_the_loop_before(loop: Loop, fifo: Fifo) -> None:
-    loop.start(spec(with_fifo("import sys\nopen(FIFO, 'w').write('.')\nopen(FIFO + '2').read()\nsys.exit(3)", fifo)))
     os.mkfifo(fifo.path + "2")
+    loop.start(spec(with_fifo("import sys\nopen(FIFO, 'w').write('.')\nopen(FIFO + '2').read()\nsys.exit(3)", fifo)))
     fifo.read(1)
     assert loop.workers.alive == (0,) and loop.workers.running and loop.workers.deadline is None
     assert loop.once(0.3) == 0
