@@ -377,7 +377,7 @@ def subreaper(on: bool) -> None:
 def test_a_worker_whose_agent_died_before_it_was_armed_does_not_start() -> None:
     command = [sys.executable, "-I", "-S", process._SHIM, str(os.getppid()), "-", "echo", "started"]
     done = subprocess.run(command, capture_output=True)
-    assert (done.returncode, done.stdout) == (1, b"")
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 
 
 def test_when_one_cannot_be_started_none_is_left(loop: Loop, monkeypatch: pytest.MonkeyPatch, fifo: Fifo) -> None:
