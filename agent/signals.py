@@ -29,6 +29,7 @@ class Signals:
             signum = signal.Signals[name]
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._arrive)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, the kernel would swallow the workers' exit codes
         selector.register(self._read, selectors.EVENT_READ, self._ready)
 
     def close(self) -> None:
