@@ -41,22 +41,27 @@ def wait_for_lodgers(store: Store, job: str, pause: Callable[[float], bool], say
     """Return when no other job is alive on the store. ``pause`` waits so many seconds; True: do not wait any longer."""
     seen: dict[str, dict[str, bytes]] = {}
     quiet: dict[str, float] = {}
-    said = False
+    said: set[str] = set()
     with suppress(StoreError):
-        others = [p for p in (f"{ROOT}{key.rpartition('/')[2]}/" for key in store.under(f"{ROOT}jobs/")) if p != prefix(job)]
-        while others:
-            for other in others:
+        while True:
+            alive = []
+            for key in store.under(f"{ROOT}jobs/"):  # read each time: a job may come while we stay for another
+                other = f"{ROOT}{key.rpartition('/')[2]}/"
+                if other == prefix(job):
+                    continue
                 rows = store.under(f"{other}node/")
                 quiet[other] = quiet.get(other, 0.0) + LOOK_EVERY if rows == seen.get(other) else 0.0
                 seen[other] = rows
-            others = [other for other in others if quiet[other] < QUIET and not _all_left(seen[other])]
-            if others and not said:
-                said = True
-                names = ", ".join(urllib.parse.unquote(other[len(ROOT) : -1]) for other in others[:4])
+                if quiet[other] < QUIET and not _all_left(rows):
+                    alive.append(other)
+            if set(alive) - said:
+                said.update(alive)
+                names = ", ".join(urllib.parse.unquote(other[len(ROOT) : -1]) for other in alive[:4])
                 say(f"this job is over; its store stays up for the nodes of job {names} (a signal ends this agent at once)")
-            if others and pause(LOOK_EVERY):
+            if not alive or pause(LOOK_EVERY):
                 return
 
 
 def _all_left(rows: dict[str, bytes]) -> bool:
-    return all(b'"status":"left"' in row for row in rows.values())
+    """A job that has no row yet is about to write one."""
+    return bool(rows) and all(b'"status":"left"' in row for row in rows.values())
