@@ -6,6 +6,7 @@ What its operations really do (torch 2.13, tried out), and what follows:
 - ``get`` of a missing key blocks, and stays blocked beyond its timeout when the server is silent. ``compare_set`` of an
   impossible expectation answers at once with what is there: that is how we read one key.
 - Connecting, too, is held up without limit by a server that is stopped: its kernel accepts, and then nobody answers.
+  And both sides ask DNS for the other's name, for a line in a log, which takes seconds when a name server is silent.
 - ``list_keys`` is slow with many keys, so the keys below a prefix are kept in an index, one line each, which ``append``
   extends without conflict. A key is written before it is indexed, so every indexed key exists and ``multi_get`` of
   indexed keys does not block.
@@ -14,6 +15,7 @@ What its operations really do (torch 2.13, tried out), and what follows:
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +26,10 @@ from typing import Any
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
-MISSING = "~"  # no value of ours looks like that
+MISSING = secrets.token_hex(16)  # a value that nobody stores
+LONGEST_KEY = 4096  # characters; TCPStore hangs up on whom names a longer one
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound to every interface, it is reached by this one
-CONNECT_TIMEOUT = 5.0  # seconds, for TCPStore's own handshake; reachability was probed before
+CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's own handshake and its questions to DNS; reachability was probed before
 
 
 def serve(listening: socket.socket) -> Any:
@@ -86,7 +89,7 @@ class TcpStore:
         with _translated("list"):
             index_key = _index_of(prefix)
             lines = (self._peek(index_key) or b"").decode("ascii", "replace").splitlines()
-            keys = {key for key in lines if key.startswith(prefix) and key != index_key}
+            keys = {key for key in lines if key.startswith(prefix) and key != index_key and len(key) < LONGEST_KEY}
             self._indexed -= {key for key in self._indexed if key.startswith(prefix)} - keys  # overwritten: the next put mends it
             return self._read(sorted(keys))
 
