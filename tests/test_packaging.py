@@ -100,7 +100,8 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 USER_SCRIPT = """
 import os
 import agent, rendezvous
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], agent.WHOSE, rendezvous.WHOSE, flush=True)
+words = ["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], agent.WHOSE, rendezvous.WHOSE]
+os.write(1, (" ".join(words) + "\\n").encode())  # in one piece: two workers write at the same time
 """
 
 
