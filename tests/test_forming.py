@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastirun.config import Timing
 from elastirun.rendezvous import forming, ranks
 from elastirun.rendezvous.forming import Forming, Rules
 from elastirun.rendezvous.liveness import Liveness
@@ -66,6 +67,7 @@ def chosen(decision: Forming) -> str:
         ("abc", "def", 3, "def"),  # nobody is left: a new beginning
         ("abc", "", 3, ""),
         ("abc", "abc", 2, "ab"),
+        ("abcd", "bcde", 3, "bcd"),  # too many survivors (another --nnodes than before): the newcomer puts none of them out
     ],
 )
 def test_survivors_keep_their_place_and_newcomers_take_holes(previous: str, present: str, limit: int, expected: str) -> None:
@@ -81,6 +83,7 @@ def test_survivors_keep_their_place_and_newcomers_take_holes(previous: str, pres
         ("b", {"a": 0, "b": 0, "c": 1}, "bc"),  # ... unless the other had the place
         ("", {"a": 0, "b": 3, "c": -1, "d": None, "e": 2}, "ae"),  # no such place, no wish: no part in it
         ("ba", {"a": 0, "b": 1}, "ab"),  # the place held before does not matter
+        ("xa", {"a": 1, "b": 0}, "ba"),  # nor who is gone
     ],
 )
 def test_fixed_ranks_are_the_wish_and_nothing_else(previous: str, wishes: dict[str, int | None], expected: str) -> None:
@@ -115,15 +118,15 @@ def test_one_address_many_nodes_are_told_apart_by_id() -> None:
 
 
 def test_places_number_the_workers_over_all_nodes_and_within_their_role() -> None:
-    slots = [("a", 2, "trainer"), ("b", 3, "reader"), ("c", 1, "trainer")]
+    slots = [("a", 2, "trainer"), ("b", 3, "reader"), ("c", 2, "trainer")]
     record = RoundRecord("s", members=tuple(ranks.member(row(i, slots=n, role=role)) for i, n, role in slots))
     table = [[(p.rank, p.local_rank, p.role_rank, p.role_world_size) for p in ranks.places(record, i)] for i in range(3)]
     assert table == [
-        [(0, 0, 0, 3), (1, 1, 1, 3)],
+        [(0, 0, 0, 4), (1, 1, 1, 4)],
         [(2, 0, 0, 3), (3, 1, 1, 3), (4, 2, 2, 3)],
-        [(5, 0, 2, 3)],
+        [(5, 0, 2, 4), (6, 1, 3, 4)],
     ]
-    assert record.world_size == 6
+    assert record.world_size == 7
 
 
 @pytest.mark.parametrize(
@@ -216,6 +219,11 @@ def test_only_live_nodes_that_want_to_join_are_taken_in(newcomer: NodeRow, silen
     assert chosen(form(after("ab"), [row("a", 1), row("b", 1), newcomer], silent)) == expected
 
 
+def test_a_member_is_no_candidate_before_it_has_given_its_round_up() -> None:
+    present = rows([row("a"), row("b", 1), row("c", 2), row("d")])
+    assert [r.id for r in forming.candidates(after("abc"), present, lambda i: False)] == ["b", "c", "d"]
+
+
 def test_fewer_than_min_wait_and_say_for_whom() -> None:
     present = [row("a", 1), row("b", 1)]
     decision = form(after("abc"), present, "c", min_nodes=3)
@@ -224,11 +232,14 @@ def test_fewer_than_min_wait_and_say_for_whom() -> None:
     fixed = form(EMPTY, [row("a", node_rank=1)], min_nodes=3, fixed_ranks=True)
     assert fixed.reason == "1 of 3 nodes joined (name-a 10.0.0.1), waiting for node rank 0, 2"
     assert {decision.record, fixed.record} == {None}
+    many = form(EMPTY, [], min_nodes=40, max_nodes=40, fixed_ranks=True).reason
+    assert many.endswith("waiting for node rank 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15")
 
 
 def test_a_long_list_of_names_is_cut() -> None:
     many = [row(chr(ord("a") + i)) for i in range(20)]
     assert forming.names(many).endswith("name-h 10.0.0.8, and 12 more")
+    assert forming.names(many[:9]).endswith("name-h 10.0.0.8, and 1 more")
     assert forming.names(many[:8]).endswith("name-h 10.0.0.8")
 
 
@@ -303,6 +314,8 @@ def test_a_spent_budget_closes_the_job_with_the_failures_of_its_members_root_cau
     assert [f.rank for f in record.closed.failures] == [2, 1, 0], "without those of a node that was no member"
     assert record.closed.verdict is Verdict.FAILED and record.closed.by == "a"
     assert record.closed.reason == "a worker failed in 2 rounds, --max-restarts=1 is spent: because of failure"
+    gone = form(after("abc", Cause.LOST, failures=2), present, "c").record
+    assert gone and gone.closed, "a budget that is overdrawn stays so, and a member without a row does not matter"
     once = form(after("ab", Cause.FAILURE), present, max_restarts=0).record
     assert once and once.closed and once.closed.reason.startswith("a worker failed, --max-restarts=0")
 
@@ -343,9 +356,18 @@ def test_what_is_written_raises_the_version_and_nothing_else() -> None:
     broken = forming.break_up(record, Cause.LEAVE, "bye\n" + "x" * 5000, "a")
     assert broken.broken and (broken.version, broken.round, broken.members) == (4, 1, record.members)
     assert broken.broken.reason.startswith("bye xxx") and len(broken.broken.reason) == 1024, "fit to be stored and shown"
-    closed = forming.succeed(record, "b").closed
+    succeeded = forming.succeed(record, "b")
+    closed = succeeded.closed
+    assert (succeeded.version, succeeded.round, succeeded.members, succeeded.broken) == (4, 1, record.members, None)
     assert closed and (closed.verdict, closed.by) == (Verdict.SUCCEEDED, "b")
     assert closed.reason == "all 4 workers of round 1 succeeded"
+
+
+def test_the_rules_know_the_same_defaults_as_the_options() -> None:
+    rules, timing = vars(Rules(1, 2)), vars(Timing())
+    shared = rules.keys() & timing.keys()
+    assert {name: rules[name] for name in shared} == {name: timing[name] for name in shared} and len(shared) == 6
+    assert (rules["max_restarts"], rules["fixed_ranks"], rules["private"]) == (0, False, False)
 
 
 # -- liveness ---------------------------------------------------------------------------------------------------------------
@@ -405,6 +427,31 @@ def test_those_never_seen_are_not_silent_and_the_forgotten_begin_anew() -> None:
     assert not live.silent("a") and live.silent("b")
     live.observe({"a": 1}, 7, 7)
     assert not live.silent("a")
+
+
+@pytest.mark.parametrize(
+    ("seqs", "proven"),
+    [
+        ([7], False),  # a row that was there before us may be a dead node's
+        ([7, 7], False),
+        ([7, 8], True),
+        ([7, 8, 8], True),
+        ([-1, 1], True),  # it has come before our eyes
+        ([-1, 0], True),
+        ([-1], False),
+        ([7, -1], False),  # its row has vanished: no sign of life
+        ([-1, -1], False),
+    ],
+)
+def test_only_a_change_proves_that_a_node_lives(seqs: list[int], proven: bool) -> None:
+    live = Liveness(5.0)
+    for i, seq in enumerate(seqs):
+        live.observe({"j": seq}, i, i)
+    assert live.proven("j") is proven
+    since = next(i for i, seq in enumerate(seqs) if seqs[i:] == [seq] * len(seqs[i:]))
+    assert live.undecided("j", since + 0.9, 1.0) is not proven, "it has not been watched for long enough"
+    assert not live.undecided("j", since + 1.0, 1.0)
+    assert not live.proven("stranger") and not live.undecided("stranger", 0.0, 1.0)
 
 
 def test_memory_does_not_grow_with_the_agents_that_ever_were() -> None:
