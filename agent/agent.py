@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from elastirun.agent import cpus, failures, lodgers, net
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog
+from elastirun.agent.family import Family
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
@@ -42,6 +43,7 @@ from elastirun.rendezvous.stores.tcp import connector
 
 EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
+MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
 FLUSH = 2.0  # seconds to get the last words out
 
 
@@ -79,8 +81,11 @@ class Agent:
         name = clip(socket.gethostname(), 128)
         self._id = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"
         self._name = name
-        self._signals = Signals(config.signals, self._selector, self._on_signal)
+        self._signals = Signals(config.signals, self._selector, self._on_signal, self._on_child)
         stack.callback(self._signals.close)
+        lease = 0.0 if config.standalone else max(MIN_LEASE, 2 * config.timing.expire)
+        self._family = Family(config.run_id, lease, self._selector, self._console.say)
+        stack.callback(self._family.close)
         self._logs = RunLogs(config.logs, config.run_id, name, self._console, self._selector)
         stack.callback(self._logs.close)
         self._events_log = self._open_events()
@@ -187,6 +192,7 @@ class Agent:
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
     def _on_time(self, now: float) -> None:
+        self._family.renew(now)
         deadline = self._workers.deadline
         if deadline is not None and now >= deadline:
             self._workers.tick(now)
@@ -233,6 +239,9 @@ class Agent:
         elif self._workers.running:
             self._workers.stop(SECOND_SIGNAL_GRACE if count == 2 else 0.0)
 
+    def _on_child(self) -> None:
+        self._family.reap(self._workers.pids)
+
     def _on_worker_exit(self, end: WorkerExit) -> None:
         self._events_log.write("worker_exit", rank=end.rank, local_rank=end.local_rank, pid=end.pid, code=end.code, after=end.after)
         if end.code == 0 or end.killed_by_us:
@@ -242,6 +251,7 @@ class Agent:
             self._events.append(WorkersFailed(time.monotonic(), (self._record(end),)))
 
     def _on_workers_idle(self) -> None:
+        self._family.end_leftovers()
         now = time.monotonic()
         if self._stopping or self._exits:
             records = tuple(self._record(end) for end in self._exits[:8])
@@ -274,7 +284,7 @@ class Agent:
         if node_rank == 0:
             self._worker_store.serve()
             self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
-        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets)
+        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._family.mark, self._cpu_sets)
         specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
         ranks = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
         self._events_log.write(
@@ -286,6 +296,8 @@ class Agent:
             )
         try:
             self._workers.start(specs, self._logs.open_round(self._attempt, specs))
+            if self._logs.temporary:
+                self._family.remove_at_the_end(self._logs.temporary)
         except (OSError, StartError) as error:
             self._not_started = (ExitRecord(self._name, specs[0].rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)),)
             self._events.append(WorkersFailed(time.monotonic(), self._not_started))

@@ -351,6 +351,11 @@ class RunLogs:
             self._make_run_dir()
         return None if self._private else self._run_dir
 
+    @property
+    def temporary(self) -> str | None:
+        """The folder of error files that nobody asked to keep."""
+        return self._run_dir if self._private else None
+
     def error_file(self, attempt: int, local_rank: int) -> str:
         """The path for TORCHELASTIC_ERROR_FILE, in a directory that ``open_round`` makes; empty: there are no files."""
         base = self._make_run_dir()

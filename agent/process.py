@@ -93,7 +93,10 @@ class Process:
 
     def _look(self) -> int | None:
         """The exit code of an ended worker, which stays a zombie; None while it runs."""
-        info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        try:
+            info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:  # given up before, and buried as a stranger when it died after all
+            return -signal.SIGKILL
         if info is None:
             return None
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
@@ -103,7 +106,8 @@ class Process:
             return
         self._selector.unregister(self._pidfd)
         self.kill_group()
-        os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
         os.close(self._pidfd)
         self._popen.returncode = code  # so that Popen knows that there is nothing left to wait for
         self._on_exit(self, code)

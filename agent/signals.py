@@ -15,12 +15,21 @@ from typing import Any
 class Signals:
     """Handles ``names`` until ``close``; ``on_signal(signum, count)`` is called in the loop, ``count`` from 1 over all of them.
 
+    ``on_child`` is called there when children may have ended.
+
     A signal that was ignored when the agent started stays ignored (SIGHUP under nohup), in the workers too.
     """
 
-    def __init__(self, names: Iterable[str], selector: selectors.BaseSelector, on_signal: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        selector: selectors.BaseSelector,
+        on_signal: Callable[[int, int], None],
+        on_child: Callable[[], None],
+    ) -> None:
         self._selector = selector
         self._on_signal = on_signal
+        self._on_child = on_child
         self._count = 0
         self._arrived: deque[int] = deque()
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -29,7 +38,8 @@ class Signals:
             signum = signal.Signals[name]
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._arrive)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, the kernel would swallow the workers' exit codes
+        # Inherited as ignored, the kernel would swallow the workers' exit codes.
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._arrive)
         selector.register(self._read, selectors.EVENT_READ, self._ready)
 
     def close(self) -> None:
@@ -47,6 +57,10 @@ class Signals:
     def _ready(self, mask: int) -> None:
         with suppress(BlockingIOError):
             os.read(self._read, 4096)
-        while self._arrived:
-            self._count += 1
-            self._on_signal(self._arrived.popleft(), self._count)
+        arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        if signal.SIGCHLD in arrived:
+            self._on_child()
+        for signum in arrived:
+            if signum != signal.SIGCHLD:
+                self._count += 1
+                self._on_signal(signum, self._count)

@@ -24,6 +24,7 @@ class Surroundings:
     environ: Mapping[str, str]  # the agent's own, as it was when it started
     cpus: int  # usable by this process
     interface: str | None  # of the route to the other nodes
+    mark: str = ""  # ELASTIRUN_AGENT: by it the guard knows what belongs to the agent
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
 
 
@@ -90,6 +91,7 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Sur
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),
+        "ELASTIRUN_AGENT": here.mark,
         "ELASTIRUN_ROUND": str(record.round),
         "ELASTIRUN_ROUND_REASON": record.reason,
         "ELASTIRUN_FENCE": record.fence,

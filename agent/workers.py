@@ -69,6 +69,11 @@ class Workers:
         return tuple(self._alive)
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """Pids of the workers that have not ended."""
+        return tuple(process.pid for process in self._alive.values())
+
+    @property
     def deadline(self) -> float | None:
         """When ``tick`` must be called next, on the clock given."""
         kill_at = None if self._give_up_at is not None else self._kill_at

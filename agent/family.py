@@ -1,0 +1,104 @@
+"""What keeps an agent and its processes together: the guard, the children that come to us, what an earlier run left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from elastirun.agent import guard
+
+PR_SET_CHILD_SUBREAPER = 36
+RENEW_EVERY = 0.5  # seconds between two bytes to the guard
+
+
+class Family:
+    """Starts the guard, and makes this process the one to whom orphans below it come.
+
+    ``lease``: seconds that the agent may stand still before its workers are ended; 0: for ever. ``say`` gets lines for people.
+    """
+
+    def __init__(self, job: str, lease: float, selector: selectors.BaseSelector, say: Callable[[str], None]) -> None:
+        self._lease = lease
+        self._selector = selector
+        self._say = say
+        self._renewed = 0.0
+        self._folders: set[str] = set()
+        self._own = guard.identity(os.getpid(), secrets.token_hex(8))
+        self.mark = ",".join(filter(None, (os.environ.get(guard.VARIABLE), self._own)))  # ELASTIRUN_AGENT for the workers
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._sweep(job)
+        self._guard = self._start()
+
+    def renew(self, now: float) -> None:
+        """Tell the guard that the agent is well. To be called each time the loop goes round."""
+        if now >= self._renewed + RENEW_EVERY:
+            self._renewed = now
+            self._tell(b"\0")
+
+    def remove_at_the_end(self, folder: str) -> None:
+        """A temporary folder that must not stay should this process be killed."""
+        if folder not in self._folders:
+            self._folders.add(folder)
+            self._tell(os.fsencode(folder) + b"\n")
+
+    def end_leftovers(self) -> None:
+        """No worker runs: what still carries our mark was left by one, in a session of its own."""
+        count = guard.end_all(self._own)
+        if count:
+            self._say(f"ended {count} process{'es' if count > 1 else ''} that the workers had left behind")
+
+    def reap(self, workers: Collection[int]) -> None:
+        """Bury the orphans that have come to us; all children but ``workers``, which are reaped where they are watched."""
+        with suppress(OSError):
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            for pid in {int(child) for child in children} - {self._guard.pid, *workers}:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def close(self) -> None:
+        """Ends whatever is left, then the guard."""
+        guard.end_all(self._own)
+        self._selector.unregister(self._pidfd)
+        os.close(self._pidfd)
+        os.close(self._write)
+        self._guard.wait()
+
+    def _tell(self, data: bytes) -> None:
+        with suppress(OSError):  # a guard that is gone is seen by its pidfd
+            os.write(self._write, data)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        read, self._write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._write, False)
+        command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._own, str(self._lease)]
+        started = subprocess.Popen(command, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
+        os.close(read)
+        assert started.stdout is not None
+        started.stdout.read(1)  # it guards from here on
+        started.stdout.close()
+        self._pidfd = os.pidfd_open(started.pid)
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._guard_died)
+        return started
+
+    def _guard_died(self, mask: int) -> None:
+        self._selector.unregister(self._pidfd)
+        os.close(self._pidfd)
+        os.close(self._write)
+        self._guard.wait()
+        self._say("the guard was killed; another one is started")
+        self._guard = self._start()
+        for folder in self._folders:
+            self._tell(os.fsencode(folder) + b"\n")
+
+    def _sweep(self, job: str) -> None:
+        """An agent and its guard may be killed together; the next agent of the job on this node finds what they left."""
+        for agent in guard.others_of(job):
+            count = guard.end_all(agent)
+            self._say(f"ended {count} processes of an earlier run of this job; their agent, pid {agent.partition('-')[0]}, is gone")

@@ -1,0 +1,133 @@
+"""The dead-man's switch: a tiny process that ends everything an agent started, when the agent dies or stands still.
+
+    python -I -S guard.py AGENT LEASE
+
+AGENT is the value of ELASTIRUN_AGENT that the agent's workers, and whatever they start, carry in their environment. The
+agent holds the other end of the guard's stdin and writes a byte now and then. End of file: the agent is gone, in whatever
+way. No byte for LEASE seconds (0: never mind): it is frozen, and the other nodes have gone on without it. In both cases
+every process with that environment gets SIGKILL: children, grandchildren, those in sessions of their own.
+
+Lines among those bytes name temporary folders, which are removed at the end.
+
+The kernel's parent-death signal reaches the workers themselves sooner; this reaches the rest. A process that was started
+with an emptied environment escapes. Nothing is ever found by its name, nor killed by a number alone: a pidfd is opened
+first, then the environment is read, so a reused pid is never hit.
+"""
+
+import os
+import select
+import signal
+import sys
+
+VARIABLE = "ELASTIRUN_AGENT"
+PASSES = 40  # over /proc; a process may be forking while we look
+
+
+def identity(pid: int, random: str) -> str:
+    """The value of ELASTIRUN_AGENT for the agent ``pid``: with its start time, so that a later process is never taken for it."""
+    return f"{pid}-{_start_time(pid)}-{random}"
+
+
+def is_alive(agent: str) -> bool:
+    """Whether the agent of that identity still runs, here in this pid namespace."""
+    pid, _, rest = agent.partition("-")
+    return pid.isdecimal() and _start_time(int(pid)) == rest.partition("-")[0]
+
+
+def value_of(name: str, environ: bytes) -> str:
+    """The variable ``name`` in the contents of a /proc/PID/environ; empty when it is not set."""
+    start = name.encode() + b"="
+    return next((os.fsdecode(entry[len(start) :]) for entry in environ.split(b"\0") if entry.startswith(start)), "")
+
+
+def marks(environ: bytes) -> list[str]:
+    """The agents that a process belongs to; an agent started by another one's worker comes after that one."""
+    return [mark for mark in value_of(VARIABLE, environ).split(",") if mark]
+
+
+def end_all(agent: str) -> int:
+    """SIGKILL to every process that carries ``agent``, but not to this one, until there are none. Returns how many it hit."""
+    hit: set[int] = set()
+    for _ in range(PASSES):
+        found = [pid for pid in _pids() if _kill_if(pid, agent)]
+        hit.update(found)
+        if not found:
+            break
+        select.select([], [], [], 0.005)  # the dead leave /proc when they are reaped or their kernel work is done
+    return len(hit)
+
+
+def others_of(job: str) -> list[str]:
+    """The agents, no longer alive, of which processes with TORCHELASTIC_RUN_ID ``job`` are left here, of this user."""
+    found: set[str] = set()
+    for pid in _pids():
+        environ = _environ(pid)
+        if value_of("TORCHELASTIC_RUN_ID", environ) == job:
+            found.update(agent for agent in marks(environ)[-1:] if not is_alive(agent))
+    return sorted(found)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read(1 << 20)
+    except OSError:  # gone, or another user's
+        return b""
+
+
+def _kill_if(pid: int, agent: str) -> bool:
+    if agent.encode() not in _environ(pid):
+        return False
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if agent not in marks(_environ(pid)):
+            return False
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _start_time(pid: int) -> str:
+    """In clock ticks since boot; empty when there is no such process, or a dead one that nobody has reaped."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in (b"Z", b"X") else fields[18].decode()
+
+
+def main(agent: str, lease: float) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)  # the agent's business; the guard goes when the agent has gone
+    os.write(1, b"\n")  # ready
+    poller = select.poll()
+    poller.register(0, select.POLLIN)
+    said = b""
+    while True:
+        if not poller.poll(lease * 1000 if lease else None):
+            end_all(agent)
+            poller.poll(None)  # until it stirs again, or dies
+        data = os.read(0, 4096)
+        said += data.replace(b"\0", b"")
+        if not data:
+            break
+    end_all(agent)
+    for folder in said.splitlines():
+        import shutil  # slow to import, and seldom needed
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,159 @@
+"""Nothing that an agent started outlives it, however it dies. Real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastirun.agent import guard
+from tests.cluster import Cluster, Worker, cluster, dies, kill
+
+# A worker with a grandchild in a session of its own, whose parent is gone, and one that is stopped.
+SCRIPT = """
+import json, os, signal, socket, subprocess, sys
+CHILD = '''
+import json, os, signal, socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.connect(os.environ["TEST_SOCKET"])
+s.sendall(json.dumps({**os.environ, "pid": os.getpid(), "who": sys.argv[1]}).encode() + bytes([10]))
+if sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
+'''
+for who in ("daemon", "stopped"):
+    if os.fork() == 0:
+        os.setsid()
+        subprocess.Popen([sys.executable, "-c", CHILD, who], start_new_session=True)
+        os._exit(0)
+    os.wait()
+s = socket.socket(socket.AF_UNIX)
+s.connect(os.environ["TEST_SOCKET"])
+s.sendall(json.dumps({**os.environ, "pid": os.getpid(), "who": "worker"}).encode() + b"\\n")
+sys.exit(int(s.makefile().readline()))
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        made.script.write_text(SCRIPT)
+        yield made
+
+
+def everyone(nodes: Cluster) -> dict[str, Worker]:
+    found = [nodes.worker() for _ in range(3)]
+    return {w.env["who"]: w for w in found}
+
+
+def guard_of(agent: subprocess.Popen[str]) -> int:
+    (pid,) = (int(p) for p in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split() if "guard.py" in command(int(p)))
+    return pid
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_agent_dies_and_nothing_is_left(nodes: Cluster, signum: int) -> None:
+    agent = nodes.launch(1, str(nodes.script))
+    family = everyone(nodes)
+    its_guard = guard_of(agent)
+    agent.send_signal(signum)
+    agent.wait()
+    assert all(dies(w.pid) for w in family.values())
+    assert dies(its_guard)
+    assert list(nodes.tmp_path.glob("elastirun_*")) == [], "the folder for error files is gone too"
+
+
+def test_what_a_worker_leaves_behind_ends_with_its_round(nodes: Cluster) -> None:
+    agent = nodes.launch(1, str(nodes.script))
+    family = everyone(nodes)
+    family["worker"].tell("0")
+    assert nodes.ends(agent) == 0
+    assert all(dies(w.pid, 0) for w in family.values())
+    assert "ended 2 processes that the workers had left behind" in nodes.out(1)
+
+
+def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) -> None:
+    agent = nodes.agent(1, nnodes="1")
+    family = everyone(nodes)
+    agent.send_signal(signal.SIGSTOP)
+    assert all(dies(w.pid) for w in family.values())
+    kill(agent)
+
+
+def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> None:
+    agent = nodes.launch(1, "--rdzv-id=swept", "--standalone", str(nodes.script))
+    family = everyone(nodes)
+    os.kill(guard_of(agent), signal.SIGSTOP)  # so that it cannot act between the two
+    stopped = guard_of(agent)
+    kill(agent)
+    os.kill(stopped, signal.SIGKILL)
+    assert not dies(family["daemon"].pid, 0)
+    again = nodes.launch(1, "--rdzv-id=swept", "--standalone", str(nodes.script))
+    assert dies(family["daemon"].pid) and dies(family["stopped"].pid)
+    everyone(nodes)["worker"].tell("0")
+    assert nodes.ends(again) == 0
+    assert "of an earlier run of this job" in nodes.out(1)
+
+
+def test_a_guard_that_is_killed_is_replaced(nodes: Cluster) -> None:
+    agent = nodes.launch(1, str(nodes.script))
+    family = everyone(nodes)
+    os.kill(guard_of(agent), signal.SIGKILL)
+    nodes.says(1, "another one is started")
+    kill(agent)
+    assert all(dies(w.pid) for w in family.values())
+
+
+def test_another_job_and_other_processes_are_left_alone(nodes: Cluster) -> None:
+    other = nodes.launch(2, str(nodes.script))
+    others = everyone(nodes)
+    agent = nodes.launch(1, str(nodes.script))
+    family = everyone(nodes)
+    kill(agent)
+    assert all(dies(w.pid) for w in family.values())
+    assert not any(dies(w.pid, 0) for w in others.values())
+    others["worker"].tell("0")
+    assert nodes.ends(other) == 0
+
+
+def test_marks_name_every_agent_above_and_a_reused_pid_is_another_agent() -> None:
+    own = guard.identity(os.getpid(), "r")
+    assert guard.is_alive(own) and not guard.is_alive(own.replace(str(os.getpid()) + "-", f"{os.getpid()}-9", 1))
+    assert guard.marks(b"A=1\0ELASTIRUN_AGENT=1-2-x,3-4-y\0B=2\0") == ["1-2-x", "3-4-y"]
+    assert guard.marks(b"XELASTIRUN_AGENT=1\0") == [] and guard.value_of("A", b"") == ""
+
+
+AS_PID_1 = """
+import os, subprocess, sys
+for _ in range(200):  # orphans that come to process 1
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.wait()
+import time
+for _ in range(100):
+    zombies = [p for p in os.listdir("/proc") if p.isdigit() and ") Z " in open(f"/proc/{p}/stat").read()]
+    if not zombies:
+        sys.exit(0)
+    time.sleep(0.05)
+sys.exit(f"{len(zombies)} zombies")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare for a pid namespace")
+def test_as_process_1_of_a_container_it_buries_strangers(nodes: Cluster) -> None:
+    nodes.script.write_text(AS_PID_1)
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "elastirun", str(nodes.script)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=nodes.env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
