@@ -281,10 +281,7 @@ class Agent:
         record, node_rank = action.record, action.node_rank
         assert self._worker_store is not None
         self._exits, self._not_started, self._stopping, self._attempt = [], (), False, record.round - 1
-        if node_rank == 0:
-            self._worker_store.serve()
-            self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
-        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._family.mark, self._cpu_sets)
+        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets, self._family.mark)
         specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
         ranks = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
         self._events_log.write(
@@ -295,9 +292,13 @@ class Agent:
                 f"round {record.round}: {len(record.members)} nodes, {record.world_size} workers; here {ranks} ({record.reason})"
             )
         try:
-            self._workers.start(specs, self._logs.open_round(self._attempt, specs))
+            logs = self._logs.open_round(self._attempt, specs)
             if self._logs.temporary:
                 self._family.remove_at_the_end(self._logs.temporary)
+            self._workers.start(specs, logs)
+            if node_rank == 0:  # after them: the import of torch would hold them up, and their first connections can wait
+                self._worker_store.serve()
+                self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
         except (OSError, StartError) as error:
             self._not_started = (ExitRecord(self._name, specs[0].rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)),)
             self._events.append(WorkersFailed(time.monotonic(), self._not_started))

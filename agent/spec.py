@@ -24,8 +24,8 @@ class Surroundings:
     environ: Mapping[str, str]  # the agent's own, as it was when it started
     cpus: int  # usable by this process
     interface: str | None  # of the route to the other nodes
-    mark: str = ""  # ELASTIRUN_AGENT: by it the guard knows what belongs to the agent
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
+    mark: str = ""  # ELASTIRUN_AGENT: by it the guard knows what belongs to the agent
 
 
 def worker_specs(
