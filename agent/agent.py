@@ -358,4 +358,4 @@ class Agent:
             return ExitCode.FAILED
         if finish.outcome is Outcome.LEFT:
             return ExitCode.signalled(self._signum) if self._signum else ExitCode.FAILED
-        return ExitCode.RENDEZVOUS
+        return ExitCode.PEERS_LOST if finish.outcome is Outcome.TIMEOUT and self._machine.row.round else ExitCode.RENDEZVOUS

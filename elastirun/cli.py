@@ -51,8 +51,9 @@ variable that sets the same, and its default; the command line goes before it. -
 each value came from.
 
 Exit status: 0 all workers succeeded; 1 a worker failed and no restart was left; 2 wrong use, nothing
-was started; 3 too few nodes came, or the rendezvous was lost; 70 a bug in elastirun; 128+N told to
-stop by signal N.
+was started; 3 this machine cannot do it; 128+N told to stop by signal N; 200 peers were lost and
+did not come back; 201 too few nodes came, or the rendezvous was lost; 203 a bug in elastirun.
+From 128 on, trying again may help.
 """
 
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = prepared if isinstance(prepared, int) else _launch(prepared)
     except ElastirunError as error:
         _say(str(error))
-        status = ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.RENDEZVOUS
+        status = ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.ENVIRONMENT
     except KeyboardInterrupt:
         status = ExitCode.signalled(signal.SIGINT)
     except Exception:

@@ -3,7 +3,7 @@
     ElastirunError
     ├── UsageError         bad option, variable or combination; nothing was started        exit 2
     ├── StartError         a valid command that this machine cannot carry out              exit 3
-    ├── StoreError         the rendezvous store did not answer, or answered with an error  (retried; exit 3 when it stays)
+    ├── StoreError         the rendezvous store did not answer, or answered with an error  (retried; exit 201 when it stays)
     └── BadRecord          bytes in the store that are not one of our records
         └── BadSignature   … or that were not signed with our token
 
@@ -12,9 +12,13 @@ Exit codes of the launcher (``ExitCode``): what a supervisor such as Kubernetes 
     0    every worker of the job's last round succeeded
     1    the job failed: a worker failed and the restart budget is spent
     2    the command line, an environment variable or a file named there is wrong; nothing was started
-    3    no rendezvous: not enough nodes within the join timeout, or the store was lost
-    70   a bug in elastirun itself (please report the traceback)
+    3    this machine cannot carry out a valid command: a port is in use, a log folder cannot be made
     128+n  the agent was told to stop by signal n (143 for SIGTERM, 130 for SIGINT)
+    200  peers were lost, and not enough nodes came back within the join timeout
+    201  no rendezvous: too few nodes within the join timeout, or the store could not be reached
+    203  a bug in elastirun itself (please report the traceback)
+
+From 128 on, running the same command again may help; below, it does not (Kubeflow's convention).
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ class ExitCode(enum.IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
-    RENDEZVOUS = 3
-    BUG = 70
+    ENVIRONMENT = 3
+    PEERS_LOST = 200
+    RENDEZVOUS = 201
+    BUG = 203
 
     @staticmethod
     def signalled(signum: int) -> int:

@@ -445,7 +445,7 @@ def test_no_torch_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("error", "status", "err"),
     [
         (UsageError("two\nlines"), ExitCode.USAGE, "elastirun: two lines\n"),
-        (StartError("port 1 is taken"), ExitCode.RENDEZVOUS, "elastirun: port 1 is taken\n"),
+        (StartError("port 1 is taken"), ExitCode.ENVIRONMENT, "elastirun: port 1 is taken\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_node_cut_off_for_good_ends_itself_and_its_workers(nodes: Apart) -> No
     before = nodes.round(3)
     nodes.hosts.cut(2)
     rest = nodes.round(2, after=before[0].round)
-    assert nodes.ends(agents[2]) == 3
+    assert nodes.ends(agents[2]) == 201
     assert "giving up: the rendezvous store was away for" in nodes.out(2) and "Traceback" not in nodes.out(2)
     for worker in before:
         assert dies(worker.pid, 0)
