@@ -33,6 +33,7 @@ EVERYWHERE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "GLOO_SOCKET_IFNAME": "eth1",
     "NCCL_SOCKET_IFNAME": "eth1",
+    "ELASTIRUN_AGENT": "run-1",
     "ELASTIRUN_ROUND": "5",
     "ELASTIRUN_ROUND_REASON": "c joined",
     "ELASTIRUN_FENCE": "store:5",
@@ -61,7 +62,7 @@ def specs(
     """The workers of a node with ``config`` fitted to its place in the round."""
     member = record.members[node_rank]
     config = replace(config, nproc=member.slots, role=member.role)
-    here = Surroundings(environ or {}, cpus, "eth1", cpu_sets=cpu_sets)
+    here = Surroundings(environ or {}, cpus, "eth1", cpu_sets=cpu_sets, mark="run-1")
     return worker_specs(config, record, node_rank, here, lambda local: f"/logs/{local}/error.json")
 
 
@@ -82,7 +83,7 @@ def test_what_is_the_same_everywhere() -> None:
     for node_rank in range(3):
         for env in envs(record, node_rank):
             assert env.items() >= EVERYWHERE.items()
-            assert env.keys() - {"ELASTIRUN_AGENT"} == EVERYWHERE.keys() | PER_NODE | PER_WORKER, "nothing is given by accident"
+            assert env.keys() == EVERYWHERE.keys() | PER_NODE | PER_WORKER, "nothing is given by accident"
 
 
 def test_ranks_with_different_numbers_of_workers() -> None:
