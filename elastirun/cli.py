@@ -141,9 +141,8 @@ class GroupedCommand(click.Command):
         formatter.write(f"\n{_EXAMPLES}")
         for title, options in GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([_help_of(option) for option in options], col_max=_HELP_COLUMN)
-                if title == RUN:
-                    formatter.write_dl([("-h, --help".ljust(_HELP_COLUMN), "Show this.")])
+                own = [("-h, --help".ljust(_HELP_COLUMN), "Show this.")] if title == RUN else []
+                formatter.write_dl([_help_of(option) for option in options] + own, col_max=_HELP_COLUMN)
         formatter.write(f"\n{_NOTES}")
 
 
