@@ -59,7 +59,7 @@ GROUPS = {
         Option("nproc_per_node", "N|auto|gpu|cpu", "1", "Workers on this node. auto: one per GPU, without GPUs one per usable CPU."),
         Option("standalone", "", None, "This node alone, on a free port. The default for one node without an endpoint."),
         Option("node_rank", "N", "0", "This node's place, from 0: binding with static, a wish with c10d."),
-        Option("role", "NAME", "default", "A name for the workers: ROLE_NAME in their environment, and their prefix on the console."),
+        Option("role", "NAME", "default", "A name for the workers: ROLE_NAME in their environment."),
     ),
     "Rendezvous": (
         Option("rdzv_endpoint", "HOST[:PORT]", "", "Where the nodes meet, the same on every node. PORT: 29400 (static: 29500)."),
