@@ -1,0 +1,428 @@
+"""Rules of the machine that show only when the others are in the test's hands: one real node, and rows and rounds written for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastirun.rendezvous import forming, ranks
+from elastirun.rendezvous.actions import Action, Outcome, Reconnect, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.driver import Exchange
+from elastirun.rendezvous.events import Leave, SyncFailed, Tick
+from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.stores.memory import MemoryStore
+from tests.world import Node, World
+
+ROUND = "job/round"
+ME = "n0-0"
+
+
+class Stage(World):
+    """A world with one real node, ``me``. The others are puppets: they beat, and do what the test says."""
+
+    def __init__(self, **rules: object) -> None:
+        super().__init__(**{"min_nodes": 1, "max_nodes": 3, **rules})
+        self.puppets: dict[str, NodeRow] = {}
+        self.actions: list[Action] = []
+        self.under_way = 0
+        self.most_under_way = 0
+
+    def enter(self) -> Node:
+        self.me = self.add()
+        step = self.me.machine.step
+
+        def watched(event: Any) -> list[Action]:
+            self.under_way -= type(event).__name__ in ("Synced", "SyncFailed")
+            found = step(event)
+            self.under_way += sum(isinstance(action, Sync) for action in found)
+            self.most_under_way = max(self.most_under_way, self.under_way)
+            self.actions += found
+            return found
+
+        self.me.machine.step = watched  # type: ignore[method-assign]
+        self.under_way = 1  # the first look
+        return self.me
+
+    def puppet(self, i: str, beats: bool = True, **fields: Any) -> None:
+        """Write the row of puppet ``i``; from its first time on it is written every half second, unless it does not beat."""
+        new = i not in self.puppets
+        before = self.puppets.get(i, NodeRow(i, f"name-{i}", f"10.0.1.{ord(i[0])}", 1000, 2, seq=0))
+        self.puppets[i] = replace(before, seq=before.seq + 1, **fields)
+        self.data[f"job/node/{i}"] = Codec().encode(f"job/node/{i}", self.puppets[i])
+        if new and beats:
+            self._beat(i)
+
+    def _beat(self, i: str) -> None:
+        def again() -> None:
+            if i in self.puppets:
+                if self.store_up:
+                    self.puppet(i)
+                self._beat(i)
+
+        self.at(0.5, again)
+
+    def silence(self, i: str) -> None:
+        """The puppet beats no more."""
+        del self.puppets[i]
+
+    @property
+    def record(self) -> RoundRecord:
+        return Codec().decode(ROUND, self.data[ROUND], RoundRecord)
+
+    def write(self, record: RoundRecord) -> None:
+        self.data[ROUND] = Codec().encode(ROUND, record)
+
+    @property
+    def mine(self) -> NodeRow:
+        """The real node's row as it stands in the store."""
+        key = f"job/node/{self.me.id}"
+        return Codec().decode(key, self.data[key], NodeRow)
+
+    def form(self, *ids: str, number: int = 1) -> None:
+        """Write the round of ``ids``, as one of the puppets would."""
+        rows = {**self.puppets, self.me.id: self.me.machine.row}
+        members = tuple(ranks.member(rows[i]) for i in ids)
+        self.write(replace(self.record, version=self.record.version + 1, round=number, members=members, broken=None))
+        for i in ids:
+            if i in self.puppets:
+                self.puppet(i, status=Status.RUNNING, round=number)
+
+    def break_up(self, cause: Cause, by: str = "b", **fields: Any) -> None:
+        self.write(replace(forming.break_up(self.record, cause, f"because of {cause.value}", by), **fields))
+
+
+def met(**rules: object) -> Stage:
+    """A stage on which the real node has met the store and waits."""
+    stage = Stage(**{"min_nodes": 3, **rules})
+    stage.write(RoundRecord("s"))
+    stage.enter()
+    assert stage.run(5, lambda: f"job/node/{ME}" in stage.data)
+    return stage
+
+
+def running(*others: str, **rules: object) -> Stage:
+    """A stage on which the real node runs round 1 with ``others``."""
+    stage = met(**rules)
+    for i in others:
+        stage.puppet(i)
+    stage.form(ME, *others)
+    assert stage.run(5, lambda: stage.me.working is not None)
+    return stage
+
+
+def count(stage: Stage, kind: Callable[[Action], bool], seconds: float) -> int:
+    stage.actions.clear()
+    stage.run(seconds)
+    return sum(kind(action) for action in stage.actions)
+
+
+# -- how often, and never two at once -------------------------------------------------------------------------------------------
+
+
+def test_a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must() -> None:
+    stage = met()
+    assert 50 <= count(stage, lambda a: isinstance(a, Sync), 10) <= 110, "while a round forms: every 0.1 s"
+    stage = running("b", "c")
+    assert 18 <= count(stage, lambda a: isinstance(a, Sync), 10) <= 22, "while it runs: every beat"
+    assert stage.most_under_way == 1
+
+
+def test_a_row_is_written_every_beat_and_not_with_every_look() -> None:
+    stage = met()
+    puts = count(stage, lambda a: isinstance(a, Sync) and a.put is not None, 10)
+    assert 15 <= puts <= 21
+    stage = running("b", "c")
+    assert 15 <= count(stage, lambda a: isinstance(a, Sync) and a.put is not None, 10) <= 21
+
+
+def test_a_store_that_fails_at_once_is_not_hammered() -> None:
+    stage = running("b", "c")
+    stage.exchange = lambda node, sync: stage.at(0.001, lambda: node.feed(lambda now: SyncFailed(now, "no")))  # type: ignore[method-assign]
+    assert 10 <= count(stage, lambda a: isinstance(a, Sync), 10) <= 22
+
+
+@pytest.mark.parametrize("state", ["joining", "running", "draining", "away"])
+def test_the_machine_never_asks_to_be_woken_without_end(state: str) -> None:
+    stage = running("b", "c") if state != "joining" else met()
+    if state == "draining":
+        stage.me.stop_time = 1e6
+        stage.break_up(Cause.FAILURE)
+    if state == "away":
+        stage.store_up = False
+    stage.run(1)
+    ticks: list[object] = []
+    step = stage.me.machine.step
+    stage.me.machine.step = lambda event: (ticks.append(event), step(event))[1]  # type: ignore[method-assign]
+    stage.run(10)
+    assert len(ticks) <= (250 if state == "joining" else 60)
+    assert stage.me.machine.wake > stage.me.now
+
+
+def test_after_a_first_failure_the_machine_needs_no_further_one_to_give_the_store_up() -> None:
+    """Its own clock wakes it, whether or not the driver gets an answer or a time-out out of the store."""
+    stage = running("b", "c", store_grace=60.0)
+    stage.store_up = False
+    stage.run(4)
+    stage.exchange = lambda node, sync: None  # type: ignore[method-assign]
+    stage.run(55)
+    assert stage.me.working
+    assert stage.run(3, lambda: stage.me.working is None)
+    assert stage.run(5, lambda: stage.me.outcome is Outcome.STORE_LOST)
+
+
+def test_when_it_is_over_nothing_moves_the_machine() -> None:
+    stage = met()
+    stage.me.leave()
+    assert stage.run(5, lambda: stage.me.finish is not None)
+    machine = stage.me.machine
+    assert machine.step(Tick(1e6)) == machine.step(Leave(1e6, "again")) == []
+
+
+def test_what_is_known_of_others_does_not_grow() -> None:
+    stage = met()
+    for i in range(200):
+        stage.puppet(f"x{i}", beats=False)
+        stage.run(0.2)
+        del stage.data[f"job/node/x{i}"]
+    stage.run(0.5)
+    assert len(stage.me.machine._live._seen) <= 3 and len(stage.me.machine.rows) == 1
+
+
+# -- whom silence counts against --------------------------------------------------------------------------------------------------
+
+
+def test_after_trouble_with_the_store_the_others_have_their_time_anew() -> None:
+    """The store was away for everyone; those who come back a little later than we are not lost."""
+    stage = running("b", "c")
+    stage.store_up = False
+    stage.run(20)
+    beating = stage.puppets.pop("b"), stage.puppets.pop("c")
+    stage.store_up = True
+    stage.run(4)
+    assert stage.record.open
+    for row in beating:
+        stage.puppets[row.id] = row
+        stage.puppet(row.id)
+        stage._beat(row.id)
+    stage.run(20)
+    assert stage.record.open and not stage.me.stops
+
+
+def test_after_an_answer_that_took_long_too() -> None:
+    stage = running("b")
+    exchange = stage.exchange
+
+    def slowly(node: Node, sync: Sync) -> None:
+        started = node.now
+        carry_out = Exchange("job/", node.id, Codec(), lambda: node.now).carry_out
+        stage.at(4.0, lambda: node.feed(lambda now: replace(carry_out(MemoryStore(stage.data), sync, started), now=now)))
+
+    stage.silence("b")
+    stage.run(3)
+    stage.exchange = slowly  # type: ignore[method-assign]
+    stage.run(0.6)
+    stage.exchange = exchange  # type: ignore[method-assign]
+    stage.run(7)
+    assert stage.record.open, "10 s of silence, of which 4 were our own trouble and more than 5 before and after that nobody can tell"
+    assert stage.run(3, lambda: not stage.record.open)
+
+
+def test_a_member_without_a_row_is_lost_in_time() -> None:
+    stage = running("b", "c")
+    stage.break_up(Cause.FAILURE)
+    stage.puppet("b", status=Status.JOINING, done_round=1)
+    stage.silence("c")
+    del stage.data["job/node/c"]
+    assert stage.run(7, lambda: "c" in stage.record.broken.lost if stage.record.broken else False)
+
+
+def test_a_loss_that_a_node_finds_while_it_waits_is_told_before_the_next_round() -> None:
+    stage = running("b", "c", min_nodes=2, max_restarts=0)
+    stage.silence("c")
+    stage.run(4)
+    stage.break_up(Cause.FAILURE)
+    stage.puppet("b", status=Status.JOINING, done_round=1)
+    assert stage.run(7, lambda: stage.record.broken is not None and stage.record.broken.lost == ("c",))
+    assert stage.record.round == 1
+    assert stage.run(3, lambda: stage.record.round == 2)
+    assert stage.record.failures == 0 and [m.id for m in stage.record.members] == [ME, "b"]
+
+
+# -- the states ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_that_is_over_before_it_began_is_given_up_and_the_next_is_joined() -> None:
+    stage = met(min_nodes=2)
+    stage.puppet("b")
+    stage.form(ME, "b")
+    stage.puppet("b", status=Status.READY, round=1)
+    stage.break_up(Cause.JOIN)
+    assert stage.run(2, lambda: stage.mine.done_round == 1)
+    assert stage.mine.status is Status.JOINING and not stage.me.starts
+    stage.puppet("b", status=Status.JOINING, done_round=1)
+    assert stage.run(3, lambda: stage.record.round == 2)
+
+
+def test_a_ready_node_whose_round_breaks_starts_nothing() -> None:
+    stage = met(min_nodes=2)
+    stage.puppet("b")
+    stage.form(ME, "b")
+    stage.puppet("b", status=Status.JOINING, round=0)  # has not seen it yet
+    assert stage.run(2, lambda: stage.mine.status is Status.READY)
+    stage.run(3)
+    assert not stage.me.starts, "not before every member has seen it"
+    stage.break_up(Cause.JOIN)
+    assert stage.run(2, lambda: stage.mine.status is Status.JOINING)
+    assert stage.mine.done_round == 1 and not stage.me.starts
+
+
+def test_a_ready_node_that_is_told_to_leave_says_so_and_starts_nothing() -> None:
+    stage = met(min_nodes=2)
+    stage.puppet("b")
+    stage.form(ME, "b")
+    stage.puppet("b", status=Status.JOINING, round=0)
+    assert stage.run(2, lambda: stage.mine.status is Status.READY)
+    stage.me.leave()
+    assert stage.run(3, lambda: stage.me.outcome is Outcome.LEFT)
+    assert stage.mine.status is Status.LEFT and not stage.me.starts
+    assert stage.record.broken and stage.record.broken.cause is Cause.LEAVE
+
+
+def test_the_first_reason_to_end_stands() -> None:
+    stage = running("b", "c")
+    stage.me.stop_time = 3.0
+    stage.me.leave()
+    stage.run(1)
+    stage.data.clear()  # and now the store is another one
+    stage.write(RoundRecord("another"))
+    assert stage.run(10, lambda: stage.me.finish is not None) and stage.me.outcome is Outcome.LEFT
+
+
+def test_the_join_timeout_counts_anew_after_a_round() -> None:
+    stage = running("b", "c", join_timeout=60.0)
+    stage.run(300)
+    stage.break_up(Cause.LEAVE)
+    stage.puppet("b", status=Status.LEFT)
+    stage.puppet("c", status=Status.LEFT)
+    stage.run(55)
+    assert stage.me.finish is None and stage.mine.status is Status.JOINING
+    assert stage.run(10, lambda: stage.me.outcome is Outcome.TIMEOUT)
+
+
+def test_without_a_store_the_join_timeout_ends_the_wait_and_says_what_was_waited_for() -> None:
+    stage = Stage(join_timeout=60.0)
+    stage.store_up = False
+    stage.enter()
+    stage.run(59)
+    assert stage.me.finish is None
+    assert stage.run(5, lambda: stage.me.finish is not None)
+    assert stage.me.finish and stage.me.finish.outcome is Outcome.TIMEOUT
+    assert stage.me.finish.reason == "no round within 60 s: waiting for the rendezvous store: no answer"
+
+
+def test_nobody_is_taken_in_while_a_round_is_finishing() -> None:
+    stage = met(max_nodes=3)
+    for i in "bc":
+        stage.puppet(i)
+    stage.form("b", "c")
+    stage.run(0.5)
+    stage.puppet("b", status=Status.DONE, succeeded=1)
+    stage.run(10)
+    assert stage.record.open and stage.record.broken is None
+    stage.puppet("b", status=Status.RUNNING, succeeded=0)
+    assert stage.run(3, lambda: stage.record.broken is not None), "it is the finishing alone that holds it up"
+    assert stage.record.broken and stage.record.broken.reason == "n0 10.0.0.1 joined"
+
+
+def test_the_leader_writes_and_the_others_only_when_it_does_not() -> None:
+    stage = met(min_nodes=2, max_nodes=2)
+    stage.puppet("b", node_rank=0)  # it would be the first, so it is to write, and does not
+    assert not stage.run(0.9, lambda: stage.record.round == 1)
+    assert stage.run(2.0, lambda: stage.record.round == 1)
+    assert [m.id for m in stage.record.members] == ["b", ME]
+    alone = met(min_nodes=2, max_nodes=2)
+    alone.puppet("b")
+    alone.puppets["b"] = replace(alone.puppets["b"], address="10.0.9.9")
+    assert alone.run(0.9, lambda: alone.record.round == 1), "the first itself does not wait"
+
+
+# -- the store of an earlier run -----------------------------------------------------------------------------------------------------
+
+
+def test_into_the_store_of_a_job_that_is_over_nothing_is_written() -> None:
+    stage = Stage(join_timeout=30.0)
+    old = replace(RoundRecord("old"), round=3, members=())
+    stage.write(forming.succeed(old, "x"))
+    before = dict(stage.data)
+    stage.enter()
+    stage.run(12)
+    assert stage.data == before
+    reconnects = sum(isinstance(action, Reconnect) for action in stage.actions)
+    assert 12 <= reconnects <= 25, "each beat it is looked whether another has come"
+    assert any("it still belongs to an earlier run of this job, which succeeded" in line for line in stage.me.said)
+    stage.run(25)
+    assert stage.me.outcome is Outcome.TIMEOUT and stage.data == before
+
+
+# -- words ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_store_is_back_is_said_only_when_it_was_missed() -> None:
+    stage = running("b", "c")
+    for away, said in [(3.0, False), (12.0, True)]:
+        stage.store_up = False
+        stage.run(away)
+        stage.store_up = True
+        stage.run(8)
+        assert any("the store is back" in line for line in stage.me.said) is said
+    assert not stage.me.stops
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause", "reason"),
+    [
+        ({"status": Status.LEFT, "note": "SIGTERM"}, Cause.LEAVE, "name-b 10.0.1.98 left: SIGTERM"),
+        ({"status": Status.JOINING, "done_round": 1, "note": "cut off"}, Cause.LEAVE, "name-b 10.0.1.98 stopped: cut off"),
+        (None, Cause.LOST, "name-b 10.0.1.98 silent for 5 s"),
+    ],
+)
+def test_a_round_ends_with_a_word_about_who_is_gone(fields: dict[str, Any] | None, cause: Cause, reason: str) -> None:
+    stage = running("b", "c", min_nodes=1)
+    if fields is None:
+        stage.silence("b")
+    else:
+        stage.puppet("b", **fields)
+    assert stage.run(7, lambda: stage.record.broken is not None)
+    broken = stage.record.broken
+    assert broken and (broken.cause, broken.reason, broken.by) == (cause, reason, ME)
+    assert broken.lost == (("b",) if cause is Cause.LOST else ())
+
+
+@pytest.mark.parametrize(("code", "how"), [(3, "exit code 3"), (-11, "signal 11")])
+def test_a_failure_names_rank_node_and_how(code: int, how: str) -> None:
+    stage = running("b", "c")
+    stage.me.fail(code)
+    assert stage.run(2, lambda: stage.record.broken is not None)
+    assert stage.record.broken and stage.record.broken.reason == f"rank 0 on n0 failed ({how})"
+    assert stage.me.stops[0].planned is False
+
+
+def test_the_verdict_is_the_reason_of_the_stop() -> None:
+    stage = running("b", "c")
+    stage.write(forming.succeed(stage.record, "b"))
+    assert stage.run(2, lambda: bool(stage.me.stops))
+    assert stage.me.stops[0].reason == "all 6 workers of round 1 succeeded"
+    for i in "bc":
+        stage.puppet(i, status=Status.LEFT)
+    assert stage.run(5, lambda: stage.me.outcome is Outcome.SUCCEEDED)
+
+
+def test_what_is_ignored_is_told() -> None:
+    stage = met()
+    stage.data["job/node/x"] = b"garbage"
+    stage.run(25)
+    assert any(line.startswith("ignored: job/node/x: not JSON") for line in stage.me.said)
