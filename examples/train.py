@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported before there is a process group, it does not hold on to one; see the end of main
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -162,6 +163,8 @@ def main() -> None:
         if first >= args.epochs:
             print("there was nothing left to do; to train again, remove the checkpoint or name another", flush=True)
         print(f"test accuracy {percent:.1f} %", flush=True)
+    # Gloo's threads end with the process group, if nobody else holds it; threads that outlive the interpreter may abort it at its end.
+    del parallel
     dist.destroy_process_group()
 
 
