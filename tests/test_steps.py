@@ -12,7 +12,7 @@ from elastirun.rendezvous import forming, ranks
 from elastirun.rendezvous.actions import Action, Outcome, Reconnect, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.driver import Exchange
-from elastirun.rendezvous.events import Leave, SyncFailed, Tick
+from elastirun.rendezvous.events import Leave, Reachable, SyncFailed, Tick
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
 from tests.world import Node, World
@@ -104,6 +104,17 @@ def met(**rules: object) -> Stage:
     return stage
 
 
+def slow_answers(stage: Stage, seconds: float) -> None:
+    """From now on an answer is a while on its way."""
+
+    def slowly(node: Node, sync: Sync) -> None:
+        started = node.now
+        carry_out = Exchange("job/", node.id, Codec(), lambda: node.now).carry_out
+        stage.at(seconds, lambda: node.feed(lambda now: replace(carry_out(MemoryStore(stage.data), sync, started), now=now)))
+
+    stage.exchange = slowly  # type: ignore[method-assign]
+
+
 def running(*others: str, **rules: object) -> Stage:
     """A stage on which the real node runs round 1 with ``others``."""
     stage = met(**rules)
@@ -128,7 +139,12 @@ def test_a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must() -
     assert 50 <= count(stage, lambda a: isinstance(a, Sync), 10) <= 110, "while a round forms: every 0.1 s"
     stage = running("b", "c")
     assert 18 <= count(stage, lambda a: isinstance(a, Sync), 10) <= 22, "while it runs: every beat"
-    assert stage.most_under_way == 1
+    slow_answers(stage, 2.0)
+    stage.run(1)
+    for port in range(5):  # even when there is news to tell
+        stage.me.feed(lambda now, port=port: Reachable(now, "10.0.0.1", port))  # type: ignore[misc]
+    stage.run(10)
+    assert stage.mine.port == 4 and stage.most_under_way == 1
 
 
 def test_a_row_is_written_every_beat_and_not_with_every_look() -> None:
@@ -215,15 +231,9 @@ def test_after_trouble_with_the_store_the_others_have_their_time_anew() -> None:
 def test_after_an_answer_that_took_long_too() -> None:
     stage = running("b")
     exchange = stage.exchange
-
-    def slowly(node: Node, sync: Sync) -> None:
-        started = node.now
-        carry_out = Exchange("job/", node.id, Codec(), lambda: node.now).carry_out
-        stage.at(4.0, lambda: node.feed(lambda now: replace(carry_out(MemoryStore(stage.data), sync, started), now=now)))
-
     stage.silence("b")
     stage.run(3)
-    stage.exchange = slowly  # type: ignore[method-assign]
+    slow_answers(stage, 4.0)
     stage.run(0.6)
     stage.exchange = exchange  # type: ignore[method-assign]
     stage.run(7)
