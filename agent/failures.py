@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elastirun.agent.workers import WorkerExit
+from elastirun.rendezvous.forming import root_cause
 from elastirun.rendezvous.records import ExitRecord
 
 OWN_FAULT, VICTIM, KILLED_BY_US = 0, 5, 9  # values of ExitRecord.blame
@@ -97,11 +98,6 @@ def make_record(node: str, end: WorkerExit, lines: Sequence[str], error: Sequenc
         after=round(end.after, 3),
         lines=_bounded(error or lines),
     )
-
-
-def root_cause(records: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
-    """The most likely cause first: by blame, then by time since the start of the round, then by rank."""
-    return tuple(sorted(records, key=lambda record: (record.blame, record.after, record.rank)))
 
 
 def read_error_file(path: str) -> tuple[str, ...] | None:

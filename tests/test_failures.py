@@ -18,7 +18,6 @@ from elastirun.agent.failures import (
     make_record,
     read_error_file,
     report,
-    root_cause,
 )
 from elastirun.agent.workers import WorkerExit
 from elastirun.rendezvous.records import ExitRecord
@@ -137,21 +136,6 @@ def test_a_record() -> None:
 
 def failure(rank: int, blame: int, after: float, code: int = 1, lines: tuple[str, ...] = ()) -> ExitRecord:
     return ExitRecord(f"n{rank // 2}", rank, rank % 2, 100 + rank, code, blame, after, lines)
-
-
-def test_the_root_cause_comes_first() -> None:
-    records = [
-        failure(0, VICTIM, 1.0),
-        failure(1, KILLED_BY_US, 0.5),
-        failure(2, OWN_FAULT, 1.02),
-        failure(3, OWN_FAULT, 1.1),
-        failure(4, VICTIM, 0.9),
-    ]
-    assert [record.rank for record in root_cause(records)] == [2, 3, 4, 0, 1]
-    assert root_cause([]) == ()
-
-
-# ---- error files
 
 
 def written(path: Path, content: Any) -> str:
