@@ -1,135 +1,17 @@
-"""Rules of the machine that show only when the others are in the test's hands: one real node, and rows and rounds written for it."""
+"""Rules of the machine that show only when the others are in the test's hands: one real node among puppets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from elastirun.rendezvous import forming, ranks
-from elastirun.rendezvous.actions import Action, Outcome, Reconnect, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.driver import Exchange
+from elastirun.rendezvous import forming
+from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
 from elastirun.rendezvous.events import Leave, Reachable, SyncFailed, Tick
-from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
-from elastirun.rendezvous.stores.memory import MemoryStore
-from tests.world import Node, World
-
-ROUND = "job/round"
-ME = "n0-0"
-
-
-class Stage(World):
-    """A world with one real node, ``me``. The others are puppets: they beat, and do what the test says."""
-
-    def __init__(self, **rules: object) -> None:
-        super().__init__(**{"min_nodes": 1, "max_nodes": 3, **rules})
-        self.puppets: dict[str, NodeRow] = {}
-        self.actions: list[Action] = []
-        self.under_way = 0
-        self.most_under_way = 0
-
-    def enter(self) -> Node:
-        self.me = self.add()
-        step = self.me.machine.step
-
-        def watched(event: Any) -> list[Action]:
-            self.under_way -= type(event).__name__ in ("Synced", "SyncFailed")
-            found = step(event)
-            self.under_way += sum(isinstance(action, Sync) for action in found)
-            self.most_under_way = max(self.most_under_way, self.under_way)
-            self.actions += found
-            return found
-
-        self.me.machine.step = watched  # type: ignore[method-assign]
-        self.under_way = 1  # the first look
-        return self.me
-
-    def puppet(self, i: str, beats: bool = True, **fields: Any) -> None:
-        """Write the row of puppet ``i``; from its first time on it is written every half second, unless it does not beat."""
-        new = i not in self.puppets
-        before = self.puppets.get(i, NodeRow(i, f"name-{i}", f"10.0.1.{ord(i[0])}", 1000, 2, seq=0))
-        self.puppets[i] = replace(before, seq=before.seq + 1, **fields)
-        self.data[f"job/node/{i}"] = Codec().encode(f"job/node/{i}", self.puppets[i])
-        if new and beats:
-            self._beat(i)
-
-    def _beat(self, i: str) -> None:
-        def again() -> None:
-            if i in self.puppets:
-                if self.store_up:
-                    self.puppet(i)
-                self._beat(i)
-
-        self.at(0.5, again)
-
-    def silence(self, i: str) -> None:
-        """The puppet beats no more."""
-        del self.puppets[i]
-
-    @property
-    def record(self) -> RoundRecord:
-        return Codec().decode(ROUND, self.data[ROUND], RoundRecord)
-
-    def write(self, record: RoundRecord) -> None:
-        self.data[ROUND] = Codec().encode(ROUND, record)
-
-    @property
-    def mine(self) -> NodeRow:
-        """The real node's row as it stands in the store."""
-        key = f"job/node/{self.me.id}"
-        return Codec().decode(key, self.data[key], NodeRow)
-
-    def form(self, *ids: str, number: int = 1) -> None:
-        """Write the round of ``ids``, as one of the puppets would."""
-        rows = {**self.puppets, self.me.id: self.me.machine.row}
-        members = tuple(ranks.member(rows[i]) for i in ids)
-        self.write(replace(self.record, version=self.record.version + 1, round=number, members=members, broken=None))
-        for i in ids:
-            if i in self.puppets:
-                self.puppet(i, status=Status.RUNNING, round=number)
-
-    def break_up(self, cause: Cause, by: str = "b", **fields: Any) -> None:
-        self.write(replace(forming.break_up(self.record, cause, f"because of {cause.value}", by), **fields))
-
-
-def met(**rules: object) -> Stage:
-    """A stage on which the real node has met the store and waits."""
-    stage = Stage(**{"min_nodes": 3, **rules})
-    stage.write(RoundRecord("s"))
-    stage.enter()
-    assert stage.run(5, lambda: f"job/node/{ME}" in stage.data)
-    return stage
-
-
-def slow_answers(stage: Stage, seconds: float) -> None:
-    """From now on an answer is a while on its way."""
-
-    def slowly(node: Node, sync: Sync) -> None:
-        started = node.now
-        carry_out = Exchange("job/", node.id, Codec(), lambda: node.now).carry_out
-        stage.at(seconds, lambda: node.feed(lambda now: replace(carry_out(MemoryStore(stage.data), sync, started), now=now)))
-
-    stage.exchange = slowly  # type: ignore[method-assign]
-
-
-def running(*others: str, **rules: object) -> Stage:
-    """A stage on which the real node runs round 1 with ``others``."""
-    stage = met(**rules)
-    for i in others:
-        stage.puppet(i)
-    stage.form(ME, *others)
-    assert stage.run(5, lambda: stage.me.working is not None)
-    return stage
-
-
-def count(stage: Stage, kind: Callable[[Action], bool], seconds: float) -> int:
-    stage.actions.clear()
-    stage.run(seconds)
-    return sum(kind(action) for action in stage.actions)
-
+from elastirun.rendezvous.records import Cause, RoundRecord, Status
+from tests.stage import ME, Stage, count, met, running, slow_answers
 
 # -- how often, and never two at once -------------------------------------------------------------------------------------------
 
@@ -358,6 +240,121 @@ def test_the_leader_writes_and_the_others_only_when_it_does_not() -> None:
     alone.puppet("b")
     alone.puppets["b"] = replace(alone.puppets["b"], address="10.0.9.9")
     assert alone.run(0.9, lambda: alone.record.round == 1), "the first itself does not wait"
+
+
+def test_a_member_that_has_no_row_yet_is_waited_for() -> None:
+    stage = met(min_nodes=2)
+    stage.puppet("b")
+    stage.form(ME, "b")
+    del stage.data["job/node/b"]
+    stage.silence("b")
+    assert stage.run(2, lambda: stage.mine.status is Status.READY)
+    stage.run(2)
+    assert not stage.me.starts and stage.record.open
+
+
+def test_a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come() -> None:
+    stage = Stage(max_nodes=8)
+    stage.write(RoundRecord("s"))
+    stage.puppet("b")
+    stage.puppet("c")
+    stage.enter()
+    stage.form("b", "c")
+    stage.run(0.9)  # the debounce is a second
+    assert stage.record.open
+    assert stage.run(1, lambda: not stage.record.open)
+    assert stage.record.broken and stage.record.broken.reason == "n0 10.0.0.1 joined"
+
+
+def test_a_member_that_has_succeeded_may_fall_silent() -> None:
+    stage = running("b", min_nodes=1)
+    stage.puppet("b", status=Status.DONE, succeeded=1)
+    stage.run(1)
+    stage.silence("b")
+    stage.run(20)
+    assert stage.record.open and stage.record.round == 1 and not stage.me.stops
+    stage.me.succeed()
+    assert stage.run(10, lambda: stage.me.outcome is Outcome.SUCCEEDED) and stage.record.round == 1
+
+
+def test_a_done_node_may_leave() -> None:
+    stage = running("b", min_nodes=1)
+    stage.me.succeed()
+    stage.run(1)
+    stage.me.leave()
+    assert stage.run(3, lambda: stage.me.outcome is Outcome.LEFT)
+    assert stage.record.open and (stage.mine.status, stage.mine.succeeded) == (Status.LEFT, 1)
+
+
+# -- the store goes, or is another ---------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_answers_with_another_id_is_another_rendezvous() -> None:
+    stage = running("b")
+    stage.write(replace(stage.record, store_id="another"))
+    assert stage.run(3, lambda: stage.me.outcome is Outcome.STORE_LOST)
+
+
+def test_a_verdict_that_is_still_read_overrules_a_lost_store() -> None:
+    stage = running("b", store_grace=10.0)
+    stage.me.stop_time = 5.0
+    stage.store_up = False
+    assert stage.run(15, lambda: bool(stage.me.stops))
+    stage.store_up = True
+    stage.write(forming.succeed(stage.record, "b"))
+    assert stage.run(15, lambda: stage.me.finish is not None) and stage.me.outcome is Outcome.SUCCEEDED
+
+
+def test_before_its_first_round_a_node_waits_for_a_store_as_long_as_for_a_round() -> None:
+    stage = met(join_timeout=300.0, store_grace=10.0)
+    stage.store_up = False
+    stage.run(100)
+    assert stage.me.finish is None
+    stage.store_up = True
+    stage.puppet("b")
+    stage.form(ME, "b")
+    assert stage.run(5, lambda: stage.me.working is not None)
+
+
+def test_the_host_of_a_round_of_one_needs_nobody() -> None:
+    stage = running(min_nodes=1, max_nodes=1)
+    stage.store_up = False
+    stage.run(30)
+    assert stage.me.working
+
+
+def test_the_store_of_an_earlier_run_is_gone_before_it_matters() -> None:
+    """A node that never wrote anything anywhere ends without a goodbye."""
+    stage = Stage()
+    stage.store_up = False
+    stage.enter()
+    stage.run(1)
+    stage.me.leave()
+    assert stage.me.outcome is Outcome.LEFT
+
+
+@pytest.mark.parametrize(("hosting", "least", "most"), [(True, 6.0, 8.0), (False, 0.0, 1.0)])
+def test_only_the_host_lingers_and_not_for_ever(hosting: bool, least: float, most: float) -> None:
+    stage = Stage()
+    if not hosting:
+        stage.add().crash()  # the first of a world is the host
+    stage.write(RoundRecord("s"))
+    stage.puppet("b")  # it never says goodbye
+    stage.enter()
+    stage.run(1)
+    stage.form(stage.me.id, "b")
+    assert stage.run(5, lambda: stage.me.working is not None)
+    stage.write(forming.succeed(stage.record, "b"))
+    closed = stage.t
+    assert stage.run(60, lambda: stage.me.finish is not None) and least <= stage.t - closed <= most
+
+
+def test_when_all_is_said_a_store_that_is_gone_is_not_waited_for() -> None:
+    stage = running("b")
+    stage.write(forming.succeed(stage.record, "b"))
+    assert stage.run(3, lambda: stage.me.machine.state is Status.LEFT)
+    stage.me.feed(lambda now: SyncFailed(now, "connection reset"))
+    assert stage.me.outcome is Outcome.SUCCEEDED
 
 
 # -- the store of an earlier run -----------------------------------------------------------------------------------------------------

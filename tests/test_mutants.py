@@ -1,0 +1,240 @@
+"""Every rule has a test that notices when it is taken out: it is broken in a copy of the package, and the test must fail there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``rule`` is broken when ``old``, which stands once in ``rendezvous/<module>.py``, becomes ``new``; then ``test`` fails."""
+
+    rule: str
+    module: str
+    old: str
+    new: str
+    test: str
+
+
+def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
+    return Mutant(rule, module, old, new, f"tests/test_{file}.py::test_{test}")
+
+
+MUTANTS = (
+    # Who sits where.
+    mutant(
+        "a newcomer takes the hole, not the end",
+        *("ranks", "waiting.pop(0) if waiting else None", "None"),
+        *("forming", "survivors_keep_their_place_and_newcomers_take_holes"),
+    ),
+    mutant(
+        "no newcomer puts a survivor out",
+        *("ranks", "limit - sum(s is not None for s in survivors)", "limit"),
+        *("forming", "survivors_keep_their_place_and_newcomers_take_holes"),
+    ),
+    mutant(
+        "a fixed rank is the wish",
+        *("ranks", "    if fixed:", "    if False:"),
+        *("machine", "fixed_ranks_follow_the_wish"),
+    ),
+    mutant(
+        "numbers in addresses count as numbers",
+        *("ranks", "(0, int(part)) if part.isdecimal() else (1, part)", "(1, part)"),
+        *("forming", "numbers_in_addresses_are_compared_as_numbers"),
+    ),
+    mutant(
+        "nobody's address crashes us",
+        *("ranks", "part.isdecimal()", "part.isdigit()"),
+        *("forming", "numbers_in_addresses_are_compared_as_numbers"),
+    ),
+    # When a round forms.
+    mutant(
+        "no round while a member of the last one may still work",
+        *("forming", "    if active:", "    if False:"),
+        *("forming", "no_round_before_every_member_of_the_last_is_over"),
+    ),
+    mutant(
+        "a re-formation waits for no last call",
+        *("forming", "if first and len(chosen)", "if len(chosen)"),
+        *("forming", "a_re_formation_waits_for_no_last_call"),
+    ),
+    mutant(
+        "a lost member costs no restart",
+        *("forming", "record.broken.cause is Cause.FAILURE and not lost)", "record.broken.cause is Cause.FAILURE)"),
+        *("machine", "a_lost_node_is_dropped_within_expire_and_two_seconds_and_costs_no_restart"),
+    ),
+    mutant(
+        "--max-restarts restarts are allowed",
+        *("forming", "record.failures + cost > rules.max_restarts", "record.failures + cost >= rules.max_restarts"),
+        *("machine", "a_worker_failure_restarts_everyone_quickly_and_keeps_ranks"),
+    ),
+    mutant(
+        "restarts are counted",
+        *("forming", "failures=record.failures + cost,", "failures=record.failures,"),
+        *("forming", "only_a_failure_without_a_lost_member_costs_a_restart"),
+    ),
+    mutant(
+        "a success is of this very round",
+        *("forming", "row.succeeded == record.round", "row.succeeded > 0"),
+        *("forming", "success_is_of_the_very_round"),
+    ),
+    mutant(
+        "blame comes before time",
+        *("forming", "(f.blame, f.after, f.rank)", "(f.after, f.rank)"),
+        *("machine", "the_budget_is_the_jobs_and_its_end_reaches_every_node_with_the_root_cause"),
+    ),
+    mutant(
+        "what one has found lost is lost for all",
+        *("forming", "m.id in record.broken.lost", "False"),
+        *("forming", "a_loss_that_one_node_has_found_counts_for_all"),
+    ),
+    # Who is silent.
+    mutant(
+        "a slow answer does not count against the others",
+        *("liveness", "started - seen.changed > self.expire", "self.expire < received - seen.changed"),
+        *("forming", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+    ),
+    mutant(
+        "time counts from when a change was received",
+        *("liveness", "_Seen(seq, received,", "_Seen(seq, started,"),
+        *("forming", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+    ),
+    mutant(
+        "one's own trouble with the store excuses the others",
+        *("machine", "            self._live.excuse(event.now)\n", "            pass\n"),
+        *("steps", "after_trouble_with_the_store_the_others_have_their_time_anew"),
+    ),
+    # What a node does.
+    mutant(
+        "no worker starts before every member has seen the round",
+        *("machine", "elif all(self._has_seen(m.id, record) for m in record.members):", "elif True:"),
+        *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
+    ),
+    mutant(
+        "another store is another rendezvous",
+        *("machine", "event.round.store_id != self.record.store_id", "False"),
+        *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
+    ),
+    mutant(
+        "into the store of a job that is over nothing is written",
+        *("machine", "event.round.closed and not self._met", "False"),
+        *("steps", "into_the_store_of_a_job_that_is_over_nothing_is_written"),
+    ),
+    mutant(
+        "a running round is not broken before it is clear that no more newcomers come",
+        *("machine", "elif self._now < self._candidates[2] + self.rules.debounce:", "elif False:"),
+        *("steps", "a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come"),
+    ),
+    mutant(
+        "a spare disturbs nobody",
+        *("machine", "if len(record.members) >= self.rules.max_nodes:", "if False:"),
+        *("machine", "a_spare_waits_without_disturbing_and_steps_in"),
+    ),
+    mutant(
+        "nobody is taken in while a round is finishing",
+        *("machine", "elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):", "elif False:"),
+        *("steps", "nobody_is_taken_in_while_a_round_is_finishing"),
+    ),
+    mutant(
+        "a done node that goes spoils no success",
+        *("machine", "if gone and not forming.has_succeeded(m, record, self.rows):", "if gone:"),
+        *("steps", "a_member_that_has_succeeded_may_fall_silent"),
+    ),
+    mutant(
+        "success needs every member",
+        *("machine", "            if not missing:\n", "            if True:\n"),
+        *("machine", "success_needs_every_member_in_one_round"),
+    ),
+    mutant(
+        "a round of one that is cut off stops in time",
+        *("machine", "return self._now >= limit and bool(self._trouble)", "return False"),
+        *("machine", "a_round_of_one_cut_off_stops_before_others_may_take_over"),
+    ),
+    mutant(
+        "one exchange at a time",
+        *("machine", "if self.finished or self._syncing:", "if self.finished:"),
+        *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
+    ),
+    mutant(
+        "a running node reads three rows, not all",
+        *("machine", "            return successors(self.record, self.row.id)\n", "            return None\n"),
+        *("machine", "a_running_node_reads_three_rows_however_many_there_are"),
+    ),
+    # What comes from outside.
+    mutant(
+        "a record has one spelling",
+        *("codec", "if self.encode(key, record) != data:", "if False:"),
+        *("codec", "what_is_not_canonical_json_is_bad"),
+    ),
+    mutant(
+        "a signature holds for one key",
+        *("codec", 'key.encode() + b"\\0" + payload', "payload"),
+        *("codec", "a_signature_holds_for_one_key_one_token_and_nothing_unsigned"),
+    ),
+    mutant(
+        "another's row under one's own key is written over",
+        *("driver", "self._parse_row(key, found)", "self._codec.decode(key, found, NodeRow)"),
+        *("driver", "what_others_have_put_into_ones_own_row_is_written_over"),
+    ),
+    mutant(
+        "a changed row is parsed anew",
+        *("driver", "if cached and cached[0] == data else", "if cached else"),
+        *("driver", "an_unchanged_row_is_parsed_once_and_a_changed_one_anew"),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package and its tests, links resolved, in a folder of their own."""
+    to = tmp_path_factory.mktemp("mutants")
+    for folder in ("elastirun", "tests"):
+        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", to)
+    return to
+
+
+def run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """pytest in the copy. Nothing is written there: a stale .pyc would hide the next mutant."""
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    return subprocess.run(command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+
+
+def source(root: Path, one: Mutant) -> Path:
+    return root / "elastirun" / "rendezvous" / f"{one.module}.py"
+
+
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
+def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
+    path = source(copy, one)
+    original = path.read_text()
+    assert original.count(one.old) == 1, f"{one.module}.py has changed: say anew how the rule is broken there"
+    path.write_text(original.replace(one.old, one.new))
+    try:
+        found = run(copy, one.test)
+    finally:
+        path.write_text(original)
+    assert found.returncode == 1 and "1 failed" in found.stdout, f"{one.test} does not notice\n{found.stdout[-2000:]}"
+    assert "SyntaxError" not in found.stdout and "NameError" not in found.stdout, f"the mutant does not run\n{found.stdout[-2000:]}"
+
+
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path) -> None:
+    found = run(copy, *dict.fromkeys(one.test for one in MUTANTS))
+    assert found.returncode == 0, found.stdout[-2000:]
+    assert str(copy) in run_python(copy), "the copy is what is tested"
+
+
+def run_python(copy: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", "import elastirun.rendezvous.machine as m; print(m.__file__)"]
+    return subprocess.run(command, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
