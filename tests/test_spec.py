@@ -145,7 +145,8 @@ def test_the_secret_stays_with_the_agent() -> None:
 )
 def test_threads_are_a_fair_share(cpus: int, workers: int, bound: int | None, threads: str) -> None:
     sets = None if bound is None else [frozenset(range(bound))] * workers
-    assert {spec.env["OMP_NUM_THREADS"] for spec in specs(round_of(workers), cpus=cpus, cpu_sets=sets)} == {threads}
+    for record, node_rank in ((round_of(workers), 0), (round_of(1, workers), 1)):
+        assert {spec.env["OMP_NUM_THREADS"] for spec in specs(record, node_rank, cpus=cpus, cpu_sets=sets)} == {threads}
 
 
 @pytest.mark.parametrize(
