@@ -189,6 +189,7 @@ def test_the_first_reason_to_end_stands() -> None:
     stage.me.stop_time = 3.0
     stage.me.leave()
     stage.run(1)
+    assert (stage.mine.status, stage.mine.note) == (Status.DRAINING, "SIGTERM")
     stage.data.clear()  # and now the store is another one
     stage.write(RoundRecord("another"))
     assert stage.run(10, lambda: stage.me.finish is not None) and stage.me.outcome is Outcome.LEFT
@@ -202,6 +203,20 @@ def test_the_join_timeout_counts_anew_after_a_round() -> None:
     stage.puppet("c", status=Status.LEFT)
     stage.run(55)
     assert stage.me.finish is None and stage.mine.status is Status.JOINING
+    assert stage.run(10, lambda: stage.me.outcome is Outcome.TIMEOUT)
+
+
+def test_the_time_of_a_spare_counts_from_when_it_is_needed() -> None:
+    stage = met(min_nodes=2, max_nodes=2, join_timeout=60.0)
+    for i in "bc":
+        stage.puppet(i)
+    stage.form("b", "c")
+    stage.run(100)
+    stage.break_up(Cause.LEAVE)
+    for i in "bc":
+        stage.puppet(i, status=Status.LEFT)
+    stage.run(55)
+    assert stage.me.finish is None
     assert stage.run(10, lambda: stage.me.outcome is Outcome.TIMEOUT)
 
 
@@ -283,7 +298,7 @@ def test_a_done_node_may_leave() -> None:
     stage.run(1)
     stage.me.leave()
     assert stage.run(3, lambda: stage.me.outcome is Outcome.LEFT)
-    assert stage.record.open and (stage.mine.status, stage.mine.succeeded) == (Status.LEFT, 1)
+    assert stage.record.open and (stage.mine.status, stage.mine.succeeded, stage.mine.note) == (Status.LEFT, 1, "SIGTERM")
 
 
 # -- the store goes, or is another ---------------------------------------------------------------------------------------------------
