@@ -293,8 +293,7 @@ class Machine:
         assert self._outcome is not None and self._left_at is not None
         written = self._stored is not None and self._stored.status is LEFT
         limit = self.rules.expire + LINGER if self.hosting and written else GOODBYE
-        others = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
-        lingering = self.hosting and self.record is not None and self.record.closed is not None and bool(others)
+        lingering = self.hosting and self.record is not None and self.record.closed is not None and self._somebody_is_left(self.record)
         over_time = self._now - self._left_at >= limit
         host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
         if over_time or host_gone or not self._introduced or (written and not lingering):
@@ -302,6 +301,13 @@ class Machine:
             self._actions.append(Finish(*self._outcome, closed=self.record.closed if self.record else None))
         else:
             self._wake_at(self._left_at + limit)
+
+    def _somebody_is_left(self, record: RoundRecord) -> bool:
+        """A node lives that has not said goodbye yet. One that died before, out of the round, is not waited for."""
+        members = {m.id for m in record.members}
+        rows = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
+        patience = 2 * self.rules.beat
+        return any(r.id in members or self._live.proven(r.id) or self._live.undecided(r.id, self._now, patience) for r in rows)
 
     _DECIDE = {
         JOINING: _in_joining,

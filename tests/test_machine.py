@@ -217,6 +217,16 @@ def test_the_stores_host_leaves_last() -> None:
     assert world.run(10, world.all_finished) and {n.outcome for n in others} == {Outcome.SUCCEEDED}
 
 
+def test_the_host_does_not_wait_for_a_node_that_was_lost_long_ago() -> None:
+    world = started(3)
+    world.nodes[2].crash()
+    rest = world.nodes[:2]
+    assert world.run(8, world.running(*rest))
+    for node in rest:
+        node.succeed()
+    assert world.run(2.0, world.all_finished)
+
+
 def test_a_store_blip_costs_no_restart_and_a_long_one_ends_with_a_clear_word() -> None:
     world = started(3, store_grace=60.0)
     world.store_up = False
