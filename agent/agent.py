@@ -23,6 +23,7 @@ from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog
 from elastirun.agent.family import Family
 from elastirun.agent.logs import RunLogs
+from elastirun.agent.process import WorkerSpec
 from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
 from elastirun.agent.worker_store import WorkerStore
@@ -35,7 +36,7 @@ from elastirun.rendezvous.driver import Driver, Exchange
 from elastirun.rendezvous.events import Event, Leave, Reachable, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import ExitRecord, NodeRow
+from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
@@ -281,17 +282,9 @@ class Agent:
         record, node_rank = action.record, action.node_rank
         assert self._worker_store is not None
         self._exits, self._not_started, self._stopping, self._attempt = [], (), False, record.round - 1
-        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets, self._family.mark)
-        specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
-        ranks = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
-        self._events_log.write(
-            "round", round=record.round, reason=record.reason, nodes=len(record.members), world_size=record.world_size, node_rank=node_rank
-        )
-        if self._config.max_nodes > 1 or record.round > 1:
-            self._console.say(
-                f"round {record.round}: {len(record.members)} nodes, {record.world_size} workers; here {ranks} ({record.reason})"
-            )
         try:
+            specs = self._specs(record, node_rank)
+            self._announce(record, node_rank, specs)
             logs = self._logs.open_round(self._attempt, specs)
             if self._logs.temporary:
                 self._family.remove_at_the_end(self._logs.temporary)
@@ -300,8 +293,21 @@ class Agent:
                 self._worker_store.serve()
                 self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
         except (OSError, StartError) as error:
-            self._not_started = (ExitRecord(self._name, specs[0].rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)),)
+            rank = sum(m.slots for m in record.members[:node_rank])
+            self._not_started = (ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)),)
             self._events.append(WorkersFailed(time.monotonic(), self._not_started))
+
+    def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
+        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets, self._family.mark)
+        return worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
+
+    def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
+        nodes, workers = len(record.members), record.world_size
+        self._events_log.write("round", round=record.round, reason=record.reason, nodes=nodes, world_size=workers, node_rank=node_rank)
+        if self._config.max_nodes > 1 or record.round > 1:
+            here = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
+            size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
+            self._console.say(f"round {record.round}: {size}; here {here} ({record.reason})")
 
     def _stop(self, action: Stop) -> None:
         self._stopping = True

@@ -32,7 +32,7 @@ EVERYWHERE = {
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "GLOO_SOCKET_IFNAME": "eth1",
-    "NCCL_SOCKET_IFNAME": "eth1",
+    "NCCL_SOCKET_IFNAME": "=eth1",
     "ELASTIRUN_AGENT": "run-1",
     "ELASTIRUN_ROUND": "5",
     "ELASTIRUN_ROUND_REASON": "c joined",
@@ -121,7 +121,7 @@ def test_what_the_user_set_stays() -> None:
     own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"), "mine")
     env = envs(round_of(1, 1), 1, own)[0]
     assert env.items() >= own.items()
-    assert env["NCCL_SOCKET_IFNAME"] == "eth1", "each is decided for itself"
+    assert env["NCCL_SOCKET_IFNAME"] == "=eth1", "each is decided for itself"
 
 
 def test_a_single_node_has_no_need_of_an_interface() -> None:
