@@ -82,7 +82,8 @@ class Agent:
         name = clip(socket.gethostname(), 128)
         self._id = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"
         self._name = name
-        self._signals = Signals(config.signals, self._selector, self._on_signal, self._on_child)
+        passed_on = config.forward_signals
+        self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
         lease = 0.0 if config.standalone else max(MIN_LEASE, 2 * config.timing.expire)
         self._family = Family(config.run_id, lease, self._selector, self._console.say)
@@ -239,6 +240,9 @@ class Agent:
             self._events.append(Leave(time.monotonic(), name))
         elif self._workers.running:
             self._workers.stop(SECOND_SIGNAL_GRACE if count == 2 else 0.0)
+
+    def _on_forward(self, signum: int) -> None:
+        self._workers.forward(signum)
 
     def _on_child(self) -> None:
         self._family.reap(self._workers.pids)

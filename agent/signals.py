@@ -13,9 +13,10 @@ from typing import Any
 
 
 class Signals:
-    """Handles ``names`` until ``close``; ``on_signal(signum, count)`` is called in the loop, ``count`` from 1 over all of them.
+    """Handles ``names`` and ``forward`` until ``close``.
 
-    ``on_child`` is called there when children may have ended.
+    In the loop are called: ``on_signal(signum, count)``, ``count`` from 1 over all of ``names``; ``on_forward(signum)`` for
+    each of ``forward``; ``on_child`` when children may have ended.
 
     A signal that was ignored when the agent started stays ignored (SIGHUP under nohup), in the workers too.
     """
@@ -23,19 +24,22 @@ class Signals:
     def __init__(
         self,
         names: Iterable[str],
+        forward: Iterable[str],
         selector: selectors.BaseSelector,
         on_signal: Callable[[int, int], None],
+        on_forward: Callable[[int], None],
         on_child: Callable[[], None],
     ) -> None:
         self._selector = selector
         self._on_signal = on_signal
+        self._forward = {int(signal.Signals[name]) for name in forward}
+        self._on_forward = on_forward
         self._on_child = on_child
         self._count = 0
         self._arrived: deque[int] = deque()
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before: dict[int, Any] = {}
-        for name in names:
-            signum = signal.Signals[name]
+        for signum in {*self._forward, *(int(signal.Signals[name]) for name in names)}:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._arrive)
         # Inherited as ignored, the kernel would swallow the workers' exit codes.
@@ -61,6 +65,8 @@ class Signals:
         if signal.SIGCHLD in arrived:
             self._on_child()
         for signum in arrived:
-            if signum != signal.SIGCHLD:
+            if signum in self._forward:
+                self._on_forward(signum)
+            elif signum != signal.SIGCHLD:
                 self._count += 1
                 self._on_signal(signum, self._count)

@@ -95,6 +95,11 @@ class Workers:
         finally:
             logs.close_worker_ends()
 
+    def forward(self, signum: int) -> None:
+        """Send to each worker, not to its children; nothing else happens."""
+        for process in self._alive.values():
+            process.signal(signum)
+
     def stop(self, grace: float, signum: int = signal.SIGTERM) -> None:
         """Signal each worker (not its children); after ``grace`` seconds kill what is left with its process group.
 

@@ -99,6 +99,7 @@ class LaunchConfig:
     logs: LogPolicy = field(default_factory=LogPolicy)
     token: bytes | None = field(default=None, repr=False)  # signs what is in the store
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    forward_signals: tuple[str, ...] = ()  # passed on to the workers; training goes on
     numa_binding: str | None = None
     virtual_local_rank: bool = False
 

@@ -80,6 +80,7 @@ GROUPS = {
         Option("grace", "SECONDS", _GRACE, "From SIGTERM to SIGKILL when workers are to stop.", new=True),
         Option("shutdown_timeout", "SECONDS", None, "torchrun's name for --grace."),
         Option("signals_to_handle", "NAMES", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "Signals at which this node stops its workers and leaves."),
+        Option("forward_signals", "NAMES", "", "Signals passed on to each worker, while training goes on: USR1,USR2.", new=True),
     ),
     "Output": (
         Option("log_dir", "FOLDER", None, "For the workers' logs; /dev/null: no files. Not given: a temporary one, if -r or -t needs it."),

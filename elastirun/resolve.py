@@ -128,10 +128,15 @@ def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
         max_restarts=r.read("max_restarts", parse.integer(0)),
         timing=timing,
         logs=logs,
-        signals=_signals(r),
+        signals=_signals(r, "signals_to_handle"),
+        forward_signals=_signals(r, "forward_signals"),
         numa_binding=r.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=r.flag("virtual_local_rank"),
     )
+    twice = sorted({*config.signals} & {*config.forward_signals})
+    if twice:
+        both = f"{r.label('forward_signals')} and {r.label('signals_to_handle')}"
+        raise UsageError(f"{both} contradict each other on {twice[0]}; name it in one of them")
     nproc = _workers(r, facts)  # last, because it may take a second
     _check_ranks(r, logs, nproc)
     _check_gpus(r, nproc, facts)
@@ -384,10 +389,10 @@ def _logs(r: Reading) -> LogPolicy:
     )
 
 
-def _signals(r: Reading) -> tuple[str, ...]:
-    known, unknown = r.read("signals_to_handle", parse.signals)
+def _signals(r: Reading, dest: str) -> tuple[str, ...]:
+    known, unknown = r.read(dest, parse.signals)
     for name in unknown:
-        r.warn(f"{r.label('signals_to_handle')}: no signal {parse.quote(name)} on this system; it is left out")
+        r.warn(f"{r.label(dest)}: no signal {parse.quote(name)} on this system; it is left out")
     return known
 
 

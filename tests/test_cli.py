@@ -82,6 +82,7 @@ max-restarts - PET_MAX_RESTARTS 0
 grace - PET_GRACE 30
 shutdown-timeout - PET_SHUTDOWN_TIMEOUT None
 signals-to-handle - PET_SIGNALS_TO_HANDLE SIGTERM,SIGINT,SIGHUP,SIGQUIT
+forward-signals - PET_FORWARD_SIGNALS ''
 log-dir - PET_LOG_DIR None
 redirects r PET_REDIRECTS 0
 tee t PET_TEE 0

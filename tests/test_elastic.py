@@ -169,6 +169,21 @@ def test_a_signal_to_a_single_node_ends_it_and_its_workers(nodes: Cluster, signu
     assert dies(worker.pid, 0)
 
 
+def test_a_forwarded_signal_reaches_the_workers_and_training_goes_on(nodes: Cluster) -> None:
+    handler = """
+import os, signal
+signal.signal(signal.SIGUSR1, lambda signum, frame: os.write(1, b"heard USR1\\n"))
+"""
+    nodes.script.write_text(handler + nodes.script.read_text())
+    agent = nodes.launch(1, "--forward-signals=USR1,USR2", "--nproc-per-node=2", str(nodes.script))
+    workers = nodes.round(2)
+    agent.send_signal(signal.SIGUSR1)
+    nodes.says(1, "heard USR1\nheard USR1")
+    for worker in workers:
+        worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
+
+
 def test_with_a_token_a_stranger_cannot_join(nodes: Cluster, tmp_path: Path) -> None:
     for name in ("right", "wrong"):
         (tmp_path / name).write_text(f"the {name} token of this job")

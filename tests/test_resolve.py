@@ -291,3 +291,9 @@ def test_rows_say_where_each_value_came_from() -> None:
     assert rows["--nproc-per-node"] == ("6", "derived: usable CPUs")
     assert rows["--monitor-interval"] == ("0.1", "default")
     assert rows["--module"] == ("no", "default")
+
+
+def test_signals_to_pass_on() -> None:
+    assert config_of("--forward-signals=USR1,sigusr2 t.py").forward_signals == ("SIGUSR1", "SIGUSR2")
+    assert config_of("t.py").forward_signals == ()
+    assert "--forward-signals and --signals-to-handle contradict" in error_of("--forward-signals=HUP --signals-to-handle=TERM,HUP t.py")
