@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from elastirun.agent import cpus, failures, lodgers, net
+from elastirun.agent import cpus, failures, lodgers, memory, net
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog
 from elastirun.agent.family import Family
@@ -73,6 +73,7 @@ class Agent:
         self._exits: list[WorkerExit] = []  # of the running set, those that failed by themselves
         self._not_started: tuple[ExitRecord, ...] = ()  # why the set could not be started
         self._attempt = 0  # of the running set: round - 1
+        self._oom_kills: int | None = None  # the kernel's count when the set was started
         self._stopping = False
         self._address = ""  # what the others reach this node by
         self._signum = 0  # the signal that told us to leave
@@ -267,7 +268,8 @@ class Agent:
     def _record(self, end: WorkerExit) -> ExitRecord:
         error_file = self._logs.error_file(self._attempt, end.local_rank)
         error = failures.read_error_file(error_file) if error_file else None
-        return failures.make_record(self._name, end, self._logs.last_lines(end.local_rank), error)
+        note = memory.explain(self._oom_kills) if end.code == -signal.SIGKILL else ""
+        return failures.make_record(self._name, end, self._logs.last_lines(end.local_rank), error, note)
 
     # -- what is asked for ----------------------------------------------------------------------------------------------
 
@@ -292,6 +294,7 @@ class Agent:
             logs = self._logs.open_round(self._attempt, specs)
             if self._logs.temporary:
                 self._family.remove_at_the_end(self._logs.temporary)
+            self._oom_kills = memory.oom_kills()
             self._workers.start(specs, logs)
             if node_rank == 0:  # after them: the import of torch would hold them up, and their first connections can wait
                 self._worker_store.serve()

@@ -33,8 +33,8 @@ def cpu_quota(read: Read) -> float | None:
     return min(quotas, default=None)
 
 
-def cgroup_folders(cgroup: str, mountinfo: str) -> list[str]:
-    """The folders that can hold this process' CPU quota, innermost first, up to where the hierarchy is mounted.
+def cgroup_folders(cgroup: str, mountinfo: str, controller: str = "cpu") -> list[str]:
+    """The folders that can hold this process' limits of ``controller``, innermost first, up to where the hierarchy is mounted.
 
     ``cgroup`` and ``mountinfo`` are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
     """
@@ -42,9 +42,9 @@ def cgroup_folders(cgroup: str, mountinfo: str) -> list[str]:
     for line in cgroup.splitlines():
         hierarchy, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         v2 = hierarchy == "0" and not controllers
-        if not v2 and "cpu" not in controllers.split(","):
+        if not v2 and controller not in controllers.split(","):
             continue
-        for root, mount_point in _mounts(mountinfo, v2):
+        for root, mount_point in _mounts(mountinfo, v2, controller):
             # Inside a container the path may be the host's, outside of what is mounted: then the mount's top is our group.
             below = PurePosixPath(path)
             inner = below.relative_to(root) if below.is_relative_to(root) else PurePosixPath()
@@ -53,15 +53,15 @@ def cgroup_folders(cgroup: str, mountinfo: str) -> list[str]:
     return list(dict.fromkeys(folders))
 
 
-def _mounts(mountinfo: str, v2: bool) -> list[tuple[str, str]]:
-    """(root within the hierarchy, mount point) of each mount of the version 2 hierarchy, or of version 1's cpu controller."""
+def _mounts(mountinfo: str, v2: bool, controller: str) -> list[tuple[str, str]]:
+    """(root within the hierarchy, mount point) of each mount of the version 2 hierarchy, or of version 1's ``controller``."""
     found = []
     for line in mountinfo.splitlines():
         mount, separator, file_system = line.partition(" - ")
         fields, kind = mount.split(), file_system.split()
         if not separator or len(fields) < 5 or len(kind) < 3:
             continue
-        if (kind[0] == "cgroup2") if v2 else (kind[0] == "cgroup" and "cpu" in kind[2].split(",")):
+        if (kind[0] == "cgroup2") if v2 else (kind[0] == "cgroup" and controller in kind[2].split(",")):
             found.append((fields[3], fields[4]))
     return found
 

@@ -82,11 +82,13 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def make_record(node: str, end: WorkerExit, lines: Sequence[str], error: Sequence[str] | None = None) -> ExitRecord:
+def make_record(
+    node: str, end: WorkerExit, lines: Sequence[str], error: Sequence[str] | None = None, note: str = ""
+) -> ExitRecord:
     """The record of a failed worker on the node called ``node``.
 
     ``lines``: the last lines of its stderr; ``error``: what it left in its error file (``read_error_file``), which is
-    shown instead of them where there is one.
+    shown instead of them where there is one; ``note``: what else is known of its end.
     """
     return ExitRecord(
         node=node,
@@ -97,6 +99,7 @@ def make_record(node: str, end: WorkerExit, lines: Sequence[str], error: Sequenc
         blame=classify(end, error or lines),
         after=round(end.after, 3),
         lines=_bounded(error or lines),
+        note=note,
     )
 
 
@@ -183,7 +186,7 @@ def _other(record: ExitRecord) -> str:
 
 def _how(record: ExitRecord) -> str:
     why = {VICTIM: ", having lost its peers", KILLED_BY_US: ", stopped by its agent"}.get(record.blame, "")
-    return describe_code(record.code) + why
+    return describe_code(record.code) + why + (f", {record.note}" if record.note else "")
 
 
 def _printable(line: str) -> str:

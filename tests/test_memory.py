@@ -1,0 +1,97 @@
+"""A worker that the kernel killed for want of memory is told apart from one that somebody else killed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastirun.agent import memory
+from tests.cluster import Cluster, cluster
+
+V1 = "5:memory:/job\n0::/\n", "30 20 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+V2 = "0::/pod/job\n", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+TOP1, TOP2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
+
+
+def files(cgroup: tuple[str, str], more: dict[str, str]) -> memory.Read:
+    known = {"/proc/self/cgroup": cgroup[0], "/proc/self/mountinfo": cgroup[1], **more}
+
+    def read(path: str) -> str:
+        if path not in known:
+            raise FileNotFoundError(path)
+        return known[path]
+
+    return read
+
+
+def test_the_count_is_that_of_our_own_group_or_of_the_machine() -> None:
+    assert memory.oom_kills(files(V2, {f"{TOP2}/pod/job/memory.events": "low 0\noom 4\noom_kill 3\n", "/proc/vmstat": "oom_kill 9\n"})) == 3
+    assert memory.oom_kills(files(V1, {f"{TOP1}/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"})) == 2
+    assert memory.oom_kills(files(V2, {"/proc/vmstat": "nr_free 7\noom_kill 9\n"})) == 9
+    assert memory.oom_kills(files(("", ""), {})) is None
+
+
+def test_only_a_count_that_rose_explains_anything() -> None:
+    events = {f"{TOP2}/pod/job/memory.events": "oom_kill 3\n"}
+    assert memory.explain(3, files(V2, events)) == "" == memory.explain(None, files(V2, events))
+    assert memory.explain(2, files(V2, events)).startswith("out of memory")
+    limits = {f"{TOP2}/pod/job/memory.max": "max\n", f"{TOP2}/pod/memory.max": "4294967296\n", f"{TOP2}/pod/memory.peak": "4187593113\n"}
+    assert memory.explain(2, files(V2, events | limits)) == "out of memory: the kernel killed it; 3.9 of 4.0 GiB were used"
+
+
+LIMIT = 512 << 20  # room for the agent, so that the worker is the largest
+GREEDY = """
+import os, sys
+if os.environ["RANK"] == "1":
+    hog = []
+    while True:
+        hog.append(bytearray(os.urandom(1 << 20)))
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory control group of our own."""
+    parents = memory._folders(memory.read_file)
+    folder = Path(parents[0] if parents else "/nowhere") / f"elastirun-test-{secrets.token_hex(4)}"
+    v2 = (folder.parent / "cgroup.subtree_control").exists()
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs a memory control group to make one in: {error}")
+    try:
+        (folder / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(LIMIT))
+    except OSError as error:
+        folder.rmdir()
+        pytest.skip(f"needs a memory controller: {error}")
+    yield folder
+    folder.rmdir()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def test_the_report_names_the_kernels_kill(group: Path, tmp_path: Path) -> None:
+    script = tmp_path / "greedy.py"
+    script.write_text(GREEDY)
+    command = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -m elastirun --nproc-per-node=2 {script}"
+    done = subprocess.run(["sh", "-c", command], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "killed by SIGKILL (signal 9), out of memory: the kernel killed it; 0.5 of 0.5 GiB were used" in done.stderr
+
+
+def test_a_plain_kill_is_not_called_that(nodes: Cluster) -> None:
+    agent = nodes.launch(1, str(nodes.script))
+    os.kill(nodes.worker().pid, signal.SIGKILL)
+    assert nodes.ends(agent) == 1
+    assert "killed by SIGKILL (signal 9)" in nodes.out(1) and "memory" not in nodes.out(1)
