@@ -118,6 +118,11 @@ def test_a_write_of_ours_that_was_thought_lost_is_adopted_not_written_over() -> 
     assert answer.row == row("me", 5) and store.asked.count("put node/me") == 1
 
 
+def test_a_row_that_has_vanished_is_not_written_as_if_it_had_not() -> None:
+    data: dict[str, bytes] = {}
+    assert exchange(data, Sync(Put(row("me"), row("me", 2)))).row is None and data == {}
+
+
 def big_row(i: str) -> NodeRow:
     failure = ExitRecord("n", 0, 0, 1, 1, 0, 1.0, ("x" * 1000,) * 300)
     return row(i, failures=(failure,))

@@ -9,7 +9,7 @@ import pytest
 
 from elastirun.rendezvous import forming
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
-from elastirun.rendezvous.events import Leave, Reachable, SyncFailed, Tick
+from elastirun.rendezvous.events import Leave, Reachable, SyncFailed, Tick, WorkersStopped
 from elastirun.rendezvous.records import Cause, RoundRecord, Status
 from tests.stage import ME, Stage, count, met, running, slow_answers
 
@@ -24,9 +24,9 @@ def test_a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must() -
     slow_answers(stage, 2.0)
     stage.run(1)
     for port in range(5):  # even when there is news to tell
-        stage.me.feed(lambda now, port=port: Reachable(now, "10.0.0.1", port))  # type: ignore[misc]
+        stage.me.feed(lambda now, port=port: Reachable(now, f"10.0.0.{port}", port))  # type: ignore[misc]
     stage.run(10)
-    assert stage.mine.port == 4 and stage.most_under_way == 1
+    assert (stage.mine.address, stage.mine.port) == ("10.0.0.4", 4) and stage.most_under_way == 1
 
 
 def test_a_row_is_written_every_beat_and_not_with_every_look() -> None:
@@ -348,8 +348,11 @@ def test_the_store_of_an_earlier_run_is_gone_before_it_matters() -> None:
     assert stage.me.outcome is Outcome.LEFT
 
 
-@pytest.mark.parametrize(("hosting", "least", "most"), [(True, 6.0, 8.0), (False, 0.0, 1.0)])
-def test_only_the_host_lingers_and_not_for_ever(hosting: bool, least: float, most: float) -> None:
+@pytest.mark.parametrize(
+    ("hosting", "silent", "least", "most"),
+    [(True, False, 6.0, 8.0), (False, False, 0.0, 1.0), (True, True, 0.0, 1.0)],
+)
+def test_only_the_host_lingers_for_those_who_live_and_not_for_ever(hosting: bool, silent: bool, least: float, most: float) -> None:
     stage = Stage()
     if not hosting:
         stage.add().crash()  # the first of a world is the host
@@ -359,6 +362,10 @@ def test_only_the_host_lingers_and_not_for_ever(hosting: bool, least: float, mos
     stage.run(1)
     stage.form(stage.me.id, "b")
     assert stage.run(5, lambda: stage.me.working is not None)
+    if silent:
+        stage.puppet("b", status=Status.DONE, succeeded=1)
+        stage.silence("b")
+        stage.run(10)
     stage.write(forming.succeed(stage.record, "b"))
     closed = stage.t
     assert stage.run(60, lambda: stage.me.finish is not None) and least <= stage.t - closed <= most
@@ -431,6 +438,19 @@ def test_a_failure_names_rank_node_and_how(code: int, how: str) -> None:
     assert stage.run(2, lambda: stage.record.broken is not None)
     assert stage.record.broken and stage.record.broken.reason == f"rank 0 on n0 failed ({how})"
     assert stage.me.stops[0].planned is False
+
+
+def test_who_fails_while_a_node_is_being_stopped_is_reported_too() -> None:
+    stage = running("b")
+    stage.me.stop_time = 1e6
+    stage.me.fail(1)
+    first = stage.me.machine.row.failures[0]
+    stage.run(1)
+    assert (stage.mine.status, stage.mine.failures) == (Status.DRAINING, (first,))
+    stage.me.working = None
+    stage.me.feed(lambda now: WorkersStopped(now, (first, replace(first, local_rank=1))))
+    assert stage.run(1, lambda: stage.mine.status is Status.JOINING)
+    assert [f.local_rank for f in stage.mine.failures] == [0, 1] and stage.mine.done_round == 1
 
 
 def test_the_verdict_is_the_reason_of_the_stop() -> None:
