@@ -113,6 +113,8 @@ class Agent:
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
             max_restarts=config.max_restarts,
+            restart_window=config.restart_window,
+            fail_fast=config.fail_fast,
             fixed_ranks=config.fixed_ranks,
             private=config.standalone,
             join_timeout=timing.join_timeout,

@@ -95,6 +95,8 @@ class LaunchConfig:
     local_addr: str | None = None
     role: str = "default"
     max_restarts: int = 0
+    restart_window: float = 0.0  # seconds; a round that ran for so long makes earlier failures forgiven; 0: none ever is
+    fail_fast: bool = False  # the same failure twice with no progress between is final
     timing: Timing = field(default_factory=Timing)
     logs: LogPolicy = field(default_factory=LogPolicy)
     token: bytes | None = field(default=None, repr=False)  # signs what is in the store

@@ -77,6 +77,8 @@ GROUPS = {
     ),
     "Failures and stopping": (
         Option("max_restarts", "N", "0", "How often all workers may be started anew because one of them failed."),
+        Option("restart_window", "SECONDS", "0", "Failures before a round that ran for so long are forgiven; 0: never.", new=True),
+        Option("fail_fast", "", None, "The same failure twice, with no progress between, ends the job.", new=True),
         Option("grace", "SECONDS", _GRACE, "From SIGTERM to SIGKILL when workers are to stop.", new=True),
         Option("shutdown_timeout", "SECONDS", None, "torchrun's name for --grace."),
         Option("signals_to_handle", "NAMES", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "Signals at which this node stops its workers and leaves."),

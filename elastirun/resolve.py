@@ -126,6 +126,8 @@ def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
         local_addr=r.optional("local_addr", parse.host) if r.text("local_addr") else None,
         role=r.read("role", parse.name),
         max_restarts=r.read("max_restarts", parse.integer(0)),
+        restart_window=r.read("restart_window", parse.seconds(0.0)),
+        fail_fast=r.flag("fail_fast"),
         timing=timing,
         logs=logs,
         signals=_signals(r, "signals_to_handle"),

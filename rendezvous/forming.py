@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.ranks import choose, member
 from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
+
+PROGRESS = 30.0  # seconds; a round that ran for so long has made some
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class Rules:
     min_nodes: int
     max_nodes: int
     max_restarts: int = 0
+    restart_window: float = 0.0  # a round that ran for so long makes the failures before it forgiven; 0: none ever is
+    fail_fast: bool = False  # the same failure twice with no progress between is final
     fixed_ranks: bool = False
     private: bool = False  # no other agent can reach the store
     join_timeout: float = 600.0
@@ -87,9 +92,9 @@ def form(
     if active:
         return Forming(None, f"waiting for {names(active)} to stop the workers of round {record.round}")
     lost = [m for m in record.members if is_lost(m, record, silent)]
-    cost = int(record.broken is not None and record.broken.cause is Cause.FAILURE and not lost)
-    if record.failures + cost > rules.max_restarts:
-        return _give_up(rules, record, rows, cost)
+    record, causes = _count(rules, record, rows, lost)
+    if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
+        return _give_up(rules, record, causes)
     ready = candidates(record, rows, silent)
     chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
     missing = _missing(rules, chosen)
@@ -105,8 +110,7 @@ def form(
         version=record.version + 1,
         round=record.round + 1,
         members=tuple(member(row) for row in chosen),
-        reason=_why(record, lost),
-        failures=record.failures + cost,
+        reason=_why(record, lost, causes),
         broken=None,
     )
     return Forming(following, following.reason, leader=chosen[0].id)
@@ -123,25 +127,51 @@ def _missing(rules: Rules, chosen: list[NodeRow]) -> str:
     return f"{joined}, waiting for {rules.min_nodes - len(chosen)} more"
 
 
-def _why(record: RoundRecord, lost: list[Member]) -> str:
+def _why(record: RoundRecord, lost: list[Member], causes: tuple[ExitRecord, ...]) -> str:
     if record.broken is None:
         return "the first round"
+    if causes:
+        return describe(causes[0])
     if lost and record.broken.cause is Cause.FAILURE:
         return clip(f"{names(lost)} was lost; {record.broken.reason}")
     return record.broken.reason
 
 
-def _give_up(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], cost: int) -> Forming:
-    failures = root_cause(f for m in record.members if m.id in rows for f in rows[m.id].failures)
-    total = record.failures + cost
-    reason = clip(f"{_times(total)}, --max-restarts={rules.max_restarts} is spent: {record.broken.reason if record.broken else ''}")
-    closed = Closed(Verdict.FAILED, reason, record.broken.by if record.broken else "", failures[:16])
+def _count(
+    rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], lost: list[Member]
+) -> tuple[RoundRecord, tuple[ExitRecord, ...]]:
+    """The record with the broken round's failure counted, and its causes, most likely first; none when it was no failure."""
+    if record.broken is None or record.broken.cause is not Cause.FAILURE or lost:
+        return record, ()
+    causes = root_cause(f for m in record.members if m.id in rows for f in rows[m.id].failures)
+    if not causes:  # the node that saw it has left since, and took its words with it
+        causes = (ExitRecord("a node that has left", -1, -1, 0, 1, 0, 0.0),)
+    ran, mark = causes[0].after, signature(causes[0])
+    before = 0 if rules.restart_window and ran >= rules.restart_window else record.failures
+    again = mark == record.signature and ran < PROGRESS
+    return replace(record, failures=before + 1, signature=mark, repeats=record.repeats + 1 if again else 1), causes
+
+
+def _give_up(rules: Rules, record: RoundRecord, causes: tuple[ExitRecord, ...]) -> Forming:
+    times = "a worker failed" if record.failures == 1 else f"a worker failed in {record.failures} rounds"
+    why = f"--max-restarts={rules.max_restarts} is spent" if record.failures > rules.max_restarts else "--fail-fast"
+    same = f"; it was the same failure {record.repeats} times in a row" if record.repeats > 1 else ""
+    reason = clip(f"{times}, {why}: {describe(causes[0])}{same}")
+    closed = Closed(Verdict.FAILED, reason, record.broken.by if record.broken else "", causes[:16])
     leader = record.members[0].id if record.members else ""
-    return Forming(replace(record, version=record.version + 1, failures=total, closed=closed), reason, leader)
+    return Forming(replace(record, version=record.version + 1, closed=closed), reason, leader)
 
 
-def _times(count: int) -> str:
-    return "a worker failed" if count == 1 else f"a worker failed in {count} rounds"
+def describe(failure: ExitRecord) -> str:
+    """A failure in one line, for people."""
+    how = f"exit code {failure.code}" if failure.code >= 0 else f"signal {-failure.code}"
+    return clip(f"rank {failure.rank} on {failure.node} failed ({how})")
+
+
+def signature(failure: ExitRecord) -> str:
+    """What is the same when the same thing fails again: how it ended and its last words, without the numbers in them."""
+    last = failure.lines[-1] if failure.lines else ""
+    return clip(f"{failure.code} {re.sub(r'0x[0-9a-fA-F]+|[0-9]+', '0', last)}", 200)
 
 
 def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:

@@ -172,9 +172,7 @@ class Machine:
         self._next_sync = event.now + self.rules.beat
 
     def _on_failed(self, event: WorkersFailed) -> None:
-        first = forming.root_cause(event.failures)[0]
-        how = f"exit code {first.code}" if first.code >= 0 else f"signal {-first.code}"
-        reason = f"rank {first.rank} on {first.node} failed ({how})"
+        reason = forming.describe(forming.root_cause(event.failures)[0])
         self._break = Broken(Cause.FAILURE, reason, self.row.id)
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
 

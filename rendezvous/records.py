@@ -113,9 +113,11 @@ class RoundRecord:
     round: int = 0  # 0: none formed yet
     members: tuple[Member, ...] = ()
     reason: str = ""  # why this round was formed, for people and workers
-    failures: int = 0  # rounds so far that ended by a worker's failure
+    failures: int = 0  # rounds so far that ended by a worker's failure and are not forgiven
     broken: Broken | None = None
     closed: Closed | None = None
+    signature: str = ""  # of the last failure: the same one again has the same
+    repeats: int = 0  # how often that failure came in a row, with no progress between
 
     @property
     def open(self) -> bool:

@@ -79,6 +79,8 @@ store-grace - PET_STORE_GRACE 60
 token-file - PET_TOKEN_FILE None
 rdzv-conf - PET_RDZV_CONF ''
 max-restarts - PET_MAX_RESTARTS 0
+restart-window - PET_RESTART_WINDOW 0
+fail-fast - PET_FAIL_FAST flag
 grace - PET_GRACE 30
 shutdown-timeout - PET_SHUTDOWN_TIMEOUT None
 signals-to-handle - PET_SIGNALS_TO_HANDLE SIGTERM,SIGINT,SIGHUP,SIGQUIT

@@ -93,6 +93,41 @@ def test_the_budget_is_the_jobs_and_its_end_reaches_every_node_with_the_root_cau
         assert "--max-restarts=2" in node.finish.reason
 
 
+def test_a_round_that_ran_long_enough_makes_earlier_failures_forgiven() -> None:
+    world = started(2, max_restarts=1, restart_window=100.0)
+    a, b = world.nodes
+    for after, counted in ((5.0, 1), (150.0, 1), (150.0, 1)):
+        before = record(world).round
+        a.fail(after=after)
+        assert world.run(5, lambda before=before: record(world).round == before + 1 and world.running(a, b)())
+        assert record(world).failures == counted
+    b.fail(after=99.0)
+    assert world.run(10, world.all_finished) and a.outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize(("codes", "after", "final"), [((3, 3), 1.0, True), ((3, 4), 1.0, False), ((3, 3), 31.0, False)])
+def test_fail_fast_ends_at_the_same_failure_twice_without_progress(codes: tuple[int, int], after: float, final: bool) -> None:
+    world = started(2, max_restarts=10, fail_fast=True)
+    a, b = world.nodes
+    a.fail(code=codes[0])
+    assert world.run(5, lambda: record(world).round == 2 and world.running(a, b)())
+    a.fail(code=codes[1], after=after)
+    assert world.run(5, lambda: bool(record(world).closed) or record(world).round == 3)
+    assert bool(record(world).closed) == final
+    if final:
+        assert world.run(10, world.all_finished) and b.finish
+        assert b.finish.reason.endswith("--fail-fast: rank 0 on n0 failed (exit code 3); it was the same failure 2 times in a row")
+
+
+def test_the_reason_names_the_cause_and_not_who_was_seen_first() -> None:
+    world = started(2, max_restarts=1)
+    a, b = world.nodes
+    a.fail(code=1, blame=5, after=1.0)
+    b.fail(code=7, blame=0, after=1.1)
+    assert world.run(5, lambda: record(world).round == 2)
+    assert record(world).reason == "rank 1 on n1 failed (exit code 7)"
+
+
 def test_a_lost_node_is_dropped_within_expire_and_two_seconds_and_costs_no_restart() -> None:
     world = started(3, max_restarts=0)
     a, b, c = world.nodes

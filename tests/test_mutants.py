@@ -69,17 +69,17 @@ MUTANTS = (
     ),
     mutant(
         "a lost member costs no restart",
-        *("forming", "record.broken.cause is Cause.FAILURE and not lost)", "record.broken.cause is Cause.FAILURE)"),
+        *("forming", "record.broken.cause is not Cause.FAILURE or lost:", "record.broken.cause is not Cause.FAILURE:"),
         *("machine", "a_lost_node_is_dropped_within_expire_and_two_seconds_and_costs_no_restart"),
     ),
     mutant(
         "--max-restarts restarts are allowed",
-        *("forming", "record.failures + cost > rules.max_restarts", "record.failures + cost >= rules.max_restarts"),
+        *("forming", "(record.failures > rules.max_restarts or", "(record.failures >= rules.max_restarts or"),
         *("machine", "a_worker_failure_restarts_everyone_quickly_and_keeps_ranks"),
     ),
     mutant(
         "restarts are counted",
-        *("forming", "failures=record.failures + cost,", "failures=record.failures,"),
+        *("forming", "failures=before + 1,", "failures=before,"),
         *("forming", "only_a_failure_without_a_lost_member_costs_a_restart"),
     ),
     mutant(

@@ -297,3 +297,9 @@ def test_signals_to_pass_on() -> None:
     assert config_of("--forward-signals=USR1,sigusr2 t.py").forward_signals == ("SIGUSR1", "SIGUSR2")
     assert config_of("t.py").forward_signals == ()
     assert "--forward-signals and --signals-to-handle contradict" in error_of("--forward-signals=HUP --signals-to-handle=TERM,HUP t.py")
+
+
+def test_which_failures_count() -> None:
+    config = config_of("--restart-window=90 --fail-fast t.py")
+    assert (config.restart_window, config.fail_fast) == (90.0, True)
+    assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)
