@@ -324,6 +324,17 @@ def test_a_round_of_ten_thousand_nodes_fits() -> None:
     assert SIGNED.decode("round", SIGNED.encode("round", record), RoundRecord) == record
 
 
+def test_a_record_that_is_good_but_for_its_size_is_bad() -> None:
+    members = tuple(Member(f"{i}", "x" * 250, "a", 1, 1) for i in range(MAX_ITEMS))
+    data = PLAIN.encode(KEY, RoundRecord("s", members=members))
+    assert len(data) > MAX_BYTES and decode(data, RoundRecord) is None
+
+
+def test_what_no_other_node_could_read_is_not_written() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        PLAIN.encode(KEY, dataclasses.replace(ROW, failures=(dataclasses.replace(FAILURE, after=float("nan")),)))
+
+
 # -- texts ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -302,9 +302,11 @@ def test_a_key_whose_creator_died_before_it_was_indexed_is_indexed_by_its_next_c
 def test_the_index_grows_once_per_connection_not_with_writes(server: Server) -> None:
     store = server.connect()
     for i in range(50):
-        store.put_if("grow/a", str(i - 1).encode() if i else None, str(i).encode())
-        store.under("grow/")
-    assert server.foul("get", "grow/~index").split() == [b"grow/a"]
+        for key in ("grow/round", "grow/node/a"):
+            store.put_if(key, str(i - 1).encode() if i else None, str(i).encode())
+        store.under("grow/node/")
+    assert server.foul("get", "grow/~index").split() == [b"grow/round"]
+    assert server.foul("get", "grow/node/~index").split() == [b"grow/node/a"]
 
 
 GARBAGE = [
