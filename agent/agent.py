@@ -66,6 +66,8 @@ class Agent:
         self._stack = stack
         self._selector = stack.enter_context(selectors.PollSelector())
         self._environ = dict(os.environ)
+        # TCPStore asks for the name of whoever connects, in its only thread: a silent name server must not hold it for long.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._cpu_sets = cpu_sets(config, self._environ)
         self._events: deque[Event] = deque()
         self._finish: Finish | None = None
