@@ -18,7 +18,7 @@ class Signals:
     In the loop are called: ``on_signal(signum, count)``, ``count`` from 1 over all of ``names``; ``on_forward(signum)`` for
     each of ``forward``; ``on_child`` when children may have ended.
 
-    A signal that was ignored when the agent started stays ignored (SIGHUP under nohup), in the workers too.
+    SIGHUP that was ignored when the agent started (nohup) stays ignored, in the workers too.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Signals:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before: dict[int, Any] = {}
         for signum in {*self._forward, *(int(signal.Signals[name]) for name in names)}:
-            if signal.getsignal(signum) is not signal.SIG_IGN:
+            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._arrive)
         # Inherited as ignored, the kernel would swallow the workers' exit codes.
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._arrive)

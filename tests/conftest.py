@@ -1,6 +1,7 @@
 """What every test shares: an environment in which no launcher has run yet."""
 
 import os
+import signal
 
 LAUNCHER_PREFIXES = ("ELASTIRUN_", "GROUP_", "LOCAL_", "MASTER_", "PET_", "ROLE_", "TORCHELASTIC_")
 
@@ -10,3 +11,8 @@ for _name in list(os.environ):  # before any test module is imported, so that th
 
 # TCPStore asks DNS for the name of each peer, for a line in a log. A name server that drops a question costs a second then, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+# A test run under nohup, or in the background of a script, begins with these ignored, and so would all that it starts.
+for _signum, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, _usual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -167,6 +168,15 @@ def test_a_signal_to_a_single_node_ends_it_and_its_workers(nodes: Cluster, signu
     agent.send_signal(signum)
     assert nodes.ends(agent) == 128 + signum
     assert dies(worker.pid, 0)
+
+
+def test_under_nohup_a_hangup_is_nothing(nodes: Cluster) -> None:
+    agent = nodes.launch(1, str(nodes.script), before=("nohup",))
+    worker = nodes.worker()
+    agent.send_signal(signal.SIGHUP)
+    os.kill(worker.pid, signal.SIGHUP)
+    worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
 
 
 def test_a_forwarded_signal_reaches_the_workers_and_training_goes_on(nodes: Cluster) -> None:
