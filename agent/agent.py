@@ -33,7 +33,7 @@ from elastirun.errors import ExitCode, StartError, StoreError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.driver import Driver, Exchange
-from elastirun.rendezvous.events import Event, Leave, Reachable, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
@@ -45,6 +45,8 @@ from elastirun.rendezvous.stores.tcp import connector
 EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
+HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
+STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
 FLUSH = 2.0  # seconds to get the last words out
 
 
@@ -72,8 +74,11 @@ class Agent:
         self._events: deque[Event] = deque()
         self._finish: Finish | None = None
         self._notices: deque[str] = deque()  # lines for people from the driver's thread
+        self._cannot_host: tuple[float, str] | None = None  # since when and why the store that is ours to host cannot be served
         self._exits: list[WorkerExit] = []  # of the running set, those that failed by themselves
         self._not_started: tuple[ExitRecord, ...] = ()  # why the set could not be started
+        self._started = False  # workers have run here
+        self._world_size = 0  # of the running set
         self._attempt = 0  # of the running set: round - 1
         self._oom_kills: int | None = None  # the kernel's count when the set was started
         self._stopping = False
@@ -88,8 +93,9 @@ class Agent:
         passed_on = config.forward_signals
         self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
-        lease = 0.0 if config.standalone else max(MIN_LEASE, 2 * config.timing.expire)
-        self._family = Family(config.run_id, lease, self._selector, self._console.say)
+        # One node alone has nobody who could go on without it while it stands still.
+        self._lease = 0.0 if config.max_nodes == 1 else max(MIN_LEASE, 2 * config.timing.expire)
+        self._family = Family(config.run_id, self._lease, self._selector, self._console.say)
         stack.callback(self._family.close)
         self._logs = RunLogs(config.logs, config.run_id, name, self._console, self._selector)
         stack.callback(self._logs.close)
@@ -156,12 +162,15 @@ class Agent:
                     self._reached.append((address, endpoint.port))
                     return address, endpoint.port
             why = next(iter(whys.values()), None) or "the name does not resolve"
+            if self._reached:
+                raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")
             raise StoreError(f"{why}; {net.explain_no_host(endpoint, names, addresses)}")
 
         def open_socket() -> socket.socket | None:
             try:
                 listening = net.open_host_socket(endpoint, self._config.is_host)
             except StartError as error:
+                self._cannot_host = self._cannot_host or (time.monotonic(), str(error))
                 raise StoreError(str(error)) from None
             if listening is not None:
                 found = net.resolve(endpoint.host)
@@ -187,9 +196,21 @@ class Agent:
             self._work_off()
             if self._finish is not None:
                 return self._end(self._finish)
-            for key, mask in self._selector.select(self._time_to_wait()):
+            wait = self._time_to_wait()
+            due = time.monotonic() + (wait or 0.0)
+            ready = self._selector.select(wait)
+            if wait is not None:
+                self._look_for_standstill(time.monotonic() - due)
+            for key, mask in ready:
                 key.data(mask)
             self._on_time(time.monotonic())
+
+    def _look_for_standstill(self, seconds: float) -> None:
+        """Before anything else is looked at: a worker that the guard has ended did not fail."""
+        if seconds > STANDSTILL:
+            ended = bool(self._lease) and time.monotonic() - self._family.renewed > self._lease - 0.5
+            self._console.say(f"this agent stood still for {seconds:.0f} s" + ("; its workers were ended" if ended else ""))
+            self._events.append(StoodStill(time.monotonic(), seconds, ended))
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
@@ -234,6 +255,8 @@ class Agent:
     def _on_store(self, mask: int) -> None:
         while self._notices:
             self._console.say(self._notices.popleft())
+        if self._cannot_host and not self._reached and time.monotonic() > self._cannot_host[0] + HOST_TRIES:
+            self._events.append(Leave(time.monotonic(), self._cannot_host[1]))
         self._events.extend(self._driver.answers())
 
     def _on_signal(self, signum: int, count: int) -> None:
@@ -241,10 +264,13 @@ class Agent:
         name = signal.Signals(signum).name
         if count == 1:
             self._signum = signum
-            self._console.say(f"{name}: this node leaves; its workers have {self._config.timing.grace:g} s")
+            hurry = f"; its workers have {self._config.timing.grace:g} s, again to hurry" if self._workers.running else ""
+            self._console.say(f"{name}: this node leaves{hurry}")
             self._events.append(Leave(time.monotonic(), name))
         elif self._workers.running:
-            self._workers.stop(SECOND_SIGNAL_GRACE if count == 2 else 0.0)
+            grace = SECOND_SIGNAL_GRACE if count == 2 else 0.0
+            self._console.say(f"{name}: its workers have {grace:g} s")
+            self._workers.stop(grace)
 
     def _on_forward(self, signum: int) -> None:
         self._workers.forward(signum)
@@ -273,7 +299,8 @@ class Agent:
         error_file = self._logs.error_file(self._attempt, end.local_rank)
         error = failures.read_error_file(error_file) if error_file else None
         note = memory.explain(self._oom_kills) if end.code == -signal.SIGKILL else ""
-        return failures.make_record(self._name, end, self._logs.last_lines(end.local_rank), error, note)
+        lines = self._logs.last_lines(end.local_rank)
+        return failures.make_record(self._name, end, lines, error, note, alone=self._world_size == 1)
 
     # -- what is asked for ----------------------------------------------------------------------------------------------
 
@@ -291,6 +318,7 @@ class Agent:
     def _start(self, action: Start) -> None:
         record, node_rank = action.record, action.node_rank
         assert self._worker_store is not None
+        self._world_size = record.world_size
         self._exits, self._not_started, self._stopping, self._attempt = [], (), False, record.round - 1
         try:
             specs = self._specs(record, node_rank)
@@ -300,6 +328,7 @@ class Agent:
                 self._family.remove_at_the_end(self._logs.temporary)
             self._oom_kills = memory.oom_kills()
             self._workers.start(specs, logs)
+            self._started = True
             if node_rank == 0:  # after them: the import of torch would hold them up, and their first connections can wait
                 self._worker_store.serve()
                 self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
@@ -341,7 +370,9 @@ class Agent:
             text = failures.report(self._config.command.script, finish.reason, records, self._logs.directory)
             self._console.write_err(text.encode())
             self._leave_error_file(finish.reason, records)
-        elif finish.outcome in (Outcome.TIMEOUT, Outcome.STORE_LOST):
+        elif finish.outcome is Outcome.SUCCEEDED and not self._started:
+            self._console.say("the job succeeded; no worker ran on this node")
+        elif finish.outcome is not Outcome.SUCCEEDED and not self._signum:
             self._console.say(f"giving up: {finish.reason}")
             self._leave_error_file(finish.reason, ())
         self._console.flush(FLUSH)
@@ -374,5 +405,7 @@ class Agent:
         if finish.outcome is Outcome.FAILED:
             return ExitCode.FAILED
         if finish.outcome is Outcome.LEFT:
-            return ExitCode.signalled(self._signum) if self._signum else ExitCode.FAILED
+            if self._signum:
+                return ExitCode.signalled(self._signum)
+            return ExitCode.ENVIRONMENT if self._cannot_host else ExitCode.FAILED
         return ExitCode.PEERS_LOST if finish.outcome is Outcome.TIMEOUT and self._machine.row.round else ExitCode.RENDEZVOUS

@@ -83,12 +83,13 @@ def _signal_name(number: int) -> str:
 
 
 def make_record(
-    node: str, end: WorkerExit, lines: Sequence[str], error: Sequence[str] | None = None, note: str = ""
+    node: str, end: WorkerExit, lines: Sequence[str], error: Sequence[str] | None = None, note: str = "", alone: bool = False
 ) -> ExitRecord:
     """The record of a failed worker on the node called ``node``.
 
     ``lines``: the last lines of its stderr; ``error``: what it left in its error file (``read_error_file``), which is
-    shown instead of them where there is one; ``note``: what else is known of its end.
+    shown instead of them where there is one; ``note``: what else is known of its end;
+    ``alone``: it had no peers to lose.
     """
     return ExitRecord(
         node=node,
@@ -96,7 +97,7 @@ def make_record(
         local_rank=end.local_rank,
         pid=end.pid,
         code=end.code,
-        blame=classify(end, error or lines),
+        blame=OWN_FAULT if alone and not end.killed_by_us else classify(end, error or lines),
         after=round(end.after, 3),
         lines=_bounded(error or lines),
         note=note,
@@ -185,7 +186,7 @@ def _other(record: ExitRecord) -> str:
 
 
 def _how(record: ExitRecord) -> str:
-    why = {VICTIM: ", having lost its peers", KILLED_BY_US: ", stopped by its agent"}.get(record.blame, "")
+    why = {VICTIM: ", probably for having lost its peers", KILLED_BY_US: ", stopped by its agent"}.get(record.blame, "")
     return describe_code(record.code) + why + (f", {record.note}" if record.note else "")
 
 

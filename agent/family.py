@@ -28,7 +28,7 @@ class Family:
         self._lease = lease
         self._selector = selector
         self._say = say
-        self._renewed = 0.0
+        self.renewed = 0.0  # when the guard last heard that the agent is well
         self._folders: set[str] = set()
         self._own = guard.identity(os.getpid(), secrets.token_hex(8))
         self.mark = ",".join(filter(None, (os.environ.get(guard.VARIABLE), self._own)))  # ELASTIRUN_AGENT for the workers
@@ -38,8 +38,8 @@ class Family:
 
     def renew(self, now: float) -> None:
         """Tell the guard that the agent is well. To be called each time the loop goes round."""
-        if now >= self._renewed + RENEW_EVERY:
-            self._renewed = now
+        if now >= self.renewed + RENEW_EVERY:
+            self.renewed = now
             self._tell(b"\0")
 
     def remove_at_the_end(self, folder: str) -> None:

@@ -68,6 +68,15 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class StoodStill:
+    """The agent did not run for ``seconds`` (stopped, suspended, starved). ``workers_ended``: so long that the guard has ended them."""
+
+    now: float
+    seconds: float
+    workers_ended: bool
+
+
+@dataclass(frozen=True)
 class Reachable:
     """The address the other nodes reach this one by, and a port it holds for the workers' store, are known or have changed."""
 
@@ -76,4 +85,4 @@ class Reachable:
     port: int
 
 
-Event = Tick | Synced | SyncFailed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Reachable
+Event = Tick | Synced | SyncFailed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Reachable | StoodStill

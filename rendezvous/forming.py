@@ -97,7 +97,7 @@ def form(
         return _give_up(rules, record, causes)
     ready = candidates(record, rows, silent)
     chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
-    missing = _missing(rules, chosen)
+    missing = _missing(rules, chosen, ready)
     if missing:
         return Forming(None, missing)
     first = record.round == 0
@@ -116,14 +116,16 @@ def form(
     return Forming(following, following.reason, leader=chosen[0].id)
 
 
-def _missing(rules: Rules, chosen: list[NodeRow]) -> str:
+def _missing(rules: Rules, chosen: list[NodeRow], ready: list[NodeRow]) -> str:
     """For whom is waited; empty when nobody is missing."""
     if len(chosen) >= rules.min_nodes:
         return ""
     joined = f"{len(chosen)} of {rules.min_nodes} nodes joined" + (f" ({names(chosen)})" if chosen else "")
     if rules.fixed_ranks:
         absent = sorted(set(range(rules.max_nodes)) - {row.node_rank for row in chosen})
-        return f"{joined}, waiting for node rank {', '.join(map(str, absent[:16]))}"
+        twins = [row for row in ready if row not in chosen]
+        same = f"; {names(twins)} says --node-rank={twins[0].node_rank}, which is taken: give each node its own" if twins else ""
+        return f"{joined}, waiting for node rank {', '.join(map(str, absent[:16]))}{same}"
     return f"{joined}, waiting for {rules.min_nodes - len(chosen)} more"
 
 

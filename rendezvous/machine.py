@@ -10,10 +10,9 @@ import math
 from dataclasses import replace
 from enum import Enum
 
-from elastirun.rendezvous import forming
+from elastirun.rendezvous import events, forming
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.events import Event, Leave, Reachable, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.ranks import successors
@@ -94,30 +93,33 @@ class Machine:
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
         self._trouble = ""
+        self._said_last = ""
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def step(self, event: Event) -> list[Action]:
+    def step(self, event: events.Event) -> list[Action]:
         """Take in one event; return what is to be done, in order."""
         if self.finished:
             return []
         self._now = event.now
         self._actions = []
         self.wake = math.inf
-        if isinstance(event, Synced):
+        if isinstance(event, events.Synced):
             self._on_synced(event)
-        elif isinstance(event, SyncFailed):
+        elif isinstance(event, events.SyncFailed):
             self._on_sync_failed(event)
-        elif isinstance(event, Reachable):
+        elif isinstance(event, events.StoodStill):
+            self._on_stood_still(event)
+        elif isinstance(event, events.Reachable):
             self.row = replace(self.row, address=event.address, port=event.port)
             self._urgent = True
-        elif isinstance(event, Leave):
+        elif isinstance(event, events.Leave):
             self._end(Outcome.LEFT, event.reason)
-        elif isinstance(event, WorkersSucceeded) and self.state is RUNNING:
+        elif isinstance(event, events.WorkersSucceeded) and self.state is RUNNING:
             self._go(Trigger.SUCCEEDED, succeeded=self.row.round)
-        elif isinstance(event, WorkersFailed) and self.state is RUNNING:
+        elif isinstance(event, events.WorkersFailed) and self.state is RUNNING:
             self._on_failed(event)
-        elif isinstance(event, WorkersStopped) and self.state is DRAINING:
+        elif isinstance(event, events.WorkersStopped) and self.state is DRAINING:
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
         # a Tick brings only the time; workers that end while they are stopped are told of by WorkersStopped
         before: object = None
@@ -129,7 +131,7 @@ class Machine:
         self._sync_if_due()
         return self._actions
 
-    def _on_synced(self, event: Synced) -> None:
+    def _on_synced(self, event: events.Synced) -> None:
         self._syncing = False
         self.hosting = event.hosting
         if self._trouble or event.now - event.started > self.rules.expire / 2:
@@ -166,15 +168,25 @@ class Machine:
         self._urgent = False
         self._actions.append(Reconnect())
 
-    def _on_sync_failed(self, event: SyncFailed) -> None:
+    def _on_sync_failed(self, event: events.SyncFailed) -> None:
         self._syncing = False
         self._trouble = event.why
         self._next_sync = event.now + self.rules.beat
 
-    def _on_failed(self, event: WorkersFailed) -> None:
+    def _on_failed(self, event: events.WorkersFailed) -> None:
         reason = forming.describe(forming.root_cause(event.failures)[0])
         self._break = Broken(Cause.FAILURE, reason, self.row.id)
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
+
+    def _on_stood_still(self, event: events.StoodStill) -> None:
+        """That time was nobody's absence but our own."""
+        if self._contact is not None:
+            self._contact = min(event.now, self._contact + event.seconds)
+        self._live.excuse(event.now)
+        if event.workers_ended and self.state is RUNNING:
+            reason = f"{self.row.name} {self.row.address} stood still for {event.seconds:.0f} s"
+            self._break = Broken(Cause.LOST, reason, self.row.id)
+            self._stop(Trigger.ROUND_OVER, planned=False, reason=reason)
 
     # -- the states: what this node concludes from what it knows ----------------------------------------------------
 
@@ -186,7 +198,7 @@ class Machine:
             self._go(Trigger.ENDED, note=clip(self._outcome[1]))
             self._left_at = self._now
             return
-        if self._contact is None or (self._trouble and not self.row.round):
+        if self._contact is None or (self._trouble and not self._formed):
             self._wait(f"waiting for the rendezvous store: {self._trouble or 'connecting'}")
         elif record is not None and record.open:
             self._waiting_since = self._now
@@ -198,21 +210,17 @@ class Machine:
             self._wanted = Change(None, RoundRecord(store_id=self.rules.new_store_id))
         else:
             if record.index(self.row.id) is not None and self.row.done_round < record.round:
-                self._renounce(record.round)  # over before this node had seen it
+                self.row, self._urgent = replace(self.row, done_round=record.round), True  # over before this node had seen it
             if self._sees_all:
                 self._form(record)
-
-    def _renounce(self, number: int) -> None:
-        self.row = replace(self.row, done_round=number)
-        self._urgent = True
 
     def _beside_a_round(self, record: RoundRecord) -> None:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
         if len(record.members) >= self.rules.max_nodes:
-            self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare")
+            self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
         elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
-            self._progress(f"round {record.round} is finishing; this node is a spare")
+            self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
         elif self._now < self._candidates[2] + self.rules.debounce:
             self._wake_at(self._candidates[2] + self.rules.debounce)
         elif self._wanted is None:
@@ -318,6 +326,11 @@ class Machine:
 
     # -- what follows from them ---------------------------------------------------------------------------------------
 
+    @property
+    def _formed(self) -> bool:
+        """A round of this job was seen, if only from beside it."""
+        return self.record is not None and self.record.round > 0
+
     def _own_round(self) -> RoundRecord | None:
         """The record, while the round this node takes part in is still on."""
         record = self.record
@@ -368,8 +381,8 @@ class Machine:
 
     def _look_at_store_age(self) -> None:
         """Give up on a store that is away for too long; say so on the way."""
-        if self._outcome is not None or not self._trouble or self._contact is None or not self.row.round:
-            return  # before its first round, the join timeout is a node's limit
+        if self._outcome is not None or not self._trouble or self._contact is None or not self._formed:
+            return  # while the job has not begun, the join timeout is a node's limit
         away = self._now - self._contact
         if away >= self.rules.store_grace:
             self._end(Outcome.STORE_LOST, f"the rendezvous store was away for {away:.0f} s: {self._trouble}")
@@ -472,10 +485,10 @@ class Machine:
             self._progress(why)
             self._wake_at(self._waiting_since + self.rules.join_timeout)
 
-    def _progress(self, text: str) -> None:
-        """Say it once the wait has lasted, then every ``PROGRESS_EVERY`` seconds."""
-        if self._now >= self._progress_at:
-            self._progress_at = self._now + PROGRESS_EVERY
+    def _progress(self, text: str, at_once: bool = False) -> None:
+        """Say it once the wait has lasted, or ``at_once`` when it is new; then every ``PROGRESS_EVERY`` seconds."""
+        if self._now >= self._progress_at or (at_once and text != self._said_last):
+            self._progress_at, self._said_last = self._now + PROGRESS_EVERY, text
             self._say(text)
 
     def _say(self, text: str) -> None:

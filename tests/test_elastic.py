@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,14 @@ def test_nobody_hosts_is_explained(nodes: Cluster) -> None:
     agent = nodes.agent(2, "--join-timeout=3", nnodes="2")
     assert nodes.ends(agent) == 201
     assert "connection refused" in nodes.out(2) and "nobody hosts the store" in nodes.out(2)
+
+
+def test_a_port_that_is_taken_where_this_node_must_host(nodes: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", nodes.port)):
+        where = ("--master-addr=127.0.0.1", f"--master-port={nodes.port}")
+        agent = nodes.launch(1, "--nnodes=2", "--node-rank=0", *where, str(nodes.script))
+        assert nodes.ends(agent) == 3
+    assert nodes.out(1).startswith("elastirun: giving up: ") and f"127.0.0.1:{nodes.port}" in nodes.out(1)
 
 
 def test_the_same_job_again_right_after(nodes: Cluster) -> None:

@@ -207,7 +207,7 @@ Root cause:
     Fatal Python error: Segmentation fault
 --------------------------------------------------------------------------------
 Other failures (2):
-  rank 0 (n0, local_rank 0, pid 100): exit code 1, having lost its peers after 12.3 s
+  rank 0 (n0, local_rank 0, pid 100): exit code 1, probably for having lost its peers after 12.3 s
   rank 1 (n0, local_rank 1, pid 101): killed by SIGTERM (signal 15), stopped by its agent after 13.0 s
 --------------------------------------------------------------------------------
 Logs of this node: /logs/job_1/attempt_0

@@ -83,11 +83,15 @@ def test_what_a_worker_leaves_behind_ends_with_its_round(nodes: Cluster) -> None
 
 
 def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) -> None:
-    agent = nodes.agent(1, nnodes="1")
+    agent = nodes.agent(1, "--last-call=0.1", nnodes="1:2")
     family = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)
     assert all(dies(w.pid) for w in family.values())
-    kill(agent)
+    agent.send_signal(signal.SIGCONT)
+    again = everyone(nodes)["worker"]
+    assert again.round == 2 and "stood still for" in again.env["ELASTIRUN_ROUND_REASON"], "and it costs no restart"
+    again.tell("0")
+    assert nodes.ends(agent) == 0
 
 
 def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> None:

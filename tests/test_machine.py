@@ -8,6 +8,7 @@ import pytest
 
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.events import StoodStill
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import DONE, TRANSITIONS, Trigger
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
@@ -275,6 +276,40 @@ def test_a_store_blip_costs_no_restart_and_a_long_one_ends_with_a_clear_word() -
     world.store_up = False
     assert world.run(75, world.all_finished)
     assert {n.outcome for n in world.nodes} == {Outcome.STORE_LOST}
+
+
+def test_a_spare_gives_up_on_a_lost_store_like_any_other() -> None:
+    world = started(2, store_grace=20.0)
+    spare = world.add()
+    world.run(3)
+    assert spare.said == ["round 1 has its 2 nodes; this node is a spare"]
+    world.store_up = False
+    assert world.run(30, world.all_finished)
+    assert {n.outcome for n in world.nodes} == {Outcome.STORE_LOST}
+
+
+def test_ones_own_standstill_is_nobodys_absence() -> None:
+    world = started(3, store_grace=20.0)
+    a, b, c = world.nodes
+    for node in world.nodes:  # the whole machine was suspended
+        node.frozen = True
+    world.store_up = False
+    world.run(100)
+    for node in world.nodes:
+        node.frozen = False
+        node.feed(lambda now: StoodStill(now, 100.0, False))
+    world.store_up = True
+    world.run(10)
+    assert world.history == [(1, 3)] and not any(n.stops for n in world.nodes)
+
+
+def test_workers_that_the_guard_has_ended_cost_no_restart() -> None:
+    world = started(2, max_restarts=0)
+    a, b = world.nodes
+    a.feed(lambda now: StoodStill(now, 13.0, True))
+    a.fail(code=-9)
+    assert world.run(10, lambda: record(world).round == 2 and world.running(a, b)())
+    assert record(world).failures == 0 and record(world).reason == "n0 10.0.0.1 stood still for 13 s"
 
 
 def test_a_round_of_one_cut_off_stops_before_others_may_take_over() -> None:
