@@ -430,6 +430,7 @@ def test_while_a_store_stands_still_exchanges_fail_in_time_and_afterwards_they_g
             assert isinstance(first, Synced) and first.row == row("me")
             driver._time_limit = driver._connect_limit = 1.0
             host.send_signal(signal.SIGSTOP)
+            os.waitpid(host.pid, os.WUNTRACED)  # all its threads stand still
             began = time.monotonic()
             failed = [ask(driver, Sync(Put(row("me"), row("me", 2)), rows=())) for _ in range(2)]
             assert [type(f) for f in failed] == [SyncFailed, SyncFailed]
