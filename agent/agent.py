@@ -197,18 +197,17 @@ class Agent:
             if self._finish is not None:
                 return self._end(self._finish)
             wait = self._time_to_wait()
-            due = time.monotonic() + (wait or 0.0)
             ready = self._selector.select(wait)
             if wait is not None:
-                self._look_for_standstill(time.monotonic() - due)
+                self._look_for_standstill(time.monotonic() - self._family.renewed - wait)
             for key, mask in ready:
                 key.data(mask)
             self._on_time(time.monotonic())
 
     def _look_for_standstill(self, seconds: float) -> None:
-        """Before anything else is looked at: a worker that the guard has ended did not fail."""
+        """Before anything else is looked at: a worker that the guard has ended did not fail. ``seconds``: overdue by so much."""
         if seconds > STANDSTILL:
-            ended = bool(self._lease) and time.monotonic() - self._family.renewed > self._lease - 0.5
+            ended = bool(self._lease) and time.monotonic() > self._family.renewed + self._lease - 0.5
             self._console.say(f"this agent stood still for {seconds:.0f} s" + ("; its workers were ended" if ended else ""))
             self._events.append(StoodStill(time.monotonic(), seconds, ended))
 

@@ -8,6 +8,7 @@ import secrets
 import selectors
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ class Family:
         self._lease = lease
         self._selector = selector
         self._say = say
-        self.renewed = 0.0  # when the guard last heard that the agent is well
+        self.renewed = time.monotonic()  # when the guard last heard that the agent is well
         self._folders: set[str] = set()
         self._own = guard.identity(os.getpid(), secrets.token_hex(8))
         self.mark = ",".join(filter(None, (os.environ.get(guard.VARIABLE), self._own)))  # ELASTIRUN_AGENT for the workers

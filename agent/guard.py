@@ -18,6 +18,7 @@ import os
 import select
 import signal
 import sys
+import time
 
 VARIABLE = "ELASTIRUN_AGENT"
 PASSES = 40  # over /proc; a process may be forking while we look
@@ -45,11 +46,14 @@ def marks(environ: bytes) -> list[str]:
     return [mark for mark in value_of(VARIABLE, environ).split(",") if mark]
 
 
-def end_all(agent: str) -> int:
-    """SIGKILL to every process that carries ``agent``, but not to this one, until there are none. Returns how many it hit."""
+def end_all(agent: str, before: float = float("inf")) -> int:
+    """SIGKILL to every process that carries ``agent``, but not to this one, until there are none. Returns how many it hit.
+
+    ``before``: only to those that were started before that time, in clock ticks since boot.
+    """
     hit: set[int] = set()
     for _ in range(PASSES):
-        found = [pid for pid in _pids() if _kill_if(pid, agent)]
+        found = [pid for pid in _pids() if _kill_if(pid, agent, before)]
         hit.update(found)
         if not found:
             break
@@ -79,7 +83,7 @@ def _environ(pid: int) -> bytes:
         return b""
 
 
-def _kill_if(pid: int, agent: str) -> bool:
+def _kill_if(pid: int, agent: str, before: float) -> bool:
     if agent.encode() not in _environ(pid):
         return False
     try:
@@ -87,7 +91,7 @@ def _kill_if(pid: int, agent: str) -> bool:
     except OSError:
         return False
     try:
-        if agent not in marks(_environ(pid)):
+        if agent not in marks(_environ(pid)) or float(_start_time(pid) or 0) > before:
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)
         return True
@@ -116,7 +120,8 @@ def main(agent: str, lease: float) -> None:
     said = b""
     while True:
         if not poller.poll(lease * 1000 if lease else None):
-            end_all(agent)
+            # An agent that stirs meanwhile may start new workers at once: those are not meant.
+            end_all(agent, before=time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
             poller.poll(None)  # until it stirs again, or dies
         data = os.read(0, 4096)
         said += data.replace(b"\0", b"")
