@@ -210,6 +210,7 @@ class Agent:
             ended = bool(self._lease) and time.monotonic() > self._family.renewed + self._lease - 0.5
             self._console.say(f"this agent stood still for {seconds:.0f} s" + ("; its workers were ended" if ended else ""))
             self._events.append(StoodStill(time.monotonic(), seconds, ended))
+        self._family.renew(time.monotonic())
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
@@ -219,7 +220,7 @@ class Agent:
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
     def _on_time(self, now: float) -> None:
-        self._family.renew(now)
+        self._look_for_standstill(now - self._family.renewed)  # it may have stood still outside of select, too
         deadline = self._workers.deadline
         if deadline is not None and now >= deadline:
             self._workers.tick(now)
