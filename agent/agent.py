@@ -84,6 +84,7 @@ class Agent:
         self._stopping = False
         self._address = ""  # what the others reach this node by
         self._signum = 0  # the signal that told us to leave
+        self._looked = 0.0  # when the loop last saw that it runs
 
         self._console = Console(self._selector)
         stack.callback(self._console.close)
@@ -191,26 +192,33 @@ class Agent:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        self._events.append(Tick(time.monotonic()))
+        self._looked = time.monotonic()
+        self._events.append(Tick(self._looked))
         while True:
             self._work_off()
             if self._finish is not None:
                 return self._end(self._finish)
+            self._look_for_standstill(due=0.0)
             wait = self._time_to_wait()
             ready = self._selector.select(wait)
-            if wait is not None:
-                self._look_for_standstill(time.monotonic() - self._family.renewed - wait)
+            self._look_for_standstill(due=math.inf if wait is None else wait)
             for key, mask in ready:
                 key.data(mask)
             self._on_time(time.monotonic())
 
-    def _look_for_standstill(self, seconds: float) -> None:
-        """Before anything else is looked at: a worker that the guard has ended did not fail. ``seconds``: overdue by so much."""
-        if seconds > STANDSTILL:
-            ended = bool(self._lease) and time.monotonic() > self._family.renewed + self._lease - 0.5
-            self._console.say(f"this agent stood still for {seconds:.0f} s" + ("; its workers were ended" if ended else ""))
-            self._events.append(StoodStill(time.monotonic(), seconds, ended))
-        self._family.renew(time.monotonic())
+    def _look_for_standstill(self, due: float) -> None:
+        """Before anything else is looked at: a worker that the guard has ended did not fail.
+
+        ``due``: the seconds that may have passed since the last look. Between two looks no moment is left out, so
+        that a standstill is seen wherever it falls.
+        """
+        now = time.monotonic()
+        overdue, self._looked = now - self._looked - due, now
+        if overdue > STANDSTILL:
+            ended = bool(self._lease) and now > self._family.renewed + self._lease - 0.5
+            self._console.say(f"this agent stood still for {overdue:.0f} s" + ("; its workers were ended" if ended else ""))
+            self._events.append(StoodStill(now, overdue, ended))
+        self._family.renew(now)
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
@@ -220,7 +228,6 @@ class Agent:
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
     def _on_time(self, now: float) -> None:
-        self._look_for_standstill(now - self._family.renewed)  # it may have stood still outside of select, too
         deadline = self._workers.deadline
         if deadline is not None and now >= deadline:
             self._workers.tick(now)

@@ -138,20 +138,24 @@ def test_marks_name_every_agent_above_and_a_reused_pid_is_another_agent() -> Non
 
 
 AS_PID_1 = """
-import os, subprocess, sys
+import os, sys, time
+def stat(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read()
+    except OSError:  # buried since the folder was read
+        return ""
 for _ in range(200):  # orphans that come to process 1
     if os.fork() == 0:
         if os.fork() == 0:
             os._exit(0)
         os._exit(0)
     os.wait()
-import time
 for _ in range(100):
-    zombies = [p for p in os.listdir("/proc") if p.isdigit() and ") Z " in open(f"/proc/{p}/stat").read()]
+    zombies = sum(") Z " in stat(p) for p in os.listdir("/proc") if p.isdigit())
     if not zombies:
         sys.exit(0)
     time.sleep(0.05)
-sys.exit(f"{len(zombies)} zombies")
+sys.exit(f"{zombies} zombies")
 """
 
 
