@@ -72,6 +72,8 @@ class Outcome(str, Enum):
     LEFT = "left"  # this node was told to leave
     TIMEOUT = "timeout"  # no round within the join timeout
     STORE_LOST = "store lost"  # the store was away for longer than the store grace, or was replaced
+    DISAGREES = "disagrees"  # this node was started with other settings than the job
+    EXCLUDED = "excluded"  # another node holds this one's fixed place
 
 
 @dataclass(frozen=True)

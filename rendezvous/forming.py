@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from elastirun.rendezvous.ranks import choose, member
 from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
 
 PROGRESS = 30.0  # seconds; a round that ran for so long has made some
+QUICK = 10.0  # seconds; a round that failed sooner may do so again and again
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Rules:
     max_restarts: int = 0
     restart_window: float = 0.0  # a round that ran for so long makes the failures before it forgiven; 0: none ever is
     fail_fast: bool = False  # the same failure twice with no progress between is final
+    restart_pause: float = 10.0  # the longest pause before a restart when rounds fail quickly; 0: never any
     fixed_ranks: bool = False
     private: bool = False  # no other agent can reach the store
     join_timeout: float = 600.0
@@ -32,6 +35,18 @@ class Rules:
     store_grace: float = 60.0
     new_store_id: str = "store"  # the name this node gives to a store it finds empty
 
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What every node of a job must be started with, as options: whoever writes the record decides by its own."""
+        return (
+            f"--nnodes={self.min_nodes}:{self.max_nodes}",
+            f"--rdzv-backend={'static' if self.fixed_ranks else 'c10d'}",
+            f"--max-restarts={self.max_restarts}",
+            f"--restart-window={self.restart_window:g}",
+            f"--restart-pause={self.restart_pause:g}",
+            "--fail-fast" if self.fail_fast else "no --fail-fast",
+        )
+
 
 @dataclass(frozen=True)
 class Forming:
@@ -41,6 +56,7 @@ class Forming:
     reason: str
     leader: str = ""  # id of the node that should write it; the others only when it does not
     check_again: float | None = None  # when time alone may change the answer
+    news: bool = False  # ``reason`` is worth a line at once
 
 
 def is_over(m: Member, record: RoundRecord, rows: dict[str, NodeRow], silent: Callable[[str], bool]) -> bool:
@@ -83,10 +99,12 @@ def form(
     silent: Callable[[str], bool],
     now: float,
     unchanged_since: float,
+    over_since: float,
 ) -> Forming:
     """Decide on the round after ``record``, which is broken or the empty round 0.
 
-    ``unchanged_since``: when this node last saw the set of candidates change, seconds of its own clock.
+    ``unchanged_since``: when this node last saw the set of candidates change; ``over_since``: when it first saw that
+    the round is over. Seconds of its own clock.
     """
     active = [m for m in record.members if not is_over(m, record, rows, silent)]
     if active:
@@ -100,6 +118,10 @@ def form(
     missing = _missing(rules, chosen, ready)
     if missing:
         return Forming(None, missing)
+    pause = pause_before(rules, record) if causes else 0.0
+    if now < over_since + pause:
+        reason = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start; the next one starts after {pause:.1f} s"
+        return Forming(None, reason, check_again=over_since + pause, news=True)
     first = record.round == 0
     if first and len(chosen) < rules.max_nodes and now < unchanged_since + rules.last_call:
         until = unchanged_since + rules.last_call
@@ -151,7 +173,32 @@ def _count(
     ran, mark = causes[0].after, signature(causes[0])
     before = 0 if rules.restart_window and ran >= rules.restart_window else record.failures
     again = mark == record.signature and ran < PROGRESS
-    return replace(record, failures=before + 1, signature=mark, repeats=record.repeats + 1 if again else 1), causes
+    repeats, quick = record.repeats + 1 if again else 1, record.quick + 1 if ran < QUICK else 0
+    return replace(record, failures=before + 1, signature=mark, repeats=repeats, quick=quick), causes
+
+
+def pause_before(rules: Rules, record: RoundRecord) -> float:
+    """Seconds until the round after a failed one: the first restart is at once, then 1, 2, 4, ..., each give or take a quarter.
+
+    The jitter is the same for all nodes of the job: it keeps many jobs that lost the same file server from coming back as one.
+    """
+    if record.quick < 2:
+        return 0.0
+    jitter = 0.75 + zlib.crc32(record.fence.encode()) / 2**33
+    return min(rules.restart_pause, 2.0 ** min(record.quick - 2, 16)) * jitter
+
+
+def disagreement(rules: Rules, record: RoundRecord) -> str:
+    """How this node's settings differ from the job's, in words; empty when they do not."""
+    pairs = [pair for pair in zip(rules.settings, record.settings, strict=False) if pair[0] != pair[1]]
+    ours, theirs = (", ".join(pair[i] for pair in pairs) for i in (0, 1))
+    return f"this node was started with {ours}, the job runs with {theirs}; start all nodes with the same" if pairs else ""
+
+
+def holder(rules: Rules, record: RoundRecord, row: NodeRow) -> Member | None:
+    """Who has the fixed place of ``row`` in a round that runs without it."""
+    rank = row.node_rank
+    return record.members[rank] if rules.fixed_ranks and rank is not None and rank < len(record.members) else None
 
 
 def _give_up(rules: Rules, record: RoundRecord, causes: tuple[ExitRecord, ...]) -> Forming:

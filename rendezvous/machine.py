@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from enum import Enum
 
 from elastirun.rendezvous import events, forming
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
@@ -16,38 +15,8 @@ from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.ranks import successors
-from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Status, Verdict
-
-JOINING, READY, RUNNING, DONE, DRAINING, LEFT = Status
-
-
-class Trigger(str, Enum):
-    """What moves a node from one state to another."""
-
-    NAMED = "a round names this node"
-    ALL_READY = "every member has seen the round"
-    ROUND_OVER = "the round is broken, replaced or closed"
-    SUCCEEDED = "all workers here succeeded"
-    FAILED = "a worker here failed"
-    LEAVE = "this node is to leave"
-    STOPPED = "all workers here are stopped"
-    ENDED = "nothing is left to do"
-
-
-TRANSITIONS: dict[tuple[Status, Trigger], Status] = {
-    (JOINING, Trigger.NAMED): READY,
-    (READY, Trigger.ALL_READY): RUNNING,
-    (READY, Trigger.ROUND_OVER): JOINING,
-    (READY, Trigger.LEAVE): JOINING,
-    (RUNNING, Trigger.SUCCEEDED): DONE,
-    (RUNNING, Trigger.FAILED): DRAINING,
-    (RUNNING, Trigger.ROUND_OVER): DRAINING,
-    (RUNNING, Trigger.LEAVE): DRAINING,
-    (DONE, Trigger.ROUND_OVER): JOINING,
-    (DONE, Trigger.LEAVE): JOINING,
-    (DRAINING, Trigger.STOPPED): JOINING,
-    (JOINING, Trigger.ENDED): LEFT,
-}
+from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
+from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
 
 PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
@@ -89,6 +58,8 @@ class Machine:
         self._outcome: tuple[Outcome, str] | None = None
         self._waiting_since = now
         self._candidates: tuple[frozenset[str], int, float] = (frozenset(), 0, now)  # ids, round, and since when both are the same
+        self._over = (-1, now)  # the last round seen to be over, and since when
+        self._beside = (-1, now)  # the last round seen to run without this node, and since when
         self._leader_since: float | None = None  # since when a round could be formed that another should write
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
@@ -149,6 +120,8 @@ class Machine:
             self._stale(event.round)
             return
         self._met = self._met or event.round is not None
+        if event.round is not None and (how := forming.disagreement(self.rules, event.round)):
+            self._end(Outcome.DISAGREES, how)
         self.record = event.round
         self._stored = event.row
         self.rows = dict(event.rows)
@@ -207,7 +180,7 @@ class Machine:
             elif record.index(self.row.id) is None and self._sees_all:
                 self._beside_a_round(record)
         elif record is None:
-            self._wanted = Change(None, RoundRecord(store_id=self.rules.new_store_id))
+            self._wanted = Change(None, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
         else:
             if record.index(self.row.id) is not None and self.row.done_round < record.round:
                 self.row, self._urgent = replace(self.row, done_round=record.round), True  # over before this node had seen it
@@ -217,7 +190,13 @@ class Machine:
     def _beside_a_round(self, record: RoundRecord) -> None:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
-        if len(record.members) >= self.rules.max_nodes:
+        if self._beside[0] != record.round:
+            self._beside = (record.round, self._now)
+        holder = forming.holder(self.rules, record, self.row)
+        if holder is not None and self._now >= self._beside[1] + 2 * self.rules.expire:
+            place = f"--node-rank={self.row.node_rank} is held by {forming.names([holder])} in round {record.round}"
+            self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
+        elif len(record.members) >= self.rules.max_nodes:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
         elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
@@ -238,10 +217,12 @@ class Machine:
             self._wake_at(self._now + self.rules.beat)
             return
         rows, since = self._rows_that_count(record), self._candidates[2]
-        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since)
+        if self._over[0] != record.round:
+            self._over = (record.round, self._now)
+        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since, self._over[1])
         if decision.record is None:
             self._leader_since = None
-            self._wait(decision.reason)
+            self._wait(decision.reason, at_once=decision.news)
             self._wake_at(decision.check_again)
             return
         self._leader_since = self._now if self._leader_since is None else self._leader_since
@@ -477,12 +458,12 @@ class Machine:
 
     # -- words ----------------------------------------------------------------------------------------------------------
 
-    def _wait(self, why: str) -> None:
+    def _wait(self, why: str, at_once: bool = False) -> None:
         """Wait in JOINING, with progress, and not longer than the join timeout."""
         if self._outcome is None and self._now >= self._waiting_since + self.rules.join_timeout:
             self._end(Outcome.TIMEOUT, f"no round within {self.rules.join_timeout:g} s: {why}")
         else:
-            self._progress(why)
+            self._progress(why, at_once)
             self._wake_at(self._waiting_since + self.rules.join_timeout)
 
     def _progress(self, text: str, at_once: bool = False) -> None:

@@ -118,6 +118,8 @@ class RoundRecord:
     closed: Closed | None = None
     signature: str = ""  # of the last failure: the same one again has the same
     repeats: int = 0  # how often that failure came in a row, with no progress between
+    quick: int = 0  # how many rounds in a row failed soon after their start
+    settings: tuple[str, ...] = ()  # what every node must have been started with
 
     @property
     def open(self) -> bool:

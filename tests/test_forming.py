@@ -34,9 +34,15 @@ def after(ids: str, cause: Cause | None = Cause.JOIN, **fields: object) -> Round
 
 
 def form(
-    record: RoundRecord, present: Iterable[NodeRow], silent: str = "", now: float = 100.0, since: float = 0.0, **rules: object
+    record: RoundRecord,
+    present: Iterable[NodeRow],
+    silent: str = "",
+    now: float = 100.0,
+    since: float = 0.0,
+    over: float = 0.0,
+    **rules: object,
 ) -> Forming:
-    return forming.form(replace(RULES, **rules), record, rows(present), lambda i: i in silent, now, since)  # type: ignore[arg-type]
+    return forming.form(replace(RULES, **rules), record, rows(present), lambda i: i in silent, now, since, over)  # type: ignore[arg-type]
 
 
 def chosen(decision: Forming) -> str:

@@ -10,8 +10,8 @@ from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import StoodStill
 from elastirun.rendezvous.forming import Rules
-from elastirun.rendezvous.machine import DONE, TRANSITIONS, Trigger
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.transitions import DONE, TRANSITIONS, Trigger
 from tests.world import World
 
 

@@ -97,6 +97,16 @@ MUTANTS = (
         *("forming", "m.id in record.broken.lost", "False"),
         *("forming", "a_loss_that_one_node_has_found_counts_for_all"),
     ),
+    mutant(
+        "quick failures wait longer and longer",
+        *("forming", "if now < over_since + pause:", "if False:"),
+        *("rules", "rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer"),
+    ),
+    mutant(
+        "a round that ran for long is no quick failure",
+        *("forming", "record.quick + 1 if ran < QUICK else 0", "record.quick + 1"),
+        *("rules", "rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer"),
+    ),
     # Who is silent.
     mutant(
         "a slow answer does not count against the others",
@@ -123,6 +133,21 @@ MUTANTS = (
         "another store is another rendezvous",
         *("machine", "event.round.store_id != self.record.store_id", "False"),
         *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
+    ),
+    mutant(
+        "a node with other settings takes no part",
+        *("machine", "(how := forming.disagreement(self.rules, event.round))", "(how := '')"),
+        *("rules", "nodes_started_with_other_settings_are_told_so_and_change_nothing"),
+    ),
+    mutant(
+        "a fixed place has one holder",
+        *("machine", "self._now >= self._beside[1] + 2 * self.rules.expire", "False"),
+        *("rules", "a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs"),
+    ),
+    mutant(
+        "a replacement has the time until the lost one is missed",
+        *("machine", "self._now >= self._beside[1] + 2 * self.rules.expire", "True"),
+        *("rules", "the_replacement_of_a_lost_node_with_a_fixed_rank_is_not_excluded"),
     ),
     mutant(
         "into the store of a job that is over nothing is written",

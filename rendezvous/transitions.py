@@ -1,0 +1,38 @@
+"""The states of a node and every way from one to another."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from elastirun.rendezvous.records import Status
+
+JOINING, READY, RUNNING, DONE, DRAINING, LEFT = Status
+
+
+class Trigger(str, Enum):
+    """What moves a node from one state to another."""
+
+    NAMED = "a round names this node"
+    ALL_READY = "every member has seen the round"
+    ROUND_OVER = "the round is broken, replaced or closed"
+    SUCCEEDED = "all workers here succeeded"
+    FAILED = "a worker here failed"
+    LEAVE = "this node is to leave"
+    STOPPED = "all workers here are stopped"
+    ENDED = "nothing is left to do"
+
+
+TRANSITIONS: dict[tuple[Status, Trigger], Status] = {
+    (JOINING, Trigger.NAMED): READY,
+    (READY, Trigger.ALL_READY): RUNNING,
+    (READY, Trigger.ROUND_OVER): JOINING,
+    (READY, Trigger.LEAVE): JOINING,
+    (RUNNING, Trigger.SUCCEEDED): DONE,
+    (RUNNING, Trigger.FAILED): DRAINING,
+    (RUNNING, Trigger.ROUND_OVER): DRAINING,
+    (RUNNING, Trigger.LEAVE): DRAINING,
+    (DONE, Trigger.ROUND_OVER): JOINING,
+    (DONE, Trigger.LEAVE): JOINING,
+    (DRAINING, Trigger.STOPPED): JOINING,
+    (JOINING, Trigger.ENDED): LEFT,
+}
