@@ -1,3 +1,12 @@
-from elastirun.cli import main
+from elastirun import early
 
-main()
+
+def main() -> None:
+    early.obey()
+    from elastirun import cli  # imports click and much else
+
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

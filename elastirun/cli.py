@@ -21,7 +21,7 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from elastirun import __version__
+from elastirun import __version__, early
 from elastirun.agent.cpus import usable_cpus
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import ElastirunError, ExitCode, UsageError
@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _launch(config: LaunchConfig) -> int:
     from elastirun.agent.agent import run  # not before it is needed: --help should be quick
+
+    early.keep(config.signals)
     return run(config)
 
 
@@ -220,7 +222,8 @@ def _token(reading: Reading) -> bytes | None:
 
 
 _PROBE = """
-import sys
+import ctypes, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: it does not outlive who asks
 sys.path = [folder for folder in sys.path if folder]  # a torch.py in the working folder is not torch
 import torch
 kind = sys.argv[1]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,33 +133,3 @@ def test_marks_name_every_agent_above_and_a_reused_pid_is_another_agent() -> Non
     assert guard.is_alive(own) and not guard.is_alive(own.replace(str(os.getpid()) + "-", f"{os.getpid()}-9", 1))
     assert guard.marks(b"A=1\0ELASTIRUN_AGENT=1-2-x,3-4-y\0B=2\0") == ["1-2-x", "3-4-y"]
     assert guard.marks(b"XELASTIRUN_AGENT=1\0") == [] and guard.value_of("A", b"") == ""
-
-
-AS_PID_1 = """
-import os, sys, time
-def stat(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read()
-    except OSError:  # buried since the folder was read
-        return ""
-for _ in range(200):  # orphans that come to process 1
-    if os.fork() == 0:
-        if os.fork() == 0:
-            os._exit(0)
-        os._exit(0)
-    os.wait()
-for _ in range(100):
-    zombies = sum(") Z " in stat(p) for p in os.listdir("/proc") if p.isdigit())
-    if not zombies:
-        sys.exit(0)
-    time.sleep(0.05)
-sys.exit(f"{zombies} zombies")
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare for a pid namespace")
-def test_as_process_1_of_a_container_it_buries_strangers(nodes: Cluster) -> None:
-    nodes.script.write_text(AS_PID_1)
-    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "elastirun", str(nodes.script)]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=nodes.env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
