@@ -64,7 +64,8 @@ class Timing:
     expire: float = 5.0  # a node whose row did not change for so long is lost
     store_grace: float = 60.0  # how long workers go on while the store cannot be reached
     grace: float = 30.0  # SIGTERM to SIGKILL on a planned stop: resize, drain, signal
-    broken_grace: float = 5.0  # the same when a peer has failed, so that the collectives are dead anyway
+    failure_grace: float = 5.0  # the same when a worker has failed somewhere, so that the collectives are dead anyway
+    restart_pause: float = 10.0  # the longest pause before a restart when rounds fail quickly one after the other
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,14 @@ class LogPolicy:
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None  # string.Template over role_name, rank, local_rank
-    event_log: str = "null"  # "null", "console"
+    event_log: str = "null"  # "null", "console", "jsonl"
+    show: tuple[tuple[int, int], ...] | None = None  # first and last of the global ranks that reach the console; below 0: from the end
+    limit: int = 0  # bytes beyond which no log file grows; 0: none
+
+    def shows(self, local_rank: int, rank: int, world_size: int) -> bool:
+        """Whether this worker's output reaches the console."""
+        here = self.local_ranks is None or local_rank in self.local_ranks
+        return here and (self.show is None or any(low <= r <= high for low, high in self.show for r in (rank, rank - world_size)))
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ class LaunchConfig:
     max_restarts: int = 0
     restart_window: float = 0.0  # seconds; a round that ran for so long makes earlier failures forgiven; 0: none ever is
     fail_fast: bool = False  # the same failure twice with no progress between is final
+    exit_code_from_worker: bool = False  # a failed job ends with the code of the worker that is to blame
     timing: Timing = field(default_factory=Timing)
     logs: LogPolicy = field(default_factory=LogPolicy)
     token: bytes | None = field(default=None, repr=False)  # signs what is in the store

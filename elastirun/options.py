@@ -41,8 +41,9 @@ class Option:
 
 
 _BACKEND_RULE = "Not given: c10d for MIN:MAX or an endpoint without --node-rank."
-_JOIN, _LAST, _EXPIRE, _STORE, _GRACE = (
-    f"{time:g}" for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace)
+_JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
+    f"{time:g}"
+    for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
 )
 
 RUN = "What to run"
@@ -79,7 +80,10 @@ GROUPS = {
         Option("max_restarts", "N", "0", "How often all workers may be started anew because one of them failed."),
         Option("restart_window", "SECONDS", "0", "Failures before a round that ran for so long are forgiven; 0: never.", new=True),
         Option("fail_fast", "", None, "The same failure twice, with no progress between, ends the job.", new=True),
+        Option("restart_pause", "SECONDS", _PAUSE, "The longest pause before a restart, when rounds fail quickly.", new=True),
+        Option("exit_code_from_worker", "", None, "A failed job ends with its worker's exit code, not with 1.", new=True),
         Option("grace", "SECONDS", _GRACE, "From SIGTERM to SIGKILL when workers are to stop.", new=True),
+        Option("failure_grace", "SECONDS", None, "The same when a worker failed: 5, or --grace if that is given.", new=True),
         Option("shutdown_timeout", "SECONDS", None, "torchrun's name for --grace."),
         Option("signals_to_handle", "NAMES", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "Signals at which this node stops its workers and leaves."),
         Option("forward_signals", "NAMES", "", "Signals passed on to each worker, while training goes on: USR1,USR2.", new=True),
@@ -89,9 +93,11 @@ GROUPS = {
         Option("redirects", "N|RANK:N,...", "0", "To files: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.", "r"),
         Option("tee", "N|RANK:N,...", "0", "To files and to the console, in the same way.", "t"),
         Option("local_ranks_filter", "RANKS", "", "Only these local ranks reach the console, such as 0 or 0,1."),
+        Option("show", "RANKS", "", "Only these ranks of the whole job reach the console: 0,-1 (the last), 0-3.", new=True),
+        Option("log_limit", "BYTES", None, "No log file grows beyond this, such as 10M; one older part is kept as stdout.log.1.", new=True),
         Option("duplicate_stdout_filters", "TEXT,...", "", "Teed lines with one of these go to filtered_stdout.log too; ,, is a comma."),
         Option("duplicate_stderr_filters", "TEXT,...", "", "The same for stderr and filtered_stderr.log."),
-        Option("event_log_handler", "null|console", "null", "Where events are shown."),
+        Option("event_log_handler", "null|console|jsonl", "null", "Where events go; with --log-dir always to events.jsonl there."),
     ),
     "Placement": (
         Option("numa_binding", "MODE", None, "CPUs near each worker's GPU: node, socket, exclusive or core-complex."),
@@ -161,7 +167,7 @@ def _long_for(token: str) -> str:
 def _value(name: str, rest: list[str]) -> str:
     """The value of ``name``, which is the next word unless that looks like an option."""
     following = rest[0] if rest else "--"
-    if following.startswith("-") and following != "-" and " " not in following and not re.fullmatch(r"-[0-9.]+", following):
+    if following.startswith("-") and following != "-" and " " not in following and not re.fullmatch(r"-[0-9.][0-9.,-]*", following):
         raise UsageError(f"{name}: the value is missing; write {name}={_BY_NAME[name].metavar}")
     return rest.pop(0)
 

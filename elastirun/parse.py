@@ -176,6 +176,33 @@ def local_ranks(text: str) -> frozenset[int] | None:
     return frozenset(int(item) for item in items)
 
 
+def ranks(text: str) -> tuple[tuple[int, int], ...] | None:
+    """``0,4-7,-1`` -> (first, last) of each range of ranks; below 0 counts from the end of the world. Empty -> None, which is all of them."""
+    found: list[tuple[int, int]] = []
+    for item in text.split(",") if text.strip() else []:
+        match = re.fullmatch(r"\s*(-?[0-9]{1,9})(?:-([0-9]{1,9}))?\s*", item)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if last < first or first < 0 <= last:
+            raise ValueError(f"{quote(text)} is not a list of ranks; give whole numbers with commas, such as 0,4-7,-1, where -1 is the last")
+        found.append((first, last))
+    return tuple(found) or None
+
+
+def byte_size(least: int) -> Callable[[str], int]:
+    """A parser for ``500000`` or ``10M``: K, M, G and T are powers of 1024, a B behind them changes nothing."""
+
+    def parser(text: str) -> int:
+        match = re.fullmatch(r"\s*([0-9]{1,15})\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f"{quote(text)} is not a number of bytes; give one such as 500000, 10M or 2G")
+        value = int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
+        if value < least:
+            raise ValueError(f"{value} bytes are too few; give {least} or more")
+        return value
+
+    return parser
+
+
 def needles(text: str) -> tuple[str, ...]:
     """``apple,orange`` -> the strings to look for; ``,,`` stands for one comma. Empty ones are dropped: they match every line."""
     parts = [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]

@@ -22,7 +22,9 @@ T = TypeVar("T")
 DEFAULT, ENVIRONMENT, COMMAND_LINE = range(3)  # how close to the user a value was given
 C10D_PORT, STATIC_PORT = 29400, 29500
 STATIC_JOIN_TIMEOUT = 900.0  # torchrun's
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's variable for --shutdown-timeout
 MOST_WORKERS = 4096
+LEAST_LOG_LIMIT = 1 << 16  # bytes; the longest line that is kept in one piece
 SHORTEST_EXPIRE = 1.0  # below this a busy node is taken for a lost one
 
 
@@ -128,6 +130,7 @@ def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
         max_restarts=r.read("max_restarts", parse.integer(0)),
         restart_window=r.read("restart_window", parse.seconds(0.0)),
         fail_fast=r.flag("fail_fast"),
+        exit_code_from_worker=r.flag("exit_code_from_worker"),
         timing=timing,
         logs=logs,
         signals=_signals(r, "signals_to_handle"),
@@ -140,7 +143,7 @@ def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
         both = f"{r.label('forward_signals')} and {r.label('signals_to_handle')}"
         raise UsageError(f"{both} contradict each other on {twice[0]}; name it in one of them")
     nproc = _workers(r, facts)  # last, because it may take a second
-    _check_ranks(r, logs, nproc)
+    _check_ranks(r, logs, nproc, alone=meeting.high == 1)
     _check_gpus(r, nproc, facts)
     return replace(config, nproc=nproc)
 
@@ -341,7 +344,8 @@ def _timing(r: Reading, conf: parse.RdzvConf, static: bool) -> Timing:
         expire=expire,
         store_grace=_choose(r, "store_grace", (Timing.store_grace, "")),
         grace=grace,
-        broken_grace=min(Timing.broken_grace, grace),
+        failure_grace=_failure_grace(r, grace),
+        restart_pause=_choose(r, "restart_pause", (Timing.restart_pause, "")),
     )
 
 
@@ -358,16 +362,26 @@ def _silence(r: Reading, conf: parse.RdzvConf) -> float | None:
 
 
 def _grace(r: Reading) -> float:
-    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     timeout = r.optional("shutdown_timeout", parse.seconds())
     default = (Timing.grace, "")
-    if variable in r.environ and not r.level("grace") and timeout is None:
+    if SHUTDOWN_TIMEOUT in r.environ and not r.level("grace") and timeout is None:
         try:
-            default = (parse.seconds()(r.environ[variable]), variable)
+            default = (parse.seconds()(r.environ[SHUTDOWN_TIMEOUT]), SHUTDOWN_TIMEOUT)
         except ValueError as error:
-            raise UsageError(f"{variable}: {error}") from None
+            raise UsageError(f"{SHUTDOWN_TIMEOUT}: {error}") from None
     same = [] if timeout is None else [_Wish(r.label("shutdown_timeout"), r.level("shutdown_timeout"), timeout)]
     return _choose(r, "grace", default, *same)
+
+
+def _failure_grace(r: Reading, grace: float) -> float:
+    """Short unless somebody has asked for a grace: workers that wait for a dead peer have nothing to save."""
+    if r.level("failure_grace"):
+        return r.read("failure_grace", parse.seconds())
+    given = [r.label(dest) for dest in ("grace", "shutdown_timeout") if r.level(dest)]
+    given += [SHUTDOWN_TIMEOUT] if SHUTDOWN_TIMEOUT in r.environ else []
+    seconds = grace if given else Timing.failure_grace
+    r.derive("failure_grace", f"{seconds:g}", given[0] if given else "no --grace is given")
+    return seconds
 
 
 def _logs(r: Reading) -> LogPolicy:
@@ -379,6 +393,12 @@ def _logs(r: Reading) -> LogPolicy:
     for dest, texts in needles.items():
         if texts and tee == StdMap():
             r.warn(f"{r.label(dest)} has no effect: it copies teed lines; add --tee=3")
+    limit = r.optional("log_limit", parse.byte_size(LEAST_LOG_LIMIT)) or 0
+    if limit and (log_dir == Path("/dev/null") or redirects == tee == StdMap()):
+        r.warn(f"{r.label('log_limit')} has no effect: no output goes to files; add --redirects=3 or --tee=3")
+    event_log = r.read("event_log_handler", parse.choice("null", "console", "jsonl"))
+    if event_log == "jsonl" and log_dir in (None, Path("/dev/null")):
+        raise UsageError(f"{r.label('event_log_handler')}: jsonl writes events.jsonl to the log folder; give one with --log-dir=FOLDER")
     return LogPolicy(
         log_dir=log_dir,
         redirects=redirects,
@@ -387,7 +407,9 @@ def _logs(r: Reading) -> LogPolicy:
         stdout_filters=needles["duplicate_stdout_filters"],
         stderr_filters=needles["duplicate_stderr_filters"],
         prefix_template=r.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        event_log=r.read("event_log_handler", parse.choice("null", "console")),
+        event_log=event_log,
+        show=r.read("show", parse.ranks),
+        limit=limit,
     )
 
 
@@ -422,13 +444,16 @@ def _workers(r: Reading, facts: Facts) -> int:
     return r.read("nproc_per_node", count)
 
 
-def _check_ranks(r: Reading, logs: LogPolicy, nproc: int) -> None:
-    """Local ranks that are named but do not exist, of which torchrun says nothing."""
+def _check_ranks(r: Reading, logs: LogPolicy, nproc: int, alone: bool) -> None:
+    """Ranks that are named but do not exist, of which torchrun says nothing. ``alone``: there is no other node."""
     named = {"redirects": dict(logs.redirects.by_rank), "tee": dict(logs.tee.by_rank)}
     for dest, ranks in {**named, "local_ranks_filter": logs.local_ranks or ()}.items():
         beyond = [str(rank) for rank in sorted(ranks) if rank >= nproc]
         if beyond:
             r.warn(f"{r.label(dest)}: there is no local rank {', '.join(beyond)} among {nproc} workers")
+    outside = [str(low) for low, _ in logs.show or () if alone and not -nproc <= low < nproc]
+    if outside:
+        r.warn(f"{r.label('show')}: there is no rank {', '.join(outside)} among {nproc} workers")
 
 
 def _check_gpus(r: Reading, nproc: int, facts: Facts) -> None:

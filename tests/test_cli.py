@@ -89,6 +89,8 @@ log-dir - PET_LOG_DIR None
 redirects r PET_REDIRECTS 0
 tee t PET_TEE 0
 local-ranks-filter - PET_LOCAL_RANKS_FILTER ''
+show - PET_SHOW ''
+log-limit - PET_LOG_LIMIT None
 duplicate-stdout-filters - PET_DUPLICATE_STDOUT_FILTERS ''
 duplicate-stderr-filters - PET_DUPLICATE_STDERR_FILTERS ''
 event-log-handler - PET_EVENT_LOG_HANDLER null
@@ -227,6 +229,10 @@ BAD = [
     ("-r 4 t.py", "--redirects"),
     ("-t 0:1,1 t.py", "--tee"),
     ("--local-ranks-filter=a t.py", "--local-ranks-filter"),
+    ("--show=0,x t.py", "--show"),
+    ("--show=3-1 t.py", "--show"),
+    ("--log-limit=lots t.py", "--log-limit"),
+    ("--log-limit=63K t.py", "65536 or more"),
     ("--numa-binding=everywhere t.py", "core-complex"),
     ("--signals-to-handle=SIGKILL t.py", "SIGKILL"),
     ("--shutdown-timeout=-1 t.py", "--shutdown-timeout"),

@@ -115,6 +115,22 @@ def test_local_ranks() -> None:
         assert "whole numbers with commas" in complaint(parse.local_ranks, text)
 
 
+def test_ranks() -> None:
+    assert parse.ranks("") is None
+    assert parse.ranks(" 0, 4-7 ,-1,3-3") == ((0, 0), (4, 7), (-1, -1), (3, 3))
+    for text in ("a", "0,", "1-", "-", "7-4", "-3-5", "-3--1", "0 1", ",", "1.5"):
+        assert "whole numbers with commas" in complaint(parse.ranks, text)
+
+
+def test_byte_sizes() -> None:
+    read = parse.byte_size(100)
+    for text, value in {"100": 100, " 5K ": 5120, "10m": 10 << 20, "2GiB": 2 << 30, "1tb": 1 << 40, "300B": 300}.items():
+        assert read(text) == value
+    for text in ("", "M", "-5K", "1.5G", "10X", "1 0", "0x10", "10KM"):
+        assert "such as 500000, 10M or 2G" in complaint(read, text)
+    assert complaint(read, "99") == "99 bytes are too few; give 100 or more"
+
+
 def test_needles() -> None:
     assert parse.needles("") == ()
     assert parse.needles("apple,orange") == ("apple", "orange")

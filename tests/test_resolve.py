@@ -214,10 +214,14 @@ def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
 def test_times() -> None:
     assert config_of("t.py").timing == Timing()
     given = config_of("--join-timeout=1 --last-call=0 --expire=3 --store-grace=4 --grace=2.5 t.py").timing
-    assert given == Timing(join_timeout=1, last_call=0, beat=0.5, expire=3, store_grace=4, grace=2.5, broken_grace=2.5)
+    assert given == Timing(join_timeout=1, last_call=0, beat=0.5, expire=3, store_grace=4, grace=2.5, failure_grace=2.5)
     conf = "join_timeout=7,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=1"
     given = config_of(f"--rdzv-conf={conf} --shutdown-timeout=0 t.py").timing
-    assert given == Timing(join_timeout=7, last_call=8, beat=0.25, expire=1, grace=0, broken_grace=0)
+    assert given == Timing(join_timeout=7, last_call=8, beat=0.25, expire=1, grace=0, failure_grace=0)
+    assert config_of("--grace=60 t.py").timing.failure_grace == 60, "one grace on every path, when it is asked for"
+    assert config_of("--shutdown-timeout=30 t.py").timing.failure_grace == 30
+    assert config_of("t.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).timing.failure_grace == 9
+    assert config_of("--grace=60 --failure-grace=3 --restart-pause=0 t.py").timing == Timing(grace=60, failure_grace=3, restart_pause=0)
     assert config_of("--rdzv-conf=keep_alive_interval=2 t.py").timing.expire == 6.0
     assert config_of("--rdzv-conf=keep_alive_max_attempt=2 t.py").timing.expire == 10.0
     assert config_of("--join-timeout=7 --rdzv-conf=join_timeout=7 t.py").timing.join_timeout == 7.0
@@ -239,6 +243,13 @@ def test_logs() -> None:
     assert config.logs == LogPolicy(Path("/x"), redirects, StdMap(Std.ALL), frozenset({0}), ("a", "b"), ("c",), "${rank}", "console")
 
 
+def test_what_is_shown_and_how_much_is_kept() -> None:
+    logs = config_of("--show -1,0 --log-limit=2M -r 3 t.py").logs  # a value that begins with - may stand by itself
+    assert (logs.show, logs.limit) == (((-1, -1), (0, 0)), 2 << 20)
+    assert config_of("--nnodes=2 --rdzv-endpoint=h --rdzv-id=j t.py", {"PET_SHOW": "99"}).logs.show == ((99, 99),)
+    assert (config_of("t.py").logs.show, config_of("t.py").logs.limit) == (None, 0)
+
+
 @pytest.mark.parametrize(
     ("line", "part"),
     [
@@ -246,6 +257,9 @@ def test_logs() -> None:
         ("--duplicate-stdout-filters=a t.py", "add --tee=3"),
         ("-t 4:1 --nproc-per-node=4 t.py", "no local rank 4 among 4"),
         ("--local-ranks-filter=0,9 t.py", "no local rank 9"),
+        ("--show=0,-1,-3,2-5 --nproc-per-node=2 t.py", "--show: there is no rank -3, 2 among 2"),
+        ("--log-limit=1M t.py", "--log-limit has no effect"),
+        ("--log-limit=1M -t 3 --log-dir=/dev/null t.py", "--log-limit has no effect"),
         ("--signals-to-handle=SIGTERM,SIGFOO t.py", "no signal 'SIGFOO'"),
         ("--run-path --no-python t.py", "--no-python is ignored"),
         ("--run-path --module t.py", "--module is ignored"),
@@ -300,6 +314,6 @@ def test_signals_to_pass_on() -> None:
 
 
 def test_which_failures_count() -> None:
-    config = config_of("--restart-window=90 --fail-fast t.py")
-    assert (config.restart_window, config.fail_fast) == (90.0, True)
+    config = config_of("--restart-window=90 --fail-fast --exit-code-from-worker t.py")
+    assert (config.restart_window, config.fail_fast, config.exit_code_from_worker) == (90.0, True, True)
     assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)
