@@ -5,6 +5,7 @@ Bad input costs one line on stderr and exit status 2; nothing was started then.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -24,7 +25,7 @@ from click.core import ParameterSource
 from elastirun import __version__, early
 from elastirun.agent.cpus import usable_cpus
 from elastirun.config import Command, LaunchConfig
-from elastirun.errors import ElastirunError, ExitCode, UsageError
+from elastirun.errors import ElastirunError, ExitCode, StartError, UsageError
 from elastirun.options import GROUPS, OPTIONS, RUN, Option, normalise
 from elastirun.parse import quote
 from elastirun.resolve import Facts, Reading, Row, resolve
@@ -51,8 +52,9 @@ variable that sets the same, and its default; the command line goes before it. -
 each value came from.
 
 Exit status: 0 all workers succeeded; 1 a worker failed and no restart was left; 2 wrong use, nothing
-was started; 3 this machine cannot do it; 128+N told to stop by signal N; 200 peers were lost and
-did not come back; 201 too few nodes came, or the rendezvous was lost; 203 a bug in elastirun.
+was started; 3 something is missing here, or the nodes were started differently; 128+N told to stop
+by signal N; 200 peers were lost and did not come back; 201 too few nodes came, or the rendezvous
+was lost; 202 this node is sick; 203 a bug in elastirun; 204 another node has this one's rank.
 From 128 on, trying again may help.
 """
 
@@ -102,6 +104,8 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     reading = Reading(_given(context), dict(os.environ))
     config = resolve(reading, script, Facts(usable_cpus, count_devices, lambda: str(uuid.uuid4())))
     _check_command(config.command, os.environ.get("PYTHON_EXEC"))
+    if importlib.util.find_spec("torch") is None:
+        raise StartError(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
     _check_log_dir(reading, config.logs.log_dir)
     config = replace(config, token=_token(reading))
     dry_run = reading.flag("dry_run")
@@ -174,20 +178,20 @@ def _given(context: click.Context) -> dict[str, str]:
 def _check_command(command: Command, python: str | None) -> None:
     script = command.script
     if python and not command.no_python and shutil.which(python) is None:
-        raise UsageError(f"PYTHON_EXEC: there is no program {quote(python)}; give the path of a Python interpreter")
+        raise StartError(f"PYTHON_EXEC: there is no program {quote(python)}; give the path of a Python interpreter")
     if command.module or "${local_rank}" in script or script == "-":
         return
     if command.no_python:
         if shutil.which(script) is None:
             what = f"{quote(script)} is not executable; chmod +x it" if os.path.isfile(script) else f"there is no program {quote(script)}"
-            raise UsageError(f"--no-python: {what}, or give the path of one that is")
+            raise StartError(f"--no-python: {what}, or give the path of one that is")
     elif os.path.isdir(script):
         if not os.path.isfile(os.path.join(script, "__main__.py")):
-            raise UsageError(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
+            raise StartError(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
     elif not os.path.exists(script):
-        raise UsageError(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python")
+        raise StartError(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python")
     elif not os.access(script, os.R_OK):
-        raise UsageError(f"SCRIPT: {quote(script)} cannot be read; change its permissions or its owner")
+        raise StartError(f"SCRIPT: {quote(script)} cannot be read; change its permissions or its owner")
 
 
 def _check_log_dir(reading: Reading, log_dir: Path | None) -> None:

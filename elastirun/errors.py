@@ -11,12 +11,17 @@ Exit codes of the launcher (``ExitCode``): what a supervisor such as Kubernetes 
 
     0    every worker of the job's last round succeeded
     1    the job failed: a worker failed and the restart budget is spent
-    2    the command line, an environment variable or a file named there is wrong; nothing was started
-    3    this machine cannot carry out a valid command: a port is in use, a log folder cannot be made
+    2    the command line or an environment variable is wrong; nothing was started
+    3    this machine cannot carry out a valid command: the script or torch is missing, a port is in use, a log folder
+         cannot be made; or this node was started with other settings than the job
     128+n  the agent was told to stop by signal n (143 for SIGTERM, 130 for SIGINT)
     200  peers were lost, and not enough nodes came back within the join timeout
     201  no rendezvous: too few nodes within the join timeout, or the store could not be reached
+    202  this node is sick: a worker hangs in the kernel and cannot be killed; look at the machine before using it again
     203  a bug in elastirun itself (please report the traceback)
+    204  this node is excluded: another one holds its fixed --node-rank
+
+With --exit-code-from-worker the worker's own code (128 + n when signal n ended it) takes the place of 1.
 
 From 128 on, running the same command again may help; below, it does not (Kubeflow's convention).
 """
@@ -33,7 +38,9 @@ class ExitCode(enum.IntEnum):
     ENVIRONMENT = 3
     PEERS_LOST = 200
     RENDEZVOUS = 201
+    SICK = 202
     BUG = 203
+    EXCLUDED = 204
 
     @staticmethod
     def signalled(signum: int) -> int:

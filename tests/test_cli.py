@@ -81,7 +81,10 @@ rdzv-conf - PET_RDZV_CONF ''
 max-restarts - PET_MAX_RESTARTS 0
 restart-window - PET_RESTART_WINDOW 0
 fail-fast - PET_FAIL_FAST flag
+restart-pause - PET_RESTART_PAUSE 10
+exit-code-from-worker - PET_EXIT_CODE_FROM_WORKER flag
 grace - PET_GRACE 30
+failure-grace - PET_FAILURE_GRACE None
 shutdown-timeout - PET_SHUTDOWN_TIMEOUT None
 signals-to-handle - PET_SIGNALS_TO_HANDLE SIGTERM,SIGINT,SIGHUP,SIGQUIT
 forward-signals - PET_FORWARD_SIGNALS ''
@@ -176,11 +179,6 @@ BAD = [
     ("", "no script"),
     ("--nnodes=1", "no script"),
     ("--", "no script"),
-    ("nowhere.py", "'nowhere.py'"),
-    ("--run-path nowhere.py", "'nowhere.py'"),
-    (".", "__main__.py"),
-    ("--no-python no-such-program-here", "--no-python"),
-    ("--no-python ./t.py", "chmod +x"),
     ("--nnodes", "--nnodes"),
     ("--nnodes= t.py", "--nnodes"),
     ("--nnodes --standalone t.py", "--nnodes: the value is missing"),
@@ -237,6 +235,8 @@ BAD = [
     ("--signals-to-handle=SIGKILL t.py", "SIGKILL"),
     ("--shutdown-timeout=-1 t.py", "--shutdown-timeout"),
     ("--grace=inf t.py", "--grace"),
+    ("--failure-grace=-1 t.py", "--failure-grace"),
+    ("--event-log-handler=jsonl t.py", "--log-dir"),
     ("--grace=1 --shutdown-timeout=2 t.py", "--grace and --shutdown-timeout"),
     ("--expire=0.5 t.py", "--expire"),
     ("--join-timeout=0 t.py", "--join-timeout"),
@@ -271,15 +271,34 @@ def test_bad_input_is_one_line_and_status_2(elastirun: Elastirun, line: str, par
         ("PET_TOKEN_FILE", ""),
         ("PET_DRY_RUN", "x"),
         ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "x"),
-        ("PYTHON_EXEC", "/no/such/python"),
     ],
 )
 def test_a_bad_variable_is_named(elastirun: Elastirun, variable: str, value: str) -> None:
     assert_bad(elastirun("--local-ranks-filter=9", "t.py", **{variable: value}), f"elastirun: {variable}: ")
 
 
-def assert_bad(result: SimpleNamespace, part: str) -> None:
-    assert result.status == ExitCode.USAGE
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("nowhere.py", "'nowhere.py'"),
+            (".", "__main__.py"),
+        ("--no-python no-such-program-here", "--no-python"),
+        ("--no-python ./t.py", "chmod +x"),
+    ],
+)
+def test_a_script_that_is_missing_here_is_one_line_and_status_3(elastirun: Elastirun, line: str, part: str) -> None:
+    assert_bad(elastirun(*line.split()), part, ExitCode.ENVIRONMENT)
+
+
+def test_an_interpreter_or_a_torch_that_is_missing_here_too(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without_torch:
+        without_torch.setattr("importlib.util.find_spec", lambda name: None)
+        assert_bad(elastirun("t.py"), "elastirun: torch is not installed for ", ExitCode.ENVIRONMENT)
+    assert_bad(elastirun("t.py", PYTHON_EXEC="/no/such/python"), "elastirun: PYTHON_EXEC: ", ExitCode.ENVIRONMENT)
+
+
+def assert_bad(result: SimpleNamespace, part: str, status: ExitCode = ExitCode.USAGE) -> None:
+    assert result.status == status
     assert result.err.startswith("elastirun: ") and result.err.count("\n") == 1, result.err
     assert part in result.err
     assert (result.out, result.config) == ("", None)
@@ -288,7 +307,7 @@ def assert_bad(result: SimpleNamespace, part: str) -> None:
 def test_folders_without_permission(elastirun: Elastirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root every access is allowed
     assert_bad(elastirun("--log-dir=below/here", "--module", "t"), "cannot be written to")
-    assert_bad(elastirun("t.py"), "'t.py' cannot be read")
+    assert_bad(elastirun("t.py"), "'t.py' cannot be read", ExitCode.ENVIRONMENT)
 
 
 def test_the_working_folder_is_gone(elastirun: Elastirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
