@@ -49,6 +49,16 @@ HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may stil
 STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
 FLUSH = 2.0  # seconds to get the last words out
 
+_EXIT_CODES = {
+    Outcome.SUCCEEDED: ExitCode.OK,
+    Outcome.FAILED: ExitCode.FAILED,
+    Outcome.LEFT: ExitCode.ENVIRONMENT,  # not because of a signal: something is missing on this machine
+    Outcome.TIMEOUT: ExitCode.RENDEZVOUS,
+    Outcome.STORE_LOST: ExitCode.RENDEZVOUS,
+    Outcome.DISAGREES: ExitCode.ENVIRONMENT,
+    Outcome.EXCLUDED: ExitCode.EXCLUDED,
+}
+
 
 def run(config: LaunchConfig) -> int:
     """Run this node's part of the job to its end. Returns the exit code (``elastirun.errors.ExitCode``).
@@ -84,6 +94,7 @@ class Agent:
         self._stopping = False
         self._address = ""  # what the others reach this node by
         self._signum = 0  # the signal that told us to leave
+        self._sick = False  # a worker cannot be killed
         self._looked = 0.0  # when the loop last saw that it runs
 
         self._console = Console(self._selector)
@@ -103,7 +114,7 @@ class Agent:
         self._events_log = self._open_events()
         stack.callback(self._events_log.close)
         self._workers = Workers(
-            self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._console.say
+            self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
         )
         self._worker_store: WorkerStore | None = None
         self._reached: list[tuple[str, int]] = []  # where the store was last reached: address and port
@@ -124,6 +135,7 @@ class Agent:
             max_restarts=config.max_restarts,
             restart_window=config.restart_window,
             fail_fast=config.fail_fast,
+            restart_pause=timing.restart_pause,
             fixed_ranks=config.fixed_ranks,
             private=config.standalone,
             join_timeout=timing.join_timeout,
@@ -293,6 +305,12 @@ class Agent:
         if not self._stopping:
             self._events.append(WorkersFailed(time.monotonic(), (self._record(end),)))
 
+    def _on_stuck(self, text: str) -> None:
+        """A worker that SIGKILL does not end holds its GPU, and would hold the next one's: this node is of no use."""
+        self._console.say(text)
+        self._sick = True
+        self._events.append(Leave(time.monotonic(), "a worker hangs in the kernel"))
+
     def _on_workers_idle(self) -> None:
         self._family.end_leftovers()
         now = time.monotonic()
@@ -365,7 +383,7 @@ class Agent:
         timing = self._config.timing
         if self._config.max_nodes > 1 and not self._signum:
             self._console.say(f"stopping the workers here: {action.reason}")
-        grace = timing.grace if action.planned else min(timing.grace, timing.broken_grace)
+        grace = timing.grace if action.planned else timing.failure_grace
         self._workers.stop(grace, self._signum or signal.SIGTERM)
 
     def _end(self, finish: Finish) -> int:
@@ -407,12 +425,12 @@ class Agent:
                 self._console.say(f"cannot write TORCHELASTIC_ERROR_FILE {path}: {error.strerror}")
 
     def _exit_code(self, finish: Finish) -> int:
-        if finish.outcome is Outcome.SUCCEEDED:
-            return ExitCode.OK
-        if finish.outcome is Outcome.FAILED:
-            return ExitCode.FAILED
-        if finish.outcome is Outcome.LEFT:
-            if self._signum:
-                return ExitCode.signalled(self._signum)
-            return ExitCode.ENVIRONMENT if self._cannot_host else ExitCode.FAILED
-        return ExitCode.PEERS_LOST if finish.outcome is Outcome.TIMEOUT and self._machine.row.round else ExitCode.RENDEZVOUS
+        outcome = finish.outcome
+        if outcome is Outcome.FAILED and finish.closed and finish.closed.failures and self._config.exit_code_from_worker:
+            code = finish.closed.failures[0].code
+            return code if code > 0 else ExitCode.signalled(-code)
+        if outcome is Outcome.LEFT and self._signum:
+            return ExitCode.signalled(self._signum)
+        if outcome is Outcome.TIMEOUT and self._machine.row.round:
+            return ExitCode.PEERS_LOST
+        return ExitCode.SICK if self._sick else _EXIT_CODES[outcome]
