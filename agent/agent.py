@@ -20,7 +20,7 @@ from contextlib import ExitStack
 
 from elastirun.agent import cpus, failures, lodgers, memory, net
 from elastirun.agent.console import Console
-from elastirun.agent.events import EventLog
+from elastirun.agent.events import EventLog, changes
 from elastirun.agent.family import Family
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.process import WorkerSpec
@@ -113,6 +113,8 @@ class Agent:
         stack.callback(self._logs.close)
         self._events_log = self._open_events()
         stack.callback(self._events_log.close)
+        self._recorded: RoundRecord | None = None  # the round record whose news are in the events
+        self._over_since: float | None = None  # since when the last round here is known to be over
         self._workers = Workers(
             self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
         )
@@ -204,6 +206,27 @@ class Agent:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
+        try:
+            return self._loop()
+        except Exception:
+            self._stop_after_a_bug()
+            raise
+
+    def _stop_after_a_bug(self) -> None:
+        """Whatever is wrong with us, the workers have their grace."""
+        self._selector.unregister(self._driver)
+        if self._workers.running:
+            self._console.say("internal error, see below; stopping the workers here")
+        self._workers.stop(self._config.timing.grace)
+        while self._workers.running:
+            due = self._workers.deadline
+            ready = self._selector.select(None if due is None else max(0.0, min(due - time.monotonic(), 0.5)))
+            for key, mask in ready:
+                key.data(mask)
+            self._family.renew(time.monotonic())
+            self._workers.tick(time.monotonic())
+
+    def _loop(self) -> int:
         self._looked = time.monotonic()
         self._events.append(Tick(self._looked))
         while True:
@@ -230,6 +253,7 @@ class Agent:
             ended = bool(self._lease) and now > self._family.renewed + self._lease - 0.5
             self._console.say(f"this agent stood still for {overdue:.0f} s" + ("; its workers were ended" if ended else ""))
             self._events.append(StoodStill(now, overdue, ended))
+            self._events_log.write("stood_still", seconds=round(overdue, 3), workers_ended=ended)
         self._family.renew(now)
 
     def _time_to_wait(self) -> float | None:
@@ -252,7 +276,22 @@ class Agent:
             event = self._events.popleft()
             if isinstance(event, Synced) and self._worker_store is None:
                 self._become_reachable(event.now)
-            self._perform_all(self._machine.step(event))
+            actions = self._machine.step(event)
+            self._record_news(event.now)
+            self._perform_all(actions)
+
+    def _record_news(self, now: float) -> None:
+        record = self._machine.record
+        if record is None or record is self._recorded:
+            return
+        for name, fields in changes(self._recorded, record):
+            more: dict[str, object] = {}
+            if name == "broken":
+                self._over_since = self._over_since or now
+                if record.broken and record.broken.by == self._id and record.broken.lost:
+                    more["detected_after"] = round(self._machine.quiet(record.broken.lost[0], now), 3)
+            self._events_log.write(name, **fields, **more)
+        self._recorded = record
 
     def _perform_all(self, actions: list[Action]) -> None:
         for action in actions:
@@ -281,6 +320,7 @@ class Agent:
     def _on_signal(self, signum: int, count: int) -> None:
         """The first signal drains this node, the second hurries, the third ends at once."""
         name = signal.Signals(signum).name
+        self._events_log.write("signal", signal=name, count=count)
         if count == 1:
             self._signum = signum
             hurry = f"; its workers have {self._config.timing.grace:g} s, again to hurry" if self._workers.running else ""
@@ -368,7 +408,11 @@ class Agent:
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
         nodes, workers = len(record.members), record.world_size
-        self._events_log.write("round", round=record.round, reason=record.reason, nodes=nodes, world_size=workers, node_rank=node_rank)
+        after = None if self._over_since is None else round(time.monotonic() - self._over_since, 3)
+        place = {"node_rank": node_rank, "ranks": [spec.rank for spec in specs]}
+        shape = {"round": record.round, "reason": record.reason, "nodes": nodes, "world_size": workers}
+        self._events_log.write("round", **shape, **place, formed_after=after)
+        self._over_since = None
         if self._config.max_nodes > 1 or record.round > 1:
             here = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
             size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
@@ -376,20 +420,21 @@ class Agent:
 
     def _stop(self, action: Stop) -> None:
         self._stopping = True
-        self._events_log.write("stop", planned=action.planned, reason=action.reason)
+        timing = self._config.timing
+        grace = timing.grace if action.planned else timing.failure_grace
+        self._over_since = time.monotonic()
+        self._events_log.write("stop", round=self._attempt + 1, planned=action.planned, reason=action.reason, grace=grace)
         if not self._workers.running:
             self._on_workers_idle()
             return
-        timing = self._config.timing
         if self._config.max_nodes > 1 and not self._signum:
             self._console.say(f"stopping the workers here: {action.reason}")
-        grace = timing.grace if action.planned else timing.failure_grace
         self._workers.stop(grace, self._signum or signal.SIGTERM)
 
     def _end(self, finish: Finish) -> int:
         """The last words, and the exit code."""
-        self._events_log.write("end", outcome=finish.outcome.value, reason=finish.reason)
         code = self._exit_code(finish)
+        self._events_log.write("end", outcome=finish.outcome.value, reason=finish.reason, code=int(code))
         if finish.outcome is Outcome.FAILED:
             records = finish.closed.failures if finish.closed else ()
             text = failures.report(self._config.command.script, finish.reason, records, self._logs.directory)

@@ -1,16 +1,16 @@
-"""events.jsonl: what happened on this node, one JSON object a line, for programs and for the failover table.
-
-Every line has ``v`` (format, 1), ``time`` (seconds since the epoch), ``mono`` (seconds of this machine's monotonic clock),
-``event``, ``node`` (the row's id) and ``name`` (host name); the rest depends on the event.
-"""
+"""events.jsonl: what happened, one JSON object a line, for programs; docs/events.md describes every event and field."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+
+from elastirun.rendezvous.records import RoundRecord
+
+FORMAT = 1  # raised when a field changes its meaning
 
 
 class EventLog:
@@ -23,7 +23,7 @@ class EventLog:
 
     def write(self, event: str, **fields: object) -> None:
         """One line; a full disk loses the line, not the job."""
-        line = json.dumps({"v": 1, "time": time.time(), "mono": time.monotonic(), "event": event, **self._who, **fields})
+        line = json.dumps({"v": FORMAT, "time": time.time(), "mono": time.monotonic(), "event": event, **self._who, **fields})
         if self._fd is not None:
             with suppress(OSError):
                 os.write(self._fd, line.encode() + b"\n")
@@ -34,3 +34,26 @@ class EventLog:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def changes(old: RoundRecord | None, new: RoundRecord) -> list[tuple[str, Mapping[str, object]]]:
+    """What happened between two looks at the round record, as events with their fields. Pure."""
+    found: list[tuple[str, Mapping[str, object]]] = []
+    names = {m.id: m.name for m in (*(old.members if old else ()), *new.members)}
+    before = {m.id for m in old.members} if old else set()
+    now = {m.id for m in new.members}
+    again = old is not None and old.round == new.round
+    if new.round and not again:
+        joined, gone = ([names[i] for i in sorted(ids, key=lambda i: names[i])] for ids in (now - before, before - now))
+        fields = {"round": new.round, "reason": new.reason, "nodes": [m.name for m in new.members], "joined": joined, "gone": gone}
+        found.append(("formed", {**fields, "world_size": new.world_size, "restarts": new.failures}))
+    broken = new.broken
+    if broken is not None and not (again and old and old.broken is not None):
+        lost = [names.get(i, i) for i in broken.lost]
+        fields = {"round": new.round, "cause": broken.cause.value, "reason": broken.reason, "by": names.get(broken.by, broken.by), "lost": lost}
+        found.append(("broken", fields))
+    if new.closed is not None and not (old and old.closed):
+        closed = new.closed
+        by = names.get(closed.by, closed.by)
+        found.append(("closed", {"round": new.round, "verdict": closed.verdict.value, "reason": closed.reason, "by": by}))
+    return found

@@ -43,6 +43,11 @@ class Liveness:
         seen = self._seen.get(node_id)
         return seen is not None and seen.silent
 
+    def quiet(self, node_id: str, now: float) -> float:
+        """Seconds since its last sign of life."""
+        seen = self._seen.get(node_id)
+        return 0.0 if seen is None else now - seen.changed
+
     def proven(self, node_id: str) -> bool:
         """The node has been seen to be alive: its row may be of a dead one until it changes."""
         seen = self._seen.get(node_id)

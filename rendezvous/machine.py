@@ -307,6 +307,10 @@ class Machine:
 
     # -- what follows from them ---------------------------------------------------------------------------------------
 
+    def quiet(self, node_id: str, now: float) -> float:
+        """Seconds since this node saw the last sign of life of another."""
+        return self._live.quiet(node_id, now)
+
     @property
     def _formed(self) -> bool:
         """A round of this job was seen, if only from beside it."""
