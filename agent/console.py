@@ -2,12 +2,13 @@
 
 Everything the agent says and every worker stream that passes through it goes into a bounded buffer that is written as the
 other side takes it. A terminal stopped with ^S or an idle ``| less`` thus holds up the workers that print, as it would
-without us, and never the agent.
+without us, and never the agent. Once the workers are to stop, it may not cost them their time: what does not fit is dropped.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import selectors
@@ -28,6 +29,8 @@ class Stream:
         self._buffer = bytearray()
         self._line_open = False  # the last byte written was not a newline
         self._waiting: list[Callable[[], None]] = []
+        self.hurried = False  # nobody is asked to hold back
+        self.dropped = 0  # bytes
         self._fd, self._own, self._dead = fd, False, False
         try:
             self._fd, self._own = _private_descriptor(fd)
@@ -36,15 +39,32 @@ class Stream:
 
     @property
     def full(self) -> bool:
-        return len(self._buffer) >= LIMIT
+        return len(self._buffer) >= LIMIT and not self.hurried
 
     @property
     def pending(self) -> bool:
         return bool(self._buffer)
 
     def when_room(self, resume: Callable[[], None]) -> None:
-        """Call ``resume`` once, when half of the buffer is free again. To be asked while ``full``."""
+        """Call ``resume`` once, when half of the buffer is free again or nobody is to wait. To be asked while ``full``."""
         self._waiting.append(resume)
+
+    def hurry(self) -> None:
+        """From now on nobody waits. Who writes to a full pipe without us finds some room there, too."""
+        self.hurried = True
+        poller = select.poll()
+        poller.register(self._fd, select.POLLOUT)
+        if not self._dead and not poller.poll(0):
+            with suppress(OSError):  # not a pipe, or no larger one for this user
+                fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, LIMIT)
+        self._resume()
+
+    def pass_on(self, data: bytes) -> None:
+        """A worker's output: written, or dropped when there is no room and nobody waits."""
+        if self.hurried and len(self._buffer) >= LIMIT:
+            self.dropped += len(data)
+        else:
+            self.write(data)
 
     def write(self, data: bytes) -> None:
         """Append ``data``; it stays in one piece among what others write here."""
@@ -111,12 +131,16 @@ class Console:
         self.out = Stream(selector, out_fd)
         self.err = Stream(selector, err_fd)
 
-    @property
-    def full(self) -> bool:
-        return self.out.full or self.err.full
+    def hurry(self) -> None:
+        """The workers are to stop: from now on, until ``relax``, none of them waits for a console that nobody reads."""
+        self.out.hurry()
+        self.err.hurry()
 
-    def write_out(self, data: bytes) -> None:
-        self.out.write(data)
+    def relax(self) -> None:
+        for name, stream in (("stdout", self.out), ("stderr", self.err)):
+            if stream.dropped:
+                self.say(f"nobody read {name} while the workers were stopping; {stream.dropped} bytes of their output were dropped there")
+            stream.hurried, stream.dropped = False, 0
 
     def write_err(self, data: bytes) -> None:
         self.err.write(data)

@@ -1,36 +1,34 @@
 """Where the workers' output goes: the agent's own streams, the console line by line, files; and the last lines of each.
 
-Per worker stream one of six ways (``way_of``), by torchrun's rules. A stream that only needs a file or the agent's own
+Per worker stream one of seven ways (``way_of``), by torchrun's rules. A stream that only needs a file or the agent's own
 descriptor is handed over and never touched again; the others come through a pipe that the agent's loop reads.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import selectors
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from string import Template
 
 from elastirun.agent.console import Console, Stream
+from elastirun.agent.lines import LastLines, LogFile, PrefixedLines, WholeLines, open_log
 from elastirun.agent.process import WorkerSpec
 from elastirun.config import LogPolicy, Std
 from elastirun.errors import StartError, UsageError
 
-LAST_LINES = 30
-LAST_LINE_BYTES = 500
 _TAIL = 16 * 1024  # read of a redirected file for its last lines
 _READ = 64 * 1024
-_MAX_LINE = 64 * 1024
 _MAX_DRAIN = 1 << 20  # read at a worker's exit, in case some other process keeps on writing
 _NOWHERE = Path(os.devnull)
-_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 class Way(Enum):
@@ -39,116 +37,34 @@ class Way(Enum):
     INHERIT = "the agent's own stream"
     DEVNULL = "nowhere"
     FILE = "a file, given to the worker"
+    CAPPED = "a pipe; a file that is kept small"
     TEE = "a pipe; a file and the console, in prefixed lines"
-    RAW = "a pipe; the console as it comes"
+    RAW = "a pipe; the console, as it comes but in whole lines"
     QUIET = "a pipe; only the last lines are kept"
 
 
-def way_of(policy: LogPolicy, local_rank: int, stream: Std) -> Way:
-    """The rules: tee before redirect; a rank that is filtered out keeps its file; stderr is always seen by us."""
+def way_of(policy: LogPolicy, local_rank: int, stream: Std, shown: bool) -> Way:
+    """The rules: tee before redirect; a rank that is not shown keeps its file; stderr is always seen by us."""
     files = policy.log_dir != _NOWHERE
-    shown = policy.local_ranks is None or local_rank in policy.local_ranks
     teed = bool(policy.tee.of(local_rank) & stream)
     if teed and shown:
         return Way.TEE
     if files and (teed or policy.redirects.of(local_rank) & stream):
-        return Way.FILE
+        return Way.CAPPED if policy.limit else Way.FILE
     if stream is Std.OUT:
         return Way.INHERIT if shown else Way.DEVNULL
     return Way.RAW if shown else Way.QUIET
 
 
-class LastLines:
-    """The last ``LAST_LINES`` lines of a stream of bytes, each cut to ``LAST_LINE_BYTES``.
-
-    Of a line that was overwritten with carriage returns (a progress bar) the last state is kept.
-    """
-
-    def __init__(self) -> None:
-        self._lines: deque[bytes] = deque(maxlen=LAST_LINES)
-        self._open = b""  # the beginning of a line without its end yet
-
-    def feed(self, data: bytes) -> None:
-        *lines, rest = (self._open + data).split(b"\n")
-        self._lines.extend(_last_state(line) for line in lines[-LAST_LINES:])
-        self._open = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
-
-    def lines(self) -> tuple[str, ...]:
-        """As text without escape sequences; bytes that are no UTF-8 as ``\\xNN``."""
-        unfinished = [self._open.rstrip(b"\r")] if self._open else []
-        raw = [*self._lines, *unfinished][-LAST_LINES:]
-        return tuple(_ESCAPES.sub(b"", line).decode(errors="backslashreplace") for line in raw)
-
-
-def _last_state(line: bytes) -> bytes:
-    return line.rstrip(b"\r").rpartition(b"\r")[2][:LAST_LINE_BYTES]
-
-
-class LogFile:
-    """An append-only file of the agent. A write that fails is told once and dropped: a full disk must not end a training."""
-
-    def __init__(self, path: str, console: Console) -> None:
-        self._path = path
-        self._console = console
-        self._fd = _open_log(path)
-        self._told = False
-
-    def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError as exc:
-            if not self._told:
-                self._told = True
-                self._console.say(f"cannot write {self._path}: {exc.strerror}; output that does not fit is lost there")
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class PrefixedLines:
-    """Cuts a stream of bytes into whole lines and passes each on behind ``prefix``; copies those with a needle.
-
-    A line longer than ``_MAX_LINE`` is passed on in pieces, each as a line of its own.
-    """
-
-    def __init__(self, prefix: bytes, write: Callable[[bytes], None], needles: Sequence[bytes] = (), copy: LogFile | None = None) -> None:
-        self._prefix, self._write, self._needles, self._copy = prefix, write, needles, copy
-        self._open = b""
-
-    def feed(self, data: bytes) -> None:
-        *lines, self._open = (self._open + data).split(b"\n")
-        while len(self._open) >= _MAX_LINE:
-            lines.append(self._open[:_MAX_LINE])
-            self._open = self._open[_MAX_LINE:]
-        self._emit(lines)
-
-    def flush(self) -> None:
-        """Pass on a last line without a newline, with one."""
-        if self._open:
-            self._emit([self._open])
-            self._open = b""
-
-    def _emit(self, lines: Sequence[bytes]) -> None:
-        pieces = [line[i : i + _MAX_LINE] for line in lines for i in range(0, len(line) or 1, _MAX_LINE)]
-        self._write(self._join(pieces))  # one write: what other ranks say stays before or after it
-        if self._copy is not None:
-            self._copy.write(self._join([piece for piece in pieces if any(needle in piece for needle in self._needles)]))
-
-    def _join(self, pieces: Sequence[bytes]) -> bytes:
-        return b"".join(self._prefix + piece + b"\n" for piece in pieces)
-
-
 class Pump:
-    """The agent's end of one worker pipe: passes what comes to each of ``to``, and stops while ``console`` is full."""
+    """The agent's end of one worker pipe: passes what comes to each of ``to``, and stops while ``console`` holds us back."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         fd: int,
         to: Sequence[Callable[[bytes], None]],
-        lines: PrefixedLines | None,
+        lines: PrefixedLines | WholeLines | None,
         console: Stream | None,
         on_end: Callable[[], None],
     ) -> None:
@@ -230,14 +146,15 @@ class RoundLogs:
         self._policy, self._console, self._selector = policy, console, selector
         self._dir = attempt_dir
         self._workers: dict[int, _Worker] = {}
+        self._raw: list[WholeLines] = []
         self._opened: list[LogFile] = []
         self._filtered: dict[Std, LogFile] = {}
         self.on_drained: Callable[[], None] = lambda: None
 
-    def add(self, spec: WorkerSpec, prefix: str, files: str | None) -> None:
+    def add(self, spec: WorkerSpec, prefix: str, files: str | None, shown: bool) -> None:
         worker = self._workers[spec.local_rank] = _Worker(prefix.encode(errors="backslashreplace"), files)
         for stream in (Std.OUT, Std.ERR):
-            self._route(worker, way_of(self._policy, spec.local_rank, stream), stream)
+            self._route(worker, way_of(self._policy, spec.local_rank, stream, shown), stream)
 
     def descriptors(self, local_rank: int) -> tuple[int | None, int | None]:
         """Standard output and error for a worker; None: the agent's own."""
@@ -261,6 +178,13 @@ class RoundLogs:
         """Every pipe is at its end; ``on_drained`` is called when that comes true."""
         return not any(pump.open for worker in self._workers.values() for pump in worker.pumps)
 
+    def tick(self, now: float) -> float:
+        """Show what was begun long enough ago and has no end yet. Returns when to be called next, on the monotonic clock."""
+        for lines in self._raw:
+            if now >= lines.due:
+                lines.flush()
+        return min((lines.due for lines in self._raw), default=math.inf)
+
     def finish(self) -> None:
         """Close everything. ``last_lines`` goes on working."""
         self.on_drained = lambda: None
@@ -272,6 +196,8 @@ class RoundLogs:
         for file in self._opened:
             file.close()
         self._opened.clear()
+        self._raw.clear()
+        self._console.relax()
 
     def last_lines(self, local_rank: int) -> tuple[str, ...]:
         worker = self._workers[local_rank]
@@ -286,7 +212,7 @@ class RoundLogs:
         if way is Way.DEVNULL:
             worker.given[stream] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         elif way is Way.FILE and path is not None:
-            worker.given[stream] = _open_log(path)
+            worker.given[stream] = open_log(path)
             worker.stderr_file = path if stream is Std.ERR else worker.stderr_file
         elif way is not Way.INHERIT:
             self._pipe(worker, way, stream, path)
@@ -294,20 +220,22 @@ class RoundLogs:
     def _pipe(self, worker: _Worker, way: Way, stream: Std, path: str | None) -> None:
         screen = self._console.out if stream is Std.OUT else self._console.err
         to: list[Callable[[bytes], None]] = []
-        lines = None
+        lines: PrefixedLines | WholeLines | None = None
         if way is Way.RAW:
-            to.append(screen.write)
+            lines = WholeLines(screen.pass_on)
+            self._raw.append(lines)
         elif way is Way.TEE:
             needles = self._policy.stdout_filters if stream is Std.OUT else self._policy.stderr_filters
             copy = self._filter_file(stream) if needles else None
-            lines = PrefixedLines(worker.prefix, screen.write, [os.fsencode(needle) for needle in needles], copy)
+            lines = PrefixedLines(worker.prefix, screen.pass_on, [os.fsencode(needle) for needle in needles], copy)
+        if lines is not None:
             to.append(lines.feed)
-            if path is not None:
-                to.append(self._open(path).write)
+        if way in (Way.TEE, Way.CAPPED) and path is not None:
+            to.append(self._open(path).write)
         if stream is Std.ERR:
             to.append(worker.last.feed)
         ours, worker.given[stream] = os.pipe()
-        worker.pumps.append(Pump(self._selector, ours, to, lines, None if way is Way.QUIET else screen, self._pump_ended))
+        worker.pumps.append(Pump(self._selector, ours, to, lines, None if lines is None else screen, self._pump_ended))
 
     def _filter_file(self, stream: Std) -> LogFile | None:
         if self._dir is not None and stream not in self._filtered:
@@ -315,7 +243,7 @@ class RoundLogs:
         return self._filtered.get(stream)
 
     def _open(self, path: str) -> LogFile:
-        self._opened.append(LogFile(path, self._console))
+        self._opened.append(LogFile(path, self._console, self._policy.limit))
         return self._opened[-1]
 
     def _pump_ended(self) -> None:
@@ -329,6 +257,7 @@ class RunLogs:
     ``<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``, for the owner's eyes only.
     Without ``log_dir``: a directory under the system's temporary one, kept and told when something is redirected or teed,
     else only for the error files and gone after ``close``. With ``log_dir`` /dev/null: no files at all.
+    ``<log_dir>/latest`` is a link to the run that has begun last.
 
     Raises UsageError when ``log_dir`` cannot be a directory, StartError when one cannot be made.
     """
@@ -361,10 +290,10 @@ class RunLogs:
         base = self._make_run_dir()
         return "" if base is None else f"{base}/attempt_{attempt}/{local_rank}/error.json"
 
-    def open_round(self, attempt: int, specs: Sequence[WorkerSpec]) -> RoundLogs:
+    def open_round(self, attempt: int, specs: Sequence[WorkerSpec], world_size: int | None = None) -> RoundLogs:
         """Make the directories, files and pipes of a round. ``attempt`` must not have been used before.
 
-        Raises StartError when the system refuses one.
+        ``world_size``: of the whole job; None: these are all. Raises StartError when the system refuses one.
         """
         base = self._make_run_dir()
         attempt_dir = None if base is None else f"{base}/attempt_{attempt}"
@@ -377,11 +306,16 @@ class RunLogs:
             for spec in specs:
                 worker_dir = None if attempt_dir is None else f"{attempt_dir}/{spec.local_rank}"
                 self._make_directory(worker_dir)
-                logs.add(spec, self._prefix(spec), worker_dir)
+                shown = self._policy.shows(spec.local_rank, spec.rank, world_size or len(specs))
+                logs.add(spec, self._prefix(spec), worker_dir, shown)
         except OSError as exc:
             logs.finish()
             raise StartError(f"cannot open the workers' logs: {exc}") from exc
         return logs
+
+    def tick(self, now: float) -> float:
+        """See ``RoundLogs.tick``."""
+        return math.inf if self._round is None else self._round.tick(now)
 
     def last_lines(self, local_rank: int) -> tuple[str, ...]:
         """The last lines of stderr of that worker of the latest round, as far as they have been read."""
@@ -416,9 +350,20 @@ class RunLogs:
             if self._private:
                 return None  # no error files then; stderr tells the story too
             raise StartError(f"cannot make a directory for the workers' logs: {exc}; set --log-dir") from exc
-        if policy.log_dir is None and wanted:
+        if policy.log_dir is not None:
+            self._link_latest(self._run_dir)
+        elif wanted:
             self._console.say(f"no --log-dir given: the workers' logs are kept in {self._run_dir}")
         return self._run_dir
+
+    def _link_latest(self, run_dir: str) -> None:
+        """Point ``latest`` at this run; it may be missing, and what somebody else has put there stays."""
+        base, name = os.path.split(run_dir)
+        link = f"{base}/latest"
+        with suppress(OSError):
+            if os.path.islink(link) or not os.path.lexists(link):
+                os.symlink(name, f"{run_dir}/latest")
+                os.rename(f"{run_dir}/latest", link)  # there is always one, the old or the new
 
     def _make_directory(self, path: str | None) -> None:
         try:
@@ -427,10 +372,6 @@ class RunLogs:
         except OSError:
             if not self._private:
                 raise
-
-
-def _open_log(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def _tail(path: str) -> bytes:

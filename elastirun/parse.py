@@ -177,13 +177,13 @@ def local_ranks(text: str) -> frozenset[int] | None:
 
 
 def ranks(text: str) -> tuple[tuple[int, int], ...] | None:
-    """``0,4-7,-1`` -> (first, last) of each range of ranks; below 0 counts from the end of the world. Empty -> None, which is all of them."""
+    """``0,4-7,-1`` -> (first, last) of each range of ranks; below 0 counts from the end of the world. Empty -> None: all."""
     found: list[tuple[int, int]] = []
     for item in text.split(",") if text.strip() else []:
         match = re.fullmatch(r"\s*(-?[0-9]{1,9})(?:-([0-9]{1,9}))?\s*", item)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if last < first or first < 0 <= last:
-            raise ValueError(f"{quote(text)} is not a list of ranks; give whole numbers with commas, such as 0,4-7,-1, where -1 is the last")
+            raise ValueError(f"{quote(text)} is not a list of ranks; give whole numbers with commas, such as 0,4-7,-1 (the last)")
         found.append((first, last))
     return tuple(found) or None
 

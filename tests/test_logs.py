@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from elastirun.agent.console import LIMIT, Console
-from elastirun.agent.logs import LAST_LINES, LastLines, LogFile, PrefixedLines, RunLogs, Way, way_of
+from elastirun.agent.lines import LAST_LINES, LastLines, LogFile, PrefixedLines
+from elastirun.agent.logs import RunLogs, Way, way_of
 from elastirun.config import LogPolicy, Std, StdMap
 from elastirun.errors import StartError, UsageError
 
@@ -67,7 +68,7 @@ def run(loop: Loop, *specs: Any) -> tuple[bytes, bytes]:
 
 def files(base: Path) -> dict[str, bytes]:
     """Every file of the one run below ``base``."""
-    (run_dir,) = base.iterdir()
+    (run_dir,) = (path for path in base.iterdir() if path.name != "latest")
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
@@ -91,13 +92,37 @@ def says(out: str = "", err: str = "") -> str:
         (LogPolicy(local_ranks=frozenset({0})), Way.DEVNULL, Way.QUIET),
         (LogPolicy(local_ranks=frozenset({1}), tee=ALL), Way.TEE, Way.TEE),
         (LogPolicy(local_ranks=frozenset({0}), tee=OUT, redirects=ERR), Way.FILE, Way.FILE),
+        (LogPolicy(show=((-1, -1),)), Way.DEVNULL, Way.QUIET),
+        (LogPolicy(limit=1 << 20), Way.INHERIT, Way.RAW),
+        (LogPolicy(limit=1 << 20, redirects=ERR, tee=OUT), Way.TEE, Way.CAPPED),
+        (LogPolicy(limit=1 << 20, local_ranks=frozenset(), tee=ALL), Way.CAPPED, Way.CAPPED),
         (LogPolicy(log_dir=NOWHERE, redirects=ALL), Way.INHERIT, Way.RAW),
         (LogPolicy(log_dir=NOWHERE, tee=ALL), Way.TEE, Way.TEE),
         (LogPolicy(log_dir=NOWHERE, redirects=ALL, local_ranks=frozenset({0})), Way.DEVNULL, Way.QUIET),
     ],
 )
 def test_the_way_of_local_rank_1(policy: LogPolicy, out: Way, err: Way) -> None:
-    assert (way_of(policy, 1, Std.OUT), way_of(policy, 1, Std.ERR)) == (out, err)
+    shown = policy.shows(1, 5, 8)
+    assert (way_of(policy, 1, Std.OUT, shown), way_of(policy, 1, Std.ERR, shown)) == (out, err)
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    [
+        (LogPolicy(), True),
+        (LogPolicy(show=((5, 5),)), True),
+        (LogPolicy(show=((0, 4), (6, 7))), False),
+        (LogPolicy(show=((3, 9),)), True),
+        (LogPolicy(show=((-3, -3),)), True),
+        (LogPolicy(show=((-1, -1),)), False),
+        (LogPolicy(show=((1, 1),)), False),
+        (LogPolicy(show=((5, 5),), local_ranks=frozenset({0})), False),
+        (LogPolicy(show=((5, 5),), local_ranks=frozenset({1})), True),
+        (LogPolicy(show=((4, 4),), local_ranks=frozenset({1})), False),
+    ],
+)
+def test_local_rank_1_that_is_rank_5_of_8_is_shown(policy: LogPolicy, shown: bool) -> None:
+    assert policy.shows(1, 5, 8) == shown
 
 
 def test_by_default_stdout_is_the_agents_own_and_stderr_passes_byte_for_byte(make: Callable[..., Loop]) -> None:
@@ -169,8 +194,9 @@ def test_each_round_has_its_own_directory_for_the_owner_alone(make: Callable[...
     with pytest.raises(StartError, match="attempt_1"):
         loop.logs.open_round(1, [spec("")])
     assert found == files(tmp_path / "logs")
-    (run_dir,) = (tmp_path / "logs").iterdir()
+    (run_dir,) = (path for path in (tmp_path / "logs").iterdir() if path.name != "latest")
     assert re.fullmatch(r"job_\w+", run_dir.name) and loop.logs.directory == str(run_dir)
+    assert os.readlink(tmp_path / "logs" / "latest") == run_dir.name
     for path in [tmp_path / "logs", *run_dir.parent.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0 or path.name == "error.json"  # that one is the worker's own
 
@@ -319,7 +345,7 @@ def test_a_console_that_nobody_reads_holds_up_the_workers_and_not_the_loop(make:
     size, count = 1000, 8000
     code = f"import os\nfor i in range({count}): os.write(2, b'x' * {size - 1} + b'\\n')"
     loop.start(*(spec(code, rank) for rank in range(2)))
-    loop.run(lambda: loop.console.full)
+    loop.run(lambda: loop.console.err.full)
     settle(loop)  # the loop sleeps: it neither blocks in a write nor spins
     assert loop.workers.alive == (0, 1)
     held = len(loop.console.err._buffer)
@@ -361,7 +387,7 @@ def test_a_stopped_terminal() -> None:
     tty.setraw(terminal)
     console = Console(selector, terminal, terminal)
     termios.tcflow(terminal, termios.TCOOFF)
-    console.write_out(b"x" * 20_000 + b"\n")
+    console.out.write(b"x" * 20_000 + b"\n")
     assert not console.flush(0.1) and len(console.out._buffer) == 20_001
     termios.tcflow(terminal, termios.TCOON)
     got = b""
@@ -379,7 +405,7 @@ def test_a_line_of_ours_starts_a_line(make: Callable[..., Loop]) -> None:
     loop.console.say("one")
     loop.console.write_err(b"50%")
     loop.console.say("two")
-    loop.console.write_out(b"out")
+    loop.console.out.write(b"out")
     assert loop.console.flush(5)
     assert os.read(loop.err, 4096) == b"elastirun: one\n50%\nelastirun: two\n"
     assert os.read(loop.out, 4096) == b"out"
@@ -387,7 +413,7 @@ def test_a_line_of_ours_starts_a_line(make: Callable[..., Loop]) -> None:
 
 def test_flush_gives_up(make: Callable[..., Loop]) -> None:
     loop = make()
-    loop.console.write_out(b"x" * 300_000)
+    loop.console.out.write(b"x" * 300_000)
     loop.console.write_err(b"y")
     assert not loop.console.flush(0.1)
     assert os.read(loop.err, 4096) == b"y"
@@ -407,13 +433,13 @@ def test_a_console_that_is_gone(way: str) -> None:
     again: list[int] = []
     for _ in range(2):
         console.write_err(b"x" * LIMIT)
-        if console.full:
+        if console.err.full:
             console.err.when_room(lambda: again.append(1))
         assert console.flush(5)
     console.say("nobody hears it")
     console.flush(5)
     assert console.err._dead == (way != "/dev/full")  # a disk may have room again
-    assert not console.full and not selector.get_map() and (again or way == "closed descriptor")
+    assert not console.err.full and not selector.get_map() and (again or way == "closed descriptor")
     console.close()
     if way != "closed descriptor":
         os.close(fd)
@@ -424,7 +450,7 @@ def test_a_console_that_is_a_file(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     os.write(fd, b"before\n")
     console = Console(selector, fd, fd)
-    console.write_out(b"x" * 10_000 + b"\nend\n")
+    console.out.write(b"x" * 10_000 + b"\nend\n")
     while console.out.pending:
         for key, mask in selector.select(5):
             key.data(mask)

@@ -1,0 +1,165 @@
+"""A worker's bytes as lines: the last ones kept, whole ones passed on, files that may be capped."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from elastirun.agent.console import Console
+
+LAST_LINES = 30
+LAST_LINE_BYTES = 500
+MAX_LINE = 64 * 1024  # bytes; a longer line may be cut
+HOLD = 0.5  # seconds that the beginning of a line may wait for its end
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+
+
+class LastLines:
+    """The last ``LAST_LINES`` lines of a stream of bytes, each cut to ``LAST_LINE_BYTES``.
+
+    Of a line that was overwritten with carriage returns (a progress bar) the last state is kept.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        self._open = b""  # the beginning of a line without its end yet
+
+    def feed(self, data: bytes) -> None:
+        *lines, rest = (self._open + data).split(b"\n")
+        self._lines.extend(_last_state(line) for line in lines[-LAST_LINES:])
+        self._open = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+
+    def lines(self) -> tuple[str, ...]:
+        """As text without escape sequences; bytes that are no UTF-8 as ``\\xNN``."""
+        unfinished = [self._open.rstrip(b"\r")] if self._open else []
+        raw = [*self._lines, *unfinished][-LAST_LINES:]
+        return tuple(_ESCAPES.sub(b"", line).decode(errors="backslashreplace") for line in raw)
+
+
+def _last_state(line: bytes) -> bytes:
+    return line.rstrip(b"\r").rpartition(b"\r")[2][:LAST_LINE_BYTES]
+
+
+class LogFile:
+    """An append-only file of the agent. A write that fails is told once and dropped: a full disk must not end a training.
+
+    ``limit`` (bytes, at least ``MAX_LINE``; 0: none): before it would grow beyond, it becomes ``<path>.1``, in place of an older
+    one, and a new one is begun; at the end of a line, unless that is longer than ``MAX_LINE``.
+    """
+
+    def __init__(self, path: str, console: Console, limit: int = 0) -> None:
+        self._path, self._console, self._limit = path, console, limit
+        self._fd = open_log(path)
+        self._size = self._line = 0  # where its end is, and where its last line begins
+        self._told = False
+
+    def write(self, data: bytes) -> None:
+        try:
+            while self._limit and self._size + len(data) > self._limit:
+                data = self._turn(data)
+            self._append(data)
+        except OSError as exc:
+            if not self._told:
+                self._told = True
+                self._console.say(f"cannot write {self._path}: {exc.strerror}; output that does not fit is lost there")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _append(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            done = os.write(self._fd, view)
+            self._size += done
+            view = view[done:]
+        if end := data.rfind(b"\n") + 1:
+            self._line = self._size - len(data) + end
+
+    def _turn(self, data: bytes) -> bytes:
+        """Write the lines that still fit, begin a new file, and return what is to go there."""
+        room = self._limit - self._size
+        cut = data.rfind(b"\n", 0, room) + 1
+        begun = 0 if cut else self._size - self._line  # of the last line, to be taken along
+        if not cut and (begun == self._size or begun > MAX_LINE):
+            cut, begun = room, 0
+        self._append(data[:cut])
+        taken = os.pread(self._fd, begun, self._size - begun)
+        os.ftruncate(self._fd, self._size - begun)
+        with suppress(FileNotFoundError):  # somebody has taken it away
+            os.replace(self._path, f"{self._path}.1")
+        fd = open_log(self._path)
+        os.close(self._fd)
+        self._fd, self._size, self._line = fd, 0, 0
+        return taken + data[cut:]
+
+
+def open_log(path: str) -> int:
+    """A descriptor that appends to ``path``, which only the owner may read."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+class WholeLines:
+    """Passes bytes on as they are, but a line in one piece, so that what others write stays before or after it.
+
+    What has no end yet waits for it, ``HOLD`` seconds at most. It does not wait when it draws over itself with carriage returns,
+    as a progress bar does, or is longer than ``MAX_LINE``.
+    """
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._open = b""
+        self.due = math.inf  # on the monotonic clock: when ``flush`` is to be called
+
+    def feed(self, data: bytes) -> None:
+        data = self._open + data
+        end = data.rfind(b"\n") + 1
+        if len(data) - end >= MAX_LINE or b"\r" in data[end:]:
+            end = len(data)
+        if end:
+            self._write(data[:end])
+            self.due = math.inf
+        self._open = data[end:]
+        if self._open and self.due == math.inf:
+            self.due = time.monotonic() + HOLD
+
+    def flush(self) -> None:
+        self._write(self._open)
+        self._open, self.due = b"", math.inf
+
+
+class PrefixedLines:
+    """Cuts a stream of bytes into whole lines and passes each on behind ``prefix``; copies those with a needle.
+
+    A line longer than ``MAX_LINE`` is passed on in pieces, each as a line of its own.
+    """
+
+    def __init__(self, prefix: bytes, write: Callable[[bytes], None], needles: Sequence[bytes] = (), copy: LogFile | None = None) -> None:
+        self._prefix, self._write, self._needles, self._copy = prefix, write, needles, copy
+        self._open = b""
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._open = (self._open + data).split(b"\n")
+        while len(self._open) >= MAX_LINE:
+            lines.append(self._open[:MAX_LINE])
+            self._open = self._open[MAX_LINE:]
+        self._emit(lines)
+
+    def flush(self) -> None:
+        """Pass on a last line without a newline, with one."""
+        if self._open:
+            self._emit([self._open])
+            self._open = b""
+
+    def _emit(self, lines: Sequence[bytes]) -> None:
+        pieces = [line[i : i + MAX_LINE] for line in lines for i in range(0, len(line) or 1, MAX_LINE)]
+        self._write(self._join(pieces))  # one write: what other ranks say stays before or after it
+        if self._copy is not None:
+            self._copy.write(self._join([piece for piece in pieces if any(needle in piece for needle in self._needles)]))
+
+    def _join(self, pieces: Sequence[bytes]) -> bytes:
+        return b"".join(self._prefix + piece + b"\n" for piece in pieces)
