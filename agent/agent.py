@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from elastirun.agent import cpus, failures, lodgers, memory, net
+from elastirun.agent import cpus, failures, lodgers, net
+from elastirun.agent.blame import Blame
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog, changes
 from elastirun.agent.family import Family
@@ -85,13 +86,9 @@ class Agent:
         self._finish: Finish | None = None
         self._notices: deque[str] = deque()  # lines for people from the driver's thread
         self._cannot_host: tuple[float, str] | None = None  # since when and why the store that is ours to host cannot be served
-        self._exits: list[WorkerExit] = []  # of the running set, those that failed by themselves
-        self._not_started: tuple[ExitRecord, ...] = ()  # why the set could not be started
         self._started = False  # workers have run here
         self._world_size = 0  # of the running set
         self._attempt = 0  # of the running set: round - 1
-        self._oom_kills: int | None = None  # the kernel's count when the set was started
-        self._stopping = False
         self._address = ""  # what the others reach this node by
         self._signum = 0  # the signal that told us to leave
         self._sick = False  # a worker cannot be killed
@@ -115,6 +112,7 @@ class Agent:
         stack.callback(self._events_log.close)
         self._recorded: RoundRecord | None = None  # the round record whose news are in the events
         self._over_since: float | None = None  # since when the last round here is known to be over
+        self._blame = Blame(name, self._logs)
         self._workers = Workers(
             self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
         )
@@ -217,6 +215,7 @@ class Agent:
         self._selector.unregister(self._driver)
         if self._workers.running:
             self._console.say("internal error, see below; stopping the workers here")
+        self._console.hurry()
         self._workers.stop(self._config.timing.grace)
         while self._workers.running:
             due = self._workers.deadline
@@ -260,7 +259,8 @@ class Agent:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
         if self._events:
             return 0.0
-        due = min(d for d in (self._machine.wake, self._workers.deadline, self._driver.deadline) if d is not None)
+        dues = (self._machine.wake, self._workers.deadline, self._driver.deadline, self._logs.tick(time.monotonic()), self._blame.tell_at)
+        due = min(d for d in dues if d is not None)
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
     def _on_time(self, now: float) -> None:
@@ -268,6 +268,9 @@ class Agent:
         if deadline is not None and now >= deadline:
             self._workers.tick(now)
         self._events.extend(self._driver.give_up(now))
+        if now >= self._blame.tell_at:
+            self._blame.tell_at = math.inf
+            self._events.append(WorkersFailed(now, self._blame.worst))
         if now >= self._machine.wake:
             self._events.append(Tick(now))
 
@@ -339,11 +342,7 @@ class Agent:
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
         self._events_log.write("worker_exit", rank=end.rank, local_rank=end.local_rank, pid=end.pid, code=end.code, after=end.after)
-        if end.code == 0 or end.killed_by_us:
-            return
-        self._exits.append(end)
-        if not self._stopping:
-            self._events.append(WorkersFailed(time.monotonic(), (self._record(end),)))
+        self._blame.ended(end)
 
     def _on_stuck(self, text: str) -> None:
         """A worker that SIGKILL does not end holds its GPU, and would hold the next one's: this node is of no use."""
@@ -353,19 +352,10 @@ class Agent:
 
     def _on_workers_idle(self) -> None:
         self._family.end_leftovers()
-        now = time.monotonic()
-        if self._stopping or self._exits:
-            records = tuple(self._record(end) for end in self._exits[:8])
-            self._events.append(WorkersStopped(now, self._not_started + records))
-        else:
-            self._events.append(WorkersSucceeded(now))
-
-    def _record(self, end: WorkerExit) -> ExitRecord:
-        error_file = self._logs.error_file(self._attempt, end.local_rank)
-        error = failures.read_error_file(error_file) if error_file else None
-        note = memory.explain(self._oom_kills) if end.code == -signal.SIGKILL else ""
-        lines = self._logs.last_lines(end.local_rank)
-        return failures.make_record(self._name, end, lines, error, note, alone=self._world_size == 1)
+        if self._blame.stopped:
+            self._events.append(WorkersStopped(time.monotonic(), self._blame.worst))
+        elif not self._blame.worst:  # else the machine is told, if not yet, and asks to stop
+            self._events.append(WorkersSucceeded(time.monotonic()))
 
     # -- what is asked for ----------------------------------------------------------------------------------------------
 
@@ -384,14 +374,14 @@ class Agent:
         record, node_rank = action.record, action.node_rank
         assert self._worker_store is not None
         self._world_size = record.world_size
-        self._exits, self._not_started, self._stopping, self._attempt = [], (), False, record.round - 1
+        self._attempt = record.round - 1
+        self._blame.begin(self._attempt, alone=record.world_size == 1)
         try:
             specs = self._specs(record, node_rank)
             self._announce(record, node_rank, specs)
-            logs = self._logs.open_round(self._attempt, specs)
+            logs = self._logs.open_round(self._attempt, specs, self._world_size)
             if self._logs.temporary:
                 self._family.remove_at_the_end(self._logs.temporary)
-            self._oom_kills = memory.oom_kills()
             self._workers.start(specs, logs)
             self._started = True
             if node_rank == 0:  # after them: the import of torch would hold them up, and their first connections can wait
@@ -399,8 +389,7 @@ class Agent:
                 self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
         except (OSError, StartError) as error:
             rank = sum(m.slots for m in record.members[:node_rank])
-            self._not_started = (ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)),)
-            self._events.append(WorkersFailed(time.monotonic(), self._not_started))
+            self._blame.add(ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
 
     def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
         here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets, self._family.mark)
@@ -419,7 +408,7 @@ class Agent:
             self._console.say(f"round {record.round}: {size}; here {here} ({record.reason})")
 
     def _stop(self, action: Stop) -> None:
-        self._stopping = True
+        self._blame.stop(self._workers.alive)
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace
         self._over_since = time.monotonic()
@@ -429,6 +418,7 @@ class Agent:
             return
         if self._config.max_nodes > 1 and not self._signum:
             self._console.say(f"stopping the workers here: {action.reason}")
+        self._console.hurry()
         self._workers.stop(grace, self._signum or signal.SIGTERM)
 
     def _end(self, finish: Finish) -> int:
@@ -437,8 +427,7 @@ class Agent:
         self._events_log.write("end", outcome=finish.outcome.value, reason=finish.reason, code=int(code))
         if finish.outcome is Outcome.FAILED:
             records = finish.closed.failures if finish.closed else ()
-            text = failures.report(self._config.command.script, finish.reason, records, self._logs.directory)
-            self._console.write_err(text.encode())
+            self._console.write_err(self._report(finish.reason, records).encode())
             self._leave_error_file(finish.reason, records)
         elif finish.outcome is Outcome.SUCCEEDED and not self._started:
             self._console.say("the job succeeded; no worker ran on this node")
@@ -449,6 +438,13 @@ class Agent:
         if self._machine.hosting and not self._config.standalone and not self._signum:
             self._stay_for_lodgers()
         return code
+
+    def _report(self, reason: str, records: tuple[ExitRecord, ...]) -> str:
+        record = self._machine.record
+        assert record is not None
+        began = self._blame.began if record.round == self._attempt + 1 else None
+        used = f"{record.failures - 1} of {self._config.max_restarts}"
+        return failures.report(self._config.command.script, reason, records, record.round, used, began, self._logs.directory)
 
     def _stay_for_lodgers(self) -> None:
         def pause(seconds: float) -> bool:

@@ -9,13 +9,19 @@ import signal
 import stat
 import time
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from elastirun.agent.workers import WorkerExit
-from elastirun.rendezvous.forming import root_cause
+from elastirun.rendezvous.forming import root_cause, signal_name
 from elastirun.rendezvous.records import ExitRecord
 
-OWN_FAULT, VICTIM, KILLED_BY_US = 0, 5, 9  # values of ExitRecord.blame
+OWN_FAULT, SUSPECT, VICTIM, KILLED_BY_US = 0, 3, 5, 9  # values of ExitRecord.blame
+_BLAME_WORDS = {
+    SUSPECT: ", stopped by its agent after it had shown an exception of its own",
+    VICTIM: ", probably for having lost its peers",
+    KILLED_BY_US: ", stopped by its agent",
+}
 
 _MAX_ERROR_FILE = 1 << 20
 _MAX_LINES = 30
@@ -34,6 +40,9 @@ _VICTIM_SIGNS = re.compile(
 # Exceptions that a lost peer can cause; any other type is the process's own fault whatever its text says.
 _PEER_EXCEPTION = re.compile(r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error)")
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, as the frames above it are
+_UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # only torch's hook for exceptions that nobody caught puts it so
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_CHILD_KILLED = "is killed by signal: Killed"  # what torch's DataLoader says of its worker
 _SHELL_CODES = {126: "command cannot be executed", 127: "command not found"}
 
 
@@ -41,7 +50,8 @@ def classify(end: WorkerExit, lines: Sequence[str]) -> int:
     """The blame of a failed worker, by how it ended and the last ``lines`` of its stderr; the least is the root cause.
 
     ``OWN_FAULT`` an exception, exit code or signal of its own (or sent by a stranger, such as the kernel's OOM killer) ·
-    ``VICTIM`` it lost its peers · ``KILLED_BY_US`` it was alive when its agent stopped it.
+    ``VICTIM`` it lost its peers · ``KILLED_BY_US`` it was alive when its agent stopped it. ``SUSPECT``, between the first
+    two, is for ``make_record`` to say.
     """
     if end.killed_by_us:
         return KILLED_BY_US
@@ -53,6 +63,18 @@ def classify(end: WorkerExit, lines: Sequence[str]) -> int:
     if name is not None and not _PEER_EXCEPTION.fullmatch(name):
         return OWN_FAULT
     return VICTIM if any(_VICTIM_SIGNS.search(line) for line in said) else OWN_FAULT
+
+
+def has_failed(lines: Sequence[str], error: Sequence[str] | None) -> bool:
+    """Whether a worker that still runs shows by the last ``lines`` of its stderr or its error file that it is about to fail.
+
+    An exception of its own, that is, which nobody has caught as far as can be seen: it takes long to wind up, and its
+    peers may be the first to end.
+    """
+    name, said = _last_exception(error or lines)
+    if name is None or _PEER_EXCEPTION.fullmatch(name) and any(_VICTIM_SIGNS.search(line) for line in said):
+        return False
+    return error is not None or len(said) == 1 or any(_UNCAUGHT.match(line) for line in lines)
 
 
 def _last_exception(lines: Sequence[str]) -> tuple[str | None, Sequence[str]]:
@@ -67,19 +89,31 @@ def _last_exception(lines: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 def describe_code(code: int) -> str:
     """``code`` of a worker in words: ``exit code 3``, ``killed by SIGSEGV (signal 11)``."""
     if code < 0:
-        return f"killed by {_signal_name(-code)}"
+        return f"killed by {_signal(-code)}"
     if code in _SHELL_CODES:
         return f"exit code {code}: {_SHELL_CODES[code]}"
     if 128 < code < 128 + signal.NSIG:
-        return f"exit code {code}: a shell's word for {_signal_name(code - 128)}"
+        return f"exit code {code}: a shell's word for {_signal(code - 128)}"
     return f"exit code {code}"
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return f"{signal.Signals(number).name} (signal {number})"
-    except ValueError:
-        return f"signal {number}"
+def _signal(number: int) -> str:
+    name = signal_name(number)
+    return name if name.endswith(str(number)) else f"{name} (signal {number})"
+
+
+def explain(code: int, lines: Sequence[str], out_of_memory: str | None) -> str:
+    """What is known of an end that was not at our hands besides its ``code``, for ``ExitRecord.note``; empty: nothing.
+
+    ``out_of_memory``: what the kernel's counters say, see ``memory.explain``.
+    """
+    if code == -signal.SIGKILL:
+        unknown = "; the kernel's count of out-of-memory kills cannot be read"
+        denied = unknown if out_of_memory is None else ", and the kernel counts no out-of-memory kill"
+        return out_of_memory or f"sent from outside (not by this agent{denied})"
+    if out_of_memory and (code == 128 + signal.SIGKILL or any(_CHILD_KILLED in line for line in lines)):
+        return f"a process of it was {out_of_memory}"
+    return "sent from outside (not by this agent)" if -code in _FROM_OUTSIDE else ""
 
 
 def make_record(
@@ -89,15 +123,16 @@ def make_record(
 
     ``lines``: the last lines of its stderr; ``error``: what it left in its error file (``read_error_file``), which is
     shown instead of them where there is one; ``note``: what else is known of its end;
-    ``alone``: it had no peers to lose.
+    ``alone``: it had no peers to lose. One that we have killed is given here only when it ``has_failed`` before.
     """
+    blame = SUSPECT if end.killed_by_us else OWN_FAULT if alone else classify(end, error or lines)
     return ExitRecord(
         node=node,
         rank=end.rank,
         local_rank=end.local_rank,
         pid=end.pid,
         code=end.code,
-        blame=OWN_FAULT if alone and not end.killed_by_us else classify(end, error or lines),
+        blame=blame,
         after=round(end.after, 3),
         lines=_bounded(error or lines),
         note=note,
@@ -148,46 +183,60 @@ def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(line[:_MAX_LINE] for line in lines[-_MAX_LINES:])
 
 
-def report(script: str, reason: str, records: Iterable[ExitRecord], logs: str | None = None) -> str:
-    """The failure report, to be printed last on every node: the root cause with its last words, a line for each other failure.
+def report(
+    script: str,
+    reason: str,
+    records: Iterable[ExitRecord],
+    round: int = 0,
+    used: str = "",
+    began: float | None = None,
+    logs: str | None = None,
+) -> str:
+    """The failure report, to be printed last on every node, in torchrun's layout: the root cause with its last words, then the verdict.
 
-    ``reason``: the verdict in one line; ``logs``: where the log files of this node are. Ends with a newline. Of what
-    workers wrote, characters that are not printable come out as escapes.
+    The other failures get a line each, above. Ten lines from the end suffice to know what happened, forty have all of the
+    root cause. ``reason``: the verdict in one line; ``round``: the one that failed; ``used``: restarts, "2 of 3"; ``began``:
+    when that round's workers were started here, seconds since the epoch (None: they were not); ``logs``: where the log
+    files of this node are. Ends with a newline. Of what workers wrote, characters that are not printable come out as escapes.
     """
     rule, thin = "=" * _WIDTH, "-" * _WIDTH
-    lines = [rule, f"{script} FAILED", f"  reason    : {reason}"]
+    lines = [rule, f"{script} FAILED", thin]
     causes = root_cause(records)
-    if causes:
-        lines += [thin, "Root cause:", *_root(causes[0])]
     if causes[1:]:
-        lines += [thin, f"Other failures ({len(causes) - 1}):", *(_other(record) for record in causes[1 : 1 + _MAX_OTHERS])]
-        if len(causes) > 1 + _MAX_OTHERS:
-            lines.append(f"  ... and {len(causes) - 1 - _MAX_OTHERS} more")
-    if logs is not None:
-        lines += [thin, f"Logs of this node: {logs}"]
-    return "".join(f"{_printable(line)}\n" for line in [*lines, rule])
+        lines += [f"Other failures ({len(causes) - 1}):", *(_other(record) for record in causes[1 : 1 + _MAX_OTHERS])]
+        more = len(causes) - 1 - _MAX_OTHERS
+        lines += [f"  ... and {more} more", thin] if more > 0 else [thin]
+    if causes:
+        lines += ["Root Cause (first observed failure):", "[0]:", *_root(causes[0], round, began), thin]
+    lines += [f"  logs      : {logs} (on this node)"] if logs is not None else []
+    lines += [f"  restarts used: {used}"] if used else []
+    return "".join(f"{_printable(line)}\n" for line in [*lines, f"  reason    : {reason}", rule])
 
 
-def _root(record: ExitRecord) -> list[str]:
-    words = record.lines or ("(nothing)",)
+def _root(record: ExitRecord, round: int, began: float | None) -> list[str]:
+    """``time`` is this node's own: its start of the round plus the time that the worker ran."""
+    time_line = [f"  time      : {datetime.fromtimestamp(int(began + record.after)).isoformat(sep='_')}"] if began is not None else []
+    name = f" ({signal_name(-record.code)})" if record.code < 0 else ""
+    how = _how(record)
     return [
+        *time_line,
         f"  host      : {record.node}",
         f"  rank      : {record.rank} (local_rank: {record.local_rank})",
-        f"  exitcode  : {record.code} (pid: {record.pid}) {_how(record)}",
-        f"  when      : {record.after:.1f} s after the start of its round",
-        "  last lines of its stderr:",
-        *(f"    {line}" for line in words),
+        f"  exitcode  : {record.code} (pid: {record.pid}){name}",
+        *([f"  how       : {how}"] if how != f"exit code {record.code}" else []),
+        f"  when      : {record.after:.1f} s after the start of round {round}",
+        "  traceback : the last lines of its stderr",
+        *(f"    {line}" for line in record.lines or ("(nothing)",)),
     ]
 
 
 def _other(record: ExitRecord) -> str:
     where = f"rank {record.rank} ({record.node}, local_rank {record.local_rank}, pid {record.pid})"
-    return f"  {where}: {_how(record)} after {record.after:.1f} s"
+    return f"  {where}: {_how(record)}; {record.after:.1f} s after the start"
 
 
 def _how(record: ExitRecord) -> str:
-    why = {VICTIM: ", probably for having lost its peers", KILLED_BY_US: ", stopped by its agent"}.get(record.blame, "")
-    return describe_code(record.code) + why + (f", {record.note}" if record.note else "")
+    return describe_code(record.code) + _BLAME_WORDS.get(record.blame, "") + (f", {record.note}" if record.note else "")
 
 
 def _printable(line: str) -> str:

@@ -8,6 +8,7 @@ from elastirun.agent.cpus import Read, cgroup_folders
 
 GIB = 1 << 30
 UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2^63
+NEAR = 0.9  # of its limit, a group's peak when that limit is what its process was killed for
 
 
 def read_file(path: str) -> str:
@@ -27,17 +28,21 @@ def oom_kills(read: Read = read_file) -> int | None:
     return None
 
 
-def explain(before: int | None, read: Read = read_file) -> str:
-    """What to say of a worker that died of SIGKILL when ``before`` was counted at its start; empty: it was not for memory."""
+def explain(before: int | None, read: Read = read_file) -> str | None:
+    """What to say of a process that died of SIGKILL when ``before`` was counted at its start.
+
+    Empty: it was not for memory; None: the kernel does not say.
+    """
     now = oom_kills(read)
-    if before is None or now is None or now <= before:
+    if before is None or now is None:
+        return None
+    if now <= before:
         return ""
-    limits = [(limit, peak) for folder in _folders(read) for limit, peak in [_limit_and_peak(folder, read)] if limit is not None]
-    text = "out of memory: the kernel killed a process of this control group or machine"
-    if not limits:
-        return text
-    limit, peak = min(limits)
-    return f"out of memory: the kernel killed it; {peak / GIB:.1f} of {limit / GIB:.1f} GiB were used"
+    groups = [found for folder in _folders(read) if (found := _peak_and_limit(folder, read))]
+    peak, limit = max(groups, key=lambda group: group[0] / group[1], default=(0, 1))
+    if peak < NEAR * limit:  # the machine's memory was spent, not a group's
+        return "OOM-killed"
+    return f"OOM-killed, {peak / GIB:.1f} of {limit / GIB:.1f} GiB"
 
 
 def _folders(read: Read) -> list[str]:
@@ -47,15 +52,15 @@ def _folders(read: Read) -> list[str]:
         return []
 
 
-def _limit_and_peak(folder: str, read: Read) -> tuple[int | None, int]:
-    """In bytes; limit None: there is none."""
+def _peak_and_limit(folder: str, read: Read) -> tuple[int, int] | None:
+    """In bytes; None: there is no limit, or the kernel does not tell the peak (version 2 before Linux 5.19)."""
     for limit, peak in (("memory.max", "memory.peak"), ("memory.limit_in_bytes", "memory.max_usage_in_bytes")):
         try:
             size = int(read(f"{folder}/{limit}"))
-            return (size, int(read(f"{folder}/{peak}"))) if size < UNLIMITED else (None, 0)
+            return (int(read(f"{folder}/{peak}")), size) if 0 < size < UNLIMITED else None
         except (OSError, ValueError):  # not there, or "max"
             continue
-    return None, 0
+    return None
 
 
 def _fields(path: str, read: Read) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -161,9 +162,7 @@ def _why(record: RoundRecord, lost: list[Member], causes: tuple[ExitRecord, ...]
     return record.broken.reason
 
 
-def _count(
-    rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], lost: list[Member]
-) -> tuple[RoundRecord, tuple[ExitRecord, ...]]:
+def _count(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], lost: list[Member]) -> tuple[RoundRecord, tuple[ExitRecord, ...]]:
     """The record with the broken round's failure counted, and its causes, most likely first; none when it was no failure."""
     if record.broken is None or record.broken.cause is not Cause.FAILURE or lost:
         return record, ()
@@ -213,8 +212,17 @@ def _give_up(rules: Rules, record: RoundRecord, causes: tuple[ExitRecord, ...]) 
 
 def describe(failure: ExitRecord) -> str:
     """A failure in one line, for people."""
-    how = f"exit code {failure.code}" if failure.code >= 0 else f"signal {-failure.code}"
-    return clip(f"rank {failure.rank} on {failure.node} failed ({how})")
+    how = f"exit code {failure.code}" if failure.code >= 0 else signal_name(-failure.code)
+    perhaps = ", perhaps for having lost its peers" if failure.blame > 4 else ""  # see ExitRecord.blame
+    return clip(f"rank {failure.rank} on {failure.node} failed ({how}{', ' * bool(failure.note)}{failure.note}){perhaps}")
+
+
+def signal_name(number: int) -> str:
+    """``SIGSEGV``; ``signal 40`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def signature(failure: ExitRecord) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,12 @@ import pytest
 from elastirun.agent.failures import (
     KILLED_BY_US,
     OWN_FAULT,
+    SUSPECT,
     VICTIM,
     classify,
     describe_code,
+    explain,
+    has_failed,
     make_record,
     read_error_file,
     report,
@@ -117,6 +123,50 @@ def test_codes_in_words(code: int, words: str) -> None:
     assert describe_code(code) == words
 
 
+OUTSIDE = "sent from outside (not by this agent"
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "killed", "words"),
+    [
+        (-9, (), "OOM-killed, 3.9 of 4.0 GiB", "OOM-killed, 3.9 of 4.0 GiB"),
+        (-9, (), "", f"{OUTSIDE}, and the kernel counts no out-of-memory kill)"),
+        (-9, (), None, f"{OUTSIDE}; the kernel's count of out-of-memory kills cannot be read)"),
+        (-15, (), "OOM-killed", f"{OUTSIDE})"),
+        (-11, (), "OOM-killed", ""),
+        (3, (), "OOM-killed", ""),
+        (137, (), "OOM-killed", "a process of it was OOM-killed"),
+        (137, (), "", ""),
+        (1, ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ",), "OOM-killed", "a process of it was OOM-killed"),
+        (1, ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ",), None, ""),
+    ],
+)
+def test_what_is_said_of_an_end_that_was_not_at_our_hands(code: int, lines: tuple[str, ...], killed: str | None, words: str) -> None:
+    assert explain(code, lines, killed) == words
+
+
+@pytest.mark.parametrize(
+    ("lines", "error", "expected"),
+    [
+        ((), None, False),
+        (("all is well",), None, False),
+        (("Traceback (most recent call last):", "ValueError: x"), None, True),
+        (("Traceback (most recent call last):", "ValueError: x", "step 7"), None, False),  # somebody has caught it
+        ((*TRACEBACK, "[rank2]: ValueError: x", "[rank2]:[W] destroy_process_group() was not called"), None, True),
+        ((*TRACEBACK, GLOO_CLOSED), None, False),
+        (("step 7",), ("Traceback (most recent call last):", "ValueError: x", "y"), True),
+        (("step 7",), (*TRACEBACK, GLOO_CLOSED), False),
+    ],
+)
+def test_who_is_about_to_fail(lines: tuple[str, ...], error: tuple[str, ...] | None, expected: bool) -> None:
+    assert has_failed(lines, error) is expected
+
+
+def test_who_had_failed_before_we_killed_it_comes_between_the_culprits_and_the_victims() -> None:
+    assert make_record("n0", ended(-15, by_us=True), ()).blame == SUSPECT
+    assert OWN_FAULT < SUSPECT < VICTIM
+
+
 def test_a_record() -> None:
     lines = [f"{i}" + "x" * 1000 for i in range(40)]
     record = make_record("n0", ended(-9), lines)
@@ -190,41 +240,82 @@ def test_the_report() -> None:
     records = [
         failure(0, VICTIM, 12.3, lines=("RuntimeError: Connection closed by peer",)),
         failure(3, OWN_FAULT, 12.4, code=-11, lines=("about to\tread", "Fatal Python error: Segmentation fault")),
-        failure(1, KILLED_BY_US, 13, code=-15),
+        failure(1, SUSPECT, 13, code=-15),
     ]
+    began = datetime(2026, 11, 20, 9, 8, 7).timestamp()
     expected = """\
 ================================================================================
 train.py FAILED
-  reason    : a worker failed and no restart is left
 --------------------------------------------------------------------------------
-Root cause:
+Other failures (2):
+  rank 1 (n0, local_rank 1, pid 101): killed by SIGTERM (signal 15), stopped by its agent after it had shown an exception of its own; \
+13.0 s after the start
+  rank 0 (n0, local_rank 0, pid 100): exit code 1, probably for having lost its peers; 12.3 s after the start
+--------------------------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-20_09:08:19
   host      : n1
   rank      : 3 (local_rank: 1)
-  exitcode  : -11 (pid: 103) killed by SIGSEGV (signal 11)
-  when      : 12.4 s after the start of its round
-  last lines of its stderr:
+  exitcode  : -11 (pid: 103) (SIGSEGV)
+  how       : killed by SIGSEGV (signal 11)
+  when      : 12.4 s after the start of round 4
+  traceback : the last lines of its stderr
     about to    read
     Fatal Python error: Segmentation fault
 --------------------------------------------------------------------------------
-Other failures (2):
-  rank 0 (n0, local_rank 0, pid 100): exit code 1, probably for having lost its peers after 12.3 s
-  rank 1 (n0, local_rank 1, pid 101): killed by SIGTERM (signal 15), stopped by its agent after 13.0 s
---------------------------------------------------------------------------------
-Logs of this node: /logs/job_1/attempt_0
+  logs      : /logs/job_1/attempt_0 (on this node)
+  restarts used: 2 of 3
+  reason    : a worker failed and no restart is left
 ================================================================================
 """
-    assert report("train.py", "a worker failed and no restart is left", records, "/logs/job_1/attempt_0") == expected
+    text = report("train.py", "a worker failed and no restart is left", records, 4, "2 of 3", began, "/logs/job_1/attempt_0")
+    assert text == expected
 
 
-def test_a_report_without_words_or_records() -> None:
-    assert "    (nothing)\n" in report("t.py", "r", [failure(0, OWN_FAULT, 1)])
-    assert report("t.py", "r", []).splitlines()[1:-1] == ["t.py FAILED", "  reason    : r"]
+TORCHRUNS = re.compile(
+    r"^(?P<script>[^\n]+) FAILED$.*"
+    r"^Root Cause \(first observed failure\):\n"
+    r"\[0\]:\n"
+    r"  time      : (?P<time>\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)\n"
+    r"  host      : (?P<host>[^\n]+)\n"
+    r"  rank      : (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)\n"
+    r"  exitcode  : (?P<code>-?\d+) \(pid: (?P<pid>\d+)\) *(?:\((?P<signal>\w+)\))?$.*"
+    r"^  traceback : ",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("code", [1, -9])
+def test_what_reads_torchruns_report_reads_ours(code: int) -> None:
+    """The pattern is first held against torchrun's own words."""
+    torch_errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    theirs = str(torch_errors.ChildFailedError("t.py", {3: torch_errors.ProcessFailure(1, 103, code, "/nowhere")}))
+    ours = report("t.py", "r", [failure(3, OWN_FAULT, 2.5, code)], 1, "0 of 0", time.time() - 2.5)
+    found, expected = TORCHRUNS.search(ours), TORCHRUNS.search(theirs)
+    assert found and expected, theirs
+    assert {**found.groupdict(), "time": "", "host": ""} == {**expected.groupdict(), "time": "", "host": ""}
+
+
+def test_a_plain_exit_is_said_once() -> None:
+    text = report("t.py", "r", [failure(0, OWN_FAULT, 1)])
+    assert "  exitcode  : 1 (pid: 100)\n" in text and "exit code" not in text and "how  " not in text
+    assert "    (nothing)\n" in text and "time  " not in text, "no round was started here"
+    assert report("t.py", "r", []).splitlines()[1:-1] == ["t.py FAILED", "-" * 80, "  reason    : r"]
+
+
+def test_ten_lines_tell_what_happened_and_forty_the_root_cause() -> None:
+    words = tuple(f"line {i}" for i in range(30))
+    records = [failure(rank, VICTIM, rank) for rank in range(40)] + [failure(41, OWN_FAULT, 0, -9, words)]
+    lines = report("t.py", "because of rank 41", records, 1, "0 of 0", 0.0, "/logs").splitlines()
+    assert "  reason    : because of rank 41" in lines[-10:] and "    line 29" in lines[-10:]
+    assert "    line 0" in lines[-40:] and "  rank      : 41 (local_rank: 1)" in lines[-40:]
 
 
 def test_the_report_of_a_big_job_is_short_and_carries_no_control_characters() -> None:
     records = [failure(rank, VICTIM, rank) for rank in range(1000)]
     text = report("t.py\x1b[2J", "r\n\x07", [*records, failure(1001, OWN_FAULT, 0, lines=("\x1b]0;x\x07\u00e9\udcff",))])
-    assert len(text.splitlines()) < 40 and "  ... and 984 more\n" in text
+    assert len(text.splitlines()) < 50 and "  ... and 984 more\n" in text
     assert "    \\x1b]0;x\\x07\u00e9\\udcff\n" in text
     assert all(c.isprintable() or c == "\n" for c in text)
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines()) <= 120

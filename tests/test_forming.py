@@ -324,6 +324,21 @@ def test_a_spent_budget_closes_the_job_with_the_failures_of_its_members_root_cau
     assert once and once.closed and once.closed.reason.startswith("a worker failed, --max-restarts=0")
 
 
+@pytest.mark.parametrize(
+    ("failed", "text"),
+    [
+        (failure(2), "rank 2 on n failed (exit code 1)"),
+        (replace(failure(2), code=-11), "rank 2 on n failed (SIGSEGV)"),
+        (replace(failure(2), code=-40), "rank 2 on n failed (signal 40)"),
+        (replace(failure(2), code=-9, note="OOM-killed, 3.9 of 4.0 GiB"), "rank 2 on n failed (SIGKILL, OOM-killed, 3.9 of 4.0 GiB)"),
+        (failure(2, blame=3), "rank 2 on n failed (exit code 1)"),
+        (failure(2, blame=5), "rank 2 on n failed (exit code 1), perhaps for having lost its peers"),
+    ],
+)
+def test_a_failure_in_one_line(failed: ExitRecord, text: str) -> None:
+    assert forming.describe(failed) == text
+
+
 def test_the_budget_is_judged_only_when_all_have_stopped() -> None:
     assert form(after("ab", Cause.FAILURE), [row("a", 1), row("b")], max_restarts=0).record is None
 

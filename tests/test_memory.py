@@ -40,10 +40,29 @@ def test_the_count_is_that_of_our_own_group_or_of_the_machine() -> None:
 
 def test_only_a_count_that_rose_explains_anything() -> None:
     events = {f"{TOP2}/pod/job/memory.events": "oom_kill 3\n"}
-    assert memory.explain(3, files(V2, events)) == "" == memory.explain(None, files(V2, events))
-    assert memory.explain(2, files(V2, events)).startswith("out of memory")
-    limits = {f"{TOP2}/pod/job/memory.max": "max\n", f"{TOP2}/pod/memory.max": "4294967296\n", f"{TOP2}/pod/memory.peak": "4187593113\n"}
-    assert memory.explain(2, files(V2, events | limits)) == "out of memory: the kernel killed it; 3.9 of 4.0 GiB were used"
+    assert memory.explain(3, files(V2, events)) == ""
+    assert memory.explain(2, files(V2, events)) == "OOM-killed"
+    assert memory.explain(None, files(V2, events)) is None is memory.explain(2, files(V2, {})), "nobody knows"
+
+
+PEAK, FOUR = "4187593113\n", "4294967296\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "found", "words"),
+    [
+        # the limit is that of a group around ours
+        (V2, {f"{TOP2}/pod/job/memory.max": "max\n", f"{TOP2}/pod/memory.max": FOUR, f"{TOP2}/pod/memory.peak": PEAK}, ", 3.9 of 4.0 GiB"),
+        (V2, {f"{TOP2}/pod/job/memory.max": FOUR}, ""),  # a kernel that does not tell the peak
+        (V2, {f"{TOP2}/pod/job/memory.max": FOUR, f"{TOP2}/pod/job/memory.peak": "1073741824\n"}, ""),  # it was the machine's memory
+        (V2, {f"{TOP2}/pod/job/memory.max": "0\n", f"{TOP2}/pod/job/memory.peak": "x\n"}, ""),
+        (V1, {f"{TOP1}/job/memory.limit_in_bytes": FOUR, f"{TOP1}/job/memory.max_usage_in_bytes": PEAK}, ", 3.9 of 4.0 GiB"),
+        (V1, {f"{TOP1}/job/memory.limit_in_bytes": "9223372036854771712\n", f"{TOP1}/job/memory.max_usage_in_bytes": PEAK}, ""),
+    ],
+)
+def test_how_much_of_which_limit(cgroup: tuple[str, str], found: dict[str, str], words: str) -> None:
+    counts = {f"{TOP2}/pod/job/memory.events": "oom_kill 3\n", f"{TOP1}/job/memory.oom_control": "oom_kill 3\n"}
+    assert memory.explain(2, files(cgroup, counts | found)) == f"OOM-killed{words}"
 
 
 LIMIT = 512 << 20  # room for the agent, so that the worker is the largest
@@ -87,11 +106,13 @@ def test_the_report_names_the_kernels_kill(group: Path, tmp_path: Path) -> None:
     command = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -m elastirun --nproc-per-node=2 {script}"
     done = subprocess.run(["sh", "-c", command], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
-    assert "killed by SIGKILL (signal 9), out of memory: the kernel killed it; 0.5 of 0.5 GiB were used" in done.stderr
+    assert "  how       : killed by SIGKILL (signal 9), OOM-killed, 0.5 of 0.5 GiB\n" in done.stderr
+    assert "failed (SIGKILL, OOM-killed, 0.5 of 0.5 GiB)" in done.stderr.splitlines()[-2], "the verdict says so too"
 
 
 def test_a_plain_kill_is_not_called_that(nodes: Cluster) -> None:
     agent = nodes.launch(1, str(nodes.script))
     os.kill(nodes.worker().pid, signal.SIGKILL)
     assert nodes.ends(agent) == 1
-    assert "killed by SIGKILL (signal 9)" in nodes.out(1) and "memory" not in nodes.out(1)
+    assert "  how       : killed by SIGKILL (signal 9), sent from outside (not by this agent" in nodes.out(1)
+    assert "OOM-killed" not in nodes.out(1)

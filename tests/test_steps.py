@@ -431,7 +431,7 @@ def test_a_round_ends_with_a_word_about_who_is_gone(fields: dict[str, Any] | Non
     assert broken.lost == (("b",) if cause is Cause.LOST else ())
 
 
-@pytest.mark.parametrize(("code", "how"), [(3, "exit code 3"), (-11, "signal 11")])
+@pytest.mark.parametrize(("code", "how"), [(3, "exit code 3"), (-11, "SIGSEGV")])
 def test_a_failure_names_rank_node_and_how(code: int, how: str) -> None:
     stage = running("b", "c")
     stage.me.fail(code)

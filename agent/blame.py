@@ -1,0 +1,78 @@
+"""The failures of this node's workers in the running round: which of them count, and when the other nodes are told.
+
+The first to end is often not the culprit. A worker that fails because it lost its peers may be dead some milliseconds
+before the traceback of the one it lost; were all workers stopped at once, nothing would ever show who that was. So the
+failure of a victim is held back for a moment, in which nothing happens and the culprit, here or on another node, can
+fail by itself. Any other failure is told at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from elastirun.agent import memory
+from elastirun.agent.failures import VICTIM, explain, has_failed, make_record, read_error_file
+from elastirun.agent.logs import RunLogs
+from elastirun.agent.workers import WorkerExit
+from elastirun.rendezvous.forming import root_cause
+from elastirun.rendezvous.records import ExitRecord
+
+HOLD = 0.3  # seconds that the failure of a victim is held back
+MAX_TOLD = 8  # failures of one node and round that the other nodes are told of
+
+
+class Blame:
+    """``tell_at``: when ``worst`` is to be told, on the monotonic clock; ``began``: when the set was started, seconds since the epoch."""
+
+    def __init__(self, node: str, logs: RunLogs) -> None:
+        self._node, self._logs = node, logs
+        self.began: float | None = None
+        self.begin(-1, False)
+
+    def begin(self, attempt: int, alone: bool) -> None:
+        """A new set is about to start. ``attempt``: its round - 1; ``alone``: its only worker has no peers to lose."""
+        self._attempt, self._alone = attempt, alone
+        self._records: list[ExitRecord] = []
+        self._suspects: dict[int, tuple[str, ...]] = {}  # what local ranks that were failing when we stopped them had said by then
+        self._oom_kills = memory.oom_kills()
+        self.stopped = False
+        self.tell_at = math.inf
+        if attempt >= 0:
+            self.began = time.time()
+
+    @property
+    def worst(self) -> tuple[ExitRecord, ...]:
+        """The failures so far, the root cause first."""
+        return root_cause(self._records)[:MAX_TOLD]
+
+    def add(self, record: ExitRecord) -> None:
+        self._records.append(record)
+        if not self.stopped:
+            self.tell_at = min(self.tell_at, time.monotonic() + HOLD * (record.blame == VICTIM))
+
+    def ended(self, end: WorkerExit) -> None:
+        """A worker has ended."""
+        if end.killed_by_us:
+            if end.code and end.local_rank in self._suspects:
+                self.add(make_record(self._node, end, self._suspects[end.local_rank], alone=self._alone))
+        elif end.code:
+            lines, killed = self._logs.last_lines(end.local_rank), memory.explain(self._oom_kills)
+            note = explain(end.code, lines, killed)
+            if killed and killed in note:
+                self._oom_kills = (self._oom_kills or 0) + 1  # that explains this end and no other
+            self.add(make_record(self._node, end, lines, self._error(end.local_rank), note, self._alone))
+
+    def stop(self, alive: Iterable[int]) -> None:
+        """The local ranks ``alive`` are about to be signalled.
+
+        What they say from now on may come of that signal, and is not held against them. What they have said before is.
+        """
+        self.stopped, self.tell_at = True, math.inf
+        shown = {local_rank: (self._logs.last_lines(local_rank), self._error(local_rank)) for local_rank in alive}
+        self._suspects = {i: error or lines for i, (lines, error) in shown.items() if has_failed(lines, error)}
+
+    def _error(self, local_rank: int) -> tuple[str, ...] | None:
+        path = self._logs.error_file(self._attempt, local_rank)
+        return read_error_file(path) if path else None
