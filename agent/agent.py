@@ -470,8 +470,8 @@ class Agent:
         if outcome is Outcome.FAILED and finish.closed and finish.closed.failures and self._config.exit_code_from_worker:
             code = finish.closed.failures[0].code
             return code if code > 0 else ExitCode.signalled(-code)
+        if self._sick:
+            return ExitCode.SICK
         if outcome is Outcome.LEFT and self._signum:
             return ExitCode.signalled(self._signum)
-        if outcome is Outcome.TIMEOUT and self._machine.row.round:
-            return ExitCode.PEERS_LOST
-        return ExitCode.SICK if self._sick else _EXIT_CODES[outcome]
+        return ExitCode.PEERS_LOST if outcome is Outcome.TIMEOUT and self._machine.row.round else _EXIT_CODES[outcome]
