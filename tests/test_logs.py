@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
 import re
 import selectors
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 
 from elastirun.agent.console import LIMIT, Console
-from elastirun.agent.lines import LAST_LINES, LastLines, LogFile, PrefixedLines
 from elastirun.agent.logs import RunLogs, Way, way_of
 from elastirun.config import LogPolicy, Std, StdMap
 from elastirun.errors import StartError, UsageError
@@ -167,6 +168,33 @@ def test_a_rank_that_is_not_shown(make: Callable[..., Loop], tmp_path: Path) -> 
     assert loop.logs.last_lines(1) == ("d",)
 
 
+def test_ranks_of_the_whole_job_are_shown(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path, tee=OUT, show=((0, 0), (-1, -1)))
+    specs = [spec(says(f"{rank}\n", f"e{rank}\n"), rank) for rank in range(2)]
+    assert run(loop, *specs)[0].splitlines() in ([b"host:0> 0", b"host:1> 1"], [b"host:1> 1", b"host:0> 0"])
+    logs = loop.logs.open_round(9, specs, 3)  # the same ranks in a larger world
+    assert logs.descriptors(0)[0] is not None and [len(w.pumps) for w in logs._workers.values()] == [2, 1]
+    logs.finish()
+    loop.attempt = 1
+    loop.logs._policy = LogPolicy(tmp_path, tee=OUT, show=((1, 1),))
+    assert run(loop, *specs) == (b"host:1> 1\n", b"e1\n")
+    assert files(tmp_path)["attempt_1/0/stdout.log"] == b"0\n"
+    assert loop.logs.last_lines(0) == ("e0",)
+
+
+def test_a_stream_that_is_only_kept_has_a_limit_too(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path, redirects=ALL, limit=1 << 16)
+    code = "import os\nfor i in range(3000): [os.write(fd, b'%d:' % i + b'x' * 90 + b'\\n') for fd in (1, 2)]"
+    assert run(loop, spec(code)) == (b"", b"")
+    found = files(tmp_path)
+    for name in ("stdout", "stderr"):
+        now, before = found[f"attempt_0/0/{name}.log"], found[f"attempt_0/0/{name}.log.1"]
+        assert max(len(now), len(before)) <= 1 << 16
+        lines = (before + now).splitlines()
+        assert lines == [b"%d:" % i + b"x" * 90 for i in range(3000 - len(lines), 3000)]
+    assert loop.logs.last_lines(0)[-1] == "2999:" + "x" * 90
+
+
 def test_the_prefix_template(make: Callable[..., Loop]) -> None:
     loop = make(log_dir=NOWHERE, tee=OUT, prefix_template="[${role_name}${rank}/${local_rank} ${else} $] ")
     assert run(loop, spec(says("x\n"), 3, ROLE_NAME="trainer"))[0] == b"[trainer3/3 ${else} $] x\n"
@@ -199,6 +227,27 @@ def test_each_round_has_its_own_directory_for_the_owner_alone(make: Callable[...
     assert os.readlink(tmp_path / "logs" / "latest") == run_dir.name
     for path in [tmp_path / "logs", *run_dir.parent.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0 or path.name == "error.json"  # that one is the worker's own
+
+
+def test_latest_is_a_link_to_the_run_that_has_begun_last(tmp_path: Path) -> None:
+    def begin() -> Path:
+        with selectors.PollSelector() as selector:
+            return Path(RunLogs(LogPolicy(log_dir=tmp_path), "job", "host", Console(selector), selector).error_file(0, 0)).parents[2]
+
+    latest = tmp_path / "latest"
+    for _ in range(3):
+        run_dir = begin()
+        assert os.readlink(latest) == run_dir.name and list(run_dir.iterdir()) == []
+    latest.unlink()
+    latest.symlink_to("gone")
+    assert begin().samefile(latest)
+    latest.unlink()
+    latest.write_text("mine")
+    begin()
+    assert latest.read_text() == "mine"
+    latest.unlink()
+    latest.mkdir()
+    assert list(begin().iterdir()) == [] and list(latest.iterdir()) == []
 
 
 def test_a_run_id_is_no_path(tmp_path: Path) -> None:
@@ -258,57 +307,7 @@ def test_directories_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mon
         RunLogs(LogPolicy(tee=ALL), "job", "host", console, selector).error_file(0, 0)
 
 
-# ---- lines
-
-
-def lines_of(*data: bytes) -> tuple[str, ...]:
-    last = LastLines()
-    for each in data:
-        last.feed(each)
-    return last.lines()
-
-
-def test_the_last_lines() -> None:
-    assert lines_of() == lines_of(b"") == ()
-    assert lines_of(b"a\nb", b"c\n", b"\nd") == ("a", "bc", "", "d")
-    assert lines_of(b"".join(b"%d\n" % i for i in range(100))) == tuple(str(i) for i in range(70, 100))
-    assert lines_of(b"x\n" * LAST_LINES + b"y") == ("x",) * 29 + ("y",)
-    assert lines_of(b"x" * 400, b"y" * 400, b"\nz") == ("x" * 400 + "y" * 100, "z")
-    assert lines_of(b"\xff\xc3\xa9\x1b[31mred\x1b[0m\n") == ("\\xff\u00e9red",)
-
-
-def test_of_a_progress_bar_the_last_state_is_kept() -> None:
-    assert lines_of(b"0%\r50%", b"\r100%\ndone\r\n") == ("100%", "done")
-    assert lines_of(*(b"%d%%\r" % i for i in range(101))) == ("100%",)
-    assert lines_of(b"start\n", *(b"\r" + b"#" * 600 + b"%d" % i for i in range(99)), b"\rend") == ("start", "end")
-
-
-def test_a_long_line_is_cut_into_lines() -> None:
-    got: list[bytes] = []
-    lines = PrefixedLines(b"> ", got.append)
-    for _ in range(150):
-        lines.feed(b"x" * 1024)
-    assert sum(len(each) for each in got) > 128 * 1024  # not kept until the line ends
-    lines.feed(b"\nshort\n" + b"y" * 70000 + b"\nz")
-    lines.flush()
-    lines.flush()
-    sizes = [len(line) for line in b"".join(got).split(b"\n")]
-    assert sizes == [65538, 65538, 150 * 1024 - 2 * 65536 + 2, 7, 65538, 70000 - 65536 + 2, 3, 0]
-
-
-def test_a_full_disk_is_told_once() -> None:
-    selector = selectors.PollSelector()
-    ours, theirs = os.pipe()
-    console = Console(selector, theirs, theirs)
-    file = LogFile("/dev/full", console)
-    file.write(b"x")
-    file.write(b"x")
-    file.close()
-    assert console.flush(5)
-    assert os.read(ours, 4096) == b"elastirun: cannot write /dev/full: No space left on device; output that does not fit is lost there\n"
-    console.close()
-    os.close(ours)
-    os.close(theirs)
+# ---- the console
 
 
 @pytest.mark.parametrize("stream", [1, 2])
@@ -328,9 +327,6 @@ while data:
     for rank in range(4):
         mine = [line for line in lines if line.startswith(b"host:%d> " % rank)]
         assert mine == [b"host:%d> %d:%d:" % (rank, rank, i) + b"abcd"[rank : rank + 1] * 2000 for i in range(2000)]
-
-
-# ---- the console
 
 
 def settle(loop: Loop) -> None:
@@ -357,6 +353,47 @@ def test_a_console_that_nobody_reads_holds_up_the_workers_and_not_the_loop(make:
     got = reader.stop()
     assert [end.code for end in loop.exits] == [0, 0]
     assert got.count(b"x") == 2 * count * (size - 1) and b"\nelastirun: still here\n" in got
+
+
+@pytest.mark.parametrize("tee", [True, False])
+def test_workers_that_are_to_stop_do_not_wait_for_a_console_that_nobody_reads(make: Callable[..., Loop], tee: bool) -> None:
+    loop = make(log_dir=NOWHERE, tee=ERR if tee else StdMap())
+    loop.start(spec("import os\nfor i in range(8000): os.write(2, b'x' * 999 + b'\\n')\nos.write(2, b'the end\\n')"))
+    loop.run(lambda: loop.console.err.full)
+    settle(loop)
+    loop.console.hurry()
+    loop.run(lambda: not loop.workers.running)
+    assert loop.exits[0].code == 0 and loop.logs.last_lines(0)[-1] == "the end"
+    assert len(loop.console.err._buffer) < LIMIT + 4 * 65536
+    *lines, last = Reader(loop, loop.err).stop().splitlines()
+    prefix = b"host:0> " * tee
+    dropped = 8000 * (1000 + len(prefix)) + len(prefix) + 8 - sum(len(line) + 1 for line in lines)
+    said = f"elastirun: nobody read stderr while the workers were stopping; {dropped} bytes of their output were dropped there"
+    assert last.decode() == said
+    assert {*lines} - {prefix + b"the end"} == {prefix + b"x" * 999}, "no line is cut"
+    loop.console.err.write(b"-" * LIMIT)
+    assert loop.console.err.full, "from then on workers wait again"
+
+
+def test_a_pipe_that_nobody_reads_gets_larger_when_its_writers_are_to_stop(make: Callable[..., Loop]) -> None:
+    loop = make()
+    loop.console.hurry()
+    assert fcntl.fcntl(loop.out, fcntl.F_GETPIPE_SZ) == 65536, "not unless it is full"
+    other = os.open(f"/proc/self/fd/{loop._fds[1]}", os.O_WRONLY | os.O_NONBLOCK)
+    assert os.write(other, b"-" * (1 << 20)) == 65536
+    loop.console.hurry()
+    assert os.write(other, b"-" * (1 << 20)) == (1 << 20) - 65536
+    os.close(other)
+
+
+def test_the_beginning_of_a_line_is_shown_in_time(make: Callable[..., Loop]) -> None:
+    loop = make()
+    assert loop.logs.tick(0.0) == math.inf
+    loop.start(spec("import os, signal\nos.write(2, b'Loading...')\nsignal.pause()"))
+    loop.run(lambda: loop.logs.tick(0.0) < math.inf)
+    due = loop.logs.tick(0.0)
+    assert loop.logs.tick(due - 0.01) == due and not loop.console.err.pending
+    assert loop.logs.tick(due) == math.inf and loop.console.err.pending
 
 
 def test_what_a_worker_wrote_is_not_lost_when_it_ends_while_the_console_is_stuck(make: Callable[..., Loop]) -> None:
