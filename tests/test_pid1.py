@@ -1,4 +1,4 @@
-"""Signals are obeyed from the first moment to the last, also as process 1 of a container, where the kernel drops those without a handler."""
+"""Signals are obeyed from the first moment to the last, also by process 1 of a container: it hears none without a handler."""
 
 from __future__ import annotations
 
