@@ -17,11 +17,7 @@ from elastirun.rendezvous.forming import root_cause, signal_name
 from elastirun.rendezvous.records import ExitRecord
 
 OWN_FAULT, SUSPECT, VICTIM, KILLED_BY_US = 0, 3, 5, 9  # values of ExitRecord.blame
-_BLAME_WORDS = {
-    SUSPECT: ", stopped by its agent after it had shown an exception of its own",
-    VICTIM: ", probably for having lost its peers",
-    KILLED_BY_US: ", stopped by its agent",
-}
+_BLAME_WORDS = {VICTIM: ", probably for having lost its peers", KILLED_BY_US: ", stopped by its agent"}
 
 _MAX_ERROR_FILE = 1 << 20
 _MAX_LINES = 30
@@ -125,7 +121,9 @@ def make_record(
     shown instead of them where there is one; ``note``: what else is known of its end;
     ``alone``: it had no peers to lose. One that we have killed is given here only when it ``has_failed`` before.
     """
-    blame = SUSPECT if end.killed_by_us else OWN_FAULT if alone else classify(end, error or lines)
+    blame = OWN_FAULT if alone else classify(end, error or lines)
+    if end.killed_by_us:
+        blame, note = SUSPECT, "stopped by its agent after it had shown an exception of its own"
     return ExitRecord(
         node=node,
         rank=end.rank,
@@ -225,7 +223,7 @@ def _root(record: ExitRecord, round: int, began: float | None) -> list[str]:
         f"  exitcode  : {record.code} (pid: {record.pid}){name}",
         *([f"  how       : {how}"] if how != f"exit code {record.code}" else []),
         f"  when      : {record.after:.1f} s after the start of round {round}",
-        "  traceback : the last lines of its stderr",
+        "  traceback : its last words (stderr, or what @record kept)",
         *(f"    {line}" for line in record.lines or ("(nothing)",)),
     ]
 

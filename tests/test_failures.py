@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def test_who_is_about_to_fail(lines: tuple[str, ...], error: tuple[str, ...] | N
 
 
 def test_who_had_failed_before_we_killed_it_comes_between_the_culprits_and_the_victims() -> None:
-    assert make_record("n0", ended(-15, by_us=True), ()).blame == SUSPECT
+    record = make_record("n0", ended(-15, by_us=True), ())
+    assert record.blame == SUSPECT and record.note.startswith("stopped by its agent after it had shown an exception")
     assert OWN_FAULT < SUSPECT < VICTIM
 
 
@@ -240,7 +242,7 @@ def test_the_report() -> None:
     records = [
         failure(0, VICTIM, 12.3, lines=("RuntimeError: Connection closed by peer",)),
         failure(3, OWN_FAULT, 12.4, code=-11, lines=("about to\tread", "Fatal Python error: Segmentation fault")),
-        failure(1, SUSPECT, 13, code=-15),
+        replace(failure(1, SUSPECT, 13, code=-15), note="stopped by its agent after all"),
     ]
     began = datetime(2026, 11, 20, 9, 8, 7).timestamp()
     expected = """\
@@ -248,8 +250,7 @@ def test_the_report() -> None:
 train.py FAILED
 --------------------------------------------------------------------------------
 Other failures (2):
-  rank 1 (n0, local_rank 1, pid 101): killed by SIGTERM (signal 15), stopped by its agent after it had shown an exception of its own; \
-13.0 s after the start
+  rank 1 (n0, local_rank 1, pid 101): killed by SIGTERM (signal 15), stopped by its agent after all; 13.0 s after the start
   rank 0 (n0, local_rank 0, pid 100): exit code 1, probably for having lost its peers; 12.3 s after the start
 --------------------------------------------------------------------------------
 Root Cause (first observed failure):
@@ -260,7 +261,7 @@ Root Cause (first observed failure):
   exitcode  : -11 (pid: 103) (SIGSEGV)
   how       : killed by SIGSEGV (signal 11)
   when      : 12.4 s after the start of round 4
-  traceback : the last lines of its stderr
+  traceback : its last words (stderr, or what @record kept)
     about to    read
     Fatal Python error: Segmentation fault
 --------------------------------------------------------------------------------
