@@ -352,6 +352,8 @@ class Agent:
 
     def _on_workers_idle(self) -> None:
         self._family.end_leftovers()
+        if self._over_since is not None:
+            self._events_log.write("stopped", round=self._attempt + 1, after=round(time.monotonic() - self._over_since, 3))
         if self._blame.stopped:
             self._events.append(WorkersStopped(time.monotonic(), self._blame.worst))
         elif not self._blame.worst:  # else the machine is told, if not yet, and asks to stop
