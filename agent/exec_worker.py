@@ -28,8 +28,22 @@ def main(agent_pid: int, cpus: str, argv: list[str]) -> None:
     try:
         os.execvpe(argv[0], argv, os.environ)
     except OSError as exc:
-        os.write(2, os.fsencode(f"elastirun: cannot run {argv[0]}: {exc.strerror}\n"))
+        os.write(2, os.fsencode(f"elastirun: cannot run {argv[0]}: {missing(argv[0]) or exc.strerror}\n"))
         os._exit(127 if isinstance(exc, FileNotFoundError) else 126)
+
+
+def missing(command: str) -> str:
+    """What is missing when the file is there but its interpreter is not: the kernel says "No such file" of that, too."""
+    for folder in [""] if "/" in command else os.get_exec_path():
+        try:
+            with open(os.path.join(folder, command), "rb") as file:
+                line = file.readline(256)
+        except OSError:
+            continue
+        interpreter = os.fsdecode(line[2:].strip(b" \t\n").split(b" ")[0]) if line.startswith(b"#!") else ""
+        if interpreter and not os.path.exists(interpreter):
+            return f"its interpreter {interpreter!r}, named in its first line, does not exist"
+    return ""
 
 
 def bind(cpus: str) -> None:

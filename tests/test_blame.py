@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elastirun.agent import exec_worker
 from tests.cluster import Cluster, Worker, cluster
 
 TRIES = int(os.environ.get("BLAME_TRIES", "0"))
@@ -67,6 +70,29 @@ def test_forty_lines_of_every_node_have_the_cause_and_the_rank(nodes: Cluster, k
             rank for rank in culprits if f"  rank      : {rank} (local_rank: {rank % 2})" in tail and f": rank {rank} on " in verdicts[0]
         ]
         assert len(ranks) == 1, "\n".join(tail)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("#!/no/such/shell -e", "its interpreter '/no/such/shell', named in its first line, does not exist"),
+        ("#! /bin/sh\r", r"its interpreter '/bin/sh\r', named in its first line, does not exist"),  # it comes from Windows
+        ("#!/bin/sh", "Permission denied"),
+        (None, "No such file or directory"),
+    ],
+)
+@pytest.mark.parametrize("on_path", [False, True])
+def test_a_script_whose_interpreter_is_missing_is_told_apart(tmp_path: Path, line: str | None, words: str, on_path: bool) -> None:
+    script = tmp_path / "start"
+    if line is not None:
+        script.write_text(f"{line}\nexit 0\n")
+        script.chmod(0o600 if words == "Permission denied" else 0o700)
+    env = {**os.environ, "PATH": f"/no/such/folder:{tmp_path}"}
+    command = "start" if on_path else str(script)
+    shim = [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), "-", command]
+    done = subprocess.run(shim, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.stderr == f"elastirun: cannot run {command}: {words}\n"
+    assert done.returncode == (126 if words == "Permission denied" else 127)
 
 
 # ---- victims that die before their culprit
