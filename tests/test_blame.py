@@ -73,6 +73,28 @@ def test_forty_lines_of_every_node_have_the_cause_and_the_rank(nodes: Cluster, k
 
 
 @pytest.mark.parametrize(
+    ("left", "shown"),
+    [
+        (
+            '{"message": {"message": "m", "extraInfo": {"py_callstack": "Traceback\\nValueError: kept", "timestamp": "1"}}}',
+            "ValueError: kept",
+        ),
+        ('{"message": {"message": "m", "extraInfo": {"py_callst', "said on stderr"),
+        ("[" * 3_000_000, "said on stderr"),
+    ],
+    ids=["record", "torn", "huge"],
+)
+def test_the_error_file_is_shown_when_it_is_whole(nodes: Cluster, left: str, shown: str) -> None:
+    nodes.script.write_text(f"""
+import os, sys
+open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write({left!r})
+sys.exit("said on stderr")
+""")
+    assert nodes.ends(nodes.agent(1, nnodes="1")) == 1
+    assert f"    {shown}" in nodes.out(1).splitlines()[-10:] and "elastirun/agent" not in nodes.out(1)
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ("#!/no/such/shell -e", "its interpreter '/no/such/shell', named in its first line, does not exist"),

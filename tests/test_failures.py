@@ -206,6 +206,19 @@ def test_what_torchs_record_writes(tmp_path: Path) -> None:
     assert long is not None and len(long) == 30 and len(long[0]) == 500
 
 
+def test_torchs_record_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def main() -> None:
+        raise ValueError("no such data")
+
+    with pytest.raises(ValueError):
+        torch_errors.record(main)()
+    lines = read_error_file(str(tmp_path / "error.json"))
+    assert lines is not None and lines[0] == "Traceback (most recent call last):" and lines[-1] == "ValueError: no such data"
+
+
 @pytest.mark.parametrize(
     "content",
     [
