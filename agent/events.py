@@ -49,9 +49,8 @@ def changes(old: RoundRecord | None, new: RoundRecord) -> list[tuple[str, Mappin
         found.append(("formed", {**fields, "world_size": new.world_size, "restarts": new.failures}))
     broken = new.broken
     if broken is not None and not (again and old and old.broken is not None):
-        lost = [names.get(i, i) for i in broken.lost]
-        fields = {"round": new.round, "cause": broken.cause.value, "reason": broken.reason, "by": names.get(broken.by, broken.by), "lost": lost}
-        found.append(("broken", fields))
+        lost, by = [names.get(i, i) for i in broken.lost], names.get(broken.by, broken.by)
+        found.append(("broken", {"round": new.round, "cause": broken.cause.value, "reason": broken.reason, "by": by, "lost": lost}))
     if new.closed is not None and not (old and old.closed):
         closed = new.closed
         by = names.get(closed.by, closed.by)

@@ -94,8 +94,10 @@ class Cluster:
             str(self.script),
         )
 
-    def launch(self, i: int, *arguments: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        command = [*before, sys.executable, "-m", "elastirun", *arguments]
+    def launch(
+        self, i: int, *arguments: str, before: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "elastirun")
+    ) -> subprocess.Popen[str]:
+        command = [*before, sys.executable, *program, *arguments]
         with open(self.out_path(i), "a") as out:
             process = subprocess.Popen(command, env=self.env, stdout=out, stderr=out, text=True, cwd=Path(__file__).parent.parent)
         self.agents.append(process)
