@@ -36,6 +36,7 @@ _VICTIM_SIGNS = re.compile(
 # Exceptions that a lost peer can cause; any other type is the process's own fault whatever its text says.
 _PEER_EXCEPTION = re.compile(r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error)")
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, as the frames above it are
+_WRAPPED = "The above exception was the direct cause of the following exception"
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # only torch's hook for exceptions that nobody caught puts it so
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _CHILD_KILLED = "is killed by signal: Killed"  # what torch's DataLoader says of its worker
@@ -55,6 +56,8 @@ def classify(end: WorkerExit, lines: Sequence[str]) -> int:
         return VICTIM
     if end.code < 0 and end.code != -signal.SIGABRT:
         return OWN_FAULT  # an abort may be a watchdog's, no other crash is
+    if end.code < 0 and has_failed(lines, None):
+        return OWN_FAULT  # it aborted while it wound up
     name, said = _last_exception(lines) if end.code > 0 else (None, lines)
     if name is not None and not _PEER_EXCEPTION.fullmatch(name):
         return OWN_FAULT
@@ -74,8 +77,13 @@ def has_failed(lines: Sequence[str], error: Sequence[str] | None) -> bool:
 
 
 def _last_exception(lines: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The type of the last Python traceback's exception, and its lines from that on; (None, all lines) when there is none."""
+    """The type of the last Python traceback's exception, and its lines from that on; (None, all lines) when there is none.
+
+    Of one that was raised ``from`` another, that other: a lost peer stays a lost peer in whatever it is wrapped.
+    """
     headers = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    while headers[1:] and any(_WRAPPED in line for line in lines[headers[-2] : headers[-1]]):
+        headers.pop()
     for i in range(headers[-1] + 1 if headers else len(lines), len(lines)):
         if found := _EXCEPTION_LINE.match(lines[i]):
             return found[1], lines[i:]

@@ -43,6 +43,7 @@ NCCL = (
     "[rank2]: socketProgress: Connection closed by remote peer host<34423>",
 )
 WATCHDOG = "[E ProcessGroupNCCL.cpp:632] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"
+WRAPPED = "The above exception was the direct cause of the following exception"
 STORE = "[W TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on Sock: Failed to recv, got 0 bytes. Connection was likely closed."
 
 
@@ -59,6 +60,8 @@ def ended(code: int, by_us: bool = False) -> WorkerExit:
         (1, (STORE, *TRACEBACK, "[rank2]: RuntimeError: CUDA error: an illegal memory access")),  # an old warning is no reason
         (1, (*TRACEBACK, GLOO_CLOSED, "During handling of the above exception:", *TRACEBACK, "KeyError: 'x'")),
         (1, (*TRACEBACK, "MyError: RuntimeError: Broken pipe")),
+        (-6, (STORE, *TRACEBACK, "[rank2]: ValueError: boom", "terminate called without an active exception")),  # at interpreter exit
+        (1, (*TRACEBACK, "[rank2]: KeyError: 'x'", WRAPPED, *TRACEBACK, f"RuntimeError: {GLOO_CLOSED}")),
         (127, ("elastirun: cannot run x: No such file or directory",)),
         (-11, (GLOO_CLOSED,)),
         (-7, ()),
@@ -77,6 +80,8 @@ def test_its_own_fault(code: int, lines: tuple[str, ...]) -> None:
     ("code", "lines"),
     [
         (1, (*TRACEBACK, GLOO_CLOSED)),
+        (1, (*TRACEBACK, GLOO_CLOSED, "", f"[rank2]: {WRAPPED}:", "", *TRACEBACK, "[rank2]: TrainingError: step 7 failed")),
+        (-6, (*TRACEBACK, GLOO_CLOSED, "terminate called without an active exception")),
         (1, (*TRACEBACK, GLOO_RESET)),
         (1, (*TRACEBACK, *NCCL)),
         (1, (*TRACEBACK, "torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /x")),
