@@ -214,7 +214,8 @@ def describe(failure: ExitRecord) -> str:
     """A failure in one line, for people."""
     how = f"exit code {failure.code}" if failure.code >= 0 else signal_name(-failure.code)
     perhaps = ", perhaps for having lost its peers" if failure.blame > 4 else ""  # see ExitRecord.blame
-    return clip(f"rank {failure.rank} on {failure.node} failed ({how}{', ' * bool(failure.note)}{failure.note}){perhaps}")
+    note = f", {failure.note.partition(' (')[0]}" if failure.note else ""
+    return clip(f"rank {failure.rank} on {failure.node} failed ({how}{note}){perhaps}")
 
 
 def signal_name(number: int) -> str:

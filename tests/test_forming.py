@@ -331,6 +331,7 @@ def test_a_spent_budget_closes_the_job_with_the_failures_of_its_members_root_cau
         (replace(failure(2), code=-11), "rank 2 on n failed (SIGSEGV)"),
         (replace(failure(2), code=-40), "rank 2 on n failed (signal 40)"),
         (replace(failure(2), code=-9, note="OOM-killed, 3.9 of 4.0 GiB"), "rank 2 on n failed (SIGKILL, OOM-killed, 3.9 of 4.0 GiB)"),
+        (replace(failure(2), code=-9, note="sent from outside (not by this agent)"), "rank 2 on n failed (SIGKILL, sent from outside)"),
         (failure(2, blame=3), "rank 2 on n failed (exit code 1)"),
         (failure(2, blame=5), "rank 2 on n failed (exit code 1), perhaps for having lost its peers"),
     ],
@@ -385,7 +386,7 @@ def test_what_is_written_raises_the_version_and_nothing_else() -> None:
 def test_the_rules_know_the_same_defaults_as_the_options() -> None:
     rules, timing = vars(Rules(1, 2)), vars(Timing())
     shared = rules.keys() & timing.keys()
-    assert {name: rules[name] for name in shared} == {name: timing[name] for name in shared} and len(shared) == 6
+    assert {name: rules[name] for name in shared} == {name: timing[name] for name in shared} and len(shared) == 7
     assert (rules["max_restarts"], rules["fixed_ranks"], rules["private"]) == (0, False, False)
 
 
