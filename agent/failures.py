@@ -38,7 +38,6 @@ _PEER_EXCEPTION = re.compile(r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutErro
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, as the frames above it are
 _WRAPPED = "The above exception was the direct cause of the following exception"
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # only torch's hook for exceptions that nobody caught puts it so
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _CHILD_KILLED = "is killed by signal: Killed"  # what torch's DataLoader says of its worker
 _SHELL_CODES = {126: "command cannot be executed", 127: "command not found"}
 
@@ -117,7 +116,7 @@ def explain(code: int, lines: Sequence[str], out_of_memory: str | None) -> str:
         return out_of_memory or f"sent from outside (not by this agent{denied})"
     if out_of_memory and (code == 128 + signal.SIGKILL or any(_CHILD_KILLED in line for line in lines)):
         return f"a process of it was {out_of_memory}"
-    return "sent from outside (not by this agent)" if -code in _FROM_OUTSIDE else ""
+    return "sent from outside (not by this agent)" if code == -signal.SIGTERM else ""  # others may be passed on by --forward-signals
 
 
 def make_record(

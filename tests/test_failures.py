@@ -139,6 +139,7 @@ OUTSIDE = "sent from outside (not by this agent"
         (-9, (), "", f"{OUTSIDE}, and the kernel counts no out-of-memory kill)"),
         (-9, (), None, f"{OUTSIDE}; the kernel's count of out-of-memory kills cannot be read)"),
         (-15, (), "OOM-killed", f"{OUTSIDE})"),
+        (-10, (), "", ""),  # --forward-signals may have passed it on
         (-11, (), "OOM-killed", ""),
         (3, (), "OOM-killed", ""),
         (137, (), "OOM-killed", "a process of it was OOM-killed"),
