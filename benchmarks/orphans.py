@@ -49,8 +49,8 @@ while True:
     signal.pause()
 """
 WORKERS = 2
-OPTIONS = ("--nnodes=1:2", f"--nproc-per-node={WORKERS}", "--rdzv-backend=c10d", "--rdzv-id=orphans")
-OPTIONS += ("--rdzv-conf=last_call_timeout=1,is_host=1",)
+RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-id=orphans", "--rdzv-conf=last_call_timeout=1,is_host=1")
+OPTIONS = ("--nnodes=1:2", f"--nproc-per-node={WORKERS}", *RENDEZVOUS)
 DEATHS = {"kill -9": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "out of memory": None, "SIGSTOP": signal.SIGSTOP}
 AFTER = 1.0  # seconds
 LEASE = 10.0  # seconds; elastirun's default
