@@ -72,7 +72,7 @@ LONG, SHORT = "--grace=60", "--failure-grace=0.5"
 
 @pytest.mark.parametrize(
     ("path", "options"),
-    [(by_signal, (LONG, SHORT)), (by_joining, (LONG, SHORT)), (by_a_bug, (LONG, SHORT)), (by_failure, ("--grace=0.5", "--failure-grace=60"))],
+    [*((path, (LONG, SHORT)) for path in (by_signal, by_joining, by_a_bug)), (by_failure, ("--grace=0.5", "--failure-grace=60"))],
 )
 def test_a_worker_has_its_whole_grace_and_its_children_see_no_signal_before(nodes: Cluster, path: Path_, options: tuple[str, str]) -> None:
     worker = path(nodes, *options)
