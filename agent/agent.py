@@ -215,8 +215,8 @@ class Agent:
         self._selector.unregister(self._driver)
         if self._workers.running:
             self._console.say("internal error, see below; stopping the workers here")
-        self._console.hurry()
         self._workers.stop(self._config.timing.grace)
+        self._console.hurry()
         while self._workers.running:
             due = self._workers.deadline
             ready = self._selector.select(None if due is None else max(0.0, min(due - time.monotonic(), 0.5)))
@@ -420,8 +420,8 @@ class Agent:
             return
         if self._config.max_nodes > 1 and not self._signum:
             self._console.say(f"stopping the workers here: {action.reason}")
-        self._console.hurry()
         self._workers.stop(grace, self._signum or signal.SIGTERM)
+        self._console.hurry()  # after the signal, so that the room is for what they say at the end
 
     def _end(self, finish: Finish) -> int:
         """The last words, and the exit code."""
