@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import PATIENCE, Cluster, cluster
+from .cluster import PATIENCE, WORKER, Cluster, cluster
 
 ROOT = Path(__file__).parent.parent
 RANKS, LINES, SIZE = 4, 10_000, 2000
@@ -106,28 +106,29 @@ def test_no_line_is_torn_and_each_rank_keeps_its_order(nodes: Cluster, options: 
         assert mine == [f"{before}{rank}:{i}:{body}" for i in range(LINES)]
 
 
+def test_a_line_that_is_only_begun_is_shown_in_time(nodes: Cluster) -> None:
+    agent = nodes.launch(1, script(nodes, "import os\nos.write(2, b'Loading...')\n" + WORKER))
+    worker = nodes.worker()
+    nodes.says(1, "Loading...")
+    worker.tell("exit 0")
+    assert (nodes.ends(agent), nodes.out(1)) == (0, "Loading...")
+
+
 # ---- who is shown
 
 
 def test_the_first_and_the_last_rank_of_the_job_are_shown_and_all_are_kept(nodes: Cluster) -> None:
-    code = """
-import os, sys
-print("out of", os.environ["RANK"])
-print("err of", os.environ["RANK"], file=sys.stderr)
-if os.environ["RANK"] == "1":
-    sys.exit("rank 1 is broken")
-import signal
-signal.pause()
-"""
-    script(nodes, code)
+    hello = "import os, sys\nfor file in (sys.stdout, sys.stderr): print(file.name, os.environ['RANK'], file=file, flush=True)\n"
+    script(nodes, hello + WORKER)
     options = ("--show=0,-1", "--redirects=0", "--tee=1")
     agents = [nodes.agent(i, *options, f"--log-dir={nodes.tmp_path}/logs{i}", nnodes="2", nproc=2) for i in (1, 2)]
+    nodes.round(4)[1].tell("raise rank 1 is broken")
     assert [nodes.ends(agent) for agent in agents] == [1, 1]
     console = nodes.out(1) + nodes.out(2)
-    assert [f"out of {rank}" in console for rank in range(4)] == [True, False, False, True]
-    assert [f"\nerr of {rank}\n" in "\n" + console for rank in range(4)] == [True, False, False, True]
+    for name in ("> <stdout>", "\n<stderr>"):
+        assert [f"{name} {rank}\n" in "\n" + console for rank in range(4)] == [True, False, False, True]
     kept = "".join(text for i in (1, 2) for text in one_run(nodes.tmp_path / f"logs{i}").values())
-    assert all(f"out of {rank}\n" in kept for rank in range(4))
+    assert all(f"<stdout> {rank}\n" in kept for rank in range(4))
     for i in (1, 2):
         assert "rank 1 is broken" in nodes.out(i), "the report is for all"
 
