@@ -11,8 +11,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastirun.errors import BadRecord, ElastirunError, StoreError
 from elastirun.rendezvous.actions import Put, Sync
@@ -26,6 +27,22 @@ CONNECT_LIMIT = 20.0  # seconds to be connected: names resolved, torch imported,
 LOOK_AGAIN = 1.0  # seconds after which the limit is asked for again: that to connect may have become that of the exchange
 
 
+Operation = Callable[[Store], Any]
+Steps = Generator[Operation, Any, Any]  # takes each operation's result, returns its own
+
+
+def _get(keys: list[str]) -> Operation:
+    return lambda store: store.get(keys)
+
+
+def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
+    return lambda store: store.put_if(key, expected, value)
+
+
+def _under(prefix: str) -> Operation:
+    return lambda store: store.under(prefix)
+
+
 class Exchange:
     """What one ``Sync`` means in operations of a store. ``job`` is the prefix of every key, ``me`` this node's id."""
 
@@ -37,44 +54,53 @@ class Exchange:
         self._decoded: dict[str, tuple[bytes, NodeRow]] = {}  # parsing 1,000 unchanged rows again would cost 50 ms
 
     def carry_out(self, store: Store, sync: Sync, started: float) -> Synced:
-        """The exchange, in the order ``Sync`` names. Errors: ``StoreError``."""
+        """The whole exchange over ``store``. Errors: ``StoreError``."""
+        steps = self.steps(sync, started)
+        answer: Any = None
+        while True:
+            try:
+                operation = steps.send(answer)
+            except StopIteration as done:
+                synced: Synced = replace(done.value, hosting=store.hosting)
+                return synced
+            answer = operation(store)
+
+    def steps(self, sync: Sync, started: float) -> Steps:
+        """The exchange, in the order ``Sync`` names, as operations to be carried out one after the other."""
         ignored: list[str] = []
         if sync.put is not None:
-            self._put_row(store, sync.put)
+            yield from self._put_row(sync.put)
         if sync.change is not None:
             key = self._job + "round"
             base = sync.change.base
-            store.put_if(key, None if base is None else self._codec.encode(key, base), self._codec.encode(key, sync.change.record))
-        record = self._read_round(store)
-        rows = self._read_rows(store, sync.rows, ignored)
-        mine = rows.get(self._me)
-        return Synced(self._clock(), started, record, rows, mine, store.hosting, tuple(ignored[:4]))
+            yield _put_if(key, None if base is None else self._codec.encode(key, base), self._codec.encode(key, sync.change.record))
+        record = yield from self._read_round()
+        ids = sync.rows
+        found = yield _under(self._job + "node/") if ids is None else _get([self._key(i) for i in sorted({*ids, self._me})])
+        rows = self._parse_rows(found, ids is None, ignored)
+        return Synced(self._clock(), started, record, rows, rows.get(self._me), ignored=tuple(ignored[:4]))
 
-    def _put_row(self, store: Store, put: Put) -> None:
+    def _put_row(self, put: Put) -> Steps:
         key = self._key(self._me)
         expected = None if put.base is None else self._codec.encode(key, put.base)
         value = self._codec.encode(key, put.row)
-        found = store.put_if(key, expected, value)
+        found = yield _put_if(key, expected, value)
         if found is None or found == value:
             return
         try:
             self._parse_row(key, found)  # an earlier write of ours that was thought lost: the machine adopts it
         except BadRecord:
-            store.put_if(key, found, value)  # somebody else has written into our row
+            yield _put_if(key, found, value)  # somebody else has written into our row
 
-    def _read_round(self, store: Store) -> RoundRecord | None:
+    def _read_round(self) -> Steps:
         key = self._job + "round"
-        data = store.get([key]).get(key)
+        found = yield _get([key])
         try:
-            return None if data is None else self._codec.decode(key, data, RoundRecord)
+            return self._codec.decode(key, found[key], RoundRecord) if found else None
         except BadRecord as error:
             raise StoreError(f"the round record is unreadable: {error}") from None
 
-    def _read_rows(self, store: Store, ids: tuple[str, ...] | None, ignored: list[str]) -> dict[str, NodeRow]:
-        if ids is None:
-            found = store.under(self._job + "node/")
-        else:
-            found = store.get(self._key(i) for i in {*ids, self._me})
+    def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
         rows: dict[str, NodeRow] = {}
         for key, data in found.items():
             cached = self._decoded.get(key)
@@ -85,7 +111,7 @@ class Exchange:
                 continue
             self._decoded[key] = (data, row)
             rows[row.id] = row
-        if ids is None:
+        if everything:
             self._decoded = {key: self._decoded[key] for key in found if key in self._decoded}
         return rows
 
