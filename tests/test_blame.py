@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elastirun.agent import exec_worker
+from elastirun.agent.process import Process, WorkerSpec
 from tests.cluster import Cluster, Worker, cluster
 
 TRIES = int(os.environ.get("BLAME_TRIES", "0"))
@@ -111,10 +110,14 @@ def test_a_script_whose_interpreter_is_missing_is_told_apart(tmp_path: Path, lin
         script.chmod(0o600 if words == "Permission denied" else 0o700)
     env = {**os.environ, "PATH": f"/no/such/folder:{tmp_path}"}
     command = "start" if on_path else str(script)
-    shim = [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), "-", command]
-    done = subprocess.run(shim, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert done.stderr == f"elastirun: cannot run {command}: {words}\n"
-    assert done.returncode == (126 if words == "Permission denied" else 127)
+    codes: list[int] = []
+    with selectors.PollSelector() as selector, open(tmp_path / "stderr", "w") as stderr:
+        Process(WorkerSpec(0, 0, (command,), env), selector, lambda _, code: codes.append(code), stderr=stderr.fileno())
+        while not codes:
+            for key, mask in selector.select():
+                key.data(mask)
+    assert (tmp_path / "stderr").read_text() == f"elastirun: cannot run {command}: {words}\n"
+    assert codes == [126 if words == "Permission denied" else 127]
 
 
 # ---- victims that die before their culprit
