@@ -32,8 +32,10 @@ class Stream:
         self.hurried = False  # nobody is asked to hold back
         self.dropped = 0  # bytes
         self._fd, self._own, self._dead = fd, False, False
+        self._burst = 1  # chunks for one look whether the other side takes some
         try:
             self._fd, self._own = _private_descriptor(fd)
+            self._burst = 16 if self._own or stat.S_ISREG(os.fstat(fd).st_mode) else 1  # those never block
         except OSError:  # closed; the number may mean something else tomorrow
             self._dead = True
 
@@ -79,24 +81,28 @@ class Stream:
         """``text`` and a newline, on a line of its own even when a worker has left one unfinished."""
         self.write((b"\n" if self._line_open else b"") + text.encode(errors="backslashreplace") + b"\n")
 
-    def write_some(self) -> None:
-        """Write one chunk: up to the last end of line in it, so that other writers of the same pipe tear no line of ours."""
+    def write_some(self) -> bool:
+        """Write one chunk: up to the last end of line in it, so that other writers of the same pipe tear no line of ours.
+
+        False when there is nothing more to write now.
+        """
         chunk = bytes(self._buffer[:_CHUNK])
         chunk = chunk[: chunk.rfind(b"\n") + 1] or chunk
         try:
             done = os.write(self._fd, chunk)
         except BlockingIOError:
-            return
+            return False
         except OSError as exc:
             if exc.errno not in (errno.ENOSPC, errno.EDQUOT):  # EPIPE, EIO: nobody will ever read it
                 self._discard()
-                return
+                return False
             done = len(self._buffer)  # a full disk may have room again later
         del self._buffer[:done]
         if not self._buffer:
             self._selector.unregister(self._fd)
         if len(self._buffer) <= LIMIT // 2:
             self._resume()
+        return bool(self._buffer)
 
     def fileno(self) -> int:
         return self._fd
@@ -108,8 +114,9 @@ class Stream:
                 os.close(self._fd)
 
     def _ready(self, mask: int) -> None:
-        if self._buffer:
-            self.write_some()
+        for _ in range(self._burst):
+            if not self._buffer or not self.write_some():
+                return
 
     def _discard(self) -> None:
         if self._buffer:

@@ -20,7 +20,7 @@ from pathlib import Path
 from string import Template
 
 from elastirun.agent.console import Console, Stream
-from elastirun.agent.lines import LastLines, LogFile, PrefixedLines, WholeLines, open_log
+from elastirun.agent.lines import HOLD, LastLines, LogFile, PrefixedLines, WholeLines, open_log
 from elastirun.agent.process import WorkerSpec
 from elastirun.config import LogPolicy, Std
 from elastirun.errors import StartError, UsageError
@@ -182,7 +182,10 @@ class RoundLogs:
         """Show what was begun long enough ago and has no end yet. Returns when to be called next, on the monotonic clock."""
         for lines in self._raw:
             if now >= lines.due:
-                lines.flush()
+                if self._console.err.full:
+                    lines.due = now + HOLD  # the end may be what is held up
+                else:
+                    lines.flush()
         return min((lines.due for lines in self._raw), default=math.inf)
 
     def finish(self) -> None:
