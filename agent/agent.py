@@ -17,6 +17,7 @@ import urllib.parse
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from elastirun.agent import cpus, failures, lodgers, net
 from elastirun.agent.blame import Blame
@@ -395,7 +396,8 @@ class Agent:
 
     def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
         here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets, self._family.mark)
-        return worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
+        specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
+        return [replace(spec, group=self._family.group) for spec in specs]
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
         nodes, workers = len(record.members), record.world_size

@@ -1,8 +1,9 @@
 """The first program of every worker: ties its life to the agent's, then becomes the worker's command.
 
-    python -I -S exec_worker.py AGENT_PID CPUS COMMAND [ARGUMENT...]
+    python -I -S exec_worker.py AGENT_PID CPUS GROUP COMMAND [ARGUMENT...]
 
 CPUS are the numbers of those it may run on, as in 0,1,5; "-" leaves it all that the agent has.
+GROUP is the control group (version 2) to enter, below the agent's own; "-": none.
 A separate program and not a ``preexec_fn``, because nothing but exec is safe between fork and exec of a process with
 threads. It runs once per worker, so it imports next to nothing: ``_signal`` spares the 8 ms that ``signal`` costs.
 """
@@ -15,7 +16,7 @@ from ctypes import CDLL, c_ulong
 PR_SET_PDEATHSIG = 1
 
 
-def main(agent_pid: int, cpus: str, argv: list[str]) -> None:
+def main(agent_pid: int, cpus: str, group: str, argv: list[str]) -> None:
     if getsignal(SIGINT) is not SIG_IGN:  # what exec would do anyway; no KeyboardInterrupt traceback until then
         signal(SIGINT, SIG_DFL)
     CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
@@ -25,6 +26,8 @@ def main(agent_pid: int, cpus: str, argv: list[str]) -> None:
     signal(SIGXFSZ, SIG_DFL)
     if cpus != "-":
         bind(cpus)
+    if group != "-":
+        enter(group)
     try:
         os.execvpe(argv[0], argv, os.environ)
     except OSError as exc:
@@ -54,5 +57,13 @@ def bind(cpus: str) -> None:
         os.write(2, os.fsencode(f"elastirun: cannot bind to CPUs {cpus}: {exc.strerror}; this worker runs on all it may use\n"))
 
 
+def enter(group: str) -> None:
+    """Where the kernel refuses, the guard still knows this worker by its environment."""
+    try:
+        os.write(os.open(f"{group}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), b"0")
+    except OSError:
+        pass
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastirun.agent import guard
+from elastirun.agent.cpus import cgroup_folders
+from elastirun.errors import StartError
 
 PR_SET_CHILD_SUBREAPER = 36
 RENEW_EVERY = 0.5  # seconds between two bytes to the guard
@@ -35,7 +37,12 @@ class Family:
         self.mark = ",".join(filter(None, (os.environ.get(guard.VARIABLE), self._own)))  # ELASTIRUN_AGENT for the workers
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._sweep(job)
-        self._guard = self._start()
+        self.group = _make_group(self._own)  # the control group for the workers; empty: there is none
+        try:
+            self._guard = self._start()
+        except OSError as error:
+            guard.remove(self.group)
+            raise StartError(f"cannot start the guard, {sys.executable} {guard.__file__}: {error.strerror}") from None
 
     def renew(self, now: float) -> None:
         """Tell the guard that the agent is well. To be called each time the loop goes round."""
@@ -51,7 +58,7 @@ class Family:
 
     def end_leftovers(self) -> None:
         """No worker runs: what still carries our mark was left by one, in a session of its own."""
-        count = guard.end_all(self._own)
+        count = guard.end_all(self._own, self.group)
         if count:
             self._say(f"ended {count} process{'es' if count > 1 else ''} that the workers had left behind")
 
@@ -65,7 +72,7 @@ class Family:
 
     def close(self) -> None:
         """Ends whatever is left, then the guard."""
-        guard.end_all(self._own)
+        guard.end_all(self._own, self.group)
         self._selector.unregister(self._pidfd)
         os.close(self._pidfd)
         os.close(self._write)
@@ -78,7 +85,7 @@ class Family:
     def _start(self) -> subprocess.Popen[bytes]:
         read, self._write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write, False)
-        command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._own, str(self._lease)]
+        command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._own, str(self._lease), self.group]
         started = subprocess.Popen(command, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
         os.close(read)
         assert started.stdout is not None
@@ -100,6 +107,33 @@ class Family:
 
     def _sweep(self, job: str) -> None:
         """An agent and its guard may be killed together; the next agent of the job on this node finds what they left."""
+        own = _own_group()
         for agent in guard.others_of(job):
-            count = guard.end_all(agent)
+            count = guard.end_all(agent, f"{own}/elastirun-{agent}" if own else "")
             self._say(f"ended {count} processes of an earlier run of this job; their agent, pid {agent.partition('-')[0]}, is gone")
+
+
+def _own_group() -> Path | None:
+    """The control group (version 2) that this process is in, so that every limit holds for those below it; None: not to be seen."""
+    with suppress(OSError, IndexError):
+        found = cgroup_folders(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text(), "version 2 alone")
+        if str(os.getpid()) in Path(found[0], "cgroup.procs").read_text().split():
+            return Path(found[0])
+    return None
+
+
+def _make_group(agent: str) -> str:
+    """A control group for the workers, where this process may make one and the kernel (5.14) can end it as a whole. Else empty."""
+    own = _own_group()
+    with suppress(OSError):
+        if own and os.access(own / "cgroup.procs", os.W_OK):
+            for left in own.glob("elastirun-*"):  # by an agent that died together with its guard
+                if not guard.is_alive(left.name.removeprefix("elastirun-")):
+                    with suppress(OSError):
+                        left.rmdir()
+            group = own / f"elastirun-{agent}"
+            group.mkdir()
+            if (group / "cgroup.kill").exists():
+                return str(group)
+            group.rmdir()
+    return ""

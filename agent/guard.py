@@ -1,6 +1,6 @@
 """The dead-man's switch: a tiny process that ends everything an agent started, when the agent dies or stands still.
 
-    python -I -S guard.py AGENT LEASE
+    python -I -S guard.py AGENT LEASE [GROUP]
 
 AGENT is the value of ELASTIRUN_AGENT that the agent's workers, and whatever they start, carry in their environment. The
 agent holds the other end of the guard's stdin and writes a byte now and then. End of file: the agent is gone, in whatever
@@ -9,9 +9,10 @@ every process with that environment gets SIGKILL: children, grandchildren, those
 
 Lines among those bytes name temporary folders, which are removed at the end.
 
-The kernel's parent-death signal reaches the workers themselves sooner; this reaches the rest. A process that was started
-with an emptied environment escapes. Nothing is ever found by its name, nor killed by a number alone: a pidfd is opened
-first, then the environment is read, so a reused pid is never hit.
+The kernel's parent-death signal reaches the workers themselves sooner; this reaches the rest. GROUP is the control group
+(version 2) that the workers are in, where one could be made: its processes are ended too, those with an emptied environment
+and those that fork faster than one can look; without it they escape. Nothing is ever found by its name, nor killed by a
+number alone: a pidfd is opened first, then the environment is read, so a reused pid is never hit.
 """
 
 import os
@@ -46,15 +47,17 @@ def marks(environ: bytes) -> list[str]:
     return [mark for mark in value_of(VARIABLE, environ).split(",") if mark]
 
 
-def end_all(agent: str, before: float = float("inf")) -> int:
-    """SIGKILL to every process that carries ``agent``, but not to this one, until there are none. Returns how many it hit.
+def end_all(agent: str, group: str, before: float = float("inf")) -> int:
+    """SIGKILL to every process that carries ``agent`` or is in ``group``, but not to this one, until there are none.
 
-    ``before``: only to those that were started before that time, in clock ticks since boot.
+    ``before``: only to those that were started before that time, in clock ticks since boot. Returns how many it hit.
     """
     hit: set[int] = set()
     for _ in range(PASSES):
-        found = [pid for pid in _pids() if _kill_if(pid, agent, before)]
+        found = [pid for pid in _pids() if _kill_if(pid, agent, group, before)]
         hit.update(found)
+        if group and before == float("inf"):
+            _kill_group(group)  # at one blow, however fast they fork
         if not found:
             break
         select.select([], [], [], 0.005)  # the dead leave /proc when they are reaped or their kernel work is done
@@ -65,7 +68,7 @@ def others_of(job: str) -> list[str]:
     """The agents, no longer alive, of which processes with TORCHELASTIC_RUN_ID ``job`` are left here, of this user."""
     found: set[str] = set()
     for pid in _pids():
-        environ = _environ(pid)
+        environ = _read(pid, "environ")
         if value_of("TORCHELASTIC_RUN_ID", environ) == job:
             found.update(agent for agent in marks(environ)[-1:] if not is_alive(agent))
     return sorted(found)
@@ -75,23 +78,39 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
 
 
-def _environ(pid: int) -> bytes:
+def _read(pid: int, name: str) -> bytes:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read(1 << 20)
     except OSError:  # gone, or another user's
         return b""
 
 
-def _kill_if(pid: int, agent: str, before: float) -> bool:
-    if agent.encode() not in _environ(pid):
+def _kill_group(group: str) -> None:
+    try:
+        fd = os.open(f"{group}/cgroup.kill", os.O_WRONLY)
+    except OSError:  # it is not there any more
+        return
+    os.write(fd, b"1")
+    os.close(fd)
+
+
+def _belongs(pid: int, agent: str, group: str) -> bool:
+    if agent in marks(_read(pid, "environ")):
+        return True
+    return bool(group) and os.path.basename(group).encode() in _read(pid, "cgroup").replace(b"\n", b"/").split(b"/")
+
+
+def _kill_if(pid: int, agent: str, group: str, before: float) -> bool:
+    if not _belongs(pid, agent, group):
         return False
     try:
         fd = os.pidfd_open(pid)
     except OSError:
         return False
     try:
-        if agent not in marks(_environ(pid)) or float(_start_time(pid) or 0) > before:
+        started = _start_time(pid)
+        if not started or float(started) > before or not _belongs(pid, agent, group):
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)
         return True
@@ -111,7 +130,20 @@ def _start_time(pid: int) -> str:
     return "" if state in (b"Z", b"X") else fields[18].decode()
 
 
-def main(agent: str, lease: float) -> None:
+def remove(group: str) -> None:
+    """The control group and those that workers have made in it. The last of the dead may still be leaving."""
+    for _ in range(PASSES):
+        for folder, _, _ in os.walk(group, topdown=False):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                pass
+        if not os.path.exists(group):
+            return
+        select.select([], [], [], 0.005)
+
+
+def main(agent: str, lease: float, group: str = "") -> None:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)  # the agent's business; the guard goes when the agent has gone
     os.write(1, b"\n")  # ready
@@ -121,13 +153,14 @@ def main(agent: str, lease: float) -> None:
     while True:
         if not poller.poll(lease * 1000 if lease else None):
             # An agent that stirs meanwhile may start new workers at once: those are not meant.
-            end_all(agent, before=time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+            end_all(agent, group, before=time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
             poller.poll(None)  # until it stirs again, or dies
         data = os.read(0, 4096)
         said += data.replace(b"\0", b"")
         if not data:
             break
-    end_all(agent)
+    end_all(agent, group)
+    remove(group)
     for folder in said.splitlines():
         import shutil  # slow to import, and seldom needed
 
@@ -135,4 +168,4 @@ def main(agent: str, lease: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])

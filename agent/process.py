@@ -25,6 +25,7 @@ class WorkerSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]  # the complete environment, nothing is added
     cpus: frozenset[int] | None = None  # those it may run on; None: the agent's
+    group: str = ""  # the control group it enters; empty: it stays in the agent's
 
 
 class Process:
@@ -50,7 +51,7 @@ class Process:
         self._selector = selector
         self._on_exit = on_exit
         cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else "-"
-        command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), cpus, *spec.argv]
+        command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), cpus, spec.group or "-", *spec.argv]
         self._popen = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True)
         self.pid = self._popen.pid
         try:

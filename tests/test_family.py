@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastirun.agent import guard
-from tests.cluster import Cluster, Worker, cluster, dies, kill
+from elastirun.agent.family import _own_group
+from tests.cluster import PATIENCE, Cluster, Worker, cluster, dies, kill
+
+# A worker whose child has an emptied environment: only the control group tells whose it is.
+HIDDEN = """
+import json, os, socket, subprocess, sys
+child = subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True)
+s = socket.socket(socket.AF_UNIX)
+s.connect(os.environ["TEST_SOCKET"])
+s.sendall(json.dumps({**os.environ, "pid": os.getpid(), "who": "worker", "child": str(child.pid)}).encode() + b"\\n")
+sys.exit(int(s.makefile().readline()))
+"""
 
 # A worker with a grandchild in a session of its own, whose parent is gone, and one that is stopped.
 SCRIPT = """
@@ -126,6 +138,49 @@ def test_another_job_and_other_processes_are_left_alone(nodes: Cluster) -> None:
     assert not any(dies(w.pid, 0) for w in others.values())
     others["worker"].tell("0")
     assert nodes.ends(other) == 0
+
+
+@pytest.fixture
+def group() -> Path:
+    """The control group that agents of this test can make others in."""
+    own = _own_group()
+    if own is None:
+        pytest.skip("no control group of version 2 here")
+    tried = own / f"test-{os.getpid()}"
+    try:
+        tried.mkdir()
+        can_be_ended = (tried / "cgroup.kill").exists()
+        tried.rmdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    if not can_be_ended:
+        pytest.skip("cgroup.kill came with Linux 5.14")
+    return own
+
+
+@pytest.mark.parametrize("way", ["killed", "frozen", "at the end of its round"])
+def test_an_emptied_environment_hides_nothing_where_there_are_control_groups(nodes: Cluster, group: Path, way: str) -> None:
+    nodes.script.write_text(HIDDEN)
+    agent = nodes.agent(1, "--last-call=0.1", nnodes="1:2")
+    worker = nodes.worker()
+    (own,) = group.glob(f"elastirun-{agent.pid}-*")
+    if way == "killed":
+        kill(agent)
+    elif way == "frozen":
+        agent.send_signal(signal.SIGSTOP)
+    else:
+        worker.tell("0")
+    assert dies(int(worker.env["child"]))
+    if way == "frozen":
+        agent.send_signal(signal.SIGCONT)
+        worker = nodes.worker()
+        assert worker.round == 2
+        worker.tell("0")
+    assert way == "killed" or nodes.ends(agent) == 0
+    deadline = time.monotonic() + PATIENCE
+    while own.exists():
+        assert time.monotonic() < deadline, "the control group is still there"
+        time.sleep(0.01)
 
 
 def test_marks_name_every_agent_above_and_a_reused_pid_is_another_agent() -> None:
