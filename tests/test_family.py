@@ -7,10 +7,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from benchmarks.lab import ELASTIRUN
+from benchmarks.orphans import MOMENTS, PHASES, Case, run
 from elastirun.agent import guard
 from elastirun.agent.family import _own_group
 from tests.cluster import PATIENCE, Cluster, Worker, cluster, dies, kill
@@ -81,6 +84,15 @@ def test_the_agent_dies_and_nothing_is_left(nodes: Cluster, signum: int) -> None
     assert all(dies(w.pid) for w in family.values())
     assert dies(its_guard)
     assert list(nodes.tmp_path.glob("elastirun_*")) == [], "the folder for error files is gone too"
+
+
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_at_whatever_moment_the_agent_is_killed_nothing_is_left_after_a_second(phase: str) -> None:
+    """A part of ``benchmarks/orphans.py``, which has more moments and four ways to die."""
+    cases = [Case(ELASTIRUN, "kill -9", moment) for moment in MOMENTS if moment.phase == phase][::2]
+    with ThreadPoolExecutor() as pool:
+        for result in pool.map(lambda case: run(case, until_first_worker=1.5), cases):
+            assert (result.left, result.trouble) == ((), "")
 
 
 def test_what_a_worker_leaves_behind_ends_with_its_round(nodes: Cluster) -> None:
