@@ -53,13 +53,15 @@ def end_all(agent: str, group: str, before: float = float("inf")) -> int:
     ``before``: only to those that were started before that time, in clock ticks since boot. Returns how many it hit.
     """
     hit: set[int] = set()
+    quiet = False
     for _ in range(PASSES):
         found = [pid for pid in _pids() if _kill_if(pid, agent, group, before)]
         hit.update(found)
         if group and before == float("inf"):
             _kill_group(group)  # at one blow, however fast they fork
-        if not found:
+        if not found and quiet:  # twice: in the middle of exec a process has no environment for a moment
             break
+        quiet = not found
         select.select([], [], [], 0.005)  # the dead leave /proc when they are reaped or their kernel work is done
     return len(hit)
 

@@ -53,6 +53,7 @@ RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-id=orphans", "--rdzv-conf=last_call
 OPTIONS = ("--nnodes=1:2", f"--nproc-per-node={WORKERS}", *RENDEZVOUS)
 DEATHS = {"kill -9": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "out of memory": None, "SIGSTOP": signal.SIGSTOP}
 AFTER = 1.0  # seconds
+PATIENCE = 5.0  # seconds; whether what is left then goes later
 LEASE = 10.0  # seconds; elastirun's default
 LIMIT = 60.0  # seconds for a job to come up
 PIECE = 8 << 20  # bytes
@@ -230,8 +231,17 @@ def strike(
         if hog is not None:
             hog.kill()
         time.sleep(AFTER)
-    left = [pid for pid in carriers(token) if pid not in spared]
-    return tuple(read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")[:200] for pid in left)
+    left = {pid: about(pid) for pid in carriers(token) if pid not in spared}
+    if left and case.launcher is ELASTIRUN:
+        time.sleep(PATIENCE)
+        return tuple(f"{text}; {'still there' if read(f'/proc/{pid}/environ') else 'gone'} later" for pid, text in left.items())
+    return tuple(left.values())
+
+
+def about(pid: int) -> str:
+    status = dict(line.split(":\t", 1) for line in read(f"/proc/{pid}/status").decode().splitlines())
+    found = ", ".join(f"{name} {status.get(name, '?')}" for name in ("State", "PPid", "SigPnd", "ShdPnd"))
+    return f"pid {pid}, {found}, {read(f'/proc/{pid}/cmdline')[:200]!r}, load {os.getloadavg()[0]:.0f}"
 
 
 def time_to_first_worker(launcher: Launcher) -> float:

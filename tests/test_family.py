@@ -195,6 +195,18 @@ def test_an_emptied_environment_hides_nothing_where_there_are_control_groups(nod
         time.sleep(0.01)
 
 
+def test_a_process_in_the_middle_of_exec_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For that moment its environment is empty."""
+    process = subprocess.Popen(["sleep", "1000"], env={**os.environ, "ELASTIRUN_AGENT": "1-2-exec"})
+    empty, read = [process.pid], guard._read
+    monkeypatch.setattr(guard, "_read", lambda pid, name: b"" if pid in empty and not empty.remove(pid) else read(pid, name))
+    try:
+        assert guard.end_all("1-2-exec", group="") == 1
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
 def test_marks_name_every_agent_above_and_a_reused_pid_is_another_agent() -> None:
     own = guard.identity(os.getpid(), "r")
     assert guard.is_alive(own) and not guard.is_alive(own.replace(str(os.getpid()) + "-", f"{os.getpid()}-9", 1))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import PATIENCE, Cluster, cluster
+from tests.cluster import PATIENCE, Cluster, cluster, dies
 
 ROOT = Path(__file__).parent.parent
 AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -97,6 +97,26 @@ def test_a_signal_that_is_not_listed_is_not_obeyed_once_the_list_is_known(nodes:
     agent.terminate()
     assert nodes.ends(agent) == -signal.SIGTERM
     assert soon(lambda: left(nodes) == [])
+
+
+ASKED = """
+import json, os, signal, socket
+s = socket.socket(socket.AF_UNIX)
+s.connect(os.environ["TEST_SOCKET"])
+s.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\\n")
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_torch_that_is_asked_for_its_devices_does_not_outlive_who_asks(nodes: Cluster, signum: signal.Signals) -> None:
+    (nodes.tmp_path / "torch.py").write_text(ASKED)
+    nodes.env["PYTHONPATH"] = str(nodes.tmp_path)
+    agent = nodes.launch(1, "--nproc-per-node=gpu", str(nodes.script))
+    asked = nodes.worker()
+    agent.send_signal(signum)
+    assert nodes.ends(agent) == (143 if signum == signal.SIGTERM else -signum)
+    assert dies(asked.pid)
 
 
 # -- while it comes up
@@ -203,4 +223,4 @@ def test_as_process_1_of_a_container_it_buries_strangers(nodes: Cluster) -> None
     nodes.script.write_text(MANY_STRANGERS)
     command = [*AS_PID_1, sys.executable, "-m", "elastirun", str(nodes.script)]
     done = subprocess.run(command, cwd=ROOT, env=nodes.env, capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
