@@ -197,7 +197,7 @@ def byte_size(least: int) -> Callable[[str], int]:
             raise ValueError(f"{quote(text)} is not a number of bytes; give one such as 500000, 10M or 2G")
         value = int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
         if value < least:
-            raise ValueError(f"{value} bytes are too few; give {least} or more")
+            raise ValueError(f"{quote(text)} is too little; give {least} bytes or more")
         return value
 
     return parser

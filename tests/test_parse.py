@@ -128,7 +128,7 @@ def test_byte_sizes() -> None:
         assert read(text) == value
     for text in ("", "M", "-5K", "1.5G", "10X", "1 0", "0x10", "10KM"):
         assert "such as 500000, 10M or 2G" in complaint(read, text)
-    assert complaint(read, "99") == "99 bytes are too few; give 100 or more"
+    assert complaint(read, "99") == "'99' is too little; give 100 bytes or more"
 
 
 def test_needles() -> None:
