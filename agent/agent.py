@@ -415,6 +415,7 @@ class Agent:
         self._blame.stop(self._workers.alive)
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace
+        grace = grace if action.within is None else min(grace, action.within)
         self._over_since = time.monotonic()
         self._events_log.write("stop", round=self._attempt + 1, planned=action.planned, reason=action.reason, grace=grace)
         if not self._workers.running:
@@ -471,9 +472,8 @@ class Agent:
 
     def _exit_code(self, finish: Finish) -> int:
         outcome = finish.outcome
-        if outcome is Outcome.FAILED and finish.closed and finish.closed.failures and self._config.exit_code_from_worker:
-            code = finish.closed.failures[0].code
-            return code if code > 0 else ExitCode.signalled(-code)
+        if outcome is Outcome.FAILED and finish.closed and self._config.exit_code_from_worker:
+            return failures.exit_code(finish.closed.failures)
         if self._sick:
             return ExitCode.SICK
         if outcome is Outcome.LEFT and self._signum:

@@ -119,6 +119,14 @@ def explain(code: int, lines: Sequence[str], out_of_memory: str | None) -> str:
     return "sent from outside (not by this agent)" if code == -signal.SIGTERM else ""  # others may be passed on by --forward-signals
 
 
+def exit_code(records: Iterable[ExitRecord]) -> int:
+    """That of the worker to blame, as a shell would have it; 1 when its agent has ended it."""
+    causes = root_cause(records)
+    if not causes or causes[0].blame in (SUSPECT, KILLED_BY_US):
+        return 1
+    return causes[0].code if causes[0].code > 0 else 128 - causes[0].code
+
+
 def make_record(
     node: str, end: WorkerExit, lines: Sequence[str], error: Sequence[str] | None = None, note: str = "", alone: bool = False
 ) -> ExitRecord:

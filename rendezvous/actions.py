@@ -55,6 +55,7 @@ class Stop:
 
     planned: bool
     reason: str
+    within: float | None = None  # seconds; whatever the grace is, nothing may run after that
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRe
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
 
 PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
+LONE_LIMIT, LONE_GRACE = 0.6, 0.2  # of ``expire``: when a round of one that is cut off begins to stop, and how long that may take
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
 GOODBYE = 2.0  # how long a node tries to write that it has left
 FORMING_POLL = 0.1  # seconds between two looks at all rows while a round forms; grows with the number of rows
@@ -48,6 +49,7 @@ class Machine:
         self._urgent = True  # something changed here that the store should know at once
         self._next_sync = now
         self._contact: float | None = None  # when the store was last heard of
+        self._kept_alive = now  # when the last keep-alive that is known to have arrived was sent
         self._met = False  # this store was seen while its job was open: its end is ours
         self.hosting = False  # this agent hosts the store
         self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
@@ -119,6 +121,8 @@ class Machine:
         if event.round is not None and event.round.closed and not self._met:
             self._stale(event.round)
             return
+        if event.row is not None and (self._stored is None or event.row.seq != self._stored.seq):
+            self._kept_alive = event.started
         self._met = self._met or event.round is not None
         if event.round is not None and (how := forming.disagreement(self.rules, event.round)):
             self._end(Outcome.DISAGREES, how)
@@ -257,7 +261,8 @@ class Machine:
             self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
         elif self._alone_and_cut_off(record):
             reason = "the store cannot be reached, and a round of one node could go on beside a new one"
-            self._stop(Trigger.ROUND_OVER, planned=True, reason=reason)
+            self._break = Broken(Cause.LEAVE, reason, self.row.id)
+            self._stop(Trigger.ROUND_OVER, planned=True, reason=reason, within=LONE_GRACE * self.rules.expire)
 
     def _in_done(self) -> None:
         record = self._own_round()
@@ -336,12 +341,12 @@ class Machine:
         self._break = Broken(Cause.LEAVE, f"{self.row.name} {self.row.address} leaves: {self._outcome[1]}", self.row.id)
 
     def _alone_and_cut_off(self, record: RoundRecord) -> bool:
-        """A round of one node goes on without anybody; it must stop before the others may think it lost."""
-        if self.rules.private or self.hosting or len(record.members) > 1 or self._contact is None:
+        """A round of one node goes on without anybody; its workers must be gone before the others may think it lost."""
+        if self.rules.private or self.hosting or len(record.members) > 1:
             return False
-        limit = self._contact + self.rules.expire - 2 * self.rules.beat
+        limit = self._kept_alive + LONE_LIMIT * self.rules.expire
         self._wake_at(limit)
-        return self._now >= limit and bool(self._trouble)
+        return self._now >= limit
 
     def _close_out(self, closed: Closed) -> None:
         good = closed.verdict is Verdict.SUCCEEDED
@@ -352,8 +357,8 @@ class Machine:
         if self._outcome is None or (overrule and self._outcome[0] is not Outcome.LEFT):
             self._outcome = (outcome, reason)
 
-    def _stop(self, trigger: Trigger, planned: bool, reason: str, **fields: object) -> None:
-        self._actions.append(Stop(planned, reason))
+    def _stop(self, trigger: Trigger, planned: bool, reason: str, within: float | None = None, **fields: object) -> None:
+        self._actions.append(Stop(planned, reason, within))
         self._go(trigger, note=clip(reason), **fields)
 
     def _go(self, trigger: Trigger, **fields: object) -> None:

@@ -20,6 +20,7 @@ from elastirun.agent.failures import (
     VICTIM,
     classify,
     describe_code,
+    exit_code,
     explain,
     has_failed,
     make_record,
@@ -339,3 +340,19 @@ def test_the_report_of_a_big_job_is_short_and_carries_no_control_characters() ->
     assert "    \\x1b]0;x\\x07\u00e9\\udcff\n" in text
     assert all(c.isprintable() or c == "\n" for c in text)
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([], 1),
+        ([(3, OWN_FAULT)], 3),
+        ([(-11, OWN_FAULT)], 139),
+        ([(1, VICTIM), (7, OWN_FAULT)], 7),
+        ([(-15, SUSPECT)], 1),  # that was our signal
+        ([(-15, KILLED_BY_US)], 1),
+        ([(-6, VICTIM)], 134),
+    ],
+)
+def test_the_exit_code_from_the_worker_is_that_of_the_one_to_blame(ends: list[tuple[int, int]], code: int) -> None:
+    assert exit_code(ExitRecord("n", i, i, 1, end, blame, 1.0) for i, (end, blame) in enumerate(ends)) == code

@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     mutant(
         "a round of one that is cut off stops in time",
-        *("machine", "return self._now >= limit and bool(self._trouble)", "return False"),
+        *("machine", "return self._now >= limit", "return False"),
         *("machine", "a_round_of_one_cut_off_stops_before_others_may_take_over"),
     ),
     mutant(

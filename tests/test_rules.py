@@ -54,3 +54,19 @@ def test_rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer() -
     assert at_once < 0.75 <= one < 1.25 + 0.5 and 1.5 <= two < 2.5 + 0.5 and 3 <= four < 5.5 and 3 <= most < 5.5
     assert progress < 0.75 and anew < 0.75, "a round that ran for long is no quick failure"
     assert sum("rounds in a row failed within 10 s" in line for line in a.said) == 4
+
+
+def test_a_round_of_one_whose_answers_are_lost_is_gone_before_another_forms_and_comes_back_as_another_round() -> None:
+    world = World(min_nodes=1, max_nodes=1)
+    host = world.add()
+    assert world.run(5, world.running(host))
+    alone = world.add()
+    host.leave()
+    assert world.run(5, world.running(alone))
+    alone.cut = True
+    alone.stop_time = 0.5
+    assert world.run(5, lambda: not alone.working)
+    (stop,) = alone.stops
+    assert stop.within == 1.0 and "a round of one node could go on beside a new one" in stop.reason
+    alone.cut = False
+    assert world.run(10, world.running(alone)), "nobody else has broken its round, so it does"

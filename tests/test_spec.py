@@ -31,6 +31,7 @@ EVERYWHERE = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "PYTHONFAULTHANDLER": "1",
     "GLOO_SOCKET_IFNAME": "eth1",
     "NCCL_SOCKET_IFNAME": "=eth1",
     "ELASTIRUN_AGENT": "run-1",
@@ -118,7 +119,7 @@ def test_the_agents_environment_goes_to_the_workers_below_what_is_theirs() -> No
 
 
 def test_what_the_user_set_stays() -> None:
-    own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"), "mine")
+    own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTHONFAULTHANDLER"), "mine")
     env = envs(round_of(1, 1), 1, own)[0]
     assert env.items() >= own.items()
     assert env["NCCL_SOCKET_IFNAME"] == "=eth1", "each is decided for itself"
@@ -244,7 +245,7 @@ def test_the_sets_are_made_once_from_gpus_and_cpus(monkeypatch: pytest.MonkeyPat
 def run_bound(cpus: str) -> subprocess.CompletedProcess[str]:
     """A program that prints its CPUs, started as a worker is."""
     program = [sys.executable, "-I", "-S", "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
-    shim = [sys.executable, "-I", "-S", process._SHIM, str(os.getpid()), cpus, *program]
+    shim = [sys.executable, "-I", "-S", process._SHIM, str(os.getpid()), cpus, "-", *program]
     return subprocess.run(shim, capture_output=True, text=True, check=True)
 
 

@@ -1,0 +1,72 @@
+"""Run histories.
+
+    python -m tests.sim --seeds 0:2000          how many held, and the first that did not, shrunk
+    python -m tests.sim --replay 1234           one seed, with its transcript
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.sim.history import History, Plan, draw, shrink
+
+
+def check(seed: int) -> tuple[int, str | None, int]:
+    result = History(draw(seed)).run()
+    return seed, result.violation, result.rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:2000", metavar="FROM:TO")
+    parser.add_argument("--replay", type=int, metavar="SEED")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--keep-going", action="store_true", help="report every seed that fails, not only the first")
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        sys.exit(replay(arguments.replay))
+    first, last = map(int, arguments.seeds.split(":"))
+    began, bad, rounds = time.monotonic(), 0, 0
+    for seed, violation, formed in results(range(first, last), arguments.jobs):
+        rounds += formed
+        if violation is not None:
+            bad += 1
+            print(f"seed {seed}: {violation}", flush=True)
+            if not arguments.keep_going:
+                sys.exit(replay(seed, quiet=True))
+    print(f"{last - first} histories, {rounds} rounds, {bad} violations in {time.monotonic() - began:.1f} s")
+    sys.exit(bool(bad))
+
+
+def results(seeds: range, jobs: int) -> Iterable[tuple[int, str | None, int]]:
+    if jobs == 1:
+        yield from map(check, seeds)
+    else:
+        with ProcessPoolExecutor(jobs) as pool:
+            yield from pool.map(check, seeds, chunksize=50)
+
+
+def replay(seed: int, quiet: bool = False) -> int:
+    plan = draw(seed)
+    result = History(plan).run(transcript=True)
+    if result.violation is not None:
+        plan = shrink(plan, lambda fewer: History(fewer).run().violation is not None)
+        result = History(plan).run(transcript=True)
+    show(plan)
+    print("\n".join(result.transcript[-60:] if quiet else result.transcript))
+    print(f"seed {seed}: {result.violation or 'held'}; again with: python -m tests.sim --replay {seed}")
+    return int(result.violation is not None)
+
+
+def show(plan: Plan) -> None:
+    rules = plan.rules
+    print(f"{plan.nodes} nodes, {rules.settings}, store {'hosted by n0' if plan.hosted else 'outside'}, grace {rules.store_grace:g}")
+    print("\n".join(f"  fault at {fault}" for fault in plan.faults) or "  no faults")
+
+
+if __name__ == "__main__":
+    main()

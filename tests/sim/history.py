@@ -1,0 +1,318 @@
+"""One history from one seed: a job, a list of faults drawn beforehand, healing, and the end. The list can be shortened and run again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from elastirun.rendezvous.actions import Outcome
+from elastirun.rendezvous.forming import Rules
+from tests.sim import invariants
+from tests.sim.world import Node, Violation, World
+
+TROUBLE = 30.0  # seconds of faults
+HEALED_WITHIN = 90.0  # seconds after the last fault until everyone is in one round: the slowest stop takes 30
+ENDED_WITHIN = 60.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to node ``who`` (an index) or to the store at ``when``, for ``lasts`` seconds."""
+
+    when: float
+    kind: str
+    who: int = 0
+    lasts: float = 0.0
+    x: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.when:7.3f} {self.kind}({self.who}) for {self.lasts:.3f} s, x={self.x:.3f}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is drawn from the seed beforehand."""
+
+    seed: int
+    rules: Rules
+    hosted: bool
+    nodes: int
+    clocks: tuple[tuple[float, float], ...]  # offset and rate, by index of incarnation
+    stop_times: tuple[float, ...]
+    faults: tuple[Fault, ...]
+
+
+@dataclass
+class Result:
+    plan: Plan
+    violation: str | None
+    seconds: float  # of simulated time
+    rounds: int
+    transcript: list[str] = field(default_factory=list)
+
+
+# kind -> (weight, longest duration in seconds)
+KINDS = {
+    "crash": (4, 20.0),  # and a new incarnation when it is over
+    "reboot": (2, 0.5),
+    "cut": (3, 20.0),
+    "cut_out": (2, 15.0),
+    "cut_in": (2, 15.0),
+    "halves": (1, 15.0),
+    "loss": (2, 15.0),
+    "slow": (2, 15.0),
+    "late": (2, 10.0),
+    "freeze": (3, 16.0),
+    "freeze_node": (2, 16.0),
+    "pause_store": (2, 12.0),
+    "store_down": (1, 12.0),
+    "replace_store": (0.3, 0.0),
+    "storm": (1, 1.0),
+    "leave": (1.5, 10.0),
+    "fail": (4, 0.0),
+    "fail_two": (1, 0.0),
+    "succeed_one": (1, 0.0),
+}
+
+
+def draw(seed: int) -> Plan:
+    rng = random.Random(seed)
+    high = rng.randint(1, 4)
+    low = rng.randint(1, high)
+    fixed = rng.random() < 0.15
+    rules = Rules(
+        min_nodes=high if fixed else low,
+        max_nodes=high,
+        max_restarts=rng.choice([0, 1, 3, 100, 100, 100]),
+        restart_window=rng.choice([0.0, 0.0, 10.0]),
+        fail_fast=rng.random() < 0.1,
+        restart_pause=rng.choice([0.0, 2.0, 10.0]),
+        fixed_ranks=fixed,
+        store_grace=rng.choice([60.0, 60.0, 15.0]),
+        join_timeout=600.0,
+    )
+    nodes = rng.randint(low, high + 1) if not fixed else high
+    clocks = tuple((rng.uniform(-1e6, 1e6), rng.uniform(0.9, 1.1)) for _ in range(64))
+    stop_times = tuple(rng.choice([0.01, 0.1, 1.0, 4.9, 29.0]) for _ in range(64))
+    names, weights = list(KINDS), [weight for weight, _ in KINDS.values()]
+    faults = []
+    for kind in rng.choices(names, weights, k=rng.choice([1, 2, 3, 5, 8])):
+        when = rng.uniform(0.0, TROUBLE)
+        if faults and rng.random() < 0.4:
+            when = min(TROUBLE, faults[-1].when + rng.expovariate(2.0))  # close to another: there the trouble is
+        faults.append(Fault(when, kind, rng.randrange(nodes), rng.uniform(0, KINDS[kind][1]), rng.random()))
+    return Plan(seed, rules, rng.random() < 0.4, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
+
+
+class History:
+    """A plan carried out."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.world = World(plan.seed, plan.rules, plan.hosted)
+        invariants.install(self.world)
+
+    def run(self, transcript: bool = False) -> Result:
+        world = self.world
+        world.transcript = [] if transcript else None
+        violation = None
+        try:
+            self._carry_out()
+        except Violation as found:
+            violation = str(found)
+        except Exception as error:  # an assertion or a crash in the machine itself
+            violation = f"{type(error).__name__}: {error}"
+        rounds = max((start.record.round for node in world.nodes for start in node.starts), default=0)
+        return Result(self.plan, violation, world.t, rounds, world.transcript or [])
+
+    def _carry_out(self) -> None:
+        world = self.world
+        for i in range(self.plan.nodes):
+            world.at(world.random.uniform(0, 2.0), lambda i=i: self._add(f"n{i}", i))
+        for fault in self.plan.faults:
+            world.at(fault.when, lambda fault=fault: self._begin(fault))
+        world.run(TROUBLE)
+        self._heal()
+        if not world.run(HEALED_WITHIN, lambda: invariants.settled(world)):
+            raise Violation(f"not settled {HEALED_WITHIN:g} s after everything was healed: {self._state()}")
+        invariants.verdicts_agree(world)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Nothing disturbs any more: the job succeeds, and everyone leaves with the same verdict."""
+        world = self.world
+        record = world.record
+        if record is None or record.closed is not None:
+            return
+        members = [n for n in world.nodes if n.alive and record.index(n.id) is not None]
+        self._let_succeed()
+        if not world.run(ENDED_WITHIN, lambda: all(n.finish for n in members)):
+            raise Violation(f"not ended {ENDED_WITHIN:g} s after all succeeded: {self._state()}")
+        odd = [n.name for n in members if n.outcome is not Outcome.SUCCEEDED]
+        if odd:
+            raise Violation(f"all workers succeeded, but {odd} ended otherwise: {self._state()}")
+
+    def _let_succeed(self) -> None:
+        """Again and again: a round may have been about to end."""
+        for node in self.world.nodes:
+            if node.alive and node.working:
+                self.world.at(self.world.random.uniform(0, 3.0), node.succeed)
+        if not self.world.all_finished():
+            self.world.at(5.0, self._let_succeed)
+
+    def _state(self) -> str:
+        record = self.world.record
+        nodes = ", ".join(
+            f"{n.id}:{'down' if not n.up else n.outcome.value if n.outcome else n.machine.state.value}"
+            f"{'/' + str(n.working.round) if n.working else ''}"
+            for n in self.world.nodes
+        )
+        on = "no record" if record is None else f"round {record.round} {[m.id for m in record.members]} {record.broken or record.closed}"
+        return f"{nodes}; {on}"
+
+    def _add(self, name: str, index: int) -> None:
+        count = len(self.world.nodes)
+        offset, rate = self.plan.clocks[count % 64]
+        rank = index if self.plan.rules.fixed_ranks else None
+        node = self.world.add(name, node_rank=rank, offset=offset, rate=rate)
+        node.stop_time = self.plan.stop_times[count % 64]
+
+    def _current(self, index: int) -> Node | None:
+        """The newest incarnation of the node."""
+        return next((n for n in reversed(self.world.nodes) if n.name == f"n{index}"), None)
+
+    def _again(self, index: int) -> None:
+        node = self._current(index)
+        over = any(n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED) for n in self.world.nodes)
+        if not over and (node is None or not node.alive):
+            self._add(f"n{index}", index)
+
+    def _begin(self, fault: Fault) -> None:
+        node = self._current(fault.who)
+        if node is None:
+            return
+        getattr(self, f"_{fault.kind}")(node, fault)
+
+    def _heal(self) -> None:
+        """Everything works again, and whoever has gone is started anew, as a supervisor would."""
+        world = self.world
+        for node in world.nodes:
+            node.cut_out = node.cut_in = False
+            node.loss, node.delay, node.late = 0.0, (0.0005, 0.005), None
+            node.thaw()
+        world.resume_store()
+        host_gone = self.plan.hosted and not next((n for n in reversed(world.nodes) if n.hosts), world.nodes[0]).alive
+        if not host_gone:
+            world.store_up = True
+        for index in range(self.plan.nodes):
+            node = self._current(index)
+            if node is None or not node.up or (node.finish and node.outcome not in (Outcome.SUCCEEDED, Outcome.FAILED)):
+                self._again(index)
+        world.at(25.0, self._restart_those_that_gave_up)
+
+    def _restart_those_that_gave_up(self) -> None:
+        for index in range(self.plan.nodes):
+            node = self._current(index)
+            if node is not None and node.finish and node.outcome not in (Outcome.SUCCEEDED, Outcome.FAILED):
+                self._again(index)
+        if not invariants.settled(self.world):
+            self.world.at(5.0, self._restart_those_that_gave_up)
+
+    def _for(self, fault: Fault, undo: Callable[[], object]) -> None:
+        self.world.at(fault.lasts, undo)
+
+    # -- the faults -------------------------------------------------------------------------------------------------------
+
+    def _crash(self, node: Node, fault: Fault) -> None:
+        node.crash()
+        self._for(fault, lambda: self._again(fault.who))
+
+    _reboot = _crash
+
+    def _cut(self, node: Node, fault: Fault) -> None:
+        node.cut_out = node.cut_in = True
+        self._for(fault, lambda: setattr(node, "cut_out", False) or setattr(node, "cut_in", False))  # type: ignore[func-returns-value]
+
+    def _cut_out(self, node: Node, fault: Fault) -> None:
+        node.cut_out = True
+        self._for(fault, lambda: setattr(node, "cut_out", False))
+
+    def _cut_in(self, node: Node, fault: Fault) -> None:
+        node.cut_in = True
+        self._for(fault, lambda: setattr(node, "cut_in", False))
+
+    def _halves(self, node: Node, fault: Fault) -> None:
+        cut = [n for i, n in enumerate(self.world.nodes) if n.alive and (i + int(fault.x * 2)) % 2]
+        for i, other in enumerate(cut):
+            self._cut(other, Fault(fault.when, "cut", lasts=fault.lasts + i * fault.x))  # healed one by one
+
+    def _loss(self, node: Node, fault: Fault) -> None:
+        for other in self.world.nodes if fault.x < 0.5 else [node]:
+            other.loss = 0.05 + fault.x * 0.4
+            self._for(fault, lambda other=other: setattr(other, "loss", 0.0))
+
+    def _slow(self, node: Node, fault: Fault) -> None:
+        for other in self.world.nodes if fault.x < 0.5 else [node]:
+            other.delay = (0.0005, 0.1 + 2.0 * fault.x)
+            self._for(fault, lambda other=other: setattr(other, "delay", (0.0005, 0.005)))
+
+    def _late(self, node: Node, fault: Fault) -> None:
+        node.late = (5.0, 20.0)
+        self._for(fault, lambda: setattr(node, "late", None))
+
+    def _freeze(self, node: Node, fault: Fault) -> None:
+        node.freeze()
+        self._for(fault, node.thaw)
+
+    def _freeze_node(self, node: Node, fault: Fault) -> None:
+        node.freeze(workers_too=True)
+        self._for(fault, node.thaw)
+
+    def _pause_store(self, node: Node, fault: Fault) -> None:
+        self.world.pause_store()
+        self._for(fault, self.world.resume_store)
+
+    def _store_down(self, node: Node, fault: Fault) -> None:
+        if not self.plan.hosted:
+            self.world.store_up = False
+            self._for(fault, lambda: setattr(self.world, "store_up", True))
+
+    def _replace_store(self, node: Node, fault: Fault) -> None:
+        if not self.plan.hosted:
+            self.world.replace_store()
+
+    def _storm(self, node: Node, fault: Fault) -> None:
+        for i in range(self.plan.nodes):
+            self.world.at(fault.x * i / self.plan.nodes, lambda i=i: self._again(i))
+
+    def _leave(self, node: Node, fault: Fault) -> None:
+        node.leave()
+        self._for(fault, lambda: self._again(fault.who))
+
+    def _fail(self, node: Node, fault: Fault) -> None:
+        node.fail(code=[1, -9, -11, 3][int(fault.x * 4)], blame=[0, 0, 5][int(fault.x * 3)], after=fault.x * 40)
+
+    def _fail_two(self, node: Node, fault: Fault) -> None:
+        self._fail(node, fault)
+        other = self._current((fault.who + 1) % self.plan.nodes)
+        if other is not None:
+            self.world.at(fault.x * 0.01, lambda: self._fail(other, fault))
+
+    def _succeed_one(self, node: Node, fault: Fault) -> None:
+        node.succeed()
+
+
+def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
+    """The plan with as few faults as still fail."""
+    from dataclasses import replace
+
+    faults: Sequence[Fault] = plan.faults
+    i = 0
+    while i < len(faults):
+        fewer = replace(plan, faults=tuple(f for j, f in enumerate(faults) if j != i))
+        if fails(fewer):
+            faults = fewer.faults
+        else:
+            i += 1
+    return replace(plan, faults=tuple(faults))

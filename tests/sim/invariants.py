@@ -1,0 +1,133 @@
+"""What must hold at every step of every history: the promises P1 to P9 as predicates of the world. Raise ``Violation``."""
+
+from __future__ import annotations
+
+from elastirun.rendezvous.actions import Outcome, Start
+from elastirun.rendezvous.records import RoundRecord, Verdict
+from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
+from tests.sim.world import Node, Violation, World
+
+SLACK = 0.05  # seconds, for messages under way
+RATES = 1.1  # the fastest clock against the right one
+
+
+def install(world: World) -> None:
+    world.watch += [_version_rises, _rounds, _members, _closing, _expulsion]
+    world.on_starting += [_start]
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+def _version_rises(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    _must(new.version == (old.version + 1 if old else 1), "every write of the record raises its version by one")
+    _must(old is None or old.store_id == new.store_id, "a store keeps its name")
+
+
+def _rounds(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    """P3, P4: rounds grow one by one, each is formed once; closed stays closed."""
+    before = old.round if old else 0
+    _must(new.round in (before, before + 1), f"round {new.round} after round {before}")
+    _must(old is None or old.closed is None, "a closed record was written")
+    if new.round == before + 1:
+        _must(before == 0 or (old is not None and old.broken is not None), f"round {new.round} formed while round {before} was on")
+        _must(new.broken is None and new.closed is None, "a round is formed whole")
+    elif old is not None:
+        _must(new.members == old.members, "a round's members are for ever")
+        _must(old.broken is None or new.broken is not None, "a broken round is not mended")
+
+
+def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    """P2, P3: within min and max, each node once, survivors in their order; nobody of the last round may still work in it."""
+    if old is None or new.round == old.round:
+        return
+    ids = [m.id for m in new.members]
+    _must(world.rules.min_nodes <= len(ids) <= world.rules.max_nodes, f"a round of {len(ids)} nodes")
+    _must(len(set(ids)) == len(ids), "a node twice in a round")
+    if not world.rules.fixed_ranks:
+        stayed = [m.id for m in old.members if m.id in ids]
+        _must([i for i in ids if i in stayed] == stayed, "survivors changed their order")
+    working = {n.id for n in world.nodes if n.progressing and n.working and n.working.round == old.round}
+    _must(not old.members or not working.issuperset(m.id for m in old.members), f"round {new.round} is formed while {old.round} works")
+
+
+def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    """P4: only a verdict closes, and it is true."""
+    if new.closed is None or (old and old.closed):
+        return
+    if new.closed.verdict is Verdict.SUCCEEDED:
+        missing = [m.name for m in new.members if (m.id, new.round) not in world.succeeded]
+        _must(not missing, f"success without {missing}")
+    else:
+        spent = new.failures > world.rules.max_restarts or world.rules.fail_fast
+        _must(spent and bool(new.closed.failures), "failed with restarts left, or without a failure")
+
+
+def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    """P5, P9: nobody is called lost whose row has changed within ``expire``, by the fastest clock."""
+    broken = new.broken
+    if broken is None:
+        return
+    known = old.broken.lost if old and old.broken and old.round == new.round else ()
+    for lost in set(broken.lost) - set(known):
+        silent = world.t - world.written_at.get(lost, -1e9)
+        _must(silent >= world.rules.expire / RATES - SLACK, f"{lost} was called lost after {silent:.2f} s")
+
+
+def _start(world: World, node: Node, start: Start) -> None:
+    """P1, P2: all start from one table, after all have been ready; two rounds are never complete at once."""
+    record = start.record
+    _must(record.members[start.node_rank].id == node.id, "a wrong node rank")
+    for other in world.nodes:
+        for earlier in other.starts:
+            same = earlier.record.fence == record.fence
+            _must(not same or earlier.record.members == record.members, f"round {record.round} with two member tables")
+    by_id = {n.id: n for n in world.nodes}
+    late = [m.name for m in record.members if record.round not in by_id[m.id].ready_for]
+    _must(not late, f"round {record.round} starts before {late} were ready")
+    complete = {n.working.fence for n in world.nodes if n.working and _complete(world, n.working)}
+    _must(len(complete) <= 1, f"{sorted(complete)} can both make progress")
+
+
+def _complete(world: World, record: RoundRecord) -> bool:
+    """All members' workers run: they could finish a step together."""
+    working = {n.id for n in world.nodes if n.progressing and n.working and n.working.fence == record.fence}
+    return all(m.id in working for m in record.members)
+
+
+def settled(world: World) -> bool:
+    """Everyone who can be is in one round that runs, or the job is over and everyone has gone."""
+    record = world.record
+    alive = [n for n in world.nodes if n.alive]
+    if record is not None and record.closed is not None:
+        return all(n.starts == [] and n.finish is None for n in alive)  # who came too late waits for another store
+    if record is None or not record.open or len(alive) < world.rules.min_nodes:
+        return False
+    if any(n.machine.state in (DRAINING, LEFT) for n in alive):
+        return False
+    taking_part = {n.id for n in alive if takes_part(n, record)}
+    if not all(m.id in taking_part or (m.id, record.round) in world.succeeded for m in record.members):
+        return False
+    finishing = any((m.id, record.round) in world.succeeded for m in record.members)
+    return finishing or len(record.members) == _places(world, alive)
+
+
+def takes_part(node: Node, record: RoundRecord) -> bool:
+    """Its workers run in the round, or have all succeeded in it."""
+    done = node.machine.state is DONE and node.machine.row.succeeded == record.round
+    return done or (node.working is not None and node.working.fence == record.fence and not node.stopping)
+
+
+def _places(world: World, alive: list[Node]) -> int:
+    if world.rules.fixed_ranks:
+        return len({n.machine.row.node_rank for n in alive})
+    return min(world.rules.max_nodes, len(alive))
+
+
+def verdicts_agree(world: World) -> None:
+    """P14: whoever hears the verdict hears the same one."""
+    outcomes = {n.outcome for n in world.nodes if n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED)}
+    record = world.record
+    _must(len(outcomes) <= 1 or record is None, f"some nodes {outcomes}")

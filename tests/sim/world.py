@@ -1,0 +1,404 @@
+"""A world from one seed: the real machines, exchange and codec over one store, on clocks that disagree, with nothing reliable.
+
+Time is simulated, so an hour takes a second and the same seed gives the same history. Between any two operations of an
+exchange anything else may happen; a request or a reply can be lost, or come late; whoever gave up waiting does not know
+whether its write was applied, exactly as with a real store.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.driver import Exchange, Operation, Steps
+from elastirun.rendezvous.events import Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.stores.memory import MemoryStore
+
+TIME_LIMIT = 3.0  # of one exchange, as the agent has it
+STANDSTILL = 2.0  # as the agent has it
+LONE_LEASE = 0.8  # of ``expire``, as the agent has it
+GRACE, FAILURE_GRACE = 30.0, 5.0
+CODEC = Codec()
+
+
+class Violation(AssertionError):
+    """Something that must never happen has happened."""
+
+
+def brief(what: Action | RoundRecord) -> str:
+    """An action, or a record as it was written, in a line for people."""
+    if isinstance(what, RoundRecord):
+        members = " ".join(m.id for m in what.members)
+        rest = f" {what.broken.cause.value}: {what.broken.reason}" if what.broken else ""
+        rest += f" {what.closed.verdict.value}: {what.closed.reason}" if what.closed else ""
+        return f"wrote {what.version}: round {what.round} [{members}]{rest}"
+    if isinstance(what, Start):
+        return f"start round {what.record.round} as node {what.node_rank} ({what.record.reason})"
+    if isinstance(what, Stop):
+        limit = "" if what.within is None else f" within {what.within:g} s"
+        return f"stop {'planned' if what.planned else 'now'}{limit}: {what.reason}"
+    if isinstance(what, Finish):
+        return f"finish {what.outcome.value}: {what.reason}"
+    return f"say {what.text}" if isinstance(what, Say) else type(what).__name__.lower()
+
+
+@dataclass
+class Call:
+    """One exchange under way. Given up, it goes on: what it still writes arrives, and nobody hears of it."""
+
+    node: Node
+    steps: Steps
+    given_up: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    """One incarnation of one node's agent, its workers, and how it is connected."""
+
+    world: World
+    name: str
+    machine: Machine
+    exchange: Exchange
+    offset: float  # its clock shows offset + rate * t
+    rate: float
+    usual_lease: float
+    lease: float
+    stop_time: float = 0.05  # how long its workers take to stop when they are asked to
+    up: bool = True
+    frozen_at: float | None = None
+    workers_frozen: bool = False
+    cut_out: bool = False  # what it sends is lost
+    cut_in: bool = False  # what is sent to it is lost
+    loss: float = 0.0  # chance of losing a message, each way
+    delay: tuple[float, float] = (0.0005, 0.005)  # of a message, seconds
+    late: tuple[float, float] | None = None  # of a request, instead
+    hosts: bool = False
+    working: RoundRecord | None = None  # the round its workers run in
+    stopping: bool = False
+    ended_by_guard: bool = False
+    ready_for: set[int] = field(default_factory=set)
+    starts: list[Start] = field(default_factory=list)
+    stops: list[Stop] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    finish: Finish | None = None
+    syncs: int = 0
+    call: Call | None = None
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what came while it was frozen
+    _armed: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.machine.row.id
+
+    @property
+    def now(self) -> float:
+        return self.offset + self.rate * self.world.t
+
+    @property
+    def alive(self) -> bool:
+        return self.up and self.finish is None
+
+    @property
+    def progressing(self) -> bool:
+        """Its workers can take a step."""
+        return self.up and self.working is not None and not self.workers_frozen
+
+    def feed(self, make: Callable[[float], Event]) -> None:
+        """Let something happen to it, when it runs."""
+        if not self.alive:
+            return
+        if self.frozen_at is not None:
+            self.waiting.append(lambda: self.feed(make))
+            return
+        self._perform_all(self.machine.step(make(self.now)))
+        if self.machine.state.value == "ready":
+            self.ready_for.add(self.machine.row.round)
+        self._armed += 1
+        armed, wait = self._armed, (self.machine.wake - self.now) / self.rate
+        if wait < 1e9:
+            self.world.at(max(0.0005, wait), lambda: self.feed(Tick) if armed == self._armed else None)
+
+    def _perform_all(self, actions: list[Action]) -> None:
+        for action in actions:
+            self.world.note(self, action)
+            if isinstance(action, Sync):
+                self.syncs += 1
+                self.world.begin(self, action)
+            elif isinstance(action, Start):
+                if self.working is not None:
+                    raise Violation(f"{self.name} starts workers while others still run")
+                self.working, self.stopping = action.record, False
+                lone = len(action.record.members) == 1 and not self.hosts
+                self.lease = LONE_LEASE * self.world.rules.expire if lone else self.usual_lease
+                self.starts.append(action)
+                self.world.on_start(self, action)
+            elif isinstance(action, Stop):
+                self.stops.append(action)
+                self.stopping = True
+                self.world.at(self._stop_time(action), self._stopped)
+            elif isinstance(action, Say):
+                self.said.append(action.text)
+            elif isinstance(action, Finish):
+                if self.working is not None:
+                    raise Violation(f"{self.name} goes while its workers still run")
+                self.finish = action
+                self.world.on_gone(self)
+            elif isinstance(action, Reconnect):
+                self.call = None
+
+    def _stop_time(self, stop: Stop) -> float:
+        if self.ended_by_guard or self.working is None:
+            return 0.0
+        grace = GRACE if stop.planned else FAILURE_GRACE
+        return min(self.stop_time, grace if stop.within is None else stop.within)
+
+    def _stopped(self) -> None:
+        if self.up and self.stopping:
+            self.working, self.stopping, self.ended_by_guard = None, False, False
+            self.feed(lambda now: WorkersStopped(now, self.machine.row.failures))
+
+    # -- what can be done to it ---------------------------------------------------------------------------------------
+
+    def succeed(self) -> None:
+        if self.working is not None and not self.stopping:
+            self.world.succeeded.add((self.id, self.working.round))
+            self.working = None
+            self.feed(WorkersSucceeded)
+
+    def fail(self, code: int = 1, blame: int = 0, after: float = 1.0) -> None:
+        if self.working is not None and not self.stopping:
+            record = ExitRecord(self.name, self.starts[-1].node_rank, 0, 1, code, blame, after, ("boom",))
+            self.feed(lambda now: WorkersFailed(now, (record,)))
+
+    def leave(self) -> None:
+        self.feed(lambda now: Leave(now, "SIGTERM"))
+
+    def crash(self) -> None:
+        if self.up:
+            self.up = False
+            self.working = None
+            self.world.on_gone(self)
+
+    def freeze(self, workers_too: bool = False) -> None:
+        """SIGSTOP to the agent, or to all of the node. A frozen agent's workers are ended by the guard when its lease is over."""
+        if not self.alive or self.frozen_at is not None:
+            return
+        self.frozen_at, self.workers_frozen = self.world.t, workers_too
+        if self.hosts:
+            self.world.pause_store()
+        if self.lease and not workers_too:
+            self.world.at(self.lease / self.rate, lambda since=self.world.t: self._lease_over(since))
+
+    def _lease_over(self, since: float) -> None:
+        if self.frozen_at == since and self.working is not None:
+            self.working, self.ended_by_guard = None, True
+
+    def thaw(self) -> None:
+        if self.frozen_at is None or not self.up:
+            return
+        seconds = (self.world.t - self.frozen_at) * self.rate
+        if self.lease and seconds >= self.lease and self.working is not None:
+            self.working, self.ended_by_guard = None, True
+        self.frozen_at, self.workers_frozen = None, False
+        if self.hosts:
+            self.world.resume_store()
+        if seconds > STANDSTILL:
+            ended = bool(self.lease) and seconds > self.lease - 0.5
+            if ended and self.working is not None:  # so near that the guard may have done it or not: now it has
+                self.working, self.ended_by_guard = None, True
+            self.feed(lambda now: StoodStill(now, seconds, ended))
+        while self.waiting and self.frozen_at is None:
+            self.waiting.popleft()()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.finish.outcome if self.finish else None
+
+
+class World:
+    """``rules`` are the job's; ``hosted``: node 0 holds the store, which goes with it."""
+
+    def __init__(self, seed: int = 0, rules: Rules | None = None, hosted: bool = False, **changes: object) -> None:
+        self.t = 0.0
+        self.random = random.Random(seed)
+        self.rules = replace(rules or Rules(1, 3), **changes)  # type: ignore[arg-type]
+        self.hosted = hosted
+        self.data: dict[str, bytes] = {}
+        self.store_up = True
+        self.store_paused = False
+        self.nodes: list[Node] = []
+        self.succeeded: set[tuple[str, int]] = set()  # (node, round): all its workers did
+        self.written_at: dict[str, float] = {}  # when a row last changed in the store
+        self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
+        self.on_starting: list[Callable[[World, Node, Start], None]] = []
+        self.transcript: list[str] | None = None
+        self._paused: list[Callable[[], None]] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def add(
+        self,
+        name: str | None = None,
+        *,
+        node_rank: int | None = None,
+        rules: Rules | None = None,
+        offset: float = 0.0,
+        rate: float = 1.0,
+    ) -> Node:
+        """Start an agent. A name that was used before is a new incarnation of that node."""
+        name = name or f"n{len(self.nodes)}"
+        names = list(dict.fromkeys([*(node.name for node in self.nodes), name]))
+        row = NodeRow(f"{name}-{len(self.nodes)}", name, f"10.0.0.{names.index(name) + 1}", 1000, 2, node_rank=node_rank)
+        rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
+        lease = 0.0 if rules.max_nodes == 1 else max(10.0, 2 * rules.expire)
+        node = Node(self, name, None, None, offset, rate, lease, lease)  # type: ignore[arg-type]
+        node.exchange = Exchange("job/", row.id, CODEC, lambda: node.now)
+        node.machine = Machine(rules, row, node.now)
+        node.hosts = self.hosted and name == (self.nodes or [node])[0].name
+        if self.hosted and node.hosts and self.nodes:
+            self.replace_store()  # what its last incarnation held is gone
+        self.nodes.append(node)
+        node.feed(Tick)
+        return node
+
+    def at(self, delay: float, what: Callable[[], Any]) -> None:
+        heapq.heappush(self._heap, (self.t + delay, next(self._count), what))
+
+    # -- the store ----------------------------------------------------------------------------------------------------
+
+    def begin(self, node: Node, sync: Sync) -> None:
+        call = node.call = Call(node, node.exchange.steps(sync, node.now))
+        self.at(TIME_LIMIT / node.rate, lambda: self._give_up(call))
+        self._go_on(call, None)
+
+    def _give_up(self, call: Call) -> None:
+        if call.node.call is call:
+            self._answer(call, lambda now: SyncFailed(now, "no answer for 3 s"))
+
+    def _answer(self, call: Call, make: Callable[[float], Event]) -> None:
+        if call.node.call is not call or call.given_up:
+            return
+        if call.node.frozen_at is not None:
+            call.node.waiting.append(lambda: self._answer(call, make))
+            return
+        call.given_up, call.node.call = True, None
+        call.node.feed(make)
+
+    def _go_on(self, call: Call, found: Any) -> None:
+        node = call.node
+        if not node.up:
+            return
+        if node.frozen_at is not None:
+            node.waiting.append(lambda: self._go_on(call, found))
+            return
+        try:
+            operation = call.steps.send(found)
+        except StopIteration as done:
+            answer = replace(done.value, hosting=node.hosts)
+            self._answer(call, lambda now: replace(answer, now=now))
+        except StoreError as error:
+            why = str(error)
+            self._answer(call, lambda now: SyncFailed(now, why))
+        else:
+            lost = not node.hosts and (node.cut_out or self.random.random() < node.loss)
+            delay = 0.0002 if node.hosts else self.random.uniform(*(node.late or node.delay))
+            if not lost:
+                self.at(delay, lambda: self._arrive(call, operation))
+
+    def _arrive(self, call: Call, operation: Operation) -> None:
+        node = call.node
+        if self.store_paused:
+            self._paused.append(lambda: self._arrive(call, operation))
+            return
+        if not self.store_up:
+            self.at(0.002, lambda: self._answer(call, lambda now: SyncFailed(now, "connection refused")))
+            return
+        found = self._apply(node, operation)
+        lost = not node.hosts and (node.cut_in or self.random.random() < node.loss)
+        if not lost:
+            self.at(0.0002 if node.hosts else self.random.uniform(*node.delay), lambda: self._go_on(call, found))
+
+    def _apply(self, node: Node, operation: Operation) -> Any:
+        key = f"job/node/{node.id}"
+        round_before, row_before = self.data.get("job/round"), self.data.get(key)
+        found = operation(MemoryStore(self.data))
+        after = self.data.get("job/round")
+        if self.data.get(key) != row_before:
+            self.written_at[node.id] = self.t
+        if after != round_before and after is not None:
+            old = None if round_before is None else CODEC.decode("job/round", round_before, RoundRecord)
+            new = CODEC.decode("job/round", after, RoundRecord)
+            self.note(node, new)
+            for watch in self.watch:
+                watch(self, node, old, new)
+        return found
+
+    @property
+    def record(self) -> RoundRecord | None:
+        data = self.data.get("job/round")
+        return None if data is None else CODEC.decode("job/round", data, RoundRecord)
+
+    def pause_store(self) -> None:
+        self.store_paused = True
+
+    def resume_store(self) -> None:
+        self.store_paused = False
+        paused, self._paused = self._paused, []
+        for arrive in paused:
+            arrive()
+
+    def replace_store(self) -> None:
+        """Another, empty one answers under the same address."""
+        self.data = {}
+        self.store_up = True
+        self._paused.clear()
+        self.store_paused = False
+
+    def on_gone(self, node: Node) -> None:
+        if self.hosted and node.hosts:
+            self.store_up = False
+
+    # -- time -----------------------------------------------------------------------------------------------------------
+
+    def on_start(self, node: Node, start: Start) -> None:
+        for watch in self.on_starting:
+            watch(self, node, start)
+
+    def note(self, node: Node, what: Action | RoundRecord) -> None:
+        if self.transcript is not None and not isinstance(what, Sync):
+            self.transcript.append(f"{self.t:9.3f} {node.id}: {brief(what)}")
+
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Let time pass; True when ``until`` came true."""
+        end = self.t + seconds
+        while self._heap and self._heap[0][0] <= end:
+            self.t, _, what = heapq.heappop(self._heap)
+            what()
+            if until():
+                return True
+        self.t = end
+        return until()
+
+    def running(self, *nodes: Node) -> Callable[[], bool]:
+        """All of ``nodes``, and nobody else, work in one round."""
+
+        def test() -> bool:
+            rounds = {n.working.round for n in nodes if n.working}
+            everyone = all(n.working and len(n.working.members) == len(nodes) for n in nodes)
+            return everyone and len(rounds) == 1
+
+        return test
+
+    def all_finished(self) -> bool:
+        return all(n.finish or not n.up for n in self.nodes)
