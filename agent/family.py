@@ -109,7 +109,9 @@ class Family:
         """An agent and its guard may be killed together; the next agent of the job on this node finds what they left."""
         own = _own_group()
         for agent in guard.others_of(job):
-            count = guard.end_all(agent, f"{own}/elastirun-{agent}" if own else "")
+            group = f"{own}/elastirun-{agent}" if own else ""
+            count = guard.end_all(agent, group)
+            guard.remove(group)
             self._say(f"ended {count} processes of an earlier run of this job; their agent, pid {agent.partition('-')[0]}, is gone")
 
 
@@ -127,10 +129,6 @@ def _make_group(agent: str) -> str:
     own = _own_group()
     with suppress(OSError):
         if own and os.access(own / "cgroup.procs", os.W_OK):
-            for left in own.glob("elastirun-*"):  # by an agent that died together with its guard
-                if not guard.is_alive(left.name.removeprefix("elastirun-")):
-                    with suppress(OSError):
-                        left.rmdir()
             group = own / f"elastirun-{agent}"
             group.mkdir()
             if (group / "cgroup.kill").exists():

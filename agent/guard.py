@@ -93,8 +93,12 @@ def _kill_group(group: str) -> None:
         fd = os.open(f"{group}/cgroup.kill", os.O_WRONLY)
     except OSError:  # it is not there any more
         return
-    os.write(fd, b"1")
-    os.close(fd)
+    try:
+        os.write(fd, b"1")
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def _belongs(pid: int, agent: str, group: str) -> bool:
