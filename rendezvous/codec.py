@@ -79,14 +79,23 @@ def _no_constant(name: str) -> float:
     raise ValueError(name)
 
 
+_PLAIN = frozenset((str, int, float, bool, types.NoneType))
+
+
 def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is tuple:
+        return [_plain(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.value
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+    return {name: _plain(getattr(value, name)) for name in _field_names(typing.cast(Any, kind))}
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 Build = Callable[[Any, str], Any]

@@ -51,7 +51,7 @@ class Exchange:
         self._me = me
         self._codec = codec
         self._clock = clock
-        self._decoded: dict[str, tuple[bytes, NodeRow]] = {}  # parsing 1,000 unchanged rows again would cost 50 ms
+        self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
 
     def carry_out(self, store: Store, sync: Sync, started: float) -> Synced:
         """The whole exchange over ``store``. Errors: ``StoreError``."""
@@ -73,7 +73,7 @@ class Exchange:
         if sync.change is not None:
             key = self._job + "round"
             base = sync.change.base
-            yield _put_if(key, None if base is None else self._codec.encode(key, base), self._codec.encode(key, sync.change.record))
+            yield _put_if(key, None if base is None else self._encode(key, base), self._codec.encode(key, sync.change.record))
         record = yield from self._read_round()
         ids = sync.rows
         found = yield _under(self._job + "node/") if ids is None else _get([self._key(i) for i in sorted({*ids, self._me})])
@@ -82,8 +82,8 @@ class Exchange:
 
     def _put_row(self, put: Put) -> Steps:
         key = self._key(self._me)
-        expected = None if put.base is None else self._codec.encode(key, put.base)
-        value = self._codec.encode(key, put.row)
+        expected = None if put.base is None else self._encode(key, put.base)
+        value = self._encode(key, put.row)
         found = yield _put_if(key, expected, value)
         if found is None or found == value:
             return
@@ -96,24 +96,37 @@ class Exchange:
         key = self._job + "round"
         found = yield _get([key])
         try:
-            return self._codec.decode(key, found[key], RoundRecord) if found else None
+            return self._decode(key, found[key], self._parse_round) if found else None
         except BadRecord as error:
             raise StoreError(f"the round record is unreadable: {error}") from None
 
     def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
         rows: dict[str, NodeRow] = {}
         for key, data in found.items():
-            cached = self._decoded.get(key)
             try:
-                row = cached[1] if cached and cached[0] == data else self._parse_row(key, data)
+                row = self._decode(key, data, self._parse_row)
             except BadRecord as error:
                 ignored.append(clip(str(error), 300))  # the key in it may be anybody's invention
                 continue
-            self._decoded[key] = (data, row)
             rows[row.id] = row
         if everything:
-            self._decoded = {key: self._decoded[key] for key in found if key in self._decoded}
+            self._known = {key: known for key, known in self._known.items() if key in found or key == self._job + "round"}
         return rows
+
+    def _encode(self, key: str, record: Any) -> bytes:
+        known = self._known.get(key)
+        if known is None or known[1] != record:
+            known = self._known[key] = (self._codec.encode(key, record), record)
+        return known[0]
+
+    def _decode(self, key: str, data: bytes, parse: Callable[[str, bytes], Any]) -> Any:
+        known = self._known.get(key)
+        if known is None or known[0] != data:
+            known = self._known[key] = (data, parse(key, data))
+        return known[1]
+
+    def _parse_round(self, key: str, data: bytes) -> RoundRecord:
+        return self._codec.decode(key, data, RoundRecord)
 
     def _parse_row(self, key: str, data: bytes) -> NodeRow:
         if len(data) > MAX_ROW:

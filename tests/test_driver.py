@@ -216,7 +216,7 @@ def test_rows_that_are_gone_are_not_remembered() -> None:
         data.clear()
         data[key(f"n{i}")] = CODEC.encode(key(f"n{i}"), row(f"n{i}"))
         exchanging.carry_out(MemoryStore(data), Sync(), 0.0)
-    assert len(exchanging._decoded) == 1
+    assert len(exchanging._known) == 1
 
 
 # -- the thread ---------------------------------------------------------------------------------------------------------------------

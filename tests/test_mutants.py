@@ -212,7 +212,7 @@ MUTANTS = (
     ),
     mutant(
         "a changed row is parsed anew",
-        *("driver", "if cached and cached[0] == data else", "if cached else"),
+        *("driver", "if known is None or known[0] != data:", "if known is None:"),
         *("driver", "an_unchanged_row_is_parsed_once_and_a_changed_one_anew"),
     ),
 )
