@@ -53,7 +53,7 @@ RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-id=orphans", "--rdzv-conf=last_call
 OPTIONS = ("--nnodes=1:2", f"--nproc-per-node={WORKERS}", *RENDEZVOUS)
 DEATHS = {"kill -9": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "out of memory": None, "SIGSTOP": signal.SIGSTOP}
 AFTER = 1.0  # seconds
-PATIENCE = 5.0  # seconds; whether what is left then goes later
+PATIENCE = 5.0  # seconds; whether what is left goes later: on a busy machine the killed wait for a CPU to die on
 LEASE = 10.0  # seconds; elastirun's default
 LIMIT = 60.0  # seconds for a job to come up
 PIECE = 8 << 20  # bytes
@@ -87,7 +87,8 @@ class Case:
 @dataclass(frozen=True)
 class Result:
     case: Case
-    left: tuple[str, ...] = ()  # command lines of the processes left
+    left: tuple[str, ...] = ()  # what is known of each process that was left
+    stayed: bool = False  # and was still there ``PATIENCE`` later
     trouble: str = ""  # why nothing was measured
 
 
@@ -186,7 +187,10 @@ def measure(case: Case, until_first_worker: float, group: Path | None) -> Result
             reached = come_to(case.moment, bench, agent, until_first_worker)
             if not reached or agent.poll() is not None:
                 return Result(case, trouble=f"{case.moment.phase} was not reached\n{bench.tails()}")
-            return Result(case, left=strike(case, agent, token, group, hog))
+            left = strike(case, agent, token, group, hog)
+            if left and case.launcher is ELASTIRUN:
+                time.sleep(PATIENCE)
+            return Result(case, tuple(left.values()), any(read(f"/proc/{pid}/environ") for pid in left))
         finally:
             for process in filter(None, (hog, *(a.process for a in bench.agents))):
                 process.kill()
@@ -215,8 +219,8 @@ def come_to(moment: Moment, bench: Bench, agent: subprocess.Popen[bytes], until_
 
 def strike(
     case: Case, agent: subprocess.Popen[bytes], token: str, group: Path | None, hog: subprocess.Popen[bytes] | None
-) -> tuple[str, ...]:
-    """The agent dies. Returns what is left of its processes after the time that is given to them."""
+) -> dict[int, str]:
+    """The agent dies. Returns what is left of its processes after the time that is given to them: pid to what is known of it."""
     signum = DEATHS[case.death]
     if signum is not None:
         agent.send_signal(signum)
@@ -231,17 +235,14 @@ def strike(
         if hog is not None:
             hog.kill()
         time.sleep(AFTER)
-    left = {pid: about(pid) for pid in carriers(token) if pid not in spared}
-    if left and case.launcher is ELASTIRUN:
-        time.sleep(PATIENCE)
-        return tuple(f"{text}; {'still there' if read(f'/proc/{pid}/environ') else 'gone'} later" for pid, text in left.items())
-    return tuple(left.values())
+    return {pid: about(pid) for pid in carriers(token) if pid not in spared}
 
 
 def about(pid: int) -> str:
     status = dict(line.split(":\t", 1) for line in read(f"/proc/{pid}/status").decode().splitlines())
-    found = ", ".join(f"{name} {status.get(name, '?')}" for name in ("State", "PPid", "SigPnd", "ShdPnd"))
-    return f"pid {pid}, {found}, {read(f'/proc/{pid}/cmdline')[:200]!r}, load {os.getloadavg()[0]:.0f}"
+    killed = int(status.get("ShdPnd", "0"), 16) >> (signal.SIGKILL - 1) & 1
+    what = "killed, but has not had a CPU to die on" if killed else f"not killed, {status.get('State', '?')}"
+    return f"pid {pid}, {what}, load {os.getloadavg()[0]:.0f}: {read(f'/proc/{pid}/cmdline')[:200].decode(errors='replace')!r}"
 
 
 def time_to_first_worker(launcher: Launcher) -> float:
@@ -314,7 +315,8 @@ def main() -> int:
             results.append(result)
             case = result.case
             if result.trouble or (result.left and case.launcher is ELASTIRUN):
-                what = result.trouble or "\n    ".join(("left:", *result.left))
+                later = f"left, {'still there' if result.stayed else 'gone'} {PATIENCE:.0f} s later:"
+                what = result.trouble or "\n    ".join((later, *result.left))
                 print(f"{case.launcher.name}, {case.death} at {case.moment}: {what}", flush=True)
     print(table(rows(results)))
     for reason in sorted({r.trouble.splitlines()[0] for r in results if r.trouble}):
