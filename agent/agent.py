@@ -37,7 +37,7 @@ from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.driver import Driver, Exchange
 from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.forming import Rules
-from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.stores.base import Store
@@ -250,7 +250,7 @@ class Agent:
         now = time.monotonic()
         overdue, self._looked = now - self._looked - due, now
         if overdue > STANDSTILL:
-            ended = bool(self._lease) and now > self._family.renewed + self._lease - 0.5
+            ended = bool(self._lease) and now > self._family.renewed + self._family.lease - 0.5
             self._console.say(f"this agent stood still for {overdue:.0f} s" + ("; its workers were ended" if ended else ""))
             self._events.append(StoodStill(now, overdue, ended))
             self._events_log.write("stood_still", seconds=round(overdue, 3), workers_ended=ended)
@@ -293,7 +293,7 @@ class Agent:
             if name == "broken":
                 self._over_since = self._over_since or now
                 if record.broken and record.broken.by == self._id and record.broken.lost:
-                    more["detected_after"] = round(self._machine.quiet(record.broken.lost[0], now), 3)
+                    more["detected_after"] = round(self._machine.quiet(record.broken.lost[0]), 3)
             self._events_log.write(name, **fields, **more)
         self._recorded = record
 
@@ -378,6 +378,8 @@ class Agent:
         assert self._worker_store is not None
         self._world_size = record.world_size
         self._attempt = record.round - 1
+        lone = len(record.members) == 1 and not self._machine.hosting and self._lease
+        self._family.set_lease(LONE_LEASE * self._config.timing.expire if lone else self._lease)
         self._blame.begin(self._attempt, alone=record.world_size == 1)
         try:
             specs = self._specs(record, node_rank)
@@ -412,6 +414,9 @@ class Agent:
             self._console.say(f"round {record.round}: {size}; here {here} ({record.reason})")
 
     def _stop(self, action: Stop) -> None:
+        if self._blame.stopped:  # it is to be quicker
+            self._workers.stop(action.within or 0.0)
+            return
         self._blame.stop(self._workers.alive)
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace

@@ -28,7 +28,7 @@ class Family:
     """
 
     def __init__(self, job: str, lease: float, selector: selectors.BaseSelector, say: Callable[[str], None]) -> None:
-        self._lease = lease
+        self.lease = lease
         self._selector = selector
         self._say = say
         self.renewed = time.monotonic()  # when the guard last heard that the agent is well
@@ -49,6 +49,12 @@ class Family:
         if now >= self.renewed + RENEW_EVERY:
             self.renewed = now
             self._tell(b"\0")
+
+    def set_lease(self, seconds: float) -> None:
+        """From now on the agent may stand still for so long. To be called before the workers start for whom it holds."""
+        if seconds != self.lease:
+            self.lease = seconds
+            self._tell(guard.LEASE + f"{seconds}\n".encode())
 
     def remove_at_the_end(self, folder: str) -> None:
         """A temporary folder that must not stay should this process be killed."""
@@ -85,7 +91,7 @@ class Family:
     def _start(self) -> subprocess.Popen[bytes]:
         read, self._write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write, False)
-        command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._own, str(self._lease), self.group]
+        command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._own, str(self.lease), self.group]
         started = subprocess.Popen(command, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
         os.close(read)
         assert started.stdout is not None

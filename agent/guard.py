@@ -7,7 +7,7 @@ agent holds the other end of the guard's stdin and writes a byte now and then. E
 way. No byte for LEASE seconds (0: never mind): it is frozen, and the other nodes have gone on without it. In both cases
 every process with that environment gets SIGKILL: children, grandchildren, those in sessions of their own.
 
-Lines among those bytes name temporary folders, which are removed at the end.
+Lines among those bytes name temporary folders, which are removed at the end, or after LEASE a new lease.
 
 The kernel's parent-death signal reaches the workers themselves sooner; this reaches the rest. GROUP is the control group
 (version 2) that the workers are in, where one could be made: its processes are ended too, those with an emptied environment
@@ -22,6 +22,7 @@ import sys
 import time
 
 VARIABLE = "ELASTIRUN_AGENT"
+LEASE = b"\1"  # begins a line that changes the lease
 PASSES = 40  # over /proc; a process may be forking while we look
 
 
@@ -155,19 +156,25 @@ def main(agent: str, lease: float, group: str = "") -> None:
     os.write(1, b"\n")  # ready
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    said = b""
+    folders: list[bytes] = []
+    rest = b""
     while True:
         if not poller.poll(lease * 1000 if lease else None):
             # An agent that stirs meanwhile may start new workers at once: those are not meant.
             end_all(agent, group, before=time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
             poller.poll(None)  # until it stirs again, or dies
         data = os.read(0, 4096)
-        said += data.replace(b"\0", b"")
         if not data:
             break
+        *lines, rest = (rest + data.replace(b"\0", b"")).split(b"\n")
+        for line in lines:
+            if line.startswith(LEASE):
+                lease = float(line[1:])
+            else:
+                folders.append(line)
     end_all(agent, group)
     remove(group)
-    for folder in said.splitlines():
+    for folder in folders:
         import shutil  # slow to import, and seldom needed
 
         shutil.rmtree(folder, ignore_errors=True)

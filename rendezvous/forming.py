@@ -37,6 +37,11 @@ class Rules:
     new_store_id: str = "store"  # the name this node gives to a store it finds empty
 
     @property
+    def longest_alone(self) -> float:
+        """Seconds after which no member of a round that lost the store can still work, whatever the difference of the clocks."""
+        return 1.25 * (self.store_grace + 2 * self.expire)
+
+    @property
     def settings(self) -> tuple[str, ...]:
         """What every node of a job must be started with, as options: whoever writes the record decides by its own."""
         return (
@@ -62,8 +67,12 @@ class Forming:
 
 def is_over(m: Member, record: RoundRecord, rows: dict[str, NodeRow], silent: Callable[[str], bool]) -> bool:
     """The member will never again run the record's round, or has fallen silent."""
+    return is_lost(m, record, silent) or _has_said_over(m, record, rows)
+
+
+def _has_said_over(m: Member, record: RoundRecord, rows: dict[str, NodeRow]) -> bool:
     row = rows.get(m.id)
-    return is_lost(m, record, silent) or (row is not None and (row.status is Status.LEFT or row.done_round >= record.round))
+    return row is not None and (row.status is Status.LEFT or row.done_round >= record.round)
 
 
 def is_lost(m: Member, record: RoundRecord, silent: Callable[[str], bool]) -> bool:
@@ -101,16 +110,21 @@ def form(
     now: float,
     unchanged_since: float,
     over_since: float,
+    quiet: Callable[[str], float],
 ) -> Forming:
     """Decide on the round after ``record``, which is broken or the empty round 0.
 
     ``unchanged_since``: when this node last saw the set of candidates change; ``over_since``: when it first saw that
-    the round is over. Seconds of its own clock.
+    the round is over; ``quiet``: seconds since its last sign of life, by id. Seconds of its own clock.
     """
     active = [m for m in record.members if not is_over(m, record, rows, silent)]
     if active:
         return Forming(None, f"waiting for {names(active)} to stop the workers of round {record.round}")
     lost = [m for m in record.members if is_lost(m, record, silent)]
+    left = _may_still_work(rules, record, rows, quiet)
+    if left > 0:
+        reason = f"nothing is heard of {names(lost)}: they may be cut off together, and then stop by themselves within {left:.0f} s"
+        return Forming(None, reason, check_again=now + left)
     record, causes = _count(rules, record, rows, lost)
     if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
         return _give_up(rules, record, causes)
@@ -137,6 +151,17 @@ def form(
         broken=None,
     )
     return Forming(following, following.reason, leader=chosen[0].id)
+
+
+def _may_still_work(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], quiet: Callable[[str], float]) -> float:
+    """Seconds for which the round may go on in a place that the store cannot be reached from.
+
+    One member that has said that it is over ends the round for all: none of its steps can be finished without it. A round
+    of one is gone before it can be found silent (``LONE_LIMIT`` in machine.py).
+    """
+    if len(record.members) < 2 or any(_has_said_over(m, record, rows) for m in record.members):
+        return 0.0
+    return rules.longest_alone - min(quiet(m.id) for m in record.members)
 
 
 def _missing(rules: Rules, chosen: list[NodeRow], ready: list[NodeRow]) -> str:

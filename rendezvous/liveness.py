@@ -44,7 +44,7 @@ class Liveness:
         return seen is not None and seen.silent
 
     def quiet(self, node_id: str, now: float) -> float:
-        """Seconds since its last sign of life."""
+        """Seconds since its last sign of life, or since this node began to watch it."""
         seen = self._seen.get(node_id)
         return 0.0 if seen is None else now - seen.changed
 

@@ -18,8 +18,11 @@ from elastirun.rendezvous.ranks import successors
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
 
+CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
 PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
-LONE_LIMIT, LONE_GRACE = 0.6, 0.2  # of ``expire``: when a round of one that is cut off begins to stop, and how long that may take
+# Of ``expire``: when a round of one that is cut off begins to stop, and how long that may take. What is left is for clocks that run apart.
+LONE_LIMIT, LONE_GRACE = 0.6, 0.2
+LONE_LEASE = LONE_LIMIT + LONE_GRACE  # how long the agent of such a round may stand still before its workers are ended
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
 GOODBYE = 2.0  # how long a node tries to write that it has left
 FORMING_POLL = 0.1  # seconds between two looks at all rows while a round forms; grows with the number of rows
@@ -62,6 +65,7 @@ class Machine:
         self._candidates: tuple[frozenset[str], int, float] = (frozenset(), 0, now)  # ids, round, and since when both are the same
         self._over = (-1, now)  # the last round seen to be over, and since when
         self._beside = (-1, now)  # the last round seen to run without this node, and since when
+        self._hurried = 0  # the round whose workers have no time left to stop
         self._leader_since: float | None = None  # since when a round could be formed that another should write
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
@@ -223,7 +227,7 @@ class Machine:
         rows, since = self._rows_that_count(record), self._candidates[2]
         if self._over[0] != record.round:
             self._over = (record.round, self._now)
-        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since, self._over[1])
+        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since, self._over[1], self.quiet)
         if decision.record is None:
             self._leader_since = None
             self._wait(decision.reason, at_once=decision.news)
@@ -255,14 +259,15 @@ class Machine:
         if self._outcome is not None:
             if record is not None:
                 self._break_off()
-            self._stop(Trigger.LEAVE, planned=self._outcome[0] is Outcome.LEFT, reason=self._outcome[1])
+            left = self._outcome[0] is Outcome.LEFT
+            self._stop(Trigger.LEAVE, planned=left, reason=self._outcome[1], within=None if left else self.rules.expire)
         elif record is None:
             planned, reason = self._why_over()
             self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
         elif self._alone_and_cut_off(record):
-            reason = "the store cannot be reached, and a round of one node could go on beside a new one"
-            self._break = Broken(Cause.LEAVE, reason, self.row.id)
-            self._stop(Trigger.ROUND_OVER, planned=True, reason=reason, within=LONE_GRACE * self.rules.expire)
+            self._break = Broken(Cause.LEAVE, CUT_OFF, self.row.id)
+            self._hurried = self.row.round
+            self._stop(Trigger.ROUND_OVER, planned=False, reason=CUT_OFF, within=LONE_GRACE * self.rules.expire)
 
     def _in_done(self) -> None:
         record = self._own_round()
@@ -278,7 +283,11 @@ class Machine:
                 self._progress(f"all workers here succeeded; waiting for {forming.names(missing)}")
 
     def _in_draining(self) -> None:
-        pass  # WorkersStopped is all it waits for
+        """Wait for WorkersStopped; a round of one that is cut off meanwhile has no time for that."""
+        record = self.record
+        if record is not None and record.round == self.row.round != self._hurried and self._alone_and_cut_off(record):
+            self._hurried = self.row.round
+            self._actions.append(Stop(False, CUT_OFF, LONE_GRACE * self.rules.expire))
 
     def _in_left(self) -> None:
         """Say goodbye, but not for ever; the store's host goes last."""
@@ -312,9 +321,9 @@ class Machine:
 
     # -- what follows from them ---------------------------------------------------------------------------------------
 
-    def quiet(self, node_id: str, now: float) -> float:
+    def quiet(self, node_id: str) -> float:
         """Seconds since this node saw the last sign of life of another."""
-        return self._live.quiet(node_id, now)
+        return self._live.quiet(node_id, self._now)
 
     @property
     def _formed(self) -> bool:

@@ -107,16 +107,21 @@ MUTANTS = (
         *("forming", "record.quick + 1 if ran < QUICK else 0", "record.quick + 1"),
         *("rules", "rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer"),
     ),
+    mutant(
+        "a round that may go on where nobody sees it has the time to stop",
+        *("forming", "    if left > 0:\n", "    if False:\n"),
+        *("forming", "a_round_of_which_nothing_is_heard_is_given_the_time_to_stop_by_itself"),
+    ),
     # Who is silent.
     mutant(
         "a slow answer does not count against the others",
         *("liveness", "started - seen.changed > self.expire", "self.expire < received - seen.changed"),
-        *("forming", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+        *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
     ),
     mutant(
         "time counts from when a change was received",
         *("liveness", "_Seen(seq, received,", "_Seen(seq, started,"),
-        *("forming", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+        *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
     ),
     mutant(
         "one's own trouble with the store excuses the others",

@@ -21,13 +21,12 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.driver import Exchange, Operation, Steps
 from elastirun.rendezvous.events import Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.forming import Rules
-from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores.memory import MemoryStore
 
 TIME_LIMIT = 3.0  # of one exchange, as the agent has it
 STANDSTILL = 2.0  # as the agent has it
-LONE_LEASE = 0.8  # of ``expire``, as the agent has it
 GRACE, FAILURE_GRACE = 30.0, 5.0
 CODEC = Codec()
 
@@ -146,7 +145,7 @@ class Node:
             elif isinstance(action, Stop):
                 self.stops.append(action)
                 self.stopping = True
-                self.world.at(self._stop_time(action), self._stopped)
+                self.world.at(self._stop_time(action), lambda working=self.working: self._stopped(working))
             elif isinstance(action, Say):
                 self.said.append(action.text)
             elif isinstance(action, Finish):
@@ -163,8 +162,8 @@ class Node:
         grace = GRACE if stop.planned else FAILURE_GRACE
         return min(self.stop_time, grace if stop.within is None else stop.within)
 
-    def _stopped(self) -> None:
-        if self.up and self.stopping:
+    def _stopped(self, working: RoundRecord | None) -> None:
+        if self.up and self.stopping and self.working is working:
             self.working, self.stopping, self.ended_by_guard = None, False, False
             self.feed(lambda now: WorkersStopped(now, self.machine.row.failures))
 
@@ -239,7 +238,7 @@ class World:
         self.store_paused = False
         self.nodes: list[Node] = []
         self.succeeded: set[tuple[str, int]] = set()  # (node, round): all its workers did
-        self.written_at: dict[str, float] = {}  # when a row last changed in the store
+        self.written_at: dict[str, list[float]] = {}  # when a row changed in the store
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
         self.transcript: list[str] | None = None
@@ -335,7 +334,7 @@ class World:
         found = operation(MemoryStore(self.data))
         after = self.data.get("job/round")
         if self.data.get(key) != row_before:
-            self.written_at[node.id] = self.t
+            self.written_at.setdefault(node.id, []).append(self.t)
         if after != round_before and after is not None:
             old = None if round_before is None else CODEC.decode("job/round", round_before, RoundRecord)
             new = CODEC.decode("job/round", after, RoundRecord)

@@ -1,0 +1,96 @@
+"""Who is silent: only durations on one's own clock, and only what one has seen oneself."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastirun.rendezvous.liveness import Liveness
+
+
+def silent_after(*reads: tuple[float, float, int], expire: float = 5.0) -> bool:
+    """Whether node j is silent after reads of (started, received, seq)."""
+    live = Liveness(expire)
+    for started, received, seq in reads:
+        live.observe({"j": seq}, started, received)
+    return live.silent("j")
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ([(0, 0, 1)], False),
+        ([(0, 0, 1), (5, 5, 1)], False),  # exactly expire is not beyond it
+        ([(0, 0, 1), (5.1, 5.1, 1)], True),
+        ([(0, 0, 1), (5.1, 5.1, 2)], False),
+        ([(0, 0, 1), (4, 9, 1)], False),  # the read came back late, but it started in time: my trouble, not j's
+        ([(0, 4, 1), (5.1, 5.2, 1)], False),  # expire counts from when I received, not from when I asked
+        ([(0, 4, 1), (9.1, 9.2, 1)], True),
+        ([(0, 0, 1), (4, 4, 2), (8, 8, 2)], False),  # each change counts anew
+        ([(0, 0, 9), (6, 6, 3)], False),  # any other seq is a change, also a lower one (its row was lost)
+        ([(0, 0, 1), (6, 6, 1), (7, 7, 2)], False),  # it is back
+        ([(0, 0, 1), (6, 6, 1), (7, 7, 1)], True),
+        ([(0, 0, -1), (5.1, 5.1, -1)], True),  # a row that is not there
+        ([(0, 0, 1), (1, 1, -1), (5.5, 5.5, -1)], False),  # it has just vanished: a change like any other
+    ],
+)
+def test_silence_is_a_read_started_more_than_expire_after_the_last_change_was_received(
+    reads: list[tuple[float, float, int]], expected: bool
+) -> None:
+    assert silent_after(*reads) is expected
+    offset = [(started - 1e6, received - 1e6, seq) for started, received, seq in reads]
+    assert silent_after(*offset) is expected, "no absolute time counts"
+
+
+def test_an_excuse_starts_everybodys_time_anew_and_revives_nobody() -> None:
+    live = Liveness(5.0)
+    live.observe({"dead": 1, "quiet": 1}, 0, 0)
+    live.observe({"dead": 1, "quiet": 2}, 6, 6)
+    live.excuse(20.0)
+    live.observe({"dead": 1, "quiet": 2}, 24, 24)
+    assert live.silent("dead") and not live.silent("quiet")
+    live.observe({"dead": 2, "quiet": 2}, 25.1, 25.1)
+    assert live.silent("quiet") and not live.silent("dead")
+
+
+def test_those_never_seen_are_not_silent_and_the_forgotten_begin_anew() -> None:
+    live = Liveness(5.0)
+    assert not live.silent("stranger")
+    live.observe({"a": 1, "b": 1}, 0, 0)
+    live.observe({"a": 1, "b": 1}, 6, 6)
+    live.forget_all_but({"b"})
+    assert not live.silent("a") and live.silent("b")
+    live.observe({"a": 1}, 7, 7)
+    assert not live.silent("a")
+
+
+@pytest.mark.parametrize(
+    ("seqs", "proven"),
+    [
+        ([7], False),  # a row that was there before us may be a dead node's
+        ([7, 7], False),
+        ([7, 8], True),
+        ([7, 8, 8], True),
+        ([-1, 1], True),  # it has come before our eyes
+        ([-1, 0], True),
+        ([-1], False),
+        ([7, -1], False),  # its row has vanished: no sign of life
+        ([-1, -1], False),
+    ],
+)
+def test_only_a_change_proves_that_a_node_lives(seqs: list[int], proven: bool) -> None:
+    live = Liveness(5.0)
+    for i, seq in enumerate(seqs):
+        live.observe({"j": seq}, i, i)
+    assert live.proven("j") is proven
+    since = next(i for i, seq in enumerate(seqs) if seqs[i:] == [seq] * len(seqs[i:]))
+    assert live.undecided("j", since + 0.9, 1.0) is not proven, "it has not been watched for long enough"
+    assert not live.undecided("j", since + 1.0, 1.0)
+    assert not live.proven("stranger") and not live.undecided("stranger", 0.0, 1.0)
+
+
+def test_memory_does_not_grow_with_the_agents_that_ever_were() -> None:
+    live = Liveness(5.0)
+    for i in range(1000):
+        live.observe({f"n{i}": 1}, i, i)
+        live.forget_all_but({f"n{i}"})
+    assert len(live._seen) == 1
