@@ -114,6 +114,7 @@ class WholeLines:
         self._write = write
         self._open = b""
         self.due = math.inf  # on the monotonic clock: when ``flush`` is to be called
+        self.late = False  # was due at the last look
 
     def feed(self, data: bytes) -> None:
         data = self._open + data
@@ -144,7 +145,7 @@ class PrefixedLines:
 
     def feed(self, data: bytes) -> None:
         *lines, self._open = (self._open + data).split(b"\n")
-        while len(self._open) >= MAX_LINE:
+        while len(self._open) > MAX_LINE:
             lines.append(self._open[:MAX_LINE])
             self._open = self._open[MAX_LINE:]
         self._emit(lines)

@@ -181,11 +181,11 @@ class RoundLogs:
     def tick(self, now: float) -> float:
         """Show what was begun long enough ago and has no end yet. Returns when to be called next, on the monotonic clock."""
         for lines in self._raw:
-            if now >= lines.due:
-                if self._console.err.full:
-                    lines.due = now + HOLD  # the end may be what is held up
-                else:
-                    lines.flush()
+            if now >= lines.due and self._console.err.full:
+                lines.due = now + HOLD  # the end may be what is held up
+            elif now >= lines.due and lines.late:
+                lines.flush()
+            lines.late = now >= lines.due  # one more turn: the end may have come while the loop stood still
         return min((lines.due for lines in self._raw), default=math.inf)
 
     def finish(self) -> None:
