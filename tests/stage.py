@@ -12,7 +12,7 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.driver import Exchange
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
-from tests.world import Node, World
+from tests.sim.world import Node, World
 
 ROUND = "job/round"
 ME = "n0-0"
@@ -21,8 +21,8 @@ ME = "n0-0"
 class Stage(World):
     """A world with one real node, ``me``. The others are puppets: they beat, and do what the test says."""
 
-    def __init__(self, **rules: object) -> None:
-        super().__init__(**{"min_nodes": 1, "max_nodes": 3, **rules})
+    def __init__(self, hosted: bool = False, **rules: object) -> None:
+        super().__init__(hosted=hosted, **{"min_nodes": 1, "max_nodes": 3, **rules})
         self.puppets: dict[str, NodeRow] = {}
         self.actions: list[Action] = []
         self.under_way = 0
@@ -92,9 +92,9 @@ class Stage(World):
         self.write(replace(forming.break_up(self.record, cause, f"because of {cause.value}", by), **fields))
 
 
-def met(**rules: object) -> Stage:
+def met(hosted: bool = False, **rules: object) -> Stage:
     """A stage on which the real node has met the store and waits."""
-    stage = Stage(**{"min_nodes": 3, **rules})
+    stage = Stage(hosted, **{"min_nodes": 3, **rules})
     stage.write(RoundRecord("s"))
     stage.enter()
     assert stage.run(5, lambda: f"job/node/{ME}" in stage.data)
@@ -109,7 +109,7 @@ def slow_answers(stage: Stage, seconds: float) -> None:
         carry_out = Exchange("job/", node.id, Codec(), lambda: node.now).carry_out
         stage.at(seconds, lambda: node.feed(lambda now: replace(carry_out(MemoryStore(stage.data), sync, started), now=now)))
 
-    stage.exchange = slowly  # type: ignore[method-assign]
+    stage.begin = slowly  # type: ignore[method-assign]
 
 
 def running(*others: str, **rules: object) -> Stage:

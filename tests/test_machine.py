@@ -12,7 +12,7 @@ from elastirun.rendezvous.events import StoodStill
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.transitions import DONE, TRANSITIONS, Trigger
-from tests.world import World
+from tests.sim.world import World
 
 
 def record(world: World) -> RoundRecord:
@@ -242,7 +242,7 @@ def test_a_done_node_may_go_without_spoiling_the_success() -> None:
 
 
 def test_the_stores_host_leaves_last() -> None:
-    world = started(3)
+    world = started(3, hosted=True)
     for node in world.nodes:
         node.succeed()
     host, others = world.nodes[0], world.nodes[1:]
@@ -291,13 +291,12 @@ def test_a_spare_gives_up_on_a_lost_store_like_any_other() -> None:
 def test_ones_own_standstill_is_nobodys_absence() -> None:
     world = started(3, store_grace=20.0)
     a, b, c = world.nodes
-    for node in world.nodes:  # the whole machine was suspended
-        node.frozen = True
+    for node in world.nodes:  # the whole machine was suspended, the guard, too
+        node.lease, node.frozen = 0.0, True
     world.store_up = False
     world.run(100)
     for node in world.nodes:
         node.frozen = False
-        node.feed(lambda now: StoodStill(now, 100.0, False))
     world.store_up = True
     world.run(10)
     assert world.history == [(1, 3)] and not any(n.stops for n in world.nodes)
@@ -394,8 +393,8 @@ def test_leaving_while_waiting() -> None:
 def test_a_running_node_reads_three_rows_however_many_there_are() -> None:
     world = started(12)
     asked = []
-    original = world.exchange
-    world.exchange = lambda node, sync: (asked.append(sync.rows), original(node, sync))[1]  # type: ignore[method-assign,assignment]
+    original = world.begin
+    world.begin = lambda node, sync: (asked.append(sync.rows), original(node, sync))[1]  # type: ignore[method-assign,assignment]
     world.run(5)
     assert asked and all(rows is not None and len(rows) == 3 for rows in asked)
     assert 60 <= len(asked) <= 12 * 12

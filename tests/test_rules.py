@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.forming import Rules
+from tests.sim.world import World
 from tests.test_machine import record, started
-from tests.world import World
 
 
 def test_nodes_started_with_other_settings_are_told_so_and_change_nothing() -> None:

@@ -39,7 +39,7 @@ def test_a_row_is_written_every_beat_and_not_with_every_look() -> None:
 
 def test_a_store_that_fails_at_once_is_not_hammered() -> None:
     stage = running("b", "c")
-    stage.exchange = lambda node, sync: stage.at(0.001, lambda: node.feed(lambda now: SyncFailed(now, "no")))  # type: ignore[method-assign]
+    stage.begin = lambda node, sync: stage.at(0.001, lambda: node.feed(lambda now: SyncFailed(now, "no")))  # type: ignore[method-assign]
     assert 10 <= count(stage, lambda a: isinstance(a, Sync), 10) <= 22
 
 
@@ -65,7 +65,7 @@ def test_after_a_first_failure_the_machine_needs_no_further_one_to_give_the_stor
     stage = running("b", "c", store_grace=60.0)
     stage.store_up = False
     stage.run(4)
-    stage.exchange = lambda node, sync: None  # type: ignore[method-assign]
+    stage.begin = lambda node, sync: None  # type: ignore[method-assign]
     stage.run(55)
     assert stage.me.working
     assert stage.run(3, lambda: stage.me.working is None)
@@ -112,12 +112,12 @@ def test_after_trouble_with_the_store_the_others_have_their_time_anew() -> None:
 
 def test_after_an_answer_that_took_long_too() -> None:
     stage = running("b")
-    exchange = stage.exchange
+    begin = stage.begin
     stage.silence("b")
     stage.run(3)
     slow_answers(stage, 4.0)
     stage.run(0.6)
-    stage.exchange = exchange  # type: ignore[method-assign]
+    stage.begin = begin  # type: ignore[method-assign]
     stage.run(7)
     assert stage.record.open, "10 s of silence, of which 4 were our own trouble and more than 5 before and after that nobody can tell"
     assert stage.run(3, lambda: not stage.record.open)
@@ -228,7 +228,7 @@ def test_without_a_store_the_join_timeout_ends_the_wait_and_says_what_was_waited
     assert stage.me.finish is None
     assert stage.run(5, lambda: stage.me.finish is not None)
     assert stage.me.finish and stage.me.finish.outcome is Outcome.TIMEOUT
-    assert stage.me.finish.reason == "no round within 60 s: waiting for the rendezvous store: no answer"
+    assert stage.me.finish.reason == "no round within 60 s: waiting for the rendezvous store: connection refused"
 
 
 def test_nobody_is_taken_in_while_a_round_is_finishing() -> None:
@@ -332,7 +332,7 @@ def test_before_its_first_round_a_node_waits_for_a_store_as_long_as_for_a_round(
 
 
 def test_the_host_of_a_round_of_one_needs_nobody() -> None:
-    stage = running(min_nodes=1, max_nodes=1)
+    stage = running(hosted=True, min_nodes=1, max_nodes=1)
     stage.store_up = False
     stage.run(30)
     assert stage.me.working
@@ -353,9 +353,7 @@ def test_the_store_of_an_earlier_run_is_gone_before_it_matters() -> None:
     [(True, False, 6.0, 8.0), (False, False, 0.0, 1.0), (True, True, 0.0, 1.0)],
 )
 def test_only_the_host_lingers_for_those_who_live_and_not_for_ever(hosting: bool, silent: bool, least: float, most: float) -> None:
-    stage = Stage()
-    if not hosting:
-        stage.add().crash()  # the first of a world is the host
+    stage = Stage(hosting)
     stage.write(RoundRecord("s"))
     stage.puppet("b")  # it never says goodbye
     stage.enter()

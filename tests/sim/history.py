@@ -111,6 +111,7 @@ class History:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.world = World(plan.seed, plan.rules, plan.hosted)
+        self.world.graces = (30.0, 5.0)
         invariants.install(self.world)
 
     def run(self, transcript: bool = False) -> Result:
@@ -123,7 +124,7 @@ class History:
             violation = str(found)
         except Exception as error:  # an assertion or a crash in the machine itself
             violation = f"{type(error).__name__}: {error}"
-        rounds = max((start.record.round for node in world.nodes for start in node.starts), default=0)
+        rounds = max((number for number, _ in world.history), default=0)
         return Result(self.plan, violation, world.t, rounds, world.transcript or [])
 
     def _carry_out(self) -> None:
@@ -198,7 +199,7 @@ class History:
         """Everything works again, and whoever has gone is started anew, as a supervisor would."""
         world = self.world
         for node in world.nodes:
-            node.cut_out = node.cut_in = False
+            node.cut = False
             node.loss, node.delay, node.late = 0.0, (0.0005, 0.005), None
             node.thaw()
         world.resume_store()
@@ -231,8 +232,8 @@ class History:
     _reboot = _crash
 
     def _cut(self, node: Node, fault: Fault) -> None:
-        node.cut_out = node.cut_in = True
-        self._for(fault, lambda: setattr(node, "cut_out", False) or setattr(node, "cut_in", False))  # type: ignore[func-returns-value]
+        node.cut = True
+        self._for(fault, lambda: setattr(node, "cut", False))
 
     def _cut_out(self, node: Node, fault: Fault) -> None:
         node.cut_out = True

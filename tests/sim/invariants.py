@@ -85,9 +85,9 @@ def _start(world: World, node: Node, start: Start) -> None:
     record = start.record
     _must(record.members[start.node_rank].id == node.id, "a wrong node rank")
     for other in world.nodes:
-        for earlier in other.starts:
-            same = earlier.record.fence == record.fence
-            _must(not same or earlier.record.members == record.members, f"round {record.round} with two member tables")
+        for earlier in other.began:
+            same = earlier.fence == record.fence
+            _must(not same or earlier.members == record.members, f"round {record.round} with two member tables")
     by_id = {n.id: n for n in world.nodes}
     late = [m.name for m in record.members if record.round not in by_id[m.id].ready_for]
     _must(not late, f"round {record.round} starts before {late} were ready")

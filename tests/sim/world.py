@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from elastirun.errors import StoreError
@@ -27,7 +29,6 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 
 TIME_LIMIT = 3.0  # of one exchange, as the agent has it
 STANDSTILL = 2.0  # as the agent has it
-GRACE, FAILURE_GRACE = 30.0, 5.0
 CODEC = Codec()
 
 
@@ -87,7 +88,8 @@ class Node:
     stopping: bool = False
     ended_by_guard: bool = False
     ready_for: set[int] = field(default_factory=set)
-    starts: list[Start] = field(default_factory=list)
+    starts: list[tuple[int, int, int]] = field(default_factory=list)  # round, node rank, nodes
+    began: list[RoundRecord] = field(default_factory=list)  # the same, whole
     stops: list[Stop] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     finish: Finish | None = None
@@ -103,6 +105,25 @@ class Node:
     @property
     def now(self) -> float:
         return self.offset + self.rate * self.world.t
+
+    @property
+    def cut(self) -> bool:
+        return self.cut_out and self.cut_in
+
+    @cut.setter
+    def cut(self, cut: bool) -> None:
+        self.cut_out = self.cut_in = cut
+
+    @property
+    def frozen(self) -> bool:
+        return self.frozen_at is not None
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        if frozen:
+            self.freeze(workers_too=True)
+        else:
+            self.thaw()
 
     @property
     def alive(self) -> bool:
@@ -140,12 +161,13 @@ class Node:
                 self.working, self.stopping = action.record, False
                 lone = len(action.record.members) == 1 and not self.hosts
                 self.lease = LONE_LEASE * self.world.rules.expire if lone else self.usual_lease
-                self.starts.append(action)
+                self.starts.append((action.record.round, action.node_rank, len(action.record.members)))
+                self.began.append(action.record)
                 self.world.on_start(self, action)
             elif isinstance(action, Stop):
                 self.stops.append(action)
                 self.stopping = True
-                self.world.at(self._stop_time(action), lambda working=self.working: self._stopped(working))
+                self.world.at(self._stop_time(action), partial(self._stopped, len(self.began)))
             elif isinstance(action, Say):
                 self.said.append(action.text)
             elif isinstance(action, Finish):
@@ -159,11 +181,11 @@ class Node:
     def _stop_time(self, stop: Stop) -> float:
         if self.ended_by_guard or self.working is None:
             return 0.0
-        grace = GRACE if stop.planned else FAILURE_GRACE
-        return min(self.stop_time, grace if stop.within is None else stop.within)
+        grace = self.world.graces[not stop.planned]
+        return min(self.stop_time, grace, math.inf if stop.within is None else stop.within)
 
-    def _stopped(self, working: RoundRecord | None) -> None:
-        if self.up and self.stopping and self.working is working:
+    def _stopped(self, round_: int) -> None:
+        if self.up and self.stopping and len(self.began) == round_:
             self.working, self.stopping, self.ended_by_guard = None, False, False
             self.feed(lambda now: WorkersStopped(now, self.machine.row.failures))
 
@@ -177,7 +199,7 @@ class Node:
 
     def fail(self, code: int = 1, blame: int = 0, after: float = 1.0) -> None:
         if self.working is not None and not self.stopping:
-            record = ExitRecord(self.name, self.starts[-1].node_rank, 0, 1, code, blame, after, ("boom",))
+            record = ExitRecord(self.name, self.starts[-1][1], 0, 1, code, blame, after, ("boom",))
             self.feed(lambda now: WorkersFailed(now, (record,)))
 
     def leave(self) -> None:
@@ -241,6 +263,7 @@ class World:
         self.written_at: dict[str, list[float]] = {}  # when a row changed in the store
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
+        self.graces = (math.inf, math.inf)  # seconds until workers that are to stop are killed: planned, and after a failure
         self.transcript: list[str] | None = None
         self._paused: list[Callable[[], None]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -342,6 +365,11 @@ class World:
             for watch in self.watch:
                 watch(self, node, old, new)
         return found
+
+    @property
+    def history(self) -> list[tuple[int, int]]:
+        """The rounds that anybody has started, and how many nodes were in each."""
+        return sorted({(number, nodes) for node in self.nodes for number, _, nodes in node.starts})
 
     @property
     def record(self) -> RoundRecord | None:
