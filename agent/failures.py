@@ -22,6 +22,7 @@ _BLAME_WORDS = {VICTIM: ", probably for having lost its peers", KILLED_BY_US: ",
 _MAX_ERROR_FILE = 1 << 20
 _MAX_LINES = 30
 _MAX_LINE = 500
+_MAX_BYTES = 28 << 10  # of all lines as JSON, where a character has up to twelve: eight such records fit into a row
 _MAX_OTHERS = 16  # other failures that get a line in the report
 _WIDTH = 80
 
@@ -193,7 +194,14 @@ def _error_text(data: Any) -> str | None:
 
 
 def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
-    return tuple(line[:_MAX_LINE] for line in lines[-_MAX_LINES:])
+    kept: list[str] = []
+    room = _MAX_BYTES
+    for line in reversed(lines[-_MAX_LINES:]):
+        room -= len(json.dumps(line[:_MAX_LINE])) + 1
+        if room < 0:
+            break
+        kept.insert(0, line[:_MAX_LINE])
+    return tuple(kept)
 
 
 def report(
@@ -228,7 +236,7 @@ def report(
 
 def _root(record: ExitRecord, round: int, began: float | None) -> list[str]:
     """``time`` is this node's own: its start of the round plus the time that the worker ran."""
-    time_line = [f"  time      : {datetime.fromtimestamp(int(began + record.after)).isoformat(sep='_')}"] if began is not None else []
+    time_line = [f"  time      : {_date(began + record.after)}"] if began is not None else []
     name = f" ({signal_name(-record.code)})" if record.code < 0 else ""
     how = _how(record)
     return [
@@ -241,6 +249,13 @@ def _root(record: ExitRecord, round: int, began: float | None) -> list[str]:
         "  traceback : its last words (stderr, or what @record kept)",
         *(f"    {line}" for line in record.lines or ("(nothing)",)),
     ]
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(int(seconds)).isoformat(sep="_")
+    except (ValueError, OverflowError, OSError):  # the record is what some node says
+        return "unknown"
 
 
 def _other(record: ExitRecord) -> str:

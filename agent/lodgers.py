@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elastirun.errors import StoreError
+from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.stores.base import Store
 
 ROOT = "elastirun/"
@@ -34,7 +35,8 @@ def register(store: Store, job: str) -> str | None:
     host = store.get([f"{ROOT}host"]).get(f"{ROOT}host", name)
     if host == name:
         return None
-    return f"the store is hosted by the agent of job {urllib.parse.unquote(host.decode())!r}: should that agent die, this job ends with it"
+    other = urllib.parse.unquote(host[:600].decode(errors="replace"))
+    return f"the store is hosted by the agent of job {other!r}: should that agent die, this job ends with it"
 
 
 def wait_for_lodgers(store: Store, job: str, pause: Callable[[float], bool], say: Callable[[str], None]) -> None:
@@ -56,7 +58,7 @@ def wait_for_lodgers(store: Store, job: str, pause: Callable[[float], bool], say
                     alive.append(other)
             if set(alive) - said:
                 said.update(alive)
-                names = ", ".join(urllib.parse.unquote(other[len(ROOT) : -1]) for other in alive[:4])
+                names = ", ".join(clip(urllib.parse.unquote(other[len(ROOT) : -1]), 200) for other in alive[:4])
                 say(f"this job is over; its store stays up for the nodes of job {names} (a signal ends this agent at once)")
             if not alive or pause(LOOK_EVERY):
                 return

@@ -131,7 +131,8 @@ def endpoint(text: str, default_port: int) -> Endpoint:
     if "," in given:
         raise ValueError(f"{quote(text)} names several endpoints; give one HOST:PORT, the same on every node")
     if "://" in given:
-        raise ValueError(f"{quote(text)} is a URL; give HOST:PORT without {given.split('://')[0]}://")
+        scheme = re.match(r"[A-Za-z0-9+.-]{1,20}://", given)
+        raise ValueError(f"{quote(text)} is a URL; give HOST:PORT{f' without {scheme[0]}' if scheme else ''}")
     if _is_ipv6(given):
         raise ValueError(f"{quote(text)} does not say where the address ends and the port begins; write [{given}]:{default_port}")
     where, colon, port = (given, "", "") if given.endswith("]") else given.rpartition(":")
@@ -149,7 +150,7 @@ def _is_ipv6(text: str) -> bool:
         ipaddress.IPv6Address(text)
     except ValueError:
         return False
-    return True
+    return text.isprintable()  # the name of an interface behind a % may be anything to that class
 
 
 def std_map(text: str) -> StdMap:

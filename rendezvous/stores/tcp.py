@@ -27,7 +27,9 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 MISSING = secrets.token_hex(16)  # a value that nobody stores
-LONGEST_KEY = 4096  # characters; TCPStore hangs up on whom names a longer one
+LONGEST_KEY = 4096  # characters, of ASCII; TCPStore hangs up on whom names a longer one
+MOST_KEYS = 32_768  # below one prefix, and 64 MiB of an index: more is not what nodes write, and would take too long to read
+LONGEST_INDEX = 64 << 20
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound to every interface, it is reached by this one
 CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's own handshake and its questions to DNS; reachability was probed before
 
@@ -88,8 +90,11 @@ class TcpStore:
     def under(self, prefix: str) -> dict[str, bytes]:
         with _translated("list"):
             index_key = _index_of(prefix)
-            lines = (self._peek(index_key) or b"").decode("ascii", "replace").splitlines()
-            keys = {key for key in lines if key.startswith(prefix) and key != index_key and len(key) < LONGEST_KEY}
+            index = self._peek(index_key) or b""
+            lines = index.decode("ascii", "replace").splitlines() if len(index) <= LONGEST_INDEX else []
+            keys = {key for key in lines if key.startswith(prefix) and key != index_key and len(key) < LONGEST_KEY and key.isascii()}
+            if len(index) > LONGEST_INDEX or len(keys) > MOST_KEYS:
+                raise StoreError(f"{len(index)} bytes of keys below {prefix}: somebody floods the store")
             self._indexed -= {key for key in self._indexed if key.startswith(prefix)} - keys  # overwritten: the next put mends it
             return self._read(sorted(keys))
 
