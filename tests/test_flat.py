@@ -77,14 +77,16 @@ def test_two_hundred_rounds_leave_nothing_in_the_agent(nodes: Cluster, options: 
     agent = nodes.launch(1, *command)
     found = []
     for number in (EARLY, LATE):
-        worker = nodes.worker(150)
+        worker = nodes.worker(160)
         assert worker.round == number
         found.append(held(nodes, agent))
         worker.tell("exit 1" if number == EARLY else "exit 0")
     early, late = found
-    for who in ("agent", "guard"):
-        before, after = early[who].pop("KiB"), late[who].pop("KiB")
-        assert after < 1.05 * before, f"{who}: {before} KiB in round {EARLY}, {after} KiB in round {LATE}"
-    assert early == late
+    for who, before in early.items():
+        for what, count in before.items():
+            more = late[who][what] - count
+            # One may be on its way; what each round leaves would be there 180 times.
+            allowed = 0.05 * count if what == "KiB" else 3
+            assert more <= allowed, f"{who}: {more} {what} more in round {LATE} than the {count} in round {EARLY}"
     agent.terminate()
     assert nodes.ends(agent) == 128 + signal.SIGTERM
