@@ -115,6 +115,10 @@ def has_spawned(agent: int) -> bool:
     return any(b"\0LOCAL_RANK=" in read(f"/proc/{pid}/environ") for pid in children)
 
 
+def is_guard(pid: int) -> bool:
+    return b"/guard.py\0" in read(f"/proc/{pid}/cmdline")
+
+
 def end(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
@@ -195,7 +199,8 @@ def measure(case: Case, until_first_worker: float, group: Path | None) -> Result
             for process in filter(None, (hog, *(a.process for a in bench.agents))):
                 process.kill()
             for pid in carriers(token):
-                end(pid)
+                if not is_guard(pid):  # it goes by itself, and removes what it must
+                    end(pid)
 
 
 def come_to(moment: Moment, bench: Bench, agent: subprocess.Popen[bytes], until_first_worker: float) -> bool:
@@ -229,7 +234,7 @@ def strike(
     spared: set[int] = set()
     if signum == signal.SIGSTOP:  # the agent and its guard live on
         time.sleep(LEASE + AFTER)
-        spared = {pid for pid in carriers(token) if pid == agent.pid or b"/guard.py\0" in read(f"/proc/{pid}/cmdline")}
+        spared = {pid for pid in carriers(token) if pid == agent.pid or is_guard(pid)}
     else:
         agent.wait(LIMIT)
         if hog is not None:
