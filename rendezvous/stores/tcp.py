@@ -82,7 +82,7 @@ class TcpStore:
             now: bytes = self._store.compare_set(key, b"" if expected is None else expected, value)
             if now == expected:  # without such a key TCPStore answers with the expectation itself
                 return self._peek(key)
-            if now == value and key not in self._indexed:  # once per connection: the one before may have died between the two
+            if key not in self._indexed:  # once per connection, and also for a value that is not ours: the line may have been lost
                 self._store.append(_index_of(key), f"\n{key}\n")  # on a line of its own, whatever stands before it
                 self._indexed.add(key)
             return now
