@@ -89,7 +89,7 @@ def draw(seed: int) -> Plan:
         fail_fast=rng.random() < 0.1,
         restart_pause=rng.choice([0.0, 2.0, 10.0]),
         fixed_ranks=fixed,
-        store_grace=rng.choice([60.0, 60.0, 15.0]),
+        store_grace=rng.choice([60.0, 15.0, 15.0, 8.0]),
         join_timeout=600.0,
     )
     nodes = rng.randint(low, high + 1) if not fixed else high

@@ -105,7 +105,8 @@ def settled(world: World) -> bool:
     """Everyone who can be is in one round that runs, or the job is over and everyone has gone."""
     record = world.record
     alive = [n for n in world.nodes if n.alive]
-    if record is not None and record.closed is not None:
+    over = any(n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED) for n in world.nodes)
+    if over and (record is None or record.closed is not None):
         return all(n.starts == [] and n.finish is None for n in alive)  # who came too late waits for another store
     if record is None or not record.open or len(alive) < world.rules.min_nodes:
         return False

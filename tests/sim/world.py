@@ -265,6 +265,7 @@ class World:
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
         self.graces = (math.inf, math.inf)  # seconds until workers that are to stop are killed: planned, and after a failure
         self.transcript: list[str] | None = None
+        self._decoded: tuple[bytes | None, RoundRecord | None] = (None, None)
         self._paused: list[Callable[[], None]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -359,8 +360,8 @@ class World:
         if self.data.get(key) != row_before:
             self.written_at.setdefault(node.id, []).append(self.t)
         if after != round_before and after is not None:
-            old = None if round_before is None else CODEC.decode("job/round", round_before, RoundRecord)
-            new = CODEC.decode("job/round", after, RoundRecord)
+            old, new = self._round(round_before), self._round(after)
+            assert new is not None
             self.note(node, new)
             for watch in self.watch:
                 watch(self, node, old, new)
@@ -373,8 +374,12 @@ class World:
 
     @property
     def record(self) -> RoundRecord | None:
-        data = self.data.get("job/round")
-        return None if data is None else CODEC.decode("job/round", data, RoundRecord)
+        return self._round(self.data.get("job/round"))
+
+    def _round(self, data: bytes | None) -> RoundRecord | None:
+        if data is not self._decoded[0]:
+            self._decoded = (data, None if data is None else CODEC.decode("job/round", data, RoundRecord))
+        return self._decoded[1]
 
     def pause_store(self) -> None:
         self.store_paused = True

@@ -1,0 +1,227 @@
+"""Every history of a small world, breadth first: what can happen next is tried in every order, and states seen before are not tried again.
+
+Exchanges with the store are whole here, and time goes on in steps; what may happen to them is that they are answered, lost on the way,
+or carried out with the answer lost. The random histories have the rest.
+
+    python -m tests.sim.explore --seconds 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from elastirun.rendezvous.actions import Sync
+from elastirun.rendezvous.events import SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.machine import Machine
+from tests.sim import invariants
+from tests.sim.world import Node, World
+
+STEP = 0.5  # seconds that pass at most at once
+FAULTS = 2  # crashes, failures, departures and lost messages in one history
+
+
+class Small(World):
+    """A world in which nothing happens by itself."""
+
+    def __init__(self, rules: Rules, nodes: int, first_round: bool) -> None:
+        super().__init__(0, rules)
+        self.pending: dict[str, Sync] = {}
+        self.faults = 0
+        self.done: tuple[str, ...] = ()  # what has happened
+        for i in range(nodes):
+            self.add(f"n{i}")
+        if first_round:
+            for _ in range(100):
+                if self.running(*self.nodes)():
+                    break
+                for node in [n for n in self.nodes if n.id in self.pending]:
+                    self.answer(node.id)
+                self.pass_time()
+            assert self.running(*self.nodes)()
+        invariants.install(self)
+
+    def begin(self, node: Node, sync: Sync) -> None:
+        self.pending[node.id] = sync
+
+    def at(self, delay: float, what: Callable[[], Any]) -> None:
+        pass  # wake-ups are looked up, stopping is one of the things that can happen
+
+    def node(self, node_id: str) -> Node:
+        return next(n for n in self.nodes if n.id == node_id)
+
+    # -- what can happen ----------------------------------------------------------------------------------------------
+
+    def answer(self, node_id: str) -> None:
+        node = self.node(node_id)
+        answer = self._carried_out(node)
+        node.feed(lambda now: replace(answer, now=now))
+
+    def lose_request(self, node_id: str) -> None:
+        self.faults += 1
+        del self.pending[node_id]
+        self.node(node_id).feed(lambda now: SyncFailed(now, "lost"))
+
+    def lose_reply(self, node_id: str) -> None:
+        self.faults += 1
+        self._carried_out(self.node(node_id))
+        self.node(node_id).feed(lambda now: SyncFailed(now, "lost"))
+
+    def _carried_out(self, node: Node) -> Any:
+        sync = self.pending.pop(node.id)
+        steps, found = node.exchange.steps(sync, node.now), None
+        while True:
+            try:
+                operation = steps.send(found)
+            except StopIteration as done:
+                return replace(done.value, hosting=node.hosts)
+            found = self._apply(node, operation)
+
+    def stopped(self, node_id: str) -> None:
+        node = self.node(node_id)
+        node.working, node.stopping = None, False
+        node.feed(lambda now: WorkersStopped(now, node.machine.row.failures))
+
+    def fault(self, kind: str, node_id: str) -> None:
+        self.faults += 1
+        if kind == "crash":
+            self.pending.pop(node_id, None)
+        getattr(self.node(node_id), kind)()
+
+    def pass_time(self) -> None:
+        """Until somebody wants to wake up, or a step."""
+        alive = [n for n in self.nodes if n.alive]
+        wakes = [n.machine.wake for n in alive]
+        self.t = max(self.t + 0.001, min([self.t + STEP, *wakes]))
+        for node in alive:
+            if node.machine.wake <= self.t:
+                node.feed(Tick)
+
+    def options(self) -> Iterable[tuple[str, Callable[[Small], None]]]:
+        yield "time", Small.pass_time
+        for node in self.nodes:
+            i = node.id
+            if not node.alive:
+                continue
+            if i in self.pending:
+                yield f"answer {i}", lambda w, i=i: w.answer(i)
+            if node.stopping:
+                yield f"stopped {i}", lambda w, i=i: w.stopped(i)
+            elif node.working:
+                yield f"succeed {i}", lambda w, i=i: w.node(i).succeed()
+            if self.faults < FAULTS:
+                if i in self.pending:
+                    yield f"lose request {i}", lambda w, i=i: w.lose_request(i)
+                    yield f"lose reply {i}", lambda w, i=i: w.lose_reply(i)
+                yield f"crash {i}", lambda w, i=i: w.fault("crash", i)
+                yield f"leave {i}", lambda w, i=i: w.fault("leave", i)
+                if node.working and not node.stopping:
+                    yield f"fail {i}", lambda w, i=i: w.fault("fail", i)
+
+    # -- states -----------------------------------------------------------------------------------------------------------
+
+    def branch(self) -> Small:
+        """A copy on which something else can happen. Values are shared, what changes is not."""
+        other = copy.copy(self)
+        other.data, other.pending = dict(self.data), dict(self.pending)
+        other.succeeded = set(self.succeeded)
+        other.written_at = {i: times[-3:] for i, times in self.written_at.items()}
+        other.nodes = [_copied(node, other) for node in self.nodes]
+        return other
+
+    def key(self) -> object:
+        """Equal for two worlds from which the same can happen. Times count from now."""
+        alive = [n for n in self.nodes if n.alive]
+        nodes = tuple((n.id, n.stopping, n.working and n.working.round, _canonical(vars(n.machine), n.now)) for n in alive)
+        return nodes, frozenset(self.data.items()), frozenset(self.pending.items()), self.faults, frozenset(self.succeeded)
+
+
+def _copied(node: Node, world: Small) -> Node:
+    other = copy.copy(node)
+    other.world, other.machine = world, _copied_machine(node.machine)
+    other.starts, other.began, other.stops = list(node.starts), list(node.began), list(node.stops)
+    other.ready_for, other.said = set(node.ready_for), []
+    return other
+
+
+def _copied_machine(machine: Machine) -> Machine:
+    other = copy.copy(machine)
+    other.rows, other._actions = dict(machine.rows), []
+    other._live = copy.copy(machine._live)
+    other._live._seen = {i: copy.copy(seen) for i, seen in machine._live._seen.items()}
+    return other
+
+
+UNIMPORTANT = {"rules", "_now", "_actions", "_progress_at", "_said_last"}
+
+
+def _canonical(value: Any, now: float) -> object:
+    if isinstance(value, float):
+        return round(value - now, 2) if abs(value - now) < 1e6 else value
+    if isinstance(value, dict):
+        return frozenset((name, _canonical(item, now)) for name, item in value.items() if name not in UNIMPORTANT)
+    if isinstance(value, tuple):
+        return tuple(_canonical(item, now) for item in value)
+    if type(value).__name__ == "Liveness":
+        return _canonical(value._seen, now)
+    if type(value).__name__ == "_Seen":
+        return tuple(_canonical(getattr(value, f.name), now) for f in fields(value))
+    return value
+
+
+@dataclass(frozen=True)
+class Explored:
+    states: int
+    depth: int  # all histories up to this many steps were tried
+    violation: str | None = None
+
+
+def explore(start: Small, seconds: float, most: int = 10**9) -> Explored:
+    """All histories from ``start`` until ``seconds`` are over or ``most`` states are seen."""
+    seen = {start.key()}
+    queue = deque([(start, 0)])
+    end = time.monotonic() + seconds
+    while queue:
+        world, depth = queue.popleft()
+        if time.monotonic() > end or len(seen) >= most:
+            return Explored(len(seen), depth)
+        for name, act in world.options():
+            other = world.branch()
+            other.done = (*world.done, name)
+            try:
+                act(other)
+            except AssertionError as violation:
+                return Explored(len(seen), depth, f"{violation} after: {', '.join(other.done)}")
+            key = other.key()
+            if key not in seen:
+                seen.add(key)
+                queue.append((other, depth + 1))
+    return Explored(len(seen), 10**9)
+
+
+WORLDS = {
+    "two nodes meet": lambda: Small(Rules(1, 2, max_restarts=1, last_call=1.2, expire=2.0), 2, False),
+    "a round of two runs": lambda: Small(Rules(1, 2, max_restarts=1, last_call=1.2, expire=2.0), 2, True),
+    "both of two are needed": lambda: Small(Rules(2, 2, max_restarts=0, last_call=1.2, expire=2.0), 2, True),
+    "a round of three runs": lambda: Small(Rules(1, 3, max_restarts=1, last_call=1.2, expire=2.0), 3, True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each world")
+    arguments = parser.parse_args()
+    for name, make in WORLDS.items():
+        found = explore(make(), arguments.seconds)
+        depth = "all of it" if found.depth == 10**9 else f"every history of {found.depth} steps"
+        print(f"{name}: {found.states} states, {depth}; {found.violation or 'nothing that must never happen'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
