@@ -51,6 +51,7 @@ class Exchange:
         self._me = me
         self._codec = codec
         self._clock = clock
+        self._newest: RoundRecord | None = None  # of those read
         self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
 
     def carry_out(self, store: Store, sync: Sync, started: float) -> Synced:
@@ -96,9 +97,14 @@ class Exchange:
         key = self._job + "round"
         found = yield _get([key])
         try:
-            return self._decode(key, found[key], self._parse_round) if found else None
+            record = self._decode(key, found[key], self._parse_round) if found else None
         except BadRecord as error:
             raise StoreError(f"the round record is unreadable: {error}") from None
+        newest = self._newest
+        if record and newest and record.store_id == newest.store_id and record.version < newest.version:
+            raise StoreError(f"somebody has put back an older round record: version {record.version} after {newest.version}")
+        self._newest = record
+        return record
 
     def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
         rows: dict[str, NodeRow] = {}

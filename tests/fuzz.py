@@ -123,7 +123,7 @@ def mutated_tree(rng: random.Random, value: Any) -> Any:
             if there in (other if isinstance(other, dict) else range(len(other))):
                 holder[key] = json.loads(json.dumps(other[there]))
         elif isinstance(holder, list):
-            holder.extend([holder[key]] * rng.choice([1, 30, 500 if len(spots) < 500 else 1]))
+            holder.extend([holder[key]] * rng.choice([1, 30, 500] if len(spots) < 500 else [1]))  # else it grows to gigabytes
         else:
             holder[rng.choice(TEXTS)[:40]] = holder.pop(key) if kind == 6 else holder[key]
     return value

@@ -15,10 +15,12 @@ from elastirun.agent.failures import make_record
 from elastirun.agent.lines import MAX_LINE
 from elastirun.agent.workers import WorkerExit
 from elastirun.errors import BadRecord, StoreError
+from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import MAX_BYTES
-from elastirun.rendezvous.driver import MAX_ROW
+from elastirun.rendezvous.driver import MAX_ROW, Exchange
 from elastirun.rendezvous.records import Closed, ExitRecord, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores.memory import MemoryStore
 from tests import fuzz
 from tests.test_stores import Server, server  # noqa: F401
 
@@ -106,6 +108,22 @@ def test_a_row_with_all_the_failures_it_may_tell_of_can_be_read_by_the_others(ch
     data = fuzz.SIGNED.encode(fuzz.KEY, NodeRow("n" * 400, "n" * 128, "a", 1, 8, failures=failures))
     assert len(data) <= MAX_ROW
     fuzz.SIGNED.decode(fuzz.KEY, data, NodeRow)
+
+
+def test_a_round_record_that_goes_back_is_refused_and_the_newest_is_taken_again() -> None:
+    data: dict[str, bytes] = {}
+    exchange = Exchange("elastirun/job/", "n1", fuzz.PLAIN, lambda: 0.0)
+
+    def look(record: RoundRecord) -> RoundRecord | None:
+        data[fuzz.ROUND_KEY] = fuzz.PLAIN.encode(fuzz.ROUND_KEY, record)
+        return exchange.carry_out(MemoryStore(data), Sync(), 0.0).round
+
+    first, second, other = RoundRecord("s", version=1), RoundRecord("s", version=2), RoundRecord("t", version=1)
+    assert [look(first), look(second), look(second)] == [first, second, second]
+    for _ in range(2):
+        with pytest.raises(StoreError, match="older round record: version 1 after 2"):
+            look(first)
+    assert [look(second), look(other)] == [second, other], "another store's record is the machine's to judge"
 
 
 # -- the index of a real TCPStore -------------------------------------------------------------------------------------------------

@@ -244,16 +244,23 @@ def test_a_round_record_that_is_deleted_ends_the_job_at_once(nodes: Cluster) -> 
         assert "giving up: the rendezvous store was replaced by another one; its rounds are not ours" in nodes.out(i)
 
 
-def test_a_signed_record_that_is_put_back_restarts_the_workers_and_no_more(nodes: Cluster) -> None:
-    job = start(nodes, "--max-restarts=3", token=TOKEN)
+def test_an_older_signed_round_that_is_put_back_is_not_obeyed(nodes: Cluster) -> None:
+    """It names a round that ran before: the number, and with it the fence, would come a second time."""
+    job = start(nodes, "--max-restarts=3", "--expire=3", token=TOKEN)
     old = job.stranger.peek(JOB + "round")
     job.workers[1].tell("exit 3")
     job.workers = nodes.round(2, after=1)
     job.stranger.await_beats(job.keys, 2)
+    true, rows = job.stranger.peek(JOB + "round"), [job.stranger.peek(key) for key in job.keys]
     job.stranger.put(JOB + "round", old)
-    for worker in job.workers:
-        worker.await_death()
-    job.workers = nodes.round(2, after=1)
+    for i in (1, 2):
+        nodes.says(i, "somebody has put back an older round record: version 2 after 4")
+    job.stranger.put(JOB + "round", true)
+    for i in (1, 2):
+        nodes.says(i, "the store is back")
+    job.undisturbed()
+    for key, row in zip(job.keys, rows, strict=True):
+        job.stranger.put(key, row)  # an older row is written over
     job.undisturbed()
     job.succeed()
 
