@@ -145,6 +145,8 @@ class Small(World):
 def _copied(node: Node, world: Small) -> Node:
     other = copy.copy(node)
     other.world, other.machine = world, _copied_machine(node.machine)
+    other.exchange = copy.copy(node.exchange)
+    other.exchange._known = dict(node.exchange._known)
     other.starts, other.began, other.stops = list(node.starts), list(node.began), list(node.stops)
     other.ready_for, other.said = set(node.ready_for), []
     return other

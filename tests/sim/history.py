@@ -135,6 +135,7 @@ class History:
             world.at(fault.when, lambda fault=fault: self._begin(fault))
         world.run(TROUBLE)
         self._heal()
+        world.run(5.0)  # what was about to end ends
         if not world.run(HEALED_WITHIN, lambda: invariants.settled(world)):
             raise Violation(f"not settled {HEALED_WITHIN:g} s after everything was healed: {self._state()}")
         invariants.verdicts_agree(world)
