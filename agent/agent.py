@@ -49,7 +49,7 @@ SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was sig
 MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
 STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
-FLUSH = 2.0  # seconds to get the last words out
+FLUSH = 5.0  # seconds to get the last words out
 
 _EXIT_CODES = {
     Outcome.SUCCEEDED: ExitCode.OK,

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:2000", metavar="FROM:TO")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--brief", action="store_true", help="one line about the first seed that fails")
     parser.add_argument("--keep-going", action="store_true", help="report every seed that fails, not only the first")
     arguments = parser.parse_args()
     if arguments.replay is not None:
@@ -36,6 +37,8 @@ def main() -> None:
         if violation is not None:
             bad += 1
             print(f"seed {seed}: {violation}", flush=True)
+            if arguments.brief:
+                sys.exit(1)
             if not arguments.keep_going:
                 sys.exit(replay(seed, quiet=True))
     print(f"{last - first} histories, {rounds} rounds, {bad} violations in {time.monotonic() - began:.1f} s")
