@@ -51,6 +51,12 @@ def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
     if not world.rules.fixed_ranks:
         stayed = [m.id for m in old.members if m.id in ids]
         _must([i for i in ids if i in stayed] == stayed, "survivors changed their order")
+        if len(ids) >= len(old.members):
+            kept = all(ids[k] == m.id for k, m in enumerate(old.members) if m.id in stayed)
+            _must(kept, "a survivor lost its place although newcomers filled every hole")
+    else:
+        ranks = {n.id: n.machine.row.node_rank for n in world.nodes}
+        _must([ranks[i] for i in ids] == list(range(len(ids))), "a fixed rank is not the wish")
     working = {n.id for n in world.nodes if n.progressing and n.working and n.working.round == old.round}
     _must(not old.members or not working.issuperset(m.id for m in old.members), f"round {new.round} is formed while {old.round} works")
 
