@@ -251,7 +251,8 @@ class Agent:
         overdue, self._looked = now - self._looked - due, now
         if overdue > STANDSTILL:
             ended = bool(self._lease) and now > self._family.renewed + self._family.lease - 0.5
-            self._console.say(f"this agent stood still for {overdue:.0f} s" + ("; its workers were ended" if ended else ""))
+            if ended or overdue > self._config.timing.expire / 2:
+                self._console.say(f"this agent stood still for {overdue:.0f} s" + ("; its workers were ended" if ended else ""))
             self._events.append(StoodStill(now, overdue, ended))
             self._events_log.write("stood_still", seconds=round(overdue, 3), workers_ended=ended)
         self._family.renew(now)
