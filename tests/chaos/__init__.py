@@ -1,0 +1,1 @@
+"""Real agents, real cuts: see ``python -m tests.chaos --help``."""

@@ -1,0 +1,158 @@
+"""What must hold, read from what the agents and the workers wrote: the promises of docs/rendezvous.md. Each returns what does not hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.chaos.job import Agent, Job, Ticks
+
+GAP = 1.0  # seconds; a worker that wrote nothing for so long did not run meanwhile
+AFTERMATH = 8.0  # seconds beyond ``expire`` for which a fault that is over is felt: TCP waits longer and longer before it tries again
+SIGKILL, SIGTERM, SIGSTOP = 9, 15, 19
+Span = tuple[float, float]
+
+
+@dataclass
+class Done:
+    """A fault as it was carried out."""
+
+    words: str
+    kind: str
+    node: int
+    touched: set[int]
+    begin: float
+    end: float = float("inf")
+
+
+def broken(job: Job, faults: list[Done], ending: float) -> list[str]:
+    """Everything that does not hold. ``ending``: when the job was told to end."""
+    files = [Ticks.of(path) for path in sorted(job.ticks.iterdir())]
+    stores: dict[str, set[str]] = defaultdict(set)
+    for ticks in files:
+        stores[ticks.agent].add(ticks.store)
+    found = [f"{agent} took part in the rounds of two stores" for agent, names in stores.items() if len(names) > 1]
+    found += _side_by_side(files)
+    found += _tables(job.all, {agent: min(names) for agent, names in stores.items()})
+    found += _expulsions(job, faults, ending)
+    found += _codes(job, faults)
+    found += [f"a traceback in {agent.name}.out" for agent in job.all if "Traceback" in job.output(agent)]
+    return found
+
+
+def complete(files: list[Ticks]) -> dict[tuple[str, int], list[Span]]:
+    """By round: when all its workers were alive."""
+    rounds: dict[tuple[str, int], dict[int, list[Span]]] = defaultdict(dict)
+    worlds = {}
+    for ticks in files:
+        rounds[ticks.store, ticks.round].setdefault(ticks.rank, []).extend(_spans(ticks.times()))
+        worlds[ticks.store, ticks.round] = ticks.world
+    spans = {}
+    for which, by_rank in rounds.items():
+        if len(by_rank) == worlds[which]:
+            first, *rest = by_rank.values()
+            for more in rest:
+                first = [(max(a, c), min(b, d)) for a, b in first for c, d in more if max(a, c) < min(b, d)]
+            spans[which] = first
+    return spans
+
+
+def _spans(times: list[float]) -> list[Span]:
+    spans: list[Span] = []
+    for time in times:
+        if spans and time - spans[-1][1] < GAP:
+            spans[-1] = (spans[-1][0], time)
+        else:
+            spans.append((time, time))
+    return spans
+
+
+def overlaps(files: list[Ticks]) -> Iterator[tuple[tuple[str, int], tuple[str, int], float]]:
+    """Two rounds that were both complete at once, and for how many seconds."""
+    for (one, ours), (other, theirs) in itertools.combinations(sorted(complete(files).items()), 2):
+        both = [(max(a, c), min(b, d)) for a, b in ours for c, d in theirs if max(a, c) < min(b, d)]
+        if both:
+            yield one, other, sum(b - a for a, b in both)
+
+
+def _side_by_side(files: list[Ticks]) -> Iterator[str]:
+    """P1. Two stores know nothing of each other: that is counted, not judged (see ``Report``)."""
+    for one, other, seconds in overlaps(files):
+        if one[0] == other[0]:
+            yield f"rounds {one[1]} and {other[1]} were both complete for {seconds:.2f} s"
+    started: dict[tuple[str, int, int], str] = {}
+    for ticks in files:
+        earlier = started.setdefault((ticks.store, ticks.round, ticks.rank), ticks.path.name)
+        if earlier != ticks.path.name:
+            yield f"rank {ticks.rank} of round {ticks.round} ran twice: {earlier}, {ticks.path.name}"
+    first = {which: spans[0][0] for which, spans in complete(files).items() if spans}
+    for (one, at), (other, then) in itertools.pairwise(sorted(first.items())):
+        if one[0] == other[0] and then < at:
+            yield f"round {other[1]} was complete before round {one[1]}"
+
+
+def _tables(agents: list[Agent], stores: dict[str, str]) -> Iterator[str]:
+    """P2, P3: rounds grow, and each has one table of members and ranks 0 .. n-1."""
+    tables: dict[tuple[str, int], Any] = {}
+    for agent in agents:
+        formed = [e for e in agent.read() if e["event"] == "formed"]
+        began = [e for e in agent.read() if e["event"] == "round"]
+        for events in (formed, began):
+            numbers = [e["round"] for e in events]
+            if any(b <= a for a, b in itertools.pairwise(numbers)):
+                yield f"the rounds of {agent.name} do not grow: {numbers}"
+        mine = {}
+        for e in formed:
+            mine[e["round"]] = e["nodes"]
+            if e["world_size"] != len(e["nodes"]) or len(set(e["nodes"])) != len(e["nodes"]):
+                yield f"{agent.name}: round {e['round']} with {e['nodes']} has {e['world_size']} workers"
+            if agent.name in stores:
+                known = tables.setdefault((stores[agent.name], e["round"]), e["nodes"])
+                if known != e["nodes"]:
+                    yield f"round {e['round']} has two tables: {known}, and {e['nodes']} for {agent.name}"
+        for e in began:
+            nodes = mine.get(e["round"], [])
+            if e["node_rank"] >= len(nodes) or nodes[e["node_rank"]] != e["name"] or e["ranks"] != [e["node_rank"]]:
+                yield f"{agent.name} is rank {e['ranks']} of round {e['round']}, whose nodes are {nodes}"
+
+
+def lost(agents: list[Agent]) -> list[tuple[float, str, dict[str, Any]]]:
+    """Who was called lost, by whoever noticed: when, who, and that event."""
+    events = [e for agent in agents for e in agent.read() if e["event"] == "broken" and e["by"] == e["name"]]
+    return [(e["mono"], name, e) for e in events for name in e["lost"]]
+
+
+def _stood_still(agent: Agent) -> list[Span]:
+    """When it did not run: from, to."""
+    return [(e["mono"] - e["seconds"], e["mono"]) for e in agent.read() if e["event"] == "stood_still"]
+
+
+def starved(agents: list[Agent]) -> int:
+    """How many were not stopped and stood still all the same: the machine had no time for them."""
+    return sum(bool(_stood_still(agent)) for agent in agents if SIGSTOP not in agent.sent)
+
+
+def _expulsions(job: Job, faults: list[Done], ending: float) -> Iterator[str]:
+    """P5, P9: nobody is called lost who was not cut off, stopped or killed, or says itself that the machine did not let it run."""
+    expire = job.terms.expire
+    still = [(agent.node, a, b) for agent in job.all for a, b in _stood_still(agent) if b - a > expire - 1.5]  # a beat, and an exchange
+    for when, name, event in lost(job.all):
+        node = int(name[1:]) if name[1:].isdecimal() else -1
+        done = any(node in f.touched and f.begin <= when <= f.end + expire + AFTERMATH for f in faults)
+        did_not_run = any(n == node and a <= when <= b + AFTERMATH for n, a, b in still)
+        if when < ending and not done and not did_not_run:
+            yield f"{name} was called lost at {when:.2f} and nothing was done to it: {event}"
+
+
+def _codes(job: Job, faults: list[Done]) -> Iterator[str]:
+    """201 is right where the store was out of reach, or replaced by another one; else only what the signals sent explain."""
+    for agent in job.all:
+        code = agent.process.poll()
+        killed, told = code == -SIGKILL and SIGKILL in agent.sent, code == 128 + SIGTERM and SIGTERM in agent.sent
+        after = job.terms.store_grace + 2 * AFTERMATH
+        away = [f for f in faults if f.begin <= agent.ended <= f.end + after and (agent.node in f.touched or f.node == 0)]
+        if not (killed or told or (code == 201 and away)):
+            yield f"{agent.name} ended with {code}: {job.output(agent)[-300:]}"

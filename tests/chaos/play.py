@@ -1,0 +1,137 @@
+"""One play: the job begins, the faults come and go, the job ends; then everything is checked."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.chaos import checks
+from tests.chaos.checks import Done
+from tests.chaos.faults import Fault, begin
+from tests.chaos.job import Job, Terms, Ticks
+
+LOOK = 0.1  # seconds between two looks
+CALM = 0.7  # seconds between two steps
+BOUND = 90.0  # seconds until all are in the newest round after the last fault has healed; a machine shared with others is slow
+END = 60.0  # seconds until all have ended
+
+
+class Play:
+    """``folder`` keeps what everybody writes; ``say`` gets lines for people."""
+
+    def __init__(self, folder: Path, nodes: int, terms: Terms, seed: int, say: Callable[[str], None] = print, bound: float = BOUND) -> None:
+        self._say, self._bound = say, bound
+        self.settled: list[float] = []  # seconds after each step
+        self.done: list[Done] = []
+        self.codes: Counter[str] = Counter()
+        self._held_up = 0.0  # seconds for which this process did not get to run: a busy machine is no fault of the job
+        self._longest = 0.0  # of them, at one time
+        self._began = time.monotonic()
+        self.job = Job(folder, nodes, terms, seed)
+
+    def run(self, steps: list[list[Fault]], calm: float = 0.0) -> list[str]:
+        """All of it. Returns what did not hold."""
+        found: list[str] = []
+        try:
+            if not (late := self._settle("the start")):
+                for step in steps:
+                    self._step(step)
+                    if late := self._settle(", ".join(map(str, step))):
+                        break
+                self._wait(calm)
+            found += [late] if late else []
+            ending = time.monotonic()
+            found += self._end()
+            for agent in self.job.all:
+                agent.process.poll()
+                agent.ended = agent.ended or time.monotonic()
+                self.codes[str(agent.process.returncode)] += 1
+            found += checks.broken(self.job, self.done, ending)
+        finally:
+            self.job.close()
+        return found
+
+    def report(self) -> str:
+        """The figures, in lines."""
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(fault.kind for fault in self.done).items()))
+        files = [Ticks.of(path) for path in self.job.ticks.iterdir()]
+        rounds = {(ticks.store, ticks.round) for ticks in files}
+        beside = [(one, other, seconds) for one, other, seconds in checks.overlaps(files) if one[0] != other[0]]
+        took = sorted(self.settled) or [0.0]
+        noisy = [f for f in self.done if f.kind == "noise"]
+        lost = checks.lost(self.job.all)
+        by_noise = sum(any(f.begin <= when <= f.end for f in noisy) for when, _, _ in lost)
+        return "\n".join(
+            [
+                f"{len(self.done)} faults in {time.monotonic() - self._began:.0f} s: {kinds}",
+                f"{len(rounds)} rounds with workers in {len({store for store, _ in rounds})} stores, {len(self.job.all)} agents,"
+                f" ended with {dict(self.codes)}",
+                f"all in the newest round {took[len(took) // 2]:.1f} s after the last fault in the middle, {took[-1]:.1f} s at most",
+                f"called lost {len(lost)} times, {by_noise} of them under loss and delay;"
+                f" {checks.starved(self.job.all)} agents stood still by themselves, this process for {self._longest:.1f} s at most;"
+                f" rounds of two stores complete at once: {[round(seconds, 2) for _, _, seconds in beside]}",
+            ]
+        )
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.job.tend()
+            before = time.monotonic()
+            time.sleep(min(LOOK, left))
+            late = time.monotonic() - before - min(LOOK, left)
+            self._held_up, self._longest = self._held_up + late, max(self._longest, late)
+
+    def _step(self, step: list[Fault]) -> None:
+        """Each fault begins and ends in its time."""
+        origin, waiting, on = time.monotonic(), sorted(step, key=lambda f: f.after), list[tuple[float, Callable[[], None], Done]]()
+        while waiting or on:
+            now = time.monotonic() - origin
+            if waiting and now >= waiting[0].after:
+                fault = waiting.pop(0)
+                done = Done(str(fault), fault.kind, fault.node, fault.touched(len(self.job.agents)), time.monotonic())
+                self.done.append(done)
+                on.append((now + fault.seconds, begin(self.job, fault), done))
+            for entry in [entry for entry in on if now >= entry[0]]:
+                on.remove(entry)
+                entry[1]()
+                entry[2].end = time.monotonic()
+            due = min([fault.after for fault in waiting] + [entry[0] for entry in on], default=-math.inf)
+            self._wait(min(due - (time.monotonic() - origin), LOOK))
+
+    def _settle(self, after: str) -> str:
+        """Wait until everybody is in the newest round. Returns why not, when they are not within the bound."""
+        origin, held_up = time.monotonic(), self._held_up
+        while why := self.job.unsettled(origin):
+            if time.monotonic() > origin + self._bound + 10 * (self._held_up - held_up):
+                return f"not in one round {self._bound:g} s after {after}: {why}"
+            self._wait(LOOK)
+        took = time.monotonic() - origin
+        self.settled.append(took)
+        self._say(f"{time.monotonic() - self._began:6.1f} s  {len(self.done):3} faults  settled {took:4.1f} s after {after}")
+        self._wait(CALM)
+        return ""
+
+    def _end(self) -> list[str]:
+        """All are told to end. Returns what is left running."""
+        self.job.stopping = True
+        for agent in self.job.agents:
+            agent.send(signal.SIGTERM)
+        until = time.monotonic() + END
+        hosts = self.job.network.hosts
+        while time.monotonic() < until and any(host.pids() for host in hosts):
+            self._wait(LOOK)
+        left = [f"{host.name}: {pid} {_command(pid)}" for host in hosts for pid in host.pids()]
+        folders = [path.name for path in self.job.temporary.iterdir()]
+        return [f"left running at the end: {what}" for what in left] + [f"left in TMPDIR: {name}" for name in folders]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "gone meanwhile"
