@@ -267,6 +267,16 @@ def break_up(record: RoundRecord, cause: Cause, reason: str, by: str, lost: tupl
     return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost))
 
 
+def lose(record: RoundRecord, m: Member, row: NodeRow | None, silent: bool, expire: float, by: str) -> RoundRecord:
+    """The record with its round over because the member ``m`` is gone: silent for ``expire`` seconds, left, or stopped."""
+    who, note = f"{m.name} {m.address}", row.note if row else ""
+    if row is not None and row.status is Status.LEFT:
+        return break_up(record, Cause.LEAVE, f"{who} left: {note}", by)
+    if not silent:
+        return break_up(record, Cause.LEAVE, f"{who} stopped: {note}", by)
+    return break_up(record, Cause.LOST, f"{who} silent for {expire:g} s", by, (m.id,))
+
+
 def share_losses(record: RoundRecord, silent: Callable[[str], bool]) -> RoundRecord | None:
     """The broken record with the silent members that it does not name yet; None when it names them all."""
     broken = record.broken

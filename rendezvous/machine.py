@@ -183,9 +183,9 @@ class Machine:
             self._wait(f"waiting for the rendezvous store: {self._trouble or 'connecting'}")
         elif record is not None and record.open:
             self._waiting_since = self._now
-            if record.index(self.row.id) is not None and record.round > self.row.done_round:
+            if self._place(record) is not None and record.round > self.row.done_round:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
-            elif record.index(self.row.id) is None and self._sees_all:
+            elif self._place(record) is None and self._sees_all:
                 self._beside_a_round(record)
         elif record is None:
             self._wanted = Change(None, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
@@ -246,7 +246,7 @@ class Machine:
             self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
         elif all(self._has_seen(m.id, record) for m in record.members):
             self._go(Trigger.ALL_READY)
-            self._actions.append(Start(record, record.index(self.row.id) or 0))
+            self._actions.append(Start(record, self._place(record) or 0))
         else:
             self._progress(f"round {record.round} is formed; waiting until every member has seen it")
 
@@ -333,12 +333,18 @@ class Machine:
     def _own_round(self) -> RoundRecord | None:
         """The record, while the round this node takes part in is still on."""
         record = self.record
-        return record if record is not None and record.open and record.round == self.row.round else None
+        mine = record is not None and record.open and record.round == self.row.round and self._place(record) is not None
+        return record if mine else None
+
+    def _place(self, record: RoundRecord) -> int | None:
+        """This node's rank, if it is named as what it is: the record is what some node says."""
+        place = record.index(self.row.id)
+        return place if place is not None and record.members[place].slots == self.row.slots else None
 
     def _why_over(self) -> tuple[bool, str]:
         """Whether there is time for a checkpoint, and why the round is over."""
         record = self.record
-        if record is None or record.round != self.row.round:
+        if record is None or record.open or record.round != self.row.round:
             return False, f"round {self.row.round} went on without this node"
         if record.closed:
             return False, record.closed.reason
@@ -461,18 +467,8 @@ class Machine:
         for m in record.members:
             gone = m.id != self.row.id and forming.is_over(m, record, self.rows, self._live.silent)
             if gone and not forming.has_succeeded(m, record, self.rows):
-                return Change(record, self._lost(record, m.id))
+                return Change(record, forming.lose(record, m, self.rows.get(m.id), self._live.silent(m.id), self.rules.expire, self.row.id))
         return None
-
-    def _lost(self, record: RoundRecord, node_id: str) -> RoundRecord:
-        m = record.members[record.index(node_id) or 0]
-        row = self.rows.get(node_id)
-        if row is not None and row.status is LEFT:
-            return forming.break_up(record, Cause.LEAVE, f"{m.name} {m.address} left: {row.note}", self.row.id)
-        if not self._live.silent(node_id):
-            return forming.break_up(record, Cause.LEAVE, f"{m.name} {m.address} stopped: {row.note if row else ''}", self.row.id)
-        reason = f"{m.name} {m.address} silent for {self.rules.expire:g} s"
-        return forming.break_up(record, Cause.LOST, reason, self.row.id, (node_id,))
 
     # -- words ----------------------------------------------------------------------------------------------------------
 
