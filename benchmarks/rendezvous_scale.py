@@ -1,0 +1,451 @@
+"""How the rendezvous grows with the number of nodes: elastirun's beside torch's, and elastirun's alone on a simulated clock.
+
+    python -m benchmarks.rendezvous_scale [--nodes 8 32 128 512 1024] [--repeat 1] [--limit 120] [--sides elastirun torch parsed-once]
+
+N nodes without workers, in eight processes, meet over one real TCPStore in a process of its own. elastirun: the machine, its driver thread
+and the exchange as in the agent; what an agent does beside is left out (Start is answered by nothing, Stop at once). torch: its
+``DynamicRendezvousHandler`` with the c10d backend, a thread each, which looks for waiting nodes once a second as torchrun's agent does.
+Both are connected before the clock starts, then all join at once. Then ten seconds of running are counted, then one node falls silent;
+its peers' workers are taken to fail at that moment (torch's handler does not tell anybody of a lost node, so all its survivors join again).
+
+Counted at the TCPStore client, alike for both: one call is an operation, its keys and values in both directions are the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import logging
+import multiprocessing
+import os
+import selectors
+import socket
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from benchmarks.lab import machine, table
+from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
+from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.driver import Driver, Exchange
+from elastirun.rendezvous.events import Event, Tick, WorkersStopped
+from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.stores.tcp import TcpStore, serve
+from elastirun.rendezvous.stores.torch_class import tcp_store_class
+
+PROCESSES = 8
+SETTLE, WINDOW = 3.0, 10.0  # seconds before the running nodes are counted, and how long
+EXCHANGE_LIMIT = 3.0  # seconds, as in the agent
+LOOK = 1.0  # seconds between two looks of torch's agent for waiting nodes; its monitor looks more often, at the same copy
+SPAWN = multiprocessing.get_context("spawn")
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A TCPStore client with its calls counted. One thread at a time uses it."""
+
+    def __init__(self, store: Any, tally: Tally) -> None:
+        self.raw = store
+        self.tally = tally
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        answer: bytes = self.raw.compare_set(key, expected, value)
+        self.tally.count(key, expected, value, answer)
+        return answer
+
+    def get(self, key: str) -> bytes:
+        answer: bytes = self.raw.get(key)
+        self.tally.count(key, answer)
+        return answer
+
+    def append(self, key: str, value: str) -> None:
+        self.raw.append(key, value)
+        self.tally.count(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self.tally.count(*keys)
+        return bool(self.raw.check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        answer: list[bytes] = self.raw.multi_get(keys)
+        self.tally.count(*keys, *answer)
+        return answer
+
+
+# -- the nodes of one process -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    """What a process is to run: the nodes ``first``, ``first + step``, ... of ``nodes``."""
+
+    port: int
+    nodes: int
+    first: int
+    step: int
+
+    @property
+    def mine(self) -> range:
+        return range(self.first, self.nodes, self.step)
+
+
+@dataclass
+class Node:
+    """One node of elastirun's."""
+
+    index: int
+    machine: Machine
+    driver: Driver
+    tally: Tally
+    lost: bool = False
+    armed: int = 0
+
+
+class Elastirun:
+    """The nodes of one process: their machines in one loop, as in the agent, a driver with its thread for each."""
+
+    codec = Codec()
+
+    def __init__(self, plan: Plan, main: Connection) -> None:
+        self._main = main
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(main, selectors.EVENT_READ)
+        self._heap: list[tuple[float, int, int]] = []
+        self._lag = 0.0
+        self._nodes = {i: self._node(plan, i) for i in plan.mine}
+
+    def _node(self, plan: Plan, index: int) -> Node:
+        def connect() -> TcpStore:
+            store = TcpStore("127.0.0.1", plan.port)
+            store._store = Counted(store._store, tally)
+            return store
+
+        tally = Tally()
+        row = node_row(index, os.getpid())
+        ready = [connect()]
+        driver = Driver(lambda: ready.pop() if ready else connect(), Exchange("job/", row.id, self.codec), EXCHANGE_LIMIT)
+        node = Node(index, Machine(rules(plan.nodes, index), row, time.monotonic()), driver, tally)
+        self._selector.register(driver, selectors.EVENT_READ, node)
+        return node
+
+    def run(self) -> None:
+        self._main.send(("connected",))
+        looked = 0.0
+        while True:
+            wait_for = None if not self._heap else max(0.0, min(self._heap[0][0] - time.monotonic(), 0.5))
+            for key, _ in self._selector.select(wait_for):
+                if key.fileobj is self._main:
+                    self._obey(*self._main.recv())
+                else:
+                    for answer in key.data.driver.answers():
+                        self._feed(key.data, answer)
+            now = time.monotonic()
+            while self._heap and self._heap[0][0] <= now:
+                due, index, armed = heapq.heappop(self._heap)
+                if armed == self._nodes[index].armed:
+                    self._lag = max(self._lag, now - due)
+                    self._feed(self._nodes[index], Tick(time.monotonic()))
+            if now - looked > 0.5:
+                looked = now
+                for node in self._nodes.values():
+                    for failed in node.driver.give_up(now):
+                        self._feed(node, failed)
+
+    def _obey(self, command: str, index: int = -1) -> None:
+        if command == "go":
+            for node in self._nodes.values():
+                node.machine = Machine(node.machine.rules, node.machine.row, time.monotonic())  # born now, not when it was connected
+                self._feed(node, Tick(time.monotonic()))
+            self._main.send(("gone", time.monotonic()))
+        elif command == "tally":
+            self._main.send(("tally", sum((n.tally for n in self._nodes.values()), Tally()), self._lag))
+            self._lag = 0.0
+        elif command == "lose" and index in self._nodes:
+            node = self._nodes[index]
+            node.lost = True
+            self._selector.unregister(node.driver)
+            node.driver.close()
+        elif command == "end":
+            os._exit(0)
+
+    def _feed(self, node: Node, event: Event) -> None:
+        if node.lost:
+            return
+        stop = False
+        for action in node.machine.step(event):
+            if isinstance(action, Sync):
+                node.driver.submit(action)
+            elif isinstance(action, Start):
+                self._main.send(("round", node.index, len(action.record.members), time.monotonic()))
+            elif isinstance(action, Stop):
+                self._main.send(("stopped", node.index, action.reason))
+                stop = True
+            elif isinstance(action, Reconnect):
+                node.driver.reconnect()
+            elif isinstance(action, Finish):
+                self._main.send(("ended", node.index, f"{action.outcome.value}: {action.reason}"))
+        node.armed += 1
+        if node.machine.wake < 1e12:
+            heapq.heappush(self._heap, (node.machine.wake, node.index, node.armed))
+        if stop:
+            self._feed(node, WorkersStopped(time.monotonic()))
+
+
+class ParsedOnce(Elastirun):
+    codec = Remembering()
+
+
+class Torch:
+    """The same with torch's rendezvous: a thread for each node."""
+
+    def __init__(self, plan: Plan, main: Connection) -> None:
+        self._plan = plan
+        self._main = main
+        self._sending = threading.Lock()
+        self._stores = {i: Counted(self._client(), Tally()) for i in plan.mine}
+        self._again = {i: threading.Event() for i in plan.mine}
+        self._lost = -1
+
+    def _client(self) -> Any:
+        return tcp_store_class()("127.0.0.1", self._plan.port, is_master=False, wait_for_workers=False)
+
+    def run(self) -> None:
+        import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend  # noqa: F401 (not on the clock)
+
+        logging.disable(logging.CRITICAL)
+        self._send("connected")
+        while True:
+            command, *rest = self._main.recv()
+            if command == "go":
+                for i in self._plan.mine:
+                    threading.Thread(target=self._live, args=(i,), daemon=True).start()
+                self._send("gone", time.monotonic())
+            elif command == "tally":
+                self._send("tally", sum((store.tally for store in self._stores.values()), Tally()), 0.0)
+            elif command == "lose":
+                self._lost = rest[0]
+                for again in self._again.values():
+                    again.set()
+            elif command == "end":
+                os._exit(0)
+
+    def _send(self, *message: object) -> None:
+        with self._sending:
+            self._main.send(message)
+
+    def _live(self, index: int) -> None:
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+        store, nodes = self._stores[index], self._plan.nodes
+        backend = C10dRendezvousBackend(store, "job")  # type: ignore[arg-type]
+        handler = DynamicRendezvousHandler.from_backend("job", store.raw, backend, max(1, nodes - 1), nodes, local_addr="127.0.0.1")
+        try:
+            while True:
+                world = handler.next_rendezvous().world_size
+                self._send("round", index, world, time.monotonic())
+                while handler.num_nodes_waiting() == 0 and not self._again[index].wait(LOOK):
+                    pass
+                if self._lost == index:
+                    handler._stop_heartbeats()
+                    return
+                self._again[index].clear()
+        except Exception as error:
+            self._send("ended", index, f"{type(error).__name__}: {error}")
+
+
+SIDES: dict[str, type[Elastirun] | type[Torch]] = {"elastirun": Elastirun, "torch": Torch, "parsed-once": ParsedOnce}
+
+
+def run_nodes(side: str, plan: Plan, main: Connection) -> None:
+    threading.stack_size(256 << 10)
+    SIDES[side](plan, main).run()
+
+
+def run_store(main: Connection) -> None:
+    listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = listening.getsockname()[1]
+    store = serve(listening)
+    main.send(port)
+    main.recv()
+    del store
+    os._exit(0)
+
+
+# -- one measurement --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """Times in seconds, None: not within the limit. What went over the wire is summed over all nodes."""
+
+    formed: float | None = None
+    forming: Tally = field(default_factory=Tally)
+    running: Tally = field(default_factory=Tally)
+    reformed: float | None = None
+    reforming: Tally = field(default_factory=Tally)
+    lag: float = 0.0  # the longest delay of a due look at a clock: above a second this machine was too slow for so many nodes
+    notes: list[str] = field(default_factory=list)
+
+
+class Fleet:
+    """The processes of one measurement."""
+
+    def __init__(self, side: str, nodes: int) -> None:
+        self.nodes = nodes
+        self.sizes: dict[int, tuple[int, float]] = {}  # by node: nodes in the round it has, and since when
+        self.notes: list[str] = []
+        self.lag = 0.0
+        self._store, theirs = SPAWN.Pipe()
+        self._processes = [SPAWN.Process(target=run_store, args=(theirs,), daemon=True)]
+        self._processes[0].start()
+        port = self._store.recv()
+        self._pipes: list[Any] = []
+        step = min(PROCESSES, nodes)
+        for first in range(step):
+            ours, theirs = SPAWN.Pipe()
+            self._processes.append(SPAWN.Process(target=run_nodes, args=(side, Plan(port, nodes, first, step), theirs), daemon=True))
+            self._processes[-1].start()
+            self._pipes.append(ours)
+        self._answers("connected", 300.0)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def go(self) -> float:
+        """All join; when the last had begun to."""
+        self._tell("go")
+        return max(float(answer[0]) for answer in self._answers("gone", 300.0))
+
+    def lose(self, index: int) -> float:
+        self._tell("lose", index)
+        self.sizes.pop(index, None)
+        return time.monotonic()
+
+    def tally(self) -> Tally:
+        self._tell("tally")
+        answers = self._answers("tally", 300.0)
+        self.lag = max([self.lag, *(answer[1] for answer in answers)])
+        return sum((answer[0] for answer in answers), Tally())
+
+    def in_round(self, size: int, limit: float) -> float | None:
+        """When ``size`` nodes had a round of ``size``; None when it took longer than ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while True:
+            since = [t for n, t in self.sizes.values() if n == size]
+            if len(since) >= size:
+                return max(since)
+            if not self.hear(deadline - time.monotonic()):
+                found = statistics.multimode(n for n, _ in self.sizes.values())[:3]
+                self.notes.append(f"{len(since)} of {size} nodes after {limit:g} s (most have a round of {found})")
+                return None
+
+    def hear(self, seconds: float) -> list[tuple[str, list[Any]]]:
+        """What comes within ``seconds``, at least one message; empty when none does."""
+        heard: list[tuple[str, list[Any]]] = []
+        ready: list[Any] = wait(self._pipes, max(0.0, seconds))
+        for pipe in ready:
+            name, *rest = pipe.recv()
+            heard.append((name, rest))
+            if name == "round":
+                self.sizes[rest[0]] = (rest[1], rest[2])
+            elif name in ("ended", "stopped") and f"{name}: {rest[1]}" not in self.notes[:8]:
+                self.notes.append(f"{name}: {rest[1]}")
+        return heard
+
+    def _tell(self, *command: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(command)
+
+    def _answers(self, name: str, limit: float) -> list[list[Any]]:
+        """One answer of every process."""
+        found: list[list[Any]] = []
+        deadline = time.monotonic() + limit
+        while len(found) < len(self._pipes):
+            heard = self.hear(deadline - time.monotonic())
+            if not heard:
+                raise SystemExit(f"no answer to {name!r} within {limit:g} s: {self.notes}")
+            found += [rest for what, rest in heard if what == name]
+        return found
+
+    def rest(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.hear(left)
+
+
+def measure(side: str, nodes: int, limit: float) -> Measured:
+    found = Measured()
+    with Fleet(side, nodes) as fleet:
+        found.notes = fleet.notes
+        before = fleet.tally()
+        begun = fleet.go()
+        at = fleet.in_round(nodes, limit)
+        found.forming = fleet.tally() - before
+        if at is not None:
+            found.formed = at - begun
+            fleet.rest(SETTLE)
+            before = fleet.tally()
+            fleet.rest(WINDOW)
+            found.running = fleet.tally() - before
+            before = fleet.tally()
+            lost_at = fleet.lose(nodes // 2)
+            at = fleet.in_round(nodes - 1, limit)
+            found.reforming = fleet.tally() - before
+            found.reformed = None if at is None else at - lost_at
+        found.lag = fleet.lag
+    return found
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+EXPIRE = {"elastirun": 5.0, "parsed-once": 5.0, "torch": 15.0}  # seconds of silence after which a node counts as lost
+HEAD = ["nodes", "", "formed, s", "op / node", "MB in all", "running: op/s / node", "kB/s / node"]
+HEAD += ["re-formed, s", "after expiry", "MB in all", "lag, s", "load"]
+
+
+def row(nodes: int, side: str, found: Measured, load: float) -> list[str]:
+    def at(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds:.2f}"
+
+    def mb(tally: Tally) -> str:
+        return f"{tally.size / 1e6:.1f}"
+
+    after = None if found.reformed is None else found.reformed - EXPIRE[side]
+    running = [f"{found.running.operations / nodes / WINDOW:.2f}", f"{found.running.size / nodes / WINDOW / 1e3:.1f}"]
+    formed = [at(found.formed), f"{found.forming.operations / nodes:.1f}", mb(found.forming)]
+    return [str(nodes), side, *formed, *running, at(found.reformed), at(after), mb(found.reforming), f"{found.lag:.2f}", f"{load:.1f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="*", default=[8, 32, 128, 512, 1024])
+    parser.add_argument("--sides", nargs="*", choices=list(SIDES), default=["elastirun", "torch"])
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds each for forming and for re-forming")
+    chosen = parser.parse_args()
+    print(machine(), flush=True)
+    rows = [HEAD]
+    for nodes in chosen.nodes:
+        for _ in range(chosen.repeat):
+            for side in chosen.sides:
+                load = os.getloadavg()[0]
+                found = measure(side, nodes, chosen.limit)
+                rows.append(row(nodes, side, found, load))
+                print("   ", *rows[-1], *found.notes, sep="  ", flush=True)
+    print("\n" + table(rows))
+
+
+if __name__ == "__main__":
+    main()
