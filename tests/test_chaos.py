@@ -20,18 +20,19 @@ reason = missing()
 needs_network = pytest.mark.skipif(bool(reason), reason=f"nothing can be cut here: {reason}")
 
 FEW = [
-    [Fault("cut", 1, 3.0)],
-    [Fault("stop", 2, 3.0), Fault("worker", 1, 0.0, after=1.0)],
+    [Fault("cut", 1, 3.0), Fault("stop", 2, 0.8, after=0.5)],
     [Fault("mute", 2, 2.5), Fault("kill", 1, 0.0, after=0.5)],
-    [Fault("kill", 0, 0.0)],
+    [Fault("worker", 1, 0.0), Fault("kill", 0, 0.0, after=0.7)],
 ]
 
 
 @needs_network
 def test_a_job_keeps_its_promises_while_its_network_and_its_processes_are_broken(tmp_path: Path) -> None:
     said: list[str] = []
-    play = Play(tmp_path, 3, Terms(expire=2.0, store_grace=10.0), seed=1, say=said.append, bound=90.0)
+    play = Play(tmp_path, 3, Terms(expire=2.0, store_grace=10.0), seed=1, say=said.append, bound=30.0)
     violations = play.run(FEW)
+    if violations == [play.late] and play.starved():
+        pytest.skip(f"this machine is too busy: agents and this process did not get to run. {play.late}")
     assert not violations, "\n".join([*violations, *said, play.report()])
     assert len(play.settled) == len(FEW) + 1 and len(play.done) == 6
     assert {name for _, name, _ in checks.lost(play.job.all)} & {"h1", "h2"}, "a node cut off for longer than expire is noticed"
@@ -41,27 +42,27 @@ def test_a_job_keeps_its_promises_while_its_network_and_its_processes_are_broken
 def test_packets_are_dropped_one_way_lost_and_held_up(tmp_path: Path) -> None:
     network = Network(2, tmp_path)
 
-    def echo(count: int) -> list[str]:
-        """Which packets host 1 sends back to host 0."""
-        asking = network[0].inside(sys.executable, "-c", ASK, network[1].address, str(count))
+    def echo(count: int, patience: float) -> list[str]:
+        """Which packets host 1 sends back to host 0, each within so many seconds."""
+        asking = network[0].inside(sys.executable, "-c", ASK, network[1].address, str(count), str(patience))
         return subprocess.run(asking, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout.split()
 
     answering = subprocess.Popen(network[1].inside(sys.executable, "-c", ANSWER), stdout=subprocess.PIPE, text=True)
     try:
         assert answering.stdout and answering.stdout.readline() == "ready\n"
-        assert len(echo(5)) == 5
+        assert len(echo(5, 20.0)) == 5
         network.dropped = {(1, 0)}
-        assert echo(2) == []
+        assert echo(2, 0.3) == []
         network.dropped = {(0, 1)}
-        assert echo(2) == []
+        assert echo(2, 0.3) == []
         network.dropped = set()
         network.noisy[1] = (0.3, 0.02)
-        assert 0 < len(echo(12)) < 12
+        assert 0 < len(echo(12, 0.5)) < 12
         network.noisy.clear()
         network[1].carrier(False)
-        assert echo(2) == []
+        assert echo(2, 0.3) == []
         network[1].carrier(True)
-        assert len(echo(5)) == 5
+        assert len(echo(5, 20.0)) == 5
     finally:
         network.close()
         answering.communicate()
@@ -70,7 +71,7 @@ def test_packets_are_dropped_one_way_lost_and_held_up(tmp_path: Path) -> None:
 ASK = """
 import socket, sys
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-s.settimeout(0.5)
+s.settimeout(float(sys.argv[3]))
 for i in range(int(sys.argv[2])):
     s.sendto(b"%d" % i, (sys.argv[1], 4000))
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -40,6 +41,7 @@ def main() -> int:
     if reason := missing():
         print(f"cannot cut anything here: {reason}", file=sys.stderr)
         return 3
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is ended
     folder = Path(tempfile.mkdtemp(prefix="chaos_"))
     play = Play(folder, nodes, terms, arguments.seed, say=lambda text: print(text, flush=True))
     violations = play.run(steps, arguments.calm or 0.0)

@@ -148,11 +148,17 @@ def _expulsions(job: Job, faults: list[Done], ending: float) -> Iterator[str]:
 
 
 def _codes(job: Job, faults: list[Done]) -> Iterator[str]:
-    """201 is right where the store was out of reach, or replaced by another one; else only what the signals sent explain."""
+    """201 is right where the store was out of reach, or replaced by another one; else only what the signals sent explain.
+
+    A machine that did not let the agent or the store's host run is no fault of theirs: they say in their events that they stood still.
+    """
+    still = [(agent.node, b) for agent in job.all for a, b in _stood_still(agent) if b - a > 2.0]
     for agent in job.all:
         code = agent.process.poll()
+        young = code == -SIGTERM and SIGTERM in agent.sent and not agent.read()  # Python had not even begun to run it
         killed, told = code == -SIGKILL and SIGKILL in agent.sent, code == 128 + SIGTERM and SIGTERM in agent.sent
         after = job.terms.store_grace + 2 * AFTERMATH
         away = [f for f in faults if f.begin <= agent.ended <= f.end + after and (agent.node in f.touched or f.node == 0)]
-        if not (killed or told or (code == 201 and away)):
+        starved = [b for node, b in still if node in (0, agent.node) and b <= agent.ended <= b + after]
+        if not (killed or told or young or (code == 201 and (away or starved))):
             yield f"{agent.name} ended with {code}: {job.output(agent)[-300:]}"
