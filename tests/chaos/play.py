@@ -129,7 +129,8 @@ class Play:
             agent.send(signal.SIGTERM)
         until = time.monotonic() + END
         hosts = self.job.network.hosts
-        while time.monotonic() < until and any(host.pids() for host in hosts):
+        agents = [agent.process for agent in self.job.agents]  # one that is ending is for a moment in no namespace, and not gone
+        while time.monotonic() < until and (any(agent.poll() is None for agent in agents) or any(host.pids() for host in hosts)):
             self._wait(LOOK)
         left = [f"{host.name}: {pid} {_command(pid)}" for host in hosts for pid in host.pids()]
         folders = [path.name for path in self.job.temporary.iterdir()]
