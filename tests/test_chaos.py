@@ -130,6 +130,9 @@ def test_a_false_expulsion_is_noticed() -> None:
     assert not found(Done("cut h2", "cut", 2, {2}, 95.0, 99.0))
     assert len(found()) == len(found(Done("cut h1", "cut", 1, {1}, 95.0, 99.0))) == 1
     assert len(found(Done("cut h2", "cut", 2, {2}, 40.0, 45.0))) == 1, "that was long ago"
+    Now.all.append(agent("h2-0", {"event": "stood_still", "seconds": 4.0, "mono": 99.0}))
+    assert not found(), "the machine did not let it run"
+    assert len(list(checks._expulsions(Now, [], 1000.0, strict=True))) == 1  # type: ignore[arg-type]
 
 
 def test_a_round_with_two_tables_or_wrong_ranks_is_noticed() -> None:

@@ -130,12 +130,19 @@ def _stood_still(agent: Agent) -> list[Span]:
     return [(e["mono"] - e["seconds"], e["mono"]) for e in agent.read() if e["event"] == "stood_still"]
 
 
+def excused(job: Job, faults: list[Done], ending: float) -> list[str]:
+    """What ``broken`` does not count, because agents say that the machine did not let them run just then."""
+    strict = [*_expulsions(job, faults, ending, strict=True), *_codes(job, faults, strict=True)]
+    lenient = [*_expulsions(job, faults, ending), *_codes(job, faults)]
+    return [what for what in strict if what not in lenient]
+
+
 def starved(agents: list[Agent]) -> int:
     """How many were not stopped and stood still all the same: the machine had no time for them."""
     return sum(bool(_stood_still(agent)) for agent in agents if SIGSTOP not in agent.sent)
 
 
-def _expulsions(job: Job, faults: list[Done], ending: float) -> Iterator[str]:
+def _expulsions(job: Job, faults: list[Done], ending: float, strict: bool = False) -> Iterator[str]:
     """P5, P9: nobody is called lost who was not cut off, stopped or killed, or says itself that the machine did not let it run."""
     expire = job.terms.expire
     still = [(agent.node, a, b) for agent in job.all for a, b in _stood_still(agent) if b - a > expire - 1.5]  # a beat, and an exchange
@@ -143,11 +150,11 @@ def _expulsions(job: Job, faults: list[Done], ending: float) -> Iterator[str]:
         node = int(name[1:]) if name[1:].isdecimal() else -1
         done = any(node in f.touched and f.begin <= when <= f.end + expire + AFTERMATH for f in faults)
         did_not_run = any(n == node and a <= when <= b + AFTERMATH for n, a, b in still)
-        if when < ending and not done and not did_not_run:
+        if when < ending and not done and (strict or not did_not_run):
             yield f"{name} was called lost at {when:.2f} and nothing was done to it: {event}"
 
 
-def _codes(job: Job, faults: list[Done]) -> Iterator[str]:
+def _codes(job: Job, faults: list[Done], strict: bool = False) -> Iterator[str]:
     """201 is right where the store was out of reach, or replaced by another one; else only what the signals sent explain.
 
     A machine that did not let the agent or the store's host run is no fault of theirs: they say in their events that they stood still.
@@ -160,5 +167,5 @@ def _codes(job: Job, faults: list[Done]) -> Iterator[str]:
         after = job.terms.store_grace + 2 * AFTERMATH
         away = [f for f in faults if f.begin <= agent.ended <= f.end + after and (agent.node in f.touched or f.node == 0)]
         starved = [b for node, b in still if node in (0, agent.node) and b <= agent.ended <= b + after]
-        if not (killed or told or young or (code == 201 and (away or starved))):
+        if not (killed or told or young or (code == 201 and (away or (starved and not strict)))):
             yield f"{agent.name} ended with {code}: {job.output(agent)[-300:]}"

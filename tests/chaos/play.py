@@ -26,6 +26,7 @@ class Play:
     def __init__(self, folder: Path, nodes: int, terms: Terms, seed: int, say: Callable[[str], None] = print, bound: float = BOUND) -> None:
         self._say, self._bound = say, bound
         self.settled: list[float] = []  # seconds after each step
+        self.excused: list[str] = []
         self.late = ""  # why not everybody was in the newest round in time
         self.done: list[Done] = []
         self.codes: Counter[str] = Counter()
@@ -53,6 +54,7 @@ class Play:
                 agent.ended = agent.ended or time.monotonic()
                 self.codes[str(agent.process.returncode)] += 1
             found += checks.broken(self.job, self.done, ending)
+            self.excused = checks.excused(self.job, self.done, ending)
         finally:
             self.job.close()
         return found
@@ -79,6 +81,7 @@ class Play:
                 f"all in the newest round {took[len(took) // 2]:.1f} s after the last fault in the middle, {took[-1]:.1f} s at most",
                 f"called lost {len(lost)} times, {by_noise} of them under loss and delay;"
                 f" {checks.starved(self.job.all)} agents stood still by themselves, this process for {self.longest:.1f} s at most;"
+                f" excused for that: {self.excused};"
                 f" rounds of two stores complete at once: {[round(seconds, 2) for _, _, seconds in beside]}",
             ]
         )
