@@ -20,9 +20,8 @@ reason = missing()
 needs_network = pytest.mark.skipif(bool(reason), reason=f"nothing can be cut here: {reason}")
 
 FEW = [
-    [Fault("cut", 1, 3.0), Fault("stop", 2, 0.8, after=0.5)],
-    [Fault("mute", 2, 2.5), Fault("kill", 1, 0.0, after=0.5)],
-    [Fault("worker", 1, 0.0), Fault("kill", 0, 0.0, after=0.7)],
+    [Fault("cut", 1, 3.0), Fault("stop", 2, 0.8, after=0.5), Fault("worker", 0, 0.0, after=3.5)],
+    [Fault("mute", 2, 2.5), Fault("kill", 1, 0.0, after=0.5), Fault("kill", 0, 0.0, after=2.7)],
 ]
 
 
