@@ -112,7 +112,7 @@ def settled(world: World) -> bool:
     record = world.record
     alive = [n for n in world.nodes if n.alive]
     over = any(n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED) for n in world.nodes)
-    if over and (record is None or record.closed is not None):
+    if record.closed is not None if record is not None else over:
         return all(n.starts == [] and n.finish is None for n in alive)  # who came too late waits for another store
     if record is None or not record.open or len(alive) < world.rules.min_nodes:
         return False
