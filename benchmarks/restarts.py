@@ -46,7 +46,7 @@ def arguments(node: int, port: int | str, kills: int) -> list[str]:
 
 def begin(bench: Bench, kills: int, delay: float, seed: int) -> list[Worker]:
     """Start both agents and wait for good steps of all four workers. Raises SystemExit when they do not come."""
-    env = {"BENCH_DELAY": str(delay), "BENCH_SEED": str(seed), "BENCH_TIMEOUT": str(TIMEOUT)}
+    env = {"BENCH_DELAY": str(delay), "BENCH_SEED": str(seed), "BENCH_TIMEOUT": str(TIMEOUT), "PET_RESTART_PAUSE": "0"}
     for node in (1, 2):
         bench.agent(str(node), arguments(node, bench.port, kills), env=env)
     if not bench.wait(lambda: bench.world(WORLD, steps=GOOD_STEPS) is not None, 180.0):
