@@ -97,7 +97,7 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Sur
         "ELASTIRUN_FENCE": record.fence,
         "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
-    unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONFAULTHANDLER": "1"}  # the latter: a crash shows where
+    unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if len(record.members) > 1 and here.interface:
         unless_set |= {"GLOO_SOCKET_IFNAME": here.interface, "NCCL_SOCKET_IFNAME": f"={here.interface}"}  # =: not eth10 for eth1
     return env | {name: value for name, value in unless_set.items() if name not in here.environ}

@@ -254,4 +254,5 @@ def test_a_real_process_group_blames_who_raised(nodes: Cluster) -> None:
     assert nodes.ends(agent, timeout=60.0 + 30 * rounds) == 1
     blamed = re.findall(r"^elastirun: round \d+: .*\(rank (\d) on .*\)$", nodes.out(1), re.MULTILINE)
     assert blamed == [str(number % 2) for number in range(1, rounds)]
-    assert f"    [rank{rounds % 2}]: ValueError: the true cause is rank {rounds % 2}" in nodes.out(1).splitlines()[-10:], nodes.everything()
+    last_words = nodes.out(1).splitlines()[-20:]  # torch may add an abort of its own to a traceback
+    assert f"    [rank{rounds % 2}]: ValueError: the true cause is rank {rounds % 2}" in last_words, nodes.everything()

@@ -31,7 +31,6 @@ EVERYWHERE = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    "PYTHONFAULTHANDLER": "1",
     "GLOO_SOCKET_IFNAME": "eth1",
     "NCCL_SOCKET_IFNAME": "=eth1",
     "ELASTIRUN_AGENT": "run-1",
@@ -119,7 +118,7 @@ def test_the_agents_environment_goes_to_the_workers_below_what_is_theirs() -> No
 
 
 def test_what_the_user_set_stays() -> None:
-    own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTHONFAULTHANDLER"), "mine")
+    own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"), "mine")
     env = envs(round_of(1, 1), 1, own)[0]
     assert env.items() >= own.items()
     assert env["NCCL_SOCKET_IFNAME"] == "=eth1", "each is decided for itself"
