@@ -103,7 +103,7 @@ class Agent:
         passed_on = config.forward_signals
         self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
-        # One node alone has nobody who could go on without it while it stands still.
+        # One node alone has nobody who could go on without it while it stands still; but see ``_start``.
         self._lease = 0.0 if config.max_nodes == 1 else max(MIN_LEASE, 2 * config.timing.expire)
         self._family = Family(config.run_id, self._lease, self._selector, self._console.say)
         stack.callback(self._family.close)
@@ -249,8 +249,8 @@ class Agent:
         """
         now = time.monotonic()
         overdue, self._looked = now - self._looked - due, now
-        if overdue > STANDSTILL:
-            ended = bool(self._lease) and now > self._family.renewed + self._family.lease - 0.5
+        ended = self._family.lease_is_over(now)
+        if ended or overdue > STANDSTILL:
             if ended or overdue > self._config.timing.expire / 2:
                 self._console.say(f"this agent stood still for {overdue:.0f} s" + ("; its workers were ended" if ended else ""))
             self._events.append(StoodStill(now, overdue, ended))
@@ -379,7 +379,7 @@ class Agent:
         assert self._worker_store is not None
         self._world_size = record.world_size
         self._attempt = record.round - 1
-        lone = len(record.members) == 1 and not self._machine.hosting and self._lease
+        lone = len(record.members) == 1 and not self._machine.hosting and not self._config.standalone
         self._family.set_lease(LONE_LEASE * self._config.timing.expire if lone else self._lease)
         self._blame.begin(self._attempt, alone=record.world_size == 1)
         try:

@@ -46,9 +46,13 @@ class Family:
 
     def renew(self, now: float) -> None:
         """Tell the guard that the agent is well. To be called each time the loop goes round."""
-        if now >= self.renewed + RENEW_EVERY:
+        if now >= self.renewed + (min(RENEW_EVERY, self.lease / 8) if self.lease else RENEW_EVERY):
             self.renewed = now
             self._tell(b"\0")
+
+    def lease_is_over(self, now: float) -> bool:
+        """The guard has ended the workers because it did not hear of the agent for so long, or is about to."""
+        return bool(self.lease) and now > self.renewed + self.lease - min(0.5, self.lease / 10)
 
     def set_lease(self, seconds: float) -> None:
         """From now on the agent may stand still for so long. To be called before the workers start for whom it holds."""

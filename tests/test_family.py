@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from benchmarks.lab import ELASTIRUN
 from benchmarks.orphans import MOMENTS, PHASES, Case, run
 from elastirun.agent import guard
 from elastirun.agent.family import _own_group
+from elastirun.rendezvous.stores import tcp
 from tests.cluster import PATIENCE, Cluster, Worker, cluster, dies, kill
 
 # A worker whose child has an emptied environment: only the control group tells whose it is.
@@ -114,6 +116,21 @@ def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) ->
     assert again.round == 2 and "stood still for" in again.env["ELASTIRUN_ROUND_REASON"], "and it costs no restart"
     again.tell("0")
     assert nodes.ends(agent) == 0
+
+
+def test_a_round_of_one_at_a_store_elsewhere_loses_its_workers_before_a_spare_may_start_its_own(nodes: Cluster) -> None:
+    listening = socket.create_server(("127.0.0.9", nodes.port))
+    server = tcp.serve(listening)
+    agent = nodes.agent(1, "--expire=2", nnodes="1", host=9)
+    family = everyone(nodes)
+    agent.send_signal(signal.SIGSTOP)
+    assert all(dies(w.pid) for w in family.values()), "hosting its store itself it would keep them for ever"
+    agent.send_signal(signal.SIGCONT)
+    again = everyone(nodes)["worker"]
+    assert again.round == 2
+    again.tell("0")
+    assert nodes.ends(agent) == 0
+    del server
 
 
 def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> None:
