@@ -101,7 +101,7 @@ class Job:
     keys: list[str]  # of the two nodes' rows
     before: list[int]  # KiB of memory of each agent
 
-    def undisturbed(self) -> None:
+    def assert_undisturbed(self) -> None:
         """The workers that ran at first still run, and no other has been started."""
         self.stranger.await_beats(self.keys)
         assert [agent.poll() for agent in self.agents] == [None, None], self.nodes.everything()
@@ -113,9 +113,9 @@ class Job:
             with pytest.raises(BlockingIOError):
                 worker.connection.recv(1)
             worker.connection.settimeout(PATIENCE)
-        self.not_grown()
+        self.assert_not_grown()
 
-    def not_grown(self) -> None:
+    def assert_not_grown(self) -> None:
         for agent, before in zip(self.agents, self.before, strict=True):
             if agent.poll() is None:
                 assert peak(agent) < before + ROOM
@@ -190,14 +190,14 @@ def test_with_a_token_no_forged_row_and_no_garbage_in_any_row_disturbs_the_job(n
         for key, value in forged(stranger.record(), stranger.rows()[job.keys[i]]):
             stranger.put(key, signer.encode(key, value))
             stranger.client.append(JOB + "node/~index", f"\n{key}\n")
-    job.undisturbed()
+    job.assert_undisturbed()
     for value in garbage(trap):  # a node writes its own row anew with its next keep-alive
         for key in (*job.keys, JOB + "node/~index", JOB + "~index", "elastirun/host", "elastirun/jobs/test", "elastirun/jobs/~index"):
             stranger.put(key, value)
-    job.undisturbed()
+    job.assert_undisturbed()
     for key in (*job.keys, JOB + "node/~index"):
         stranger.client.delete_key(key)
-    job.undisturbed()
+    job.assert_undisturbed()
     job.succeed()
     assert not trap.exists()
 
@@ -214,7 +214,7 @@ def test_with_a_token_a_forged_round_ends_nothing_and_the_job_goes_on_when_the_t
     stranger.put(key, true)
     for i in (1, 2):
         nodes.says(i, "the store is back")
-    job.undisturbed()
+    job.assert_undisturbed()
     job.succeed()
 
 
@@ -258,10 +258,10 @@ def test_an_older_signed_round_that_is_put_back_is_not_obeyed(nodes: Cluster) ->
     job.stranger.put(JOB + "round", true)
     for i in (1, 2):
         nodes.says(i, "the store is back")
-    job.undisturbed()
+    job.assert_undisturbed()
     for key, row in zip(job.keys, rows, strict=True):
         job.stranger.put(key, row)  # an older row is written over
-    job.undisturbed()
+    job.assert_undisturbed()
     job.succeed()
 
 
@@ -290,11 +290,11 @@ def test_thousands_of_keys_neither_disturb_a_round_nor_prevent_the_next(nodes: C
     stranger.client.append(JOB + "node/~index", "".join(f"\n{JOB}node/invented{i}\n" for i in range(2000)))
     for i in range(500):
         stranger.put(f"elastirun/jobs/{i}", b"x")
-    job.undisturbed()
+    job.assert_undisturbed()
     job.agents[1].send_signal(signal.SIGTERM)
     assert nodes.ends(job.agents[1]) == 143
     (alone,) = nodes.round(1, after=1)
-    job.not_grown()
+    job.assert_not_grown()
     alone.tell("exit 0")
     job.end([0, 143])
 
@@ -304,12 +304,12 @@ def test_an_index_beyond_all_bounds_holds_up_the_next_round_with_a_word_and_a_si
     stranger = job.stranger
     lines = "".join(f"\n{JOB}node/{i}\n" for i in range(150_000))
     stranger.client.append(JOB + "node/~index", lines)
-    job.undisturbed()
+    job.assert_undisturbed()
     job.workers[0].tell("exit 3")
     nodes.says(1, "somebody floods the store")
     for agent in job.agents:
         agent.send_signal(signal.SIGTERM)
-    job.not_grown()
+    job.assert_not_grown()
     job.end([143, 143])
 
 
@@ -325,8 +325,8 @@ def test_what_is_no_client_at_all_disturbs_nobody(nodes: Cluster) -> None:
         connection = socket.create_connection(("127.0.0.1", nodes.port), PATIENCE)
         connection.sendall(opening)
         held.append(connection)
-    job.undisturbed()
+    job.assert_undisturbed()
     for connection in held:
         connection.close()
-    job.undisturbed()
+    job.assert_undisturbed()
     job.succeed()

@@ -85,7 +85,7 @@ def test_host(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a b", "node0:29500", "http://node0", "[node0]", "a/b", "a,b"])
 def test_what_is_no_host(text: str) -> None:
-    complaint(parse.host, text)
+    assert complaint(parse.host, text)
 
 
 @pytest.mark.parametrize(

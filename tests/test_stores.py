@@ -435,5 +435,5 @@ def test_a_server_that_is_dropped_gives_its_port_back() -> None:
     server = new_server()
     server.connect().put_if("a/b", None, b"1")
     server.served = None
-    with listening(server.address, server.port):
-        pass
+    with listening(server.address, server.port) as again:
+        assert again.getsockname()[1] == server.port, "else binding it is an OSError"

@@ -425,12 +425,12 @@ class World:
     def running(self, *nodes: Node) -> Callable[[], bool]:
         """All of ``nodes``, and nobody else, work in one round."""
 
-        def test() -> bool:
+        def together() -> bool:
             rounds = {n.working.round for n in nodes if n.working}
             everyone = all(n.working and len(n.working.members) == len(nodes) for n in nodes)
             return everyone and len(rounds) == 1
 
-        return test
+        return together
 
     def all_finished(self) -> bool:
         return all(n.finish or not n.up for n in self.nodes)
