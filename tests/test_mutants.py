@@ -225,12 +225,16 @@ MUTANTS = (
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package and its tests, links resolved, in a folder of their own."""
     to = tmp_path_factory.mktemp("mutants")
-    for folder in ("elastirun", "tests"):
-        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", to)
+    copy_to(to)
     return to
+
+
+def copy_to(folder: Path) -> None:
+    """The package and its tests, links resolved."""
+    for name in ("elastirun", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
 
 
 def run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
