@@ -37,7 +37,7 @@ $(STAMP):
 	@$(PYTHON) -c 'import venv, ensurepip' \
 	  || { echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[etcd,test]'
 	@rm -f .venv/ready-* && touch $@
 
 clean:

@@ -14,8 +14,10 @@ import pytest
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.base import Store
+from elastirun.rendezvous.stores.etcd import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore, connector, serve, tcp_store_class
+from tests.etcd_server import Etcd, etcd
 
 PATIENCE = 60.0  # seconds; far beyond what anything here takes
 T = TypeVar("T")
@@ -75,11 +77,19 @@ class Shelf:
         return self.prefix + name
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(scope="module")
+def etcd_server() -> Iterator[Etcd]:
+    with etcd() as made:
+        yield made
+
+
+@pytest.fixture(params=["memory", "tcp", "etcd"])
 def shelf(request: pytest.FixtureRequest) -> Shelf:
     prefix = f"elastirun/{abs(hash(request.node.name))}/"
     if request.param == "tcp":
         return Shelf(request.getfixturevalue("server").connect, prefix)
+    if request.param == "etcd":
+        return Shelf(etcd_connector(request.getfixturevalue("etcd_server").endpoints), prefix)
     data: dict[str, bytes] = {}
     lock = threading.Lock()
     return Shelf(lambda: MemoryStore(data, lock), prefix)

@@ -1,0 +1,190 @@
+"""One connection to an etcd cluster: its endpoints in turn, until one answers.
+
+``etcd3``'s own client knows one endpoint, never leaves a silent one, never renews its token and lets gRPC's errors through;
+so of that package only the messages are used (``etcd_messages.py``), and this is ours.
+
+What gRPC really does (grpcio 1.85, tried out), and what follows:
+
+- A channel to a server that is stopped stays as it is: its kernel accepts, nobody answers. So every try has a limit, and
+  what did not answer is left for the next endpoint.
+- Channels to one address share a connection, the silent one too, unless each has a pool of its own.
+- ``grpc.keepalive_timeout_ms`` has no effect without ``grpc.http2.ping_timeout_ms``. etcd hangs up on who pings more
+  often than every 5 s, or while nothing is asked.
+- A password as call credentials is refused on a channel without TLS; the token as metadata is not.
+
+A process that has a channel must not fork (exec after vfork, what ``subprocess`` does without ``preexec_fn``, is safe). Channels
+are made in the thread that opens the store, and only there; what must be forked is forked before.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.stores.etcd_messages import load
+
+TRY = 2.0  # seconds for one try
+FIRST_TRY = 1.0  # on an endpoint that has not answered yet, in the first round: a stopped one looks like a slow one
+ROUNDS = 3  # over all endpoints
+DEADLINE = 8.0  # seconds for one operation, however many tries
+PAUSE, LONGEST_PAUSE = 0.2, 1.0  # seconds between two rounds, doubled each time
+LARGEST = 64 << 20  # bytes of an answer
+
+OPTIONS = {
+    "grpc.keepalive_time_ms": 6000,
+    "grpc.keepalive_timeout_ms": 2000,
+    "grpc.http2.ping_timeout_ms": 2000,
+    "grpc.keepalive_permit_without_calls": 0,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.max_receive_message_length": LARGEST,
+    "grpc.use_local_subchannel_pool": 1,
+    "grpc.enable_http_proxy": 0,
+    "grpc.enable_retries": 0,  # we do it ourselves, elsewhere
+}
+ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "CANCELLED")  # another endpoint may do better
+
+T = TypeVar("T")
+Act = Callable[[Any, float, Sequence[tuple[str, str]]], T]  # with a channel, seconds and metadata
+
+
+class LeaseNotFound(StoreError):
+    """The lease is over, and with it what was written under it."""
+
+
+class Cluster:
+    """What all connections of one agent share: which endpoint is in use, the lease."""
+
+    def __init__(self, endpoints: Sequence[str], deadline: float = DEADLINE) -> None:
+        self.endpoints = tuple(endpoints)
+        self.deadline = deadline
+        self.position = random.randrange(len(self.endpoints))  # the agents of a job spread over the members
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"etcd at {', '.join(self.endpoints)}"
+
+    def leave(self, position: int) -> None:
+        """The endpoint at ``position`` does not answer: the next is to be used, if it is not already."""
+        with self._lock:
+            if self.position == position:
+                self.position = (position + 1) % len(self.endpoints)
+
+
+@dataclass
+class Link:
+    """A channel to one of the endpoints."""
+
+    position: int
+    channel: Any
+    answered: bool = False  # on this channel
+
+
+class Client:
+    """Calls etcd's methods. Used by one thread, and by those of its watches."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.messages = load()
+        self.closed = threading.Event()
+        self._link: Link | None = None
+        self._lock = threading.Lock()
+
+    def call(self, name: str, request: Any) -> Any:
+        """etcd's answer to ``request`` by its method ``name``.
+
+        A write may have been carried out by a try whose answer was lost. Errors: ``StoreError``.
+        """
+
+        def act(channel: Any, limit: float, metadata: Sequence[tuple[str, str]]) -> Any:
+            return self.messages.method(channel, name)(request, timeout=limit, metadata=metadata)
+
+        return self.attempt(act)
+
+    def call_stream(self, name: str, request: Any) -> Any:
+        """The first answer of a method that takes and gives streams. Errors: ``StoreError``."""
+
+        def act(channel: Any, limit: float, metadata: Sequence[tuple[str, str]]) -> Any:
+            answers = self.messages.method(channel, name)(iter([request]), timeout=limit, metadata=metadata)
+            try:
+                return next(answers)
+            finally:
+                answers.cancel()
+
+        return self.attempt(act)
+
+    def attempt(self, act: Act[T]) -> T:
+        """The result of ``act`` at the first endpoint that answers. Errors: ``StoreError``, after the last try."""
+        end = time.monotonic() + self.cluster.deadline
+        count = len(self.cluster.endpoints)
+        why = ""
+        for tried in range(1, ROUNDS * count + 1):
+            link = self.link()
+            limit = TRY if link.answered or tried > count else FIRST_TRY
+            try:
+                result = act(link.channel, max(0.1, min(limit, end - time.monotonic())), ())
+                link.answered = True
+                return result
+            except (self.messages.grpc.RpcError, ValueError, StopIteration) as error:
+                why = self._judge(error, limit)
+                self.leave(link)
+            if time.monotonic() >= end:
+                break
+            if tried % count == 0:
+                pause = min(PAUSE * 2 ** (tried // count - 1), LONGEST_PAUSE)
+                self.closed.wait(pause * random.uniform(0.5, 1.0))
+        raise StoreError(f"{self.cluster}: {why}")
+
+    def link(self) -> Link:
+        """The channel to the endpoint in use, made if need be. Errors: ``StoreError`` when this connection is closed."""
+        with self._lock:
+            if self.closed.is_set():
+                raise StoreError(f"{self.cluster}: this connection is closed")
+            if self._link is None:
+                position = self.cluster.position
+                self._link = Link(position, self._dial(self.cluster.endpoints[position]))
+            return self._link
+
+    def leave(self, link: Link) -> None:
+        """Close a channel that is no good, with whatever else is under way on it; the next one goes elsewhere."""
+        with self._lock:
+            if self._link is not link:
+                return  # another thread was faster
+            self._link = None
+            self.cluster.leave(link.position)
+        link.channel.close()
+
+    @property
+    def endpoint(self) -> str:
+        """Where this connection is, or would be made next."""
+        link = self._link
+        return self.cluster.endpoints[link.position if link else self.cluster.position]
+
+    def close(self) -> None:
+        """End all calls. Never raises."""
+        with self._lock:
+            self.closed.set()
+            link, self._link = self._link, None
+        if link is not None:
+            link.channel.close()
+
+    def _dial(self, endpoint: str) -> Any:
+        return self.messages.grpc.insecure_channel(endpoint, options=list(OPTIONS.items()))
+
+    def _judge(self, error: BaseException, limit: float) -> str:
+        """Why the try failed, if another may do better. Errors: ``StoreError`` for what will not get better by trying."""
+        if not isinstance(error, self.messages.grpc.RpcError):
+            return "the connection was closed"  # a ValueError by gRPC: by another thread, before the call began
+        code, details = error.code().name, clip(error.details() or "", 300)
+        if code == "NOT_FOUND" and "lease not found" in details:
+            raise LeaseNotFound(f"{self.cluster}: {details}") from None
+        if code == "DEADLINE_EXCEEDED" and "etcdserver" not in details:
+            return f"no answer within {limit:g} s"
+        if code in ELSEWHERE:
+            return details or code
+        raise StoreError(f"etcd at {self.endpoint}: {details or code}") from None

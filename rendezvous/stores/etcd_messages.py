@@ -1,0 +1,130 @@
+"""etcd's messages and methods as the package ``etcd3`` has them, beside any protobuf from 3.20 on.
+
+etcd3 0.12, the newest there is, cannot be imported with protobuf 4 or later ("Descriptors cannot be created directly"), and an
+environment to train in needs 6 or later. Its ``*_pb2.py`` hold a good description of the protocol all the same, serialized, in one
+line each. That line is all we take: no code of etcd3 is executed. The classes are made in a pool of descriptors of our own, so
+another ``rpc.proto`` in the same process, etcd3's own under an older protobuf too, is in nobody's way.
+
+Neither grpc nor protobuf is imported before ``load`` is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from elastirun.errors import StartError
+
+INSTALL = "pip install 'elastirun[etcd]'"
+FILES = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # in the order in which they need each other
+PACKAGE = "etcdserverpb"
+_STRING = r"""b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_SERIALIZED = re.compile(rf"(?:serialized_pb=|AddSerializedFile\()(?:_b\()?({_STRING})")  # as protoc wrote it up to 3.19, and since
+
+_lock = threading.Lock()  # the driver may have given one connection up, and open another
+_loaded: list[Messages] = []
+
+
+class Messages:
+    """The message classes by name, ``messages.RangeRequest(key=b"a")``, and etcd's methods. ``grpc`` is the module."""
+
+    def __init__(self, descriptions: Iterable[bytes], grpc: Any) -> None:
+        from google.protobuf import descriptor_pb2, descriptor_pool
+
+        self.grpc = grpc
+        self._pool = descriptor_pool.DescriptorPool()
+        self._methods: dict[str, Any] = {}
+        for description in descriptions:
+            self._pool.AddSerializedFile(description)
+            for service in descriptor_pb2.FileDescriptorProto.FromString(description).service:
+                self._methods.update({f"{service.name}/{method.name}": method for method in service.method})
+
+    def __getattr__(self, name: str) -> Any:
+        """The class of the message ``name``."""
+        try:
+            made = self._class_of(self._pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+        except KeyError:
+            raise AttributeError(f"etcd has no message {name}") from None
+        setattr(self, name, made)
+        return made
+
+    @cached_property
+    def _class_of(self) -> Any:
+        from google.protobuf import message_factory
+
+        since_4_22 = getattr(message_factory, "GetMessageClass", None)
+        return since_4_22 or message_factory.MessageFactory(self._pool).GetPrototype
+
+    def method(self, channel: Any, name: str) -> Any:
+        """What calls ``name``, such as ``KV/Range``, over ``channel``: with one message, or for a stream with an iterator of them."""
+        method = self._methods[name]
+        request, answer = (getattr(self, kind.rpartition(".")[2]) for kind in (method.input_type, method.output_type))
+        kind = channel.stream_stream if method.client_streaming else channel.unary_unary
+        return kind(f"/{PACKAGE}.{name}", request_serializer=request.SerializeToString, response_deserializer=answer.FromString)
+
+
+def check_installed() -> None:
+    """Raises ``StartError`` when a package that the store needs is missing. Imports none of them."""
+    for name, package in (("etcd3", "etcd3"), ("grpc", "grpcio"), ("google.protobuf", "protobuf")):
+        try:
+            found = importlib.util.find_spec(name)
+        except ImportError:  # there is no google
+            found = None
+        if found is None:
+            raise StartError(f"the etcd store needs the package {package}, which is not installed here: {INSTALL}")
+    _folder()
+
+
+def load() -> Messages:
+    """The messages and grpc, imported the first time. Raises ``StartError`` when they cannot be had."""
+    with _lock:
+        if not _loaded:
+            check_installed()
+            descriptions = [_description(_folder() / name) for name in FILES]
+            try:
+                with _quiet():
+                    grpc = importlib.import_module("grpc")
+                    grpc.insecure_channel("127.0.0.1:1").close()  # its library is told now whether it may print
+                _loaded.append(Messages(descriptions, grpc))
+            except ImportError as error:
+                raise StartError(f"the etcd store cannot import what it needs: {error}") from None
+        return _loaded[0]
+
+
+def _folder() -> Path:
+    spec = importlib.util.find_spec("etcd3")
+    folder = Path((spec and spec.origin) or "missing").parent / "etcdrpc"
+    if not all((folder / name).is_file() for name in FILES):
+        raise StartError(f"{folder.parent} is not the package etcd3 >= 0.12 (etcd3-py is another one of that name): {INSTALL}")
+    return folder
+
+
+def _description(path: Path) -> bytes:
+    """The serialized description of a protocol in a module that protoc has written."""
+    found = _SERIALIZED.search(path.read_text(encoding="utf-8"))
+    if found is None:
+        raise StartError(f"{path} has no description of etcd's protocol that elastirun can read: pip install 'etcd3==0.12.0'")
+    value = ast.literal_eval(found[1])
+    return value if isinstance(value, bytes) else value.encode("latin-1")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """gRPC's C++ writes a line or four to stderr for a connection that fails, unless told not to before it is first used."""
+    name = "GRPC_VERBOSITY"
+    given = name in os.environ  # somebody wants to see it
+    os.environ.setdefault(name, "NONE")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[name]
