@@ -379,7 +379,7 @@ class Agent:
         assert self._worker_store is not None
         self._world_size = record.world_size
         self._attempt = record.round - 1
-        lone = len(record.members) == 1 and not self._machine.hosting and not self._config.standalone
+        lone = len(record.members) == 1 and not self._config.standalone  # also at our own store, which a thread of its own serves
         self._family.set_lease(LONE_LEASE * self._config.timing.expire if lone else self._lease)
         self._blame.begin(self._attempt, alone=record.world_size == 1)
         try:

@@ -40,8 +40,7 @@ class Codec:
     token: bytes | None = None
 
     def encode(self, key: str, record: Any) -> bytes:
-        text = json.dumps({"v": FORMAT, **_plain(record)}, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        payload = text.encode("ascii")
+        payload = _spell({"v": FORMAT, **_plain(record)})
         return payload + b"\n" + self._mac(key, payload) if self.token else payload
 
     def decode(self, key: str, data: bytes, cls: type[T]) -> T:
@@ -55,13 +54,15 @@ class Codec:
             raise BadRecord(f"{key}: signed, but this node has no token (give the job's --token-file)")
         try:
             plain = json.loads(payload.decode("ascii"), parse_constant=_no_constant)
+            if not isinstance(plain, dict) or plain.pop("v", None) != FORMAT:
+                raise BadRecord(f": not a record of format {FORMAT} (are all nodes on the same elastirun version?)")
+            record: T = _builder(typing.cast(Any, cls))(plain)
+            if _spell({**plain, "v": FORMAT}) != payload:
+                raise BadRecord(": not in canonical form")
         except (ValueError, RecursionError) as error:
             raise BadRecord(f"{key}: not JSON: {type(error).__name__}") from None
-        if not isinstance(plain, dict) or plain.pop("v", None) != FORMAT:
-            raise BadRecord(f"{key}: not a record of format {FORMAT} (are all nodes on the same elastirun version?)")
-        record: T = _build(cls, plain, key)
-        if self.encode(key, record) != data:
-            raise BadRecord(f"{key}: not in canonical form")
+        except BadRecord as error:
+            raise BadRecord(f"{key}{error}") from None
         return record
 
     def _mac(self, key: str, payload: bytes) -> bytes:
@@ -73,6 +74,10 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
     """``text`` as it may stand in a record: printable, no longer than ``limit`` characters."""
     clean = "".join(c if c.isprintable() else " " for c in text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def _spell(plain: dict[str, Any]) -> bytes:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _no_constant(name: str) -> float:
@@ -98,11 +103,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-Build = Callable[[Any, str], Any]
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    return _builder(kind)(value, where)
+Build = Callable[[Any], Any]  # errors: ``BadRecord`` with the way to the field, from where it is called
 
 
 @functools.cache
@@ -116,34 +117,34 @@ def _builder(kind: Any) -> Build:
     if isinstance(kind, types.UnionType):
         (inner,) = (a for a in typing.get_args(kind) if a is not types.NoneType)
         build = _builder(inner)
-        return lambda value, where: None if value is None else build(value, where)
+        return lambda value: None if value is None else build(value)
     if issubclass(kind, enum.Enum):
         return _enum_of(kind)
     return _dataclass_of(kind)
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
-        raise BadRecord(f"{where}: not a string of at most {MAX_TEXT} printable characters")
+        raise BadRecord(f": not a string of at most {MAX_TEXT} printable characters")
     return value  # it may go to a terminal, or into an environment, which takes no NUL
 
 
-def _line(value: Any, where: str) -> str:
+def _line(value: Any) -> str:
     """What a worker wrote to its stderr may hold anything; whoever shows it escapes it."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise BadRecord(f"{where}: not a string of at most {MAX_TEXT} characters")
+        raise BadRecord(f": not a string of at most {MAX_TEXT} characters")
     return value
 
 
-def _int(value: Any, where: str) -> int:
+def _int(value: Any) -> int:
     if type(value) is not int or abs(value) > MAX_INT:
-        raise BadRecord(f"{where}: not an integer within ±2^53")
+        raise BadRecord(": not an integer within ±2^53")
     return value
 
 
-def _float(value: Any, where: str) -> float:
+def _float(value: Any) -> float:
     if type(value) is not float or abs(value) > MAX_INT:
-        raise BadRecord(f"{where}: not a number within ±2^53")
+        raise BadRecord(": not a number within ±2^53")
     return value
 
 
@@ -151,29 +152,29 @@ _SCALARS: dict[Any, Build] = {str: _text, int: _int, float: _float}
 
 
 def _int_in(allowed: range) -> Build:
-    def parse(value: Any, where: str) -> int:
-        if _int(value, where) not in allowed:
-            raise BadRecord(f"{where}: not within {allowed[0]} to {allowed[-1]}")
+    def parse(value: Any) -> int:
+        if _int(value) not in allowed:
+            raise BadRecord(f": not within {allowed[0]} to {allowed[-1]}")
         return int(value)
 
     return parse
 
 
 def _tuple_of(build: Build) -> Build:
-    def parse(value: Any, where: str) -> Any:
+    def parse(value: Any) -> Any:
         if not isinstance(value, list) or len(value) > MAX_ITEMS:
-            raise BadRecord(f"{where}: not a list of at most {MAX_ITEMS} entries")
-        return tuple(build(item, where) for item in value)
+            raise BadRecord(f": not a list of at most {MAX_ITEMS} entries")
+        return tuple(build(item) for item in value)
 
     return parse
 
 
 def _enum_of(kind: type[enum.Enum]) -> Build:
-    def parse(value: Any, where: str) -> Any:
+    def parse(value: Any) -> Any:
         try:
             return kind(value)
         except (ValueError, TypeError):
-            raise BadRecord(f"{where}: not one of {', '.join(str(m.value) for m in kind)}") from None
+            raise BadRecord(f": not one of {', '.join(str(m.value) for m in kind)}") from None
 
     return parse
 
@@ -183,9 +184,15 @@ def _dataclass_of(kind: type[Any]) -> Build:
     names = [f.name for f in dataclasses.fields(kind)]
     builders = {name: _int_in(RANGES[name]) if name in RANGES else _builder(hints[name]) for name in names}
 
-    def parse(value: Any, where: str) -> Any:
+    def parse(value: Any) -> Any:
         if not isinstance(value, dict) or value.keys() != builders.keys():
-            raise BadRecord(f"{where}: not the fields of a {kind.__name__}")
-        return kind(**{name: build(value[name], f"{where}.{name}") for name, build in builders.items()})
+            raise BadRecord(f": not the fields of a {kind.__name__}")
+        fields = {}
+        for name, build in builders.items():
+            try:
+                fields[name] = build(value[name])
+            except BadRecord as error:
+                raise BadRecord(f".{name}{error}") from None
+        return kind(**fields)
 
     return parse

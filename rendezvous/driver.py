@@ -7,6 +7,7 @@ one still writes is harmless because every write is a compare-and-set.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import queue
 import threading
@@ -16,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastirun.errors import BadRecord, ElastirunError, StoreError
-from elastirun.rendezvous.actions import Put, Sync
+from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced, SyncFailed
-from elastirun.rendezvous.records import NodeRow, RoundRecord
+from elastirun.rendezvous.records import Member, MemberList, NodeRow, RoundRecord
 from elastirun.rendezvous.stores.base import Store
 
 MAX_ROW = 256 << 10  # bytes; a row with 30 stderr lines of several failed workers
@@ -52,6 +53,7 @@ class Exchange:
         self._codec = codec
         self._clock = clock
         self._newest: RoundRecord | None = None  # of those read
+        self._listed: tuple[str, tuple[Member, ...]] = ("", ())  # the member list read or written last, with its digest
         self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
 
     def carry_out(self, store: Store, sync: Sync, started: float) -> Synced:
@@ -72,13 +74,13 @@ class Exchange:
         if sync.put is not None:
             yield from self._put_row(sync.put)
         if sync.change is not None:
-            key = self._job + "round"
-            base = sync.change.base
-            yield _put_if(key, None if base is None else self._encode(key, base), self._codec.encode(key, sync.change.record))
-        record = yield from self._read_round()
-        ids = sync.rows
-        found = yield _under(self._job + "node/") if ids is None else _get([self._key(i) for i in sorted({*ids, self._me})])
-        rows = self._parse_rows(found, ids is None, ignored)
+            yield from self._put_round(sync.change)
+        key, everything = self._job + "round", sync.rows is None
+        found = yield _get([key, *(self._key(i) for i in sorted({*(sync.rows or ()), self._me}))])
+        record = yield from self._parse_round(found.pop(key, None))
+        if everything:
+            found = yield _under(self._job + "node/")
+        rows = self._parse_rows(found, everything, ignored)
         return Synced(self._clock(), started, record, rows, rows.get(self._me), ignored=tuple(ignored[:4]))
 
     def _put_row(self, put: Put) -> Steps:
@@ -93,11 +95,22 @@ class Exchange:
         except BadRecord:
             yield _put_if(key, found, value)  # somebody else has written into our row
 
-    def _read_round(self) -> Steps:
-        key = self._job + "round"
-        found = yield _get([key])
+    def _put_round(self, change: Change) -> Steps:
+        """By compare-and-set. A new list of members is there before the record that names it."""
+        key, base, record = self._job + "round", change.base, change.record
+        if record.members and (base is None or base.members != record.members):
+            digest, data = self._list(record.members)
+            found = yield _put_if(self._members_key(digest), None, data)
+            if found is not None and found != data:
+                yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
+        yield _put_if(key, None if base is None else self._encode(key, self._short(base)), self._codec.encode(key, self._short(record)))
+
+    def _parse_round(self, data: bytes | None) -> Steps:
         try:
-            record = self._decode(key, found[key], self._parse_round) if found else None
+            record = None if data is None else self._decode(self._job + "round", data, self._parse_short)
+            if record is not None and record.members_digest:
+                members = yield from self._read_members(record.members_digest)
+                record = replace(record, members=members, members_digest="")
         except BadRecord as error:
             raise StoreError(f"the round record is unreadable: {error}") from None
         newest = self._newest
@@ -105,6 +118,28 @@ class Exchange:
             raise StoreError(f"somebody has put back an older round record: version {record.version} after {newest.version}")
         self._newest = record
         return record
+
+    def _read_members(self, digest: str) -> Steps:
+        if self._listed[0] != digest:
+            key = self._members_key(digest)
+            data = (yield _get([key])).get(key, b"")
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise BadRecord(f"{key}: the members are missing there, or others")
+            self._listed = digest, self._codec.decode(self._job + "members", data, MemberList).members
+        return self._listed[1]
+
+    def _list(self, members: tuple[Member, ...]) -> tuple[str, bytes]:
+        """The digest and the bytes of a list of members."""
+        data = self._codec.encode(self._job + "members", MemberList(members))
+        self._listed = hashlib.sha256(data).hexdigest(), members
+        return self._listed[0], data
+
+    def _short(self, record: RoundRecord) -> RoundRecord:
+        """As it is stored, without the members: a thousand nodes read it twice a second."""
+        if not record.members:
+            return record
+        digest = self._listed[0] if self._listed[1] == record.members else self._list(record.members)[0]
+        return replace(record, members=(), members_digest=digest)
 
     def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
         rows: dict[str, NodeRow] = {}
@@ -131,7 +166,7 @@ class Exchange:
             known = self._known[key] = (data, parse(key, data))
         return known[1]
 
-    def _parse_round(self, key: str, data: bytes) -> RoundRecord:
+    def _parse_short(self, key: str, data: bytes) -> RoundRecord:
         return self._codec.decode(key, data, RoundRecord)
 
     def _parse_row(self, key: str, data: bytes) -> NodeRow:
@@ -144,6 +179,9 @@ class Exchange:
 
     def _key(self, node_id: str) -> str:
         return f"{self._job}node/{node_id}"
+
+    def _members_key(self, digest: str) -> str:
+        return f"{self._job}members/{digest}"
 
 
 @dataclass

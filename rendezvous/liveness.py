@@ -33,6 +33,8 @@ class Liveness:
                 self._seen[node_id] = _Seen(seq, received, proven=seen is not None and seq >= 0)
             elif started - seen.changed > self.expire:
                 seen.silent = True
+        for node_id in self._seen.keys() - seqs.keys():
+            self._seen[node_id].silent = False  # it may have come back; who is not read is not called silent
 
     def excuse(self, now: float) -> None:
         """The store was in trouble here, perhaps for everyone: nobody's silence until now counts."""

@@ -14,7 +14,7 @@ from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, R
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.liveness import Liveness
-from elastirun.rendezvous.ranks import successors
+from elastirun.rendezvous.reading import Reading
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
 
@@ -25,8 +25,6 @@ LONE_LIMIT, LONE_GRACE = 0.6, 0.2
 LONE_LEASE = LONE_LIMIT + LONE_GRACE  # how long the agent of such a round may stand still before its workers are ended
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
 GOODBYE = 2.0  # how long a node tries to write that it has left
-FORMING_POLL = 0.1  # seconds between two looks at all rows while a round forms; grows with the number of rows
-PER_ROW = 0.001
 
 
 class Machine:
@@ -56,6 +54,7 @@ class Machine:
         self._met = False  # this store was seen while its job was open: its end is ours
         self.hosting = False  # this agent hosts the store
         self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
+        self._reading = Reading(rules, row.id, now)
         self._sees_all = False  # ``rows`` are all there are, not only those of the nodes watched
         self._introduced = False  # this node's row may stand in the store
         self._break: Broken | None = None  # how this node wants its own round to end
@@ -69,6 +68,7 @@ class Machine:
         self._leader_since: float | None = None  # since when a round could be formed that another should write
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
+        self._ignored_at = now
         self._trouble = ""
         self._said_last = ""
 
@@ -117,8 +117,9 @@ class Machine:
             self._say(f"the store is back after {event.now - self._contact:.0f} s")
         self._trouble = ""
         self._contact = event.now
-        for note in event.ignored:
-            self._progress(f"ignored: {note}")
+        if event.ignored and event.now >= self._ignored_at:
+            self._ignored_at = event.now + PROGRESS_EVERY
+            self._actions += [Say(f"ignored: {note}") for note in event.ignored]
         if self.record is not None and (event.round is None or event.round.store_id != self.record.store_id):
             self._end(Outcome.STORE_LOST, "the rendezvous store was replaced by another one; its rounds are not ours")
             return
@@ -138,7 +139,10 @@ class Machine:
         seqs = dict.fromkeys(members if self._asked is None else self._asked, -1) | {r.id: r.seq for r in self.rows.values()}
         seqs.pop(self.row.id, None)
         self._live.observe(seqs, event.started, event.now)
-        self._live.forget_all_but(seqs.keys() | set(members))
+        if self._sees_all:
+            self._reading.crowd = len(self.rows)
+        if self._sees_all or self.state is RUNNING:
+            self._live.forget_all_but(seqs.keys() | set(members))
 
     def _stale(self, record: RoundRecord) -> None:
         """A newcomer met the store of a job that is over: its host is about to go, and ours to come."""
@@ -234,8 +238,8 @@ class Machine:
             self._wake_at(decision.check_again)
             return
         self._leader_since = self._now if self._leader_since is None else self._leader_since
-        others_turn = decision.leader != self.row.id and self._now < self._leader_since + 2 * self.rules.beat
-        if not others_turn:
+        mine = decision.leader == self.row.id or self._reading.is_first(record, self._away)
+        if mine or self._now >= self._leader_since + 2 * self.rules.beat:
             self._wanted = Change(record, decision.record)
 
     def _in_ready(self) -> None:
@@ -244,15 +248,17 @@ class Machine:
             if record is not None:
                 self._break_off()
             self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
-        elif all(self._has_seen(m.id, record) for m in record.members):
+        elif self._all_have_seen(record):
             self._go(Trigger.ALL_READY)
             self._actions.append(Start(record, self._place(record) or 0))
         else:
             self._progress(f"round {record.round} is formed; waiting until every member has seen it")
 
-    def _has_seen(self, node_id: str, record: RoundRecord) -> bool:
-        row = self._stored if node_id == self.row.id else self.rows.get(node_id)
-        return row is not None and row.round == record.round and row.status in (READY, RUNNING, DONE)
+    def _all_have_seen(self, record: RoundRecord) -> bool:
+        """Every member has seen the round; one that runs already has found so, which does for those who do not read all rows."""
+        rows = [self._stored if m.id == self.row.id else self.rows.get(m.id) for m in record.members]
+        stand = [row.status for row in rows if row is not None and row.round == record.round]
+        return RUNNING in stand or DONE in stand or stand == [READY] * len(rows)
 
     def _in_running(self) -> None:
         record = self._own_round()
@@ -279,7 +285,7 @@ class Machine:
             missing = [m for m in record.members if not forming.has_succeeded(m, record, self._with_own())]
             if not missing:
                 self._wanted = Change(record, forming.succeed(record, self.row.id))
-            else:
+            elif self._sees_all:
                 self._progress(f"all workers here succeeded; waiting for {forming.names(missing)}")
 
     def _in_draining(self) -> None:
@@ -407,13 +413,9 @@ class Machine:
             return
         self._syncing = True
         self._urgent = False
-        self._next_sync = self._now + self._interval()
-        self._asked = self._to_read()
+        self._next_sync = self._now + self._reading.interval(self.state, self.record)
+        self._asked = self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
         self._actions.append(Sync(self._put(), change, self._asked))
-
-    def _interval(self) -> float:
-        forming_now = self.state in (JOINING, READY, LEFT) and not (self.state is JOINING and self.record and self.record.open)
-        return (FORMING_POLL if forming_now else self.rules.beat) + PER_ROW * len(self.rows)
 
     def _put(self) -> Put | None:
         """The keep-alive: this node's row, when it has something new to say or the beat is due."""
@@ -427,10 +429,9 @@ class Machine:
         self._introduced = True
         return Put(base, new)
 
-    def _to_read(self) -> tuple[str, ...] | None:
-        if self.state in (RUNNING, DRAINING) and self.record is not None:
-            return successors(self.record, self.row.id)
-        return None
+    def _away(self, node_id: str) -> bool:
+        row = self.rows.get(node_id)
+        return self._live.silent(node_id) or (row is not None and row.status is LEFT)
 
     def _with_own(self) -> dict[str, NodeRow]:
         """All rows, with this node's own as it is meant to be, not as it was last read."""
@@ -465,6 +466,8 @@ class Machine:
         if self._break is not None and record.round == self.row.round:
             return Change(record, forming.break_up(record, self._break.cause, self._break.reason, self._break.by))
         for m in record.members:
+            if m.id not in self.rows and not self._live.silent(m.id):
+                continue  # nothing is known of it: most of a thousand members
             gone = m.id != self.row.id and forming.is_over(m, record, self.rows, self._live.silent)
             if gone and not forming.has_succeeded(m, record, self.rows):
                 return Change(record, forming.lose(record, m, self.rows.get(m.id), self._live.silent(m.id), self.rules.expire, self.row.id))

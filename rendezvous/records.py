@@ -1,6 +1,7 @@
 """What the store holds: one row per node, written by that node alone, and one round record, written by whoever gets there first.
 
-Both are immutable values; ``codec.py`` turns them into bytes and back. No field is a date: clocks of different machines
+The members of a round are stored beside its record, since they are long and do not change while it lasts.
+All are immutable values; ``codec.py`` turns them into bytes and back. No field is a date: clocks of different machines
 are never compared (durations only).
 """
 
@@ -85,6 +86,13 @@ class Member:
 
 
 @dataclass(frozen=True)
+class MemberList:
+    """``members/<digest>``: written once, named by the SHA-256 of its bytes."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
 class Broken:
     """The round is over before its work is done; everyone stops its workers and joins the next."""
 
@@ -120,6 +128,7 @@ class RoundRecord:
     repeats: int = 0  # how often that failure came in a row, with no progress between
     quick: int = 0  # how many rounds in a row failed soon after their start
     settings: tuple[str, ...] = ()  # what every node must have been started with
+    members_digest: str = ""  # in the store only, in place of ``members``: the name of their list
 
     @property
     def open(self) -> bool:

@@ -12,9 +12,8 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.driver import Exchange
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
-from tests.sim.world import Node, World
+from tests.sim.world import Node, World, read_round, write_round
 
-ROUND = "job/round"
 ME = "n0-0"
 
 
@@ -68,10 +67,12 @@ class Stage(World):
 
     @property
     def record(self) -> RoundRecord:
-        return Codec().decode(ROUND, self.data[ROUND], RoundRecord)
+        found = read_round(self.data)
+        assert found is not None
+        return found
 
     def write(self, record: RoundRecord) -> None:
-        self.data[ROUND] = Codec().encode(ROUND, record)
+        write_round(self.data, record)
 
     @property
     def mine(self) -> NodeRow:

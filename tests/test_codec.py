@@ -93,7 +93,8 @@ def test_the_spelling_is_what_other_versions_expect() -> None:
     assert PLAIN.encode("round", record) == (
         b'{"broken":{"by":"i","cause":"lost","lost":["j"],"reason":"\\u00e9"},"closed":null,"failures":1,'
         b'"members":[{"address":"10.0.0.1","id":"n0-1","name":"n0","port":29500,"role":"default","slots":2}],'
-        b'"quick":0,"reason":"n1 joined","repeats":0,"round":4,"settings":[],"signature":"","store_id":"s","v":1,"version":9}'
+        b'"members_digest":"","quick":0,"reason":"n1 joined","repeats":0,"round":4,"settings":[],"signature":"",'
+        b'"store_id":"s","v":1,"version":9}'
     )
     assert Codec(b"t").encode("k", MEMBERS[0]).endswith(b'"v":1}\n99f7da7921343e130b3a7039b9246beec3cac7f650240352dab9fb514a8e3d56')
 

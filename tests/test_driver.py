@@ -22,13 +22,14 @@ from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.driver import Driver, Exchange
 from elastirun.rendezvous.events import Synced, SyncFailed
-from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.records import Broken, Cause, ExitRecord, Member, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
 
 PATIENCE = 60.0  # seconds; far beyond what anything here takes
 JOB = "elastirun/job/"
 CODEC = Codec()
+MEMBER = Member("a", "name-a", "10.0.0.1", 1000, 2)
 
 
 def row(i: str, seq: int = 1, **fields: Any) -> NodeRow:
@@ -87,15 +88,46 @@ def test_an_exchange_writes_before_it_reads_and_the_round_before_the_rows() -> N
     store, empty = Watched(), RoundRecord("s")
     sync = Sync(Put(None, row("me")), Change(None, empty), ("a", "b"))
     assert exchange(store, sync) == Synced(7.0, 5.0, empty, {"me": row("me")}, row("me"), hosting=True)
-    assert store.asked == ["put node/me", "put round", "get round", "get node/a node/b node/me"]
+    assert store.asked == ["put node/me", "put round", "get node/a node/b node/me round"]
     store.asked.clear()
     following = replace(empty, version=2)
     answer = exchange(store, Sync(Put(row("me"), row("me", 2)), Change(empty, following)))
     assert (answer.round, answer.row, answer.rows) == (following, row("me", 2), {"me": row("me", 2)})
-    assert store.asked == ["put node/me", "put round", "get round", "under node/"]
+    assert store.asked == ["put node/me", "put round", "get node/me round", "under node/"]
     store.asked.clear()
     assert exchange(store, Sync(rows=())).row == row("me", 2), "one's own row is always read"
-    assert store.asked == ["get round", "get node/me"]
+    assert store.asked == ["get node/me round"]
+
+
+def test_the_members_are_stored_once_beside_the_record_and_before_it() -> None:
+    store, empty = Watched(), RoundRecord("s")
+    exchange(store, Sync(change=Change(None, empty)))
+    store.asked.clear()
+    formed = replace(empty, version=2, round=1, members=(MEMBER, replace(MEMBER, id="b")))
+    assert exchange(store, Sync(change=Change(empty, formed), rows=())).round == formed
+    members, of_the_round, *_ = store.asked
+    assert members.startswith("put members/") and of_the_round == "put round"
+    store.asked.clear()
+    broken = replace(formed, version=3, broken=Broken(Cause.JOIN, "b joined", "b"))
+    node = Exchange(JOB, "b", CODEC, lambda: 7.0)
+    assert node.carry_out(store, Sync(change=Change(formed, broken), rows=()), 5.0).round == broken
+    assert node.carry_out(store, Sync(rows=()), 5.0).round == broken
+    assert store.asked == ["put round", "get node/b round", "get node/b round"], "known members are not read again"
+
+
+@pytest.mark.parametrize("found", [b"garbage", None], ids=["altered", "gone"])
+def test_a_list_of_members_that_is_not_the_one_named_is_not_believed(found: bytes | None) -> None:
+    data: dict[str, bytes] = {}
+    formed = RoundRecord("s", round=1, members=(MEMBER,))
+    exchange(data, Sync(change=Change(None, formed)))
+    (members_key,) = (key for key in data if "members/" in key)
+    del data[members_key]
+    if found is not None:
+        data[members_key] = found
+    with pytest.raises(StoreError, match="round record is unreadable: .*the members are missing there, or others"):
+        exchange(data, Sync(), me="other")
+    del data[JOB + "round"]
+    assert exchange(data, Sync(change=Change(None, formed)), me="third").round == formed, "whoever forms it writes them anew"
 
 
 def test_an_empty_store_is_seen_as_empty() -> None:

@@ -16,7 +16,9 @@ from tests.sim.world import World
 
 
 def record(world: World) -> RoundRecord:
-    return Codec().decode("job/round", world.data["job/round"], RoundRecord)
+    found = world.record
+    assert found is not None
+    return found
 
 
 def started(count: int, **rules: object) -> World:
@@ -41,7 +43,7 @@ def test_below_the_maximum_the_first_round_waits_for_a_last_call() -> None:
     world.run(3)
     b = world.add()  # the last call starts anew
     assert not world.run(4.8, lambda: bool(a.working))
-    assert world.run(1, world.running(a, b))
+    assert world.run(1.2, world.running(a, b))
 
 
 def test_fewer_than_min_wait_and_say_for_whom() -> None:

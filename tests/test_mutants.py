@@ -131,7 +131,7 @@ MUTANTS = (
     # What a node does.
     mutant(
         "no worker starts before every member has seen the round",
-        *("machine", "elif all(self._has_seen(m.id, record) for m in record.members):", "elif True:"),
+        *("machine", "elif self._all_have_seen(record):", "elif True:"),
         *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
     ),
     mutant(
@@ -196,13 +196,23 @@ MUTANTS = (
     ),
     mutant(
         "a running node reads three rows, not all",
-        *("machine", "            return successors(self.record, self.row.id)\n", "            return None\n"),
+        *("reading", "            return successors(record, self.me)\n", "            return None\n"),
         *("machine", "a_running_node_reads_three_rows_however_many_there_are"),
+    ),
+    mutant(
+        "only those first in line read all rows",
+        *("reading", "or self.is_first(record, away):", "or True:"),
+        *("scale", "no_node_but_those_first_in_line_reads_all_rows"),
     ),
     # What comes from outside.
     mutant(
+        "members are those that the record names",
+        *("driver", "if hashlib.sha256(data).hexdigest() != digest:", "if False:"),
+        *("driver", "a_list_of_members_that_is_not_the_one_named_is_not_believed"),
+    ),
+    mutant(
         "a record has one spelling",
-        *("codec", "if self.encode(key, record) != data:", "if False:"),
+        *("codec", 'if _spell({**plain, "v": FORMAT}) != payload:', "if False:"),
         *("codec", "what_is_not_canonical_json_is_bad"),
     ),
     mutant(
@@ -232,7 +242,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def copy_to(folder: Path) -> None:
     """The package and its tests, links resolved."""
-    for name in ("elastirun", "tests"):
+    for name in ("elastirun", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
+from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.driver import Exchange, Operation, Steps
 from elastirun.rendezvous.events import Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
@@ -30,6 +30,17 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 TIME_LIMIT = 3.0  # of one exchange, as the agent has it
 STANDSTILL = 2.0  # as the agent has it
 CODEC = Codec()
+
+
+def read_round(data: dict[str, bytes]) -> RoundRecord | None:
+    """The round record, as a node would read it."""
+    return Exchange("job/", "reader", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(rows=()), 0.0).round
+
+
+def write_round(data: dict[str, bytes], record: RoundRecord) -> None:
+    """Whatever stands there."""
+    data.pop("job/round", None)
+    Exchange("job/", "writer", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(change=Change(None, record), rows=()), 0.0)
 
 
 class Violation(AssertionError):
@@ -159,7 +170,7 @@ class Node:
                 if self.working is not None:
                     raise Violation(f"{self.name} starts workers while others still run")
                 self.working, self.stopping = action.record, False
-                lone = len(action.record.members) == 1 and not self.hosts
+                lone = len(action.record.members) == 1
                 self.lease = LONE_LEASE * self.world.rules.expire if lone else self.usual_lease
                 self.starts.append((action.record.round, action.node_rank, len(action.record.members)))
                 self.began.append(action.record)
@@ -378,7 +389,7 @@ class World:
 
     def _round(self, data: bytes | None) -> RoundRecord | None:
         if data is not self._decoded[0]:
-            self._decoded = (data, None if data is None else CODEC.decode("job/round", data, RoundRecord))
+            self._decoded = (data, None if data is None else read_round({**self.data, "job/round": data}))
         return self._decoded[1]
 
     def pause_store(self) -> None:
