@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from elastirun.rendezvous.stores.etcd_messages import load
 from tests.cluster import PATIENCE, free_port
 
 BINARY = os.environ.get("ELASTIRUN_ETCD_BINARY") or shutil.which("etcd")
@@ -108,6 +110,22 @@ class Etcd:
     def start_one(self, member: Member) -> None:
         """Start a member, the first time or again; it has its data."""
         member.start(self._initial_cluster, self.options)
+
+    def leader(self) -> Member:
+        """Who leads, asked of one member after the other until one knows."""
+        messages = load()
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            for member in self.members:
+                with messages.grpc.insecure_channel(member.endpoint) as channel:
+                    try:
+                        status = messages.method(channel, "Maintenance/Status")(messages.StatusRequest(), timeout=1)
+                    except messages.grpc.RpcError:
+                        continue
+                if status.leader == status.header.member_id:
+                    return member
+            time.sleep(0.05)
+        raise AssertionError("nobody leads")
 
     def stop(self) -> None:
         for member in self.members:

@@ -97,7 +97,7 @@ class EtcdStore:
         self._prefix = prefix.encode()
         self._held: dict[str, Held] = {}  # of the keys this connection has written last, the newest at the end
         try:
-            self._range(self._prefix, end=_after(self._prefix), limit=1, keys_only=True)
+            self._range(*_below(self._prefix), limit=1, keys_only=True)
         except StoreError:
             self._client.close()
             raise
@@ -136,12 +136,12 @@ class EtcdStore:
         return held.value if held else None
 
     def under(self, prefix: str) -> dict[str, bytes]:
-        start, end = self._key(prefix), _after(self._key(prefix))
+        start, end = _below(self._key(prefix))
         found: dict[str, bytes] = {}
         count = size = 0
         more = True
         while more:
-            answer = self._range(start, end=end, limit=PAGE)
+            answer = self._range(start, end, limit=PAGE)
             for kv in answer.kvs:
                 count, size = count + 1, size + len(kv.value)
                 if kv.key.isascii():
@@ -165,8 +165,8 @@ class EtcdStore:
         if len(self._held) > MOST_HELD:
             del self._held[next(iter(self._held))]
 
-    def _range(self, key: bytes, **how: Any) -> Any:
-        end = how.pop("end", b"")
+    def _range(self, key: bytes, end: bytes = b"", **how: Any) -> Any:
+        """etcd's answer about ``key``, or about those from it to before ``end``."""
         return self._client.call("KV/Range", self._client.messages.RangeRequest(key=key, range_end=end, **how))
 
     def _read(self, keys: list[str]) -> list[Held | None]:
@@ -202,9 +202,9 @@ def _held(answer: Any) -> Held | None:
     return Held(answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
 
-def _after(prefix: bytes) -> bytes:
-    """The end of the range of all keys that begin with ``prefix``."""
-    return prefix[:-1] + bytes([prefix[-1] + 1])
+def _below(prefix: bytes) -> tuple[bytes, bytes]:
+    """The range of all keys that begin with ``prefix``, which is ASCII; as etcd names it, two zero bytes are all there are."""
+    return (prefix, prefix[:-1] + bytes([prefix[-1] + 1])) if prefix else (b"\0", b"\0")
 
 
 def connector(endpoints: Sequence[str], prefix: str = PREFIX, expire: float = 5.0, deadline: float = DEADLINE) -> Callable[[], EtcdStore]:

@@ -126,8 +126,9 @@ class Client:
         for tried in range(1, ROUNDS * count + 1):
             link = self.link()
             limit = TRY if link.answered or tried > count else FIRST_TRY
+            limit = max(0.1, min(limit, end - time.monotonic()))
             try:
-                result = act(link.channel, max(0.1, min(limit, end - time.monotonic())), ())
+                result = act(link.channel, limit, ())
                 link.answered = True
                 return result
             except (self.messages.grpc.RpcError, ValueError, StopIteration) as error:
@@ -184,7 +185,7 @@ class Client:
         if code == "NOT_FOUND" and "lease not found" in details:
             raise LeaseNotFound(f"{self.cluster}: {details}") from None
         if code == "DEADLINE_EXCEEDED" and "etcdserver" not in details:
-            return f"no answer within {limit:g} s"
+            return f"no answer within {limit:.1f} s"
         if code in ELSEWHERE:
             return details or code
         raise StoreError(f"etcd at {self.endpoint}: {details or code}") from None

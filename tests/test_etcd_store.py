@@ -1,0 +1,204 @@
+"""What the etcd store does beyond the contract of all stores: leases, pages, the endpoints in turn."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous.stores import etcd as etcd_store
+from elastirun.rendezvous.stores import etcd_client
+from elastirun.rendezvous.stores.etcd import MOST_HELD, MOST_RANGES, PREFIX, EtcdStore, Leases, connector
+from elastirun.rendezvous.stores.etcd_client import Cluster
+from tests.cluster import PATIENCE, free_port
+from tests.etcd_server import Etcd, etcd
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Etcd]:
+    with etcd() as made:
+        yield made
+
+
+@pytest.fixture
+def job() -> str:
+    return f"elastirun/{os.urandom(4).hex()}/"
+
+
+def ask(store: EtcdStore, method: str, **fields: object) -> object:
+    """A question the store has no need of, through its connection."""
+    request = getattr(store._client.messages, method.partition("/")[2] + "Request")
+    return store._client.call(method, request(**fields))
+
+
+def lease_of(store: EtcdStore, key: str) -> int:
+    (kv,) = store._range(store._key(key)).kvs
+    return int(kv.lease)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- leases -------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_under_one_lease_for_all_connections_of_an_agent_and_nothing_else_is(server: Etcd, job: str) -> None:
+    connect = connector(server.endpoints, expire=7.5)
+    first, second, other = connect(), connect(), connector(server.endpoints)()
+    for store, name in ((first, "node/a"), (second, "node/b"), (other, "node/c"), (first, "round")):
+        store.put_if(job + name, None, b"1")
+    a, b, c, of_round = (lease_of(first, job + name) for name in ("node/a", "node/b", "node/c", "round"))
+    assert a == b != 0 and c not in (0, a) and of_round == 0
+    assert ask(first, "Lease/LeaseTimeToLive", ID=a).grantedTTL == 23, "3 x expire, rounded up"  # type: ignore[attr-defined]
+    assert ask(first, "Lease/LeaseTimeToLive", ID=c).grantedTTL == 15  # type: ignore[attr-defined]
+    assert Leases(etcd_store.SHORTEST_LEASE).ttl == 10
+
+
+def test_the_row_of_an_agent_that_is_no_more_vanishes_and_a_living_one_writes_its_own_anew(server: Etcd, job: str) -> None:
+    key, leases = job + "node/a", Leases(1.0)
+    store, other = EtcdStore(Cluster(server.endpoints), leases), connector(server.endpoints)()
+    assert store.put_if(key, None, b"1") == b"1"
+    until(lambda: not other.get([key]))
+    assert store.leases_lost == 0, "it does not know yet"
+    assert store.put_if(key, b"1", b"2") is None, "the row is gone, and says so"
+    assert store.leases_lost == 1
+    assert store.put_if(key, None, b"2") == b"2"
+    assert other.get([key]) == {key: b"2"} and store.leases_lost == 1
+
+
+def test_writing_keeps_the_lease(server: Etcd, job: str) -> None:
+    key, number = job + "node/a", 0
+    store, other = EtcdStore(Cluster(server.endpoints), Leases(1.0)), connector(server.endpoints)()
+    store.put_if(key, None, b"0")
+    lease, began = lease_of(store, key), time.monotonic()
+    while time.monotonic() < began + 4.0:  # four times its length
+        assert store.put_if(key, b"%d" % number, b"%d" % (number + 1)) == b"%d" % (number + 1)
+        number += 1
+        time.sleep(0.05)
+    assert lease_of(other, key) == lease and store.leases_lost == 0
+
+
+def test_a_lease_that_is_found_lost_in_the_middle_of_a_write_is_replaced(server: Etcd, job: str) -> None:
+    store = connector(server.endpoints)()
+    store.put_if(job + "node/a", None, b"1")
+    lost = lease_of(store, job + "node/a")
+    ask(store, "Lease/LeaseRevoke", ID=lost)
+    assert store.put_if(job + "node/b", None, b"1") == b"1"
+    assert lease_of(store, job + "node/b") not in (0, lost)
+    assert store.leases_lost == 1 and store.get([job + "node/a"]) == {}
+
+
+# -- keys and their number ------------------------------------------------------------------------------------------------------
+
+
+def test_the_prefix_stands_before_every_key_and_is_never_seen(server: Etcd, job: str) -> None:
+    one, two, everything = (connector(server.endpoints, prefix=prefix)() for prefix in ("/one/", "/two/", ""))
+    assert one.put_if(job + "k", None, b"1") == b"1" and two.put_if(job + "k", None, b"2") == b"2"
+    assert one.under(job) == one.get([job + "k"]) == {job + "k": b"1"}
+    assert everything.get([f"/one/{job}k", f"/two/{job}k"]) == {f"/one/{job}k": b"1", f"/two/{job}k": b"2"}
+    assert set(everything.under("")) >= {f"/one/{job}k", f"/two/{job}k"}
+    assert PREFIX == "/elastirun/"
+
+
+def test_more_keys_than_a_transaction_or_an_answer_may_hold(server: Etcd, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_store, "PAGE", 40)
+    store = connector(server.endpoints)()
+    names = [f"{job}{i:03}" for i in range(2 * MOST_RANGES + 4)]
+    for name in names:
+        assert store.put_if(name, None, name.encode()) == name.encode()
+    everything = {name: name.encode() for name in names}
+    assert store.get([*reversed(names), job + "none"]) == store.under(job) == everything
+    assert len(store._held) <= MOST_HELD, "its memory does not grow with the keys it ever wrote"
+
+
+def test_what_foreign_hands_put_there_is_bounded_and_harmless(server: Etcd, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_store, "PAGE", 4)
+    monkeypatch.setattr(etcd_store, "MOST_KEYS", 20)
+    store = connector(server.endpoints)()
+    ask(store, "KV/Put", key=store._key(job) + b"\xff\n\x00", value=b"?")
+    ask(store, "KV/Put", key=store._key(job) + b"empty", value=b"")
+    assert store.under(job) == {job + "empty": b""}
+    for i in range(20):
+        store.put_if(f"{job}{i}", None, b"1")
+    with pytest.raises(StoreError, match=rf"2[0-4] keys with \d+ bytes below {job}: somebody floods the store"):
+        store.under(job)
+    monkeypatch.setattr(etcd_store, "LARGEST", 10)
+    with pytest.raises(StoreError, match="floods"):
+        store.under(job)
+
+
+def test_a_value_that_was_deleted_and_written_again_is_what_was_expected(server: Etcd, job: str) -> None:
+    """Its revision is another one; the contract speaks of values."""
+    store = connector(server.endpoints)()
+    store.put_if(job + "k", None, b"1")
+    ask(store, "KV/DeleteRange", key=store._key(job + "k"))
+    ask(store, "KV/Put", key=store._key(job + "k"), value=b"1")
+    assert store.put_if(job + "k", b"1", b"2") == b"2"
+
+
+def test_too_large_a_value_is_refused_at_once(server: Etcd, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_client, "PAUSE", PATIENCE)
+    monkeypatch.setattr(etcd_client, "LONGEST_PAUSE", PATIENCE)
+    store = connector(server.endpoints)()
+    for size in (17 << 16, 9 << 20):
+        with pytest.raises(StoreError, match=f"etcd at {server.endpoints[0]}: .*(too large|larger than max)"):
+            store.put_if(job + "k", None, b"x" * (size + (1 << 19)))
+    assert store.get([job + "k"]) == {}
+
+
+# -- endpoints --------------------------------------------------------------------------------------------------------------------
+
+
+def test_endpoints_that_do_not_answer_are_passed_over_wherever_it_begins(server: Etcd, job: str) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        endpoints = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{silent.getsockname()[1]}", server.endpoints[0]]
+        for position in range(3):
+            cluster = Cluster(endpoints)
+            cluster.position = position
+            store = EtcdStore(cluster, Leases(10.0))
+            assert store.endpoint == server.endpoints[0]
+            assert store.put_if(f"{job}{position}", None, b"1") == b"1"
+            assert EtcdStore(cluster, Leases(10.0)).endpoint == server.endpoints[0], "what one has learnt they all know"
+            store.close()
+
+
+def test_a_server_that_was_away_is_found_again_by_the_same_connection(job: str) -> None:
+    with etcd() as own:
+        store = connector(own.endpoints)()
+        assert store.put_if(job + "k", None, b"1") == b"1"
+        own.stop()
+        with pytest.raises(StoreError, match=f"^etcd at {own.endpoints[0]}: .*refused"):
+            store.get([job + "k"])
+        own.start()
+        assert store.put_if(job + "k", b"1", b"2") == b"2"
+
+
+def test_a_silent_server_costs_the_deadline_and_no_more(server: Etcd, job: str) -> None:
+    with etcd() as own:
+        store = connector(own.endpoints, deadline=0.3)()
+        (member,) = own.members
+        member.freeze()
+        began = time.monotonic()
+        with pytest.raises(StoreError, match=rf"^etcd at {own.endpoints[0]}: no answer within 0\.[0-9]+ s$"):
+            store.put_if(job + "k", None, b"1")
+        assert time.monotonic() - began < 10
+        member.thaw()
+
+
+def test_a_closed_connection_says_so_and_the_others_do_not_care(server: Etcd, job: str) -> None:
+    connect = connector(server.endpoints)
+    store, other = connect(), connect()
+    store.close()
+    with pytest.raises(StoreError, match="this connection is closed"):
+        store.get([job + "k"])
+    assert other.get([job + "k"]) == {}
