@@ -28,7 +28,8 @@ from elastirun.config import Command, LaunchConfig
 from elastirun.errors import ElastirunError, ExitCode, StartError, UsageError
 from elastirun.options import GROUPS, OPTIONS, RUN, Option, normalise
 from elastirun.parse import quote
-from elastirun.resolve import Facts, Reading, Row, resolve
+from elastirun.reading import Facts, Reading, Row
+from elastirun.resolve import resolve
 
 TOKEN_BYTES = range(16, 4097)  # how long a secret may be
 

@@ -43,6 +43,20 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
+class Etcd:
+    """An etcd cluster to meet at, by version 3 of its API. The files are PEM."""
+
+    endpoints: tuple[Endpoint, ...]  # its members, or some of them; none: a private server that the agent starts
+    tls: bool = False
+    ca_cert: str | None = None  # None: the authorities this machine trusts
+    cert: str | None = None  # ours, with ``key``, where etcd asks for one
+    key: str | None = None
+    user: str | None = None
+    password_file: str | None = None
+    prefix: str = "/elastirun/"  # of every key
+
+
+@dataclass(frozen=True)
 class Command:
     """What each worker runs. ``${local_rank}`` in ``args`` is replaced per worker."""
 
@@ -96,7 +110,8 @@ class LaunchConfig:
     max_nodes: int
     nproc: int  # workers on this node
     run_id: str
-    endpoint: Endpoint | None  # None: a private store inside this one agent (--standalone)
+    endpoint: Endpoint | None  # of the store that one of the agents serves; without it and etcd: a private one inside this agent
+    etcd: Etcd | None = None
     is_host: bool | None = None  # None: host the store when an address of the endpoint is ours
     fixed_ranks: bool = False  # the static backend: node rank r is the node started with --node-rank r
     node_rank: int | None = None  # a wish, binding with fixed_ranks
@@ -116,4 +131,5 @@ class LaunchConfig:
 
     @property
     def standalone(self) -> bool:
-        return self.endpoint is None
+        """Nobody but this agent can reach the store."""
+        return self.endpoint is None and (self.etcd is None or not self.etcd.endpoints)

@@ -4,6 +4,7 @@
     ├── UsageError         bad option, variable or combination; nothing was started        exit 2
     ├── StartError         a valid command that this machine cannot carry out              exit 3
     ├── StoreError         the rendezvous store did not answer, or answered with an error  (retried; exit 201 when it stays)
+    │   └── StoreRefused   … or does not let us in: waiting does not help
     └── BadRecord          bytes in the store that are not one of our records
         └── BadSignature   … or that were not signed with our token
 
@@ -62,6 +63,10 @@ class StartError(ElastirunError):
 
 class StoreError(ElastirunError):
     """A store operation failed; whether it was applied is not known."""
+
+
+class StoreRefused(StoreError):
+    """The store is there and will not have us: a wrong password, no permission, an expired certificate. Only people can mend that."""
 
 
 class BadRecord(ElastirunError):

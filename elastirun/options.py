@@ -40,7 +40,7 @@ class Option:
         return f"PET_{self.dest.upper()}" if self.in_environment else None
 
 
-_BACKEND_RULE = "Not given: c10d for MIN:MAX or an endpoint without --node-rank."
+_BACKEND_RULE = "static: fixed node ranks. Not given: c10d for MIN:MAX or an endpoint without --node-rank."
 _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
     f"{time:g}"
     for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
@@ -63,9 +63,9 @@ GROUPS = {
         Option("role", "NAME", "default", "A name for the workers: ROLE_NAME in their environment."),
     ),
     "Rendezvous": (
-        Option("rdzv_endpoint", "HOST[:PORT]", "", "Where the nodes meet, the same on every node. PORT: 29400 (static: 29500)."),
+        Option("rdzv_endpoint", "HOST[:PORT]", "", "Where the nodes meet. PORT: 29400, static: 29500; etcd: HOST:2379,HOST:2379,..."),
         Option("rdzv_id", "NAME", "none", "The job's name, the same on every node; another job must have another."),
-        Option("rdzv_backend", "c10d|static", "static", f"c10d: elastic. static: fixed node ranks. {_BACKEND_RULE}"),
+        Option("rdzv_backend", "c10d|static|etcd", "static", f"etcd: at servers of their own. {_BACKEND_RULE}"),
         Option("master_addr", "HOST", "127.0.0.1", "The address of node 0, where the nodes meet; --rdzv-endpoint goes before it."),
         Option("master_port", "PORT", None, "The port that goes with --master-addr; 29500 if not given."),
         Option("local_addr", "HOST", None, "The address by which the others reach this node, if not the one it finds itself."),

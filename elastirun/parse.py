@@ -145,6 +145,23 @@ def endpoint(text: str, default_port: int) -> Endpoint:
     return Endpoint(host(where), int(port))
 
 
+def etcd_endpoints(text: str) -> tuple[bool | None, tuple[Endpoint, ...]]:
+    """``a:2379,b:2379``, each with ``http://`` or ``https://`` in front or all without: whether it is https (None: not said), and which."""
+    schemes: set[str] = set()
+    found: list[Endpoint] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        scheme, separator, rest = item.rpartition("://")
+        if scheme.lower() not in ("", "http", "https") or (separator and not scheme):
+            raise ValueError(f"{quote(item)}: etcd is reached by http:// or https://")
+        schemes.add(scheme.lower())
+        found.append(endpoint(rest.rstrip("/"), ETCD_PORT))
+    if not found or any(one.port == 0 for one in found):
+        raise ValueError(f"{quote(text)} names no etcd server; give HOST:{ETCD_PORT},HOST:{ETCD_PORT},...")
+    if len(schemes) > 1:
+        raise ValueError(f"{quote(text)} mixes http and https; give all servers with the same")
+    return {"": None, "http": False, "https": True}[schemes.pop()], tuple(dict.fromkeys(found))
+
+
 def _is_ipv6(text: str) -> bool:
     try:
         ipaddress.IPv6Address(text)
@@ -233,12 +250,14 @@ class RdzvConf:
     keep_alive_max_attempt: int | None = None
     is_host: bool | None = None
     rank: int | None = None
-    etcd_keys: tuple[str, ...] = ()  # keys given that only an etcd backend would read
+    etcd: tuple[tuple[str, str], ...] = ()  # what only the etcd backend reads, by the names of ``ETCD_KEYS``
 
 
+ETCD_PORT = 2379
 KEYS = ("join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "rank", "store_type")
 KEYS_WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "heartbeat", "read_timeout")  # there is no such step here
-ETCD_KEYS = ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "cert", "key", "cacert", "etcd_prefix")
+ETCD_KEYS = ("protocol", "cacert", "cert", "key", "user", "password_file", "prefix")
+ETCD_ALIASES = {"ca_cert": "cacert", "ssl_cert": "cert", "ssl_cert_key": "key", "etcd_prefix": "prefix"}  # torchrun's other names
 
 
 def rdzv_conf(text: str) -> RdzvConf:
@@ -263,7 +282,7 @@ def rdzv_conf(text: str) -> RdzvConf:
         keep_alive_max_attempt=read("keep_alive_max_attempt", integer(1)),
         is_host=read("is_host", boolean),
         rank=read("rank", integer(0)),
-        etcd_keys=tuple(key for key in given if key in ETCD_KEYS),
+        etcd=tuple((key, value) for key, value in given.items() if key in ETCD_KEYS),
     )
 
 
@@ -274,6 +293,9 @@ def _key_values(text: str) -> dict[str, str]:
         key, _, value = (part.strip() for part in item.partition("="))
         if not key or not value:
             raise ValueError(f"{quote(item)} is not KEY=VALUE; give KEY=VALUE,KEY=VALUE such as join_timeout=300,is_host=1")
+        key = ETCD_ALIASES.get(key, key)
+        if key == "password":
+            raise ValueError("a password on a command line can be read by everyone on this machine; give password_file=PATH instead")
         if key not in known + ETCD_KEYS:
             raise ValueError(f"no key {quote(key)}{nearest(key, known) or '; the keys are ' + ', '.join(known)}")
         given[key] = value

@@ -7,20 +7,16 @@ A command line that works under torchrun works here. What torchrun ignores silen
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from elastirun import parse
-from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, StdMap, Timing
+from elastirun.config import Command, LaunchConfig, LogPolicy, StdMap, Timing
 from elastirun.errors import UsageError
-from elastirun.options import BY_DEST, OPTIONS
+from elastirun.meeting import meeting
+from elastirun.reading import Facts, Reading
 
-T = TypeVar("T")
-
-DEFAULT, ENVIRONMENT, COMMAND_LINE = range(3)  # how close to the user a value was given
-C10D_PORT, STATIC_PORT = 29400, 29500
 STATIC_JOIN_TIMEOUT = 900.0  # torchrun's
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's variable for --shutdown-timeout
 MOST_WORKERS = 4096
@@ -28,88 +24,12 @@ LEAST_LOG_LIMIT = 1 << 16  # bytes; the longest line that is kept in one piece
 SHORTEST_EXPIRE = 1.0  # below this a busy node is taken for a lost one
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What only the machine can tell."""
-
-    cpus: Callable[[], int]  # CPUs this process may use
-    devices: Callable[[str], int | None]  # how many of "gpu", "xpu", "auto" or another kind; None: no such kind; ValueError: cannot tell
-    new_id: Callable[[], str]  # a name that nobody else has
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of ``--dry-run``."""
-
-    option: str
-    value: str
-    source: str
-
-
-class Reading:
-    """The options as they were given, and what became of them: warnings, and values that were derived."""
-
-    def __init__(self, given: Mapping[str, str], environ: Mapping[str, str]) -> None:
-        """``given``: dest -> text from the command line, "1" for a flag."""
-        self.given = given
-        self.environ = environ
-        self.warnings: list[str] = []
-        self._derived: dict[str, tuple[str, str]] = {}
-
-    def level(self, dest: str) -> int:
-        if dest in self.given:
-            return COMMAND_LINE
-        env = BY_DEST[dest].env
-        return ENVIRONMENT if env is not None and env in self.environ else DEFAULT
-
-    def label(self, dest: str) -> str:
-        """The name under which the value was given: ``--nnodes`` or ``PET_NNODES``."""
-        option = BY_DEST[dest]
-        return option.env if option.env and self.level(dest) == ENVIRONMENT else option.name
-
-    def text(self, dest: str) -> str | None:
-        option = BY_DEST[dest]
-        if dest in self.given:
-            return self.given[dest]
-        return self.environ.get(option.env, option.default) if option.env else option.default
-
-    def read(self, dest: str, parser: Callable[[str], T]) -> T:
-        try:
-            return parser(self.text(dest) or "")
-        except ValueError as error:
-            raise UsageError(f"{self.label(dest)}: {error}") from None
-
-    def optional(self, dest: str, parser: Callable[[str], T]) -> T | None:
-        return None if self.text(dest) is None else self.read(dest, parser)
-
-    def flag(self, dest: str) -> bool:
-        return bool(self.optional(dest, parse.boolean))
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def derive(self, dest: str, value: object, why: str) -> None:
-        """``--dry-run`` shows this in place of what was given."""
-        self._derived[dest] = (str(value), f"derived: {why}")
-
-    def rows(self) -> list[Row]:
-        found = []
-        for option in OPTIONS:
-            level = self.level(option.dest)
-            source = (f"environment {option.env}", "command line")[level - 1] if level else "default"
-            text = self.text(option.dest)
-            shown = ("yes" if self.flag(option.dest) else "no") if option.flag else text or "-"
-            value, source = self._derived.get(option.dest, (shown, source))
-            found.append(Row(option.name, value if value.isprintable() else parse.quote(value), source))
-        return found
-
-
 def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
     """The configuration for ``script`` (the program and its arguments). Raises ``UsageError``; leaves its warnings in ``r``."""
     command = _command(r, script)
     conf = r.read("rdzv_conf", parse.rdzv_conf)
-    meeting = _meeting(r, conf, facts)
-    timing = _timing(r, conf, meeting.static)
+    met = meeting(r, conf, facts)
+    timing = _timing(r, conf, met.static)
     logs = _logs(r)
     r.read("monitor_interval", parse.seconds(0.0, above=True))
     r.read("start_method", parse.choice("spawn", "fork", "forkserver"))
@@ -117,14 +37,15 @@ def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
         raise UsageError(f"{r.label('logs_specs')}: another layout of the logs is not built yet in this version; leave it out")
     config = LaunchConfig(
         command=command,
-        min_nodes=meeting.low,
-        max_nodes=meeting.high,
+        min_nodes=met.low,
+        max_nodes=met.high,
         nproc=1,
-        run_id=meeting.run_id,
-        endpoint=meeting.endpoint,
-        is_host=meeting.is_host,
-        fixed_ranks=meeting.static,
-        node_rank=meeting.node_rank,
+        run_id=met.run_id,
+        endpoint=met.endpoint,
+        etcd=met.etcd,
+        is_host=met.is_host,
+        fixed_ranks=met.static,
+        node_rank=met.node_rank,
         local_addr=r.optional("local_addr", parse.host) if r.text("local_addr") else None,
         role=r.read("role", parse.name),
         max_restarts=r.read("max_restarts", parse.integer(0)),
@@ -143,7 +64,7 @@ def resolve(r: Reading, script: Sequence[str], facts: Facts) -> LaunchConfig:
         both = f"{r.label('forward_signals')} and {r.label('signals_to_handle')}"
         raise UsageError(f"{both} contradict each other on {twice[0]}; name it in one of them")
     nproc = _workers(r, facts)  # last, because it may take a second
-    _check_ranks(r, logs, nproc, alone=meeting.high == 1)
+    _check_ranks(r, logs, nproc, alone=met.high == 1)
     _check_gpus(r, nproc, facts)
     return replace(config, nproc=nproc)
 
@@ -159,146 +80,6 @@ def _command(r: Reading, script: Sequence[str]) -> Command:
     elif module and no_python:
         raise UsageError(f"{r.label('module')} and {r.label('no_python')} contradict each other (a module needs python); leave one out")
     return Command(script[0], tuple(script[1:]), module and not run_path, no_python and not run_path, run_path)
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    low: int
-    high: int
-    endpoint: Endpoint | None
-    static: bool
-    node_rank: int | None
-    is_host: bool | None
-    run_id: str
-
-
-def _meeting(r: Reading, conf: parse.RdzvConf, facts: Facts) -> _Meeting:
-    """Where, with how many and in which order the nodes meet."""
-    low, high = asked = r.read("nnodes", parse.nodes)
-    if r.flag("standalone"):
-        backend, endpoint, why = "c10d", None, r.label("standalone")
-        _ignored_alone(r)
-    else:
-        backend = _backend(r, low, high)
-        endpoint, why = _endpoint(r, backend, high)
-    if endpoint is None:
-        low, high = _alone(r, low, high, why)
-    static = backend == "static" and endpoint is not None
-    if static and low < high:
-        r.warn(f"{r.label('nnodes')}: {backend} always waits for all {high} nodes; for {low} to {high} use --rdzv-backend=c10d")
-        low = high
-    if (low, high) != asked:
-        r.derive("nnodes", f"{low}:{high}", why if endpoint is None else "the static backend")
-    for key in conf.etcd_keys:
-        r.warn(f"{r.label('rdzv_conf')}: {key} has no effect, it is for etcd")
-    node_rank = _node_rank(r, conf, static, high)
-    is_host = node_rank == 0 if conf.is_host is None and static else conf.is_host
-    return _Meeting(low, high, endpoint, static, node_rank, is_host, _run_id(r, high, endpoint, static, facts))
-
-
-def _ignored_alone(r: Reading) -> None:
-    """torchrun ignores these without a word."""
-    standalone = r.label("standalone")
-    backend, endpoint = r.text("rdzv_backend"), r.text("rdzv_endpoint")
-    if endpoint and not endpoint.strip().endswith(":0"):
-        r.warn(f"{r.label('rdzv_endpoint')} is ignored: {standalone} is for this node alone")
-    if backend != "c10d" and r.level("rdzv_backend"):
-        r.warn(f"{r.label('rdzv_backend')} is ignored: {standalone} is for this node alone")
-    r.derive("rdzv_backend", "c10d", standalone)
-    r.derive("rdzv_endpoint", "private", standalone)
-
-
-def _alone(r: Reading, low: int, high: int, why: str) -> tuple[int, int]:
-    if low > 1:
-        raise UsageError(f"{r.label('nnodes')}: {low} nodes cannot meet with {why}; give all the same --rdzv-endpoint=HOST instead")
-    if high > 1:
-        r.warn(f"{r.label('nnodes')}: no other node can join with {why}; this node runs alone")
-    return 1, 1
-
-
-def _backend(r: Reading, low: int, high: int) -> str:
-    if (r.text("rdzv_backend") or "").startswith("etcd"):
-        raise UsageError(f"{r.label('rdzv_backend')}: the etcd backend is not built yet in this version; use c10d, which needs no server")
-    backend = r.read("rdzv_backend", parse.choice("c10d", "static"))
-    if r.level("rdzv_backend") or high == 1:
-        return backend
-    if low < high:
-        r.derive("rdzv_backend", "c10d", "MIN:MAX nodes")
-        return "c10d"
-    if (r.text("rdzv_endpoint") or "").strip() and not r.level("node_rank"):
-        r.derive("rdzv_backend", "c10d", "an endpoint and no --node-rank")
-        return "c10d"
-    return backend
-
-
-def _endpoint(r: Reading, backend: str, high: int) -> tuple[Endpoint | None, str]:
-    """Where the nodes meet, or None for a private place, and why."""
-    master = r.level("master_addr") if high > 1 else backend == "static" and r.level("master_port")
-    if (r.text("rdzv_endpoint") or "").strip():
-        port = STATIC_PORT if backend == "static" and r.level("rdzv_backend") else C10D_PORT
-        endpoint = r.read("rdzv_endpoint", lambda text: parse.endpoint(text, port))
-        why = f"{r.label('rdzv_endpoint')}={endpoint}"
-        if str(endpoint) != r.text("rdzv_endpoint"):
-            r.derive("rdzv_endpoint", endpoint, f"{r.label('rdzv_endpoint')}, with {backend}'s port")
-        for dest, own in (("master_addr", endpoint.host), ("master_port", str(endpoint.port))):
-            if r.level(dest) == COMMAND_LINE and r.text(dest) != own:
-                r.warn(f"{r.label(dest)} is ignored: {r.label('rdzv_endpoint')} goes before it")
-    elif master:
-        number = r.optional("master_port", parse.integer(0, 65535))
-        endpoint = Endpoint(r.read("master_addr", parse.host), STATIC_PORT if number is None else number)
-        why = f"{r.label('master_port')}={number}"
-        r.derive("rdzv_endpoint", endpoint, "--master-addr and --master-port")
-    elif high > 1:
-        how = "--rdzv-endpoint=HOST:29400, or --master-addr=HOST and each its own --node-rank"
-        raise UsageError(f"{r.label('nnodes')}: {high} nodes need a place to meet; give all the same {how}")
-    else:
-        r.derive("rdzv_endpoint", "private", "one node without an endpoint")
-        return None, "one node"
-    if endpoint.port:
-        return endpoint, why
-    r.derive("rdzv_endpoint", "private", f"port 0 of {why}")
-    return None, why
-
-
-def _node_rank(r: Reading, conf: parse.RdzvConf, static: bool, high: int) -> int | None:
-    label = r.label("node_rank")
-    rank = r.read("node_rank", parse.integer(0)) if r.level("node_rank") else None
-    if rank is None and conf.rank is not None:
-        rank, label = conf.rank, f"{r.label('rdzv_conf')} rank"
-        r.derive("node_rank", rank, label)
-    elif rank is not None and conf.rank not in (None, rank):
-        r.warn(f"{r.label('rdzv_conf')}: rank={conf.rank} is ignored, {label}={rank} goes before it")
-    if rank is None:
-        if not static:
-            r.derive("node_rank", "-", "ranks are given as nodes join")
-        elif high > 1:
-            r.warn("--node-rank is not given, so this is node 0; with the static backend each node needs its own")
-        return 0 if static else None
-    if rank < high:
-        return rank
-    if static and r.level("node_rank"):
-        raise UsageError(f"{label}: there is no node {rank} among {high}; give 0 to {high - 1}, or raise --nnodes")
-    places = f"there is no such place among {high}" if high > 1 else "this node runs alone"
-    r.warn(f"{label}={rank} is ignored: {places}" + ("" if r.level("nnodes") else "; is --nnodes missing?"))
-    r.derive("node_rank", 0 if static else "-", places)
-    return 0 if static else None
-
-
-def _run_id(r: Reading, high: int, endpoint: Endpoint | None, static: bool, facts: Facts) -> str:
-    run_id, label = r.read("rdzv_id", parse.name), r.label("rdzv_id")
-    if not run_id.strip():
-        if high > 1:
-            raise UsageError(f"{label}: it is empty, and nodes need a common name to meet; give all nodes of the job the same")
-        r.warn(f"{label}: it is empty; a random name is taken")
-    elif run_id != "none":
-        return run_id
-    elif high > 1:
-        if not static:
-            r.warn(f"--rdzv-id is not given: jobs without one that use {endpoint} are taken for one job; give all nodes of a job one name")
-        return run_id
-    run_id = facts.new_id()
-    r.derive("rdzv_id", run_id, "random, for one node")
-    return run_id
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,8 @@ BAD = [
     ("--standalone=1 t.py", "takes no value"),
     ("--standalone --nnodes=2 t.py", "--standalone"),
     ("--rdzv-backend=nope t.py", "c10d, static"),
-    ("--rdzv-backend=etcd --nnodes=2 t.py", "not built yet"),
+    ("--rdzv-backend=etcd --nnodes=2 t.py", "--rdzv-endpoint=HOST:2379"),
+    ("--rdzv-backend=etcd --rdzv-endpoint=h --rdzv-conf=password=secret t.py", "password_file=PATH"),
     ("--rdzv-endpoint=h:99999 t.py", "--rdzv-endpoint"),
     ("--rdzv-endpoint=a:1,b:2 t.py", "--rdzv-endpoint"),
     ("--rdzv-endpoint=http://h:1 t.py", "--rdzv-endpoint"),
@@ -409,7 +410,7 @@ def test_the_page_for_those_who_come_from_torchrun_names_every_option_and_key() 
     assert [option.name for option in OPTIONS if f"`{option.name}`" not in page] == []
     keys = page.partition("## Keys of")[2].partition("\n## ")[0]
     documented = {key for row in re.findall(r"^\|([^|]*`[^|]*)\|", keys, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
-    assert documented == {*parse.KEYS, *parse.KEYS_WITHOUT_EFFECT, *parse.ETCD_KEYS}
+    assert documented == {*parse.KEYS, *parse.KEYS_WITHOUT_EFFECT, *parse.ETCD_KEYS, *parse.ETCD_ALIASES}
 
 
 def test_version(elastirun: Elastirun) -> None:

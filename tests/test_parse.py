@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -192,9 +193,34 @@ def test_choice_names_the_nearest() -> None:
 def test_rdzv_conf() -> None:
     assert parse.rdzv_conf("") == parse.rdzv_conf("  ") == RdzvConf()
     text = "join_timeout=1.5, last_call_timeout = 0,keep_alive_interval=2,keep_alive_max_attempt=4,is_host=yes,rank=1,cert=/x=y"
-    assert parse.rdzv_conf(text) == RdzvConf(1.5, 0.0, 2.0, 4, True, 1, ("cert",))
+    assert parse.rdzv_conf(text) == RdzvConf(1.5, 0.0, 2.0, 4, True, 1, (("cert", "/x=y"),))
     assert parse.rdzv_conf("close_timeout=1,heartbeat_timeout=2,heartbeat=2,read_timeout=3,store_type=TCP") == RdzvConf()
     assert parse.rdzv_conf("rank=1,rank=2").rank == 2
+
+
+def test_etcd_endpoints() -> None:
+    a, b = Endpoint("a", 2379), Endpoint("fd00::1", 7)
+    assert parse.etcd_endpoints("a") == (None, (a,))
+    assert parse.etcd_endpoints(" a:2379, [fd00::1]:7,a ") == (None, (a, b))
+    assert parse.etcd_endpoints("https://a/,HTTPS://[fd00::1]:7") == (True, (a, b))
+    assert parse.etcd_endpoints("http://a:2379,") == (False, (a,))
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (",", "no etcd server"),
+        ("a:0", "no etcd server"),
+        ("http://a,b", "mixes http and https"),
+        ("unix://a", "http:// or https://"),
+        ("://a", "http:// or https://"),
+        ("https://a/b", "a/b"),
+        ("a:b", "no port number"),
+    ],
+)
+def test_what_is_no_etcd(text: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(hint)):
+        parse.etcd_endpoints(text)
 
 
 @pytest.mark.parametrize("text", ["timeout=9,join_timeout=7", "join_timeout=7,timeout=9", "join_timeout=7"])
@@ -212,6 +238,7 @@ def test_join_timeout_goes_before_timeout(text: str) -> None:
         ("rank=1,", "KEY=VALUE"),
         ("join_timout=5", "did you mean join_timeout?"),
         ("is-host=1", "did you mean is_host?"),
+        ("user=a,password=secret", "password_file=PATH"),
         ("zzz=5", "the keys are join_timeout"),
         ("join_timeout=0", "join_timeout: 0 seconds"),
         ("timeout=soon", "timeout: 'soon'"),

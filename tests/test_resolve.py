@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, Std, StdMap, Timing
+from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Std, StdMap, Timing
 from elastirun.errors import UsageError
 from elastirun.options import normalise
-from elastirun.resolve import Facts, Reading, resolve
+from elastirun.reading import Facts, Reading
+from elastirun.resolve import resolve
 
 NOBODY: Mapping[str, str] = {}
 
@@ -127,7 +128,10 @@ def test_node_rank_and_host(line: str, rank: int | None, host: bool | None) -> N
     ("line", "part"),
     [
         ("--standalone --rdzv-endpoint=h:1 t.py", "--rdzv-endpoint is ignored"),
-        ("--standalone --rdzv-backend=etcd t.py", "--rdzv-backend is ignored"),
+        ("--standalone --rdzv-backend=etcd-v2 t.py", "--rdzv-backend is ignored"),
+        ("--rdzv-backend=etcd-v2 --rdzv-endpoint=h t.py", "version 3 of its API"),
+        ("--rdzv-backend=etcd --rdzv-endpoint=h --rdzv-conf=user=u,password_file=f t.py", "goes over the network as it is"),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-conf=cacert=f t.py", "cacert has no effect"),
         ("--standalone --nnodes=1:4 t.py", "this node runs alone"),
         ("--nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", "no other node can join with --rdzv-endpoint=localhost:0"),
         ("--nnodes=1:2 --rdzv-backend=static --node-rank=0 --master-addr=h t.py", "waits for all 2 nodes"),
@@ -156,6 +160,17 @@ def test_variables_that_an_operator_sets_on_every_pod_are_no_noise() -> None:
     assert config_of("t.py", pod | {"PET_MASTER_ADDR": "k", "PET_MASTER_PORT": "1"}).endpoint == Endpoint("h", 29400)
 
 
+def test_etcd() -> None:
+    conf = "ca_cert=/ca,cert=/c,ssl_cert_key=/k,user=u,password_file=/p,etcd_prefix=jobs"
+    config = config_of(f"--nnodes=1:4 --rdzv-id=j --rdzv-backend=etcd --rdzv-endpoint=https://a,https://b:7 --rdzv-conf={conf} t.py")
+    assert config.etcd == Etcd((Endpoint("a", 2379), Endpoint("b", 7)), True, "/ca", "/c", "/k", "u", "/p", "/jobs/")
+    assert (config.endpoint, config.standalone, config.min_nodes, config.max_nodes) == (None, False, 1, 4)
+    alone = config_of("--standalone --rdzv-backend=etcd t.py")
+    assert (alone.etcd, alone.standalone) == (Etcd(()), True)
+    assert config_of("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=protocol=https t.py").etcd == Etcd((Endpoint("a", 2379),), True)
+    assert config_of("--rdzv-backend=static --rdzv-endpoint=a t.py").etcd is None
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
@@ -165,7 +180,13 @@ def test_variables_that_an_operator_sets_on_every_pod_are_no_noise() -> None:
         ("--standalone --nnodes=2 t.py", ["--nnodes", "--standalone"]),
         ("--nnodes=2 --rdzv-endpoint=h:0 t.py", ["--nnodes", "--rdzv-endpoint=h:0"]),
         ("--nnodes=2 --node-rank=2 --master-addr=h t.py", ["--node-rank", "0 to 1", "--nnodes"]),
-        ("--rdzv-backend=etcd-v2 t.py", ["--rdzv-backend", "not built yet"]),
+        ("--rdzv-backend=etcd-v2 t.py", ["--rdzv-backend: etcd runs apart", "--rdzv-endpoint=HOST:2379"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a,https://b t.py", ["--rdzv-endpoint", "mixes"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=cert=c t.py", ["--rdzv-conf: cert is given without key"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=cert=c,key=k t.py", ["cert is for https", "https://HOST"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=http://a --rdzv-conf=protocol=https t.py", ["protocol='https'", "--rdzv-endpoint"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=user=u t.py", ["user is given without password_file"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=prefix=/ t.py", ["prefix=''"]),
         ("--module --no-python t", ["--module and --no-python"]),
         ("--grace=5 --shutdown-timeout=6 t.py", ["--grace and --shutdown-timeout"]),
         ("--join-timeout=5 --rdzv-conf=join_timeout=6 t.py", ["--join-timeout and --rdzv-conf join_timeout"]),
