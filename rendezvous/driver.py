@@ -40,6 +40,10 @@ def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
     return lambda store: store.put_if(key, expected, value)
 
 
+def _delete(key: str) -> Operation:
+    return lambda store: store.delete(key)
+
+
 def _under(prefix: str) -> Operation:
     return lambda store: store.under(prefix)
 
@@ -96,14 +100,19 @@ class Exchange:
             yield _put_if(key, found, value)  # somebody else has written into our row
 
     def _put_round(self, change: Change) -> Steps:
-        """By compare-and-set. A new list of members is there before the record that names it."""
+        """By compare-and-set. A new list of members is there before the record that names it; the old one is of no use then."""
         key, base, record = self._job + "round", change.base, change.record
+        before = None if base is None else self._short(base)
         if record.members and (base is None or base.members != record.members):
             digest, data = self._list(record.members)
             found = yield _put_if(self._members_key(digest), None, data)
             if found is not None and found != data:
                 yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
-        yield _put_if(key, None if base is None else self._encode(key, self._short(base)), self._codec.encode(key, self._short(record)))
+        after = self._short(record)
+        value = self._codec.encode(key, after)
+        found = yield _put_if(key, None if before is None else self._encode(key, before), value)
+        if found == value and before is not None and before.members_digest not in ("", after.members_digest):
+            yield _delete(self._members_key(before.members_digest))
 
     def _parse_round(self, data: bytes | None) -> Steps:
         try:

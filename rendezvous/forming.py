@@ -28,6 +28,7 @@ class Rules:
     restart_pause: float = 10.0  # the longest pause before a restart when rounds fail quickly; 0: never any
     fixed_ranks: bool = False
     private: bool = False  # no other agent can reach the store
+    lasting: bool = False  # the store outlives its jobs
     join_timeout: float = 600.0
     last_call: float = 5.0
     debounce: float = 1.0
@@ -46,7 +47,7 @@ class Rules:
         """What every node of a job must be started with, as options: whoever writes the record decides by its own."""
         return (
             f"--nnodes={self.min_nodes}:{self.max_nodes}",
-            f"--rdzv-backend={'static' if self.fixed_ranks else 'c10d'}",
+            f"--rdzv-backend={'static' if self.fixed_ranks else 'etcd' if self.lasting else 'c10d'}",
             f"--max-restarts={self.max_restarts}",
             f"--restart-window={self.restart_window:g}",
             f"--restart-pause={self.restart_pause:g}",
@@ -151,6 +152,16 @@ def form(
         broken=None,
     )
     return Forming(following, following.reason, leader=chosen[0].id)
+
+
+def why_over(record: RoundRecord | None, number: int) -> tuple[bool, str]:
+    """Whether there is time for a checkpoint, and why round ``number`` is over, by the ``record`` found."""
+    if record is None or record.open or record.round != number:
+        return False, f"round {number} went on without this node"
+    if record.closed:
+        return False, record.closed.reason
+    assert record.broken is not None
+    return record.broken.cause in (Cause.JOIN, Cause.LEAVE), record.broken.reason
 
 
 def _may_still_work(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], quiet: Callable[[str], float]) -> float:

@@ -52,6 +52,7 @@ class Machine:
         self._contact: float | None = None  # when the store was last heard of
         self._kept_alive = now  # when the last keep-alive that is known to have arrived was sent
         self._met = False  # this store was seen while its job was open: its end is ours
+        self._earlier: RoundRecord | None = None  # closed before we came, in a store that outlives its jobs
         self.hosting = False  # this agent hosts the store
         self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
         self._reading = Reading(rules, row.id, now)
@@ -123,19 +124,21 @@ class Machine:
         if self.record is not None and (event.round is None or event.round.store_id != self.record.store_id):
             self._end(Outcome.STORE_LOST, "the rendezvous store was replaced by another one; its rounds are not ours")
             return
-        if event.round is not None and event.round.closed and not self._met:
-            self._stale(event.round)
+        self._earlier = event.round if event.round is not None and event.round.closed and not self._met else None
+        if self._earlier is not None and not self.rules.lasting:
+            self._stale(self._earlier)
             return
+        found = event.round if self._earlier is None else None
         if event.row is not None and (self._stored is None or event.row.seq != self._stored.seq):
             self._kept_alive = event.started
-        self._met = self._met or event.round is not None
-        if event.round is not None and (how := forming.disagreement(self.rules, event.round)):
+        self._met = self._met or found is not None
+        if found is not None and (how := forming.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
-        self.record = event.round
+        self.record = found
         self._stored = event.row
         self.rows = dict(event.rows)
         self._sees_all = self._asked is None
-        members = tuple(m.id for m in event.round.members) if event.round else ()
+        members = tuple(m.id for m in found.members) if found else ()
         seqs = dict.fromkeys(members if self._asked is None else self._asked, -1) | {r.id: r.seq for r in self.rows.values()}
         seqs.pop(self.row.id, None)
         self._live.observe(seqs, event.started, event.now)
@@ -191,8 +194,10 @@ class Machine:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
             elif self._place(record) is None and self._sees_all:
                 self._beside_a_round(record)
+        elif self._earlier is not None and not (self._sees_all and self._nobody_is_left(self._earlier)):
+            self._wait("an earlier run of this job is over; waiting for its nodes to leave")
         elif record is None:
-            self._wanted = Change(None, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
+            self._wanted = Change(self._earlier, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
         else:
             if record.index(self.row.id) is not None and self.row.done_round < record.round:
                 self.row, self._urgent = replace(self.row, done_round=record.round), True  # over before this node had seen it
@@ -268,7 +273,7 @@ class Machine:
             left = self._outcome[0] is Outcome.LEFT
             self._stop(Trigger.LEAVE, planned=left, reason=self._outcome[1], within=None if left else self.rules.expire)
         elif record is None:
-            planned, reason = self._why_over()
+            planned, reason = forming.why_over(self.record, self.row.round)
             self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
         elif self._alone_and_cut_off(record):
             self._break = Broken(Cause.LEAVE, CUT_OFF, self.row.id)
@@ -300,7 +305,7 @@ class Machine:
         assert self._outcome is not None and self._left_at is not None
         written = self._stored is not None and self._stored.status is LEFT
         limit = self.rules.expire + LINGER if self.hosting and written else GOODBYE
-        lingering = self.hosting and self.record is not None and self.record.closed is not None and self._somebody_is_left(self.record)
+        lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._nobody_is_left(self.record)
         over_time = self._now - self._left_at >= limit
         host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
         if over_time or host_gone or not self._introduced or (written and not lingering):
@@ -309,12 +314,12 @@ class Machine:
         else:
             self._wake_at(self._left_at + limit)
 
-    def _somebody_is_left(self, record: RoundRecord) -> bool:
-        """A node lives that has not said goodbye yet. One that died before, out of the round, is not waited for."""
+    def _nobody_is_left(self, record: RoundRecord) -> bool:
+        """Every node that lives has said goodbye. One that died before, out of the round, is not waited for."""
         members = {m.id for m in record.members}
         rows = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
         patience = 2 * self.rules.beat
-        return any(r.id in members or self._live.proven(r.id) or self._live.undecided(r.id, self._now, patience) for r in rows)
+        return not any(r.id in members or self._live.proven(r.id) or self._live.undecided(r.id, self._now, patience) for r in rows)
 
     _DECIDE = {
         JOINING: _in_joining,
@@ -346,16 +351,6 @@ class Machine:
         """This node's rank, if it is named as what it is: the record is what some node says."""
         place = record.index(self.row.id)
         return place if place is not None and record.members[place].slots == self.row.slots else None
-
-    def _why_over(self) -> tuple[bool, str]:
-        """Whether there is time for a checkpoint, and why the round is over."""
-        record = self.record
-        if record is None or record.open or record.round != self.row.round:
-            return False, f"round {self.row.round} went on without this node"
-        if record.closed:
-            return False, record.closed.reason
-        assert record.broken is not None
-        return record.broken.cause in (Cause.JOIN, Cause.LEAVE), record.broken.reason
 
     def _break_off(self) -> None:
         assert self._outcome is not None
@@ -414,7 +409,8 @@ class Machine:
         self._syncing = True
         self._urgent = False
         self._next_sync = self._now + self._reading.interval(self.state, self.record)
-        self._asked = self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
+        everything = self._earlier is not None
+        self._asked = None if everything else self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
         self._actions.append(Sync(self._put(), change, self._asked))
 
     def _put(self) -> Put | None:

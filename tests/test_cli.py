@@ -202,7 +202,6 @@ BAD = [
     ("--standalone --nnodes=2 t.py", "--standalone"),
     ("--rdzv-backend=nope t.py", "c10d, static"),
     ("--rdzv-backend=etcd --nnodes=2 t.py", "--rdzv-endpoint=HOST:2379"),
-    ("--rdzv-backend=etcd --rdzv-endpoint=h --rdzv-conf=password=secret t.py", "password_file=PATH"),
     ("--rdzv-endpoint=h:99999 t.py", "--rdzv-endpoint"),
     ("--rdzv-endpoint=a:1,b:2 t.py", "--rdzv-endpoint"),
     ("--rdzv-endpoint=http://h:1 t.py", "--rdzv-endpoint"),

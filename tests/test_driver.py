@@ -115,6 +115,19 @@ def test_the_members_are_stored_once_beside_the_record_and_before_it() -> None:
     assert store.asked == ["put round", "get node/b round", "get node/b round"], "known members are not read again"
 
 
+def test_of_the_lists_of_members_only_the_last_is_kept() -> None:
+    data: dict[str, bytes] = {}
+    base: RoundRecord | None = None
+    for number in range(1, 4):
+        record = RoundRecord("s", number, number, members=(MEMBER, replace(MEMBER, id=f"b{number}")))
+        assert exchange(data, Sync(change=Change(base, record))).round == record
+        refused = replace(record, version=9, members=(MEMBER,))
+        assert exchange(data, Sync(change=Change(RoundRecord("other"), refused))).round == record
+        base = record
+    lists = [key for key in data if "members/" in key]
+    assert len(lists) == 2, "that of the round, and that of one that was refused"
+
+
 @pytest.mark.parametrize("found", [b"garbage", None], ids=["altered", "gone"])
 def test_a_list_of_members_that_is_not_the_one_named_is_not_believed(found: bytes | None) -> None:
     data: dict[str, bytes] = {}

@@ -265,6 +265,45 @@ def test_the_host_does_not_wait_for_a_node_that_was_lost_long_ago() -> None:
     assert world.run(2.0, world.all_finished)
 
 
+def test_where_the_store_outlives_the_job_its_name_can_be_used_again() -> None:
+    world = started(2, lasting=True)
+    for _ in range(3):
+        before, run = record(world), world.nodes[-2:]
+        for node in run:
+            node.succeed()
+        assert world.run(5, world.all_finished) and record(world).closed
+        again = [world.add(node.name) for node in run]
+        assert world.run(3, world.running(*again))
+        assert record(world).store_id != before.store_id and record(world).round == 1
+    assert sum("members/" in key for key in world.data) == 1, "what is not needed any more is gone"
+
+
+def test_the_next_run_of_a_job_waits_until_the_last_one_has_heard_that_it_is_over() -> None:
+    world = started(2, lasting=True)
+    for node in world.nodes:
+        node.succeed()
+    assert world.run(5, lambda: bool(record(world).closed))
+    (last,) = [node for node in world.nodes if node.id != record(world).closed.by]  # type: ignore[union-attr]
+    last.freeze()
+    again = [world.add("n0"), world.add("n1")]
+    assert not world.run(4, world.running(*again))
+    last.thaw()
+    assert world.run(3, world.running(*again))
+    assert {node.outcome for node in world.nodes[:2]} == {Outcome.SUCCEEDED}
+
+
+def test_a_node_that_died_when_its_job_was_over_does_not_keep_the_next_run_waiting() -> None:
+    world = started(2, lasting=True)
+    for node in world.nodes:
+        node.succeed()
+    assert world.run(5, lambda: bool(record(world).closed))
+    for node in world.nodes:
+        node.crash()
+    again = [world.add("n0"), world.add("n1")]
+    assert not world.run(4, world.running(*again)), "it may be alive"
+    assert world.run(4, world.running(*again))
+
+
 def test_a_store_blip_costs_no_restart_and_a_long_one_ends_with_a_clear_word() -> None:
     world = started(3, store_grace=60.0)
     world.store_up = False

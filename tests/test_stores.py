@@ -177,6 +177,18 @@ def test_under_knows_its_prefix(shelf: Shelf) -> None:
     assert store.under(shelf("none/")) == {}
 
 
+def test_what_is_deleted_is_gone_and_can_be_created_again(shelf: Shelf) -> None:
+    store, second = shelf.connect(), shelf.connect()
+    store.delete(shelf("k"))
+    store.put_if(shelf("k"), None, b"1")
+    assert second.get([shelf("k")]) == {shelf("k"): b"1"}
+    store.delete(shelf("k"))
+    for reader in (store, second):
+        assert reader.get([shelf("k")]) == reader.under(shelf.prefix) == {}
+    assert second.put_if(shelf("k"), b"1", b"2") is None
+    assert second.put_if(shelf("k"), None, b"2") == b"2" == store.get([shelf("k")])[shelf("k")]
+
+
 def test_a_second_connection_sees_what_the_first_has_written(shelf: Shelf) -> None:
     first, second = shelf.connect(), shelf.connect()
     for i in range(20):

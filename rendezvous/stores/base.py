@@ -26,6 +26,9 @@ class Store(Protocol):
         Returns what the key holds afterwards: ``value`` when it was set, else the other value (None: no such key).
         """
 
+    def delete(self, key: str) -> None:
+        """What is under ``key``, if anything, is not needed any more."""
+
     def under(self, prefix: str) -> dict[str, bytes]:
         """Every key under ``prefix`` with its value. A key that is being created at this moment may be missing."""
 

@@ -25,6 +25,10 @@ class MemoryStore:
                 self._data[key] = value
             return self._data.get(key)
 
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._data.pop(key, None)
+
     def under(self, prefix: str) -> dict[str, bytes]:
         with self._lock:
             return {key: value for key, value in self._data.items() if key.startswith(prefix)}

@@ -65,7 +65,7 @@ class TcpStore:
             store_class = tcp_store_class()
             timeout = timedelta(seconds=CONNECT_TIMEOUT)
             self._store = store_class(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self._known: set[str] = set()  # keys seen to exist; keys are never deleted
+        self._known: set[str] = set()  # keys seen to exist, as they do unless somebody deletes them
         self._indexed: set[str] = set()  # keys this connection has put into the index
 
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
@@ -86,6 +86,11 @@ class TcpStore:
                 self._store.append(_index_of(key), f"\n{key}\n")  # on a line of its own, whatever stands before it
                 self._indexed.add(key)
             return now
+
+    def delete(self, key: str) -> None:
+        with _translated("delete"):
+            self._known.discard(key)
+            self._store.delete_key(key)
 
     def under(self, prefix: str) -> dict[str, bytes]:
         with _translated("list"):
