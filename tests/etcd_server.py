@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastirun.rendezvous.stores.etcd import EtcdStore
 from elastirun.rendezvous.stores.etcd_messages import load
 from tests.cluster import PATIENCE, free_port
 
@@ -130,6 +132,13 @@ class Etcd:
     def stop(self) -> None:
         for member in self.members:
             member.kill()
+
+
+def ask(store: EtcdStore, method: str, **fields: object) -> Any:
+    """What etcd answers to a question that the store itself has no need of, over its connection."""
+    messages = store._client.messages
+    request = getattr(messages, messages._methods[method].input_type.rpartition(".")[2])
+    return store._client.call(method, request(**fields))
 
 
 @contextmanager

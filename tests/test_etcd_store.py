@@ -15,7 +15,7 @@ from elastirun.rendezvous.stores import etcd_client
 from elastirun.rendezvous.stores.etcd import MOST_HELD, MOST_RANGES, PREFIX, EtcdStore, Leases, connector
 from elastirun.rendezvous.stores.etcd_client import Cluster
 from tests.cluster import PATIENCE, free_port
-from tests.etcd_server import Etcd, etcd
+from tests.etcd_server import Etcd, ask, etcd
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,6 @@ def server() -> Iterator[Etcd]:
 @pytest.fixture
 def job() -> str:
     return f"elastirun/{os.urandom(4).hex()}/"
-
-
-def ask(store: EtcdStore, method: str, **fields: object) -> object:
-    """A question the store has no need of, through its connection."""
-    request = getattr(store._client.messages, method.partition("/")[2] + "Request")
-    return store._client.call(method, request(**fields))
 
 
 def lease_of(store: EtcdStore, key: str) -> int:
@@ -57,8 +51,8 @@ def test_rows_are_under_one_lease_for_all_connections_of_an_agent_and_nothing_el
         store.put_if(job + name, None, b"1")
     a, b, c, of_round = (lease_of(first, job + name) for name in ("node/a", "node/b", "node/c", "round"))
     assert a == b != 0 and c not in (0, a) and of_round == 0
-    assert ask(first, "Lease/LeaseTimeToLive", ID=a).grantedTTL == 23, "3 x expire, rounded up"  # type: ignore[attr-defined]
-    assert ask(first, "Lease/LeaseTimeToLive", ID=c).grantedTTL == 15  # type: ignore[attr-defined]
+    assert ask(first, "Lease/LeaseTimeToLive", ID=a).grantedTTL == 23, "3 x expire, rounded up"
+    assert ask(first, "Lease/LeaseTimeToLive", ID=c).grantedTTL == 15
     assert Leases(etcd_store.SHORTEST_LEASE).ttl == 10
 
 

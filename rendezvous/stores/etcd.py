@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.etcd_access import Access
 from elastirun.rendezvous.stores.etcd_client import DEADLINE, LARGEST, Client, Cluster, LeaseNotFound
 from elastirun.rendezvous.stores.etcd_messages import check_installed
 
@@ -105,7 +106,7 @@ class EtcdStore:
     @property
     def endpoint(self) -> str:
         """The endpoint in use."""
-        return self._client.endpoint
+        return str(self._client.endpoint)
 
     @property
     def leases_lost(self) -> int:
@@ -134,6 +135,10 @@ class EtcdStore:
             if was_set:
                 return value
         return held.value if held else None
+
+    def delete(self, key: str) -> None:
+        self._held.pop(key, None)
+        self._client.call("KV/DeleteRange", self._client.messages.DeleteRangeRequest(key=self._key(key)))
 
     def under(self, prefix: str) -> dict[str, bytes]:
         start, end = _below(self._key(prefix))
@@ -207,14 +212,18 @@ def _below(prefix: bytes) -> tuple[bytes, bytes]:
     return (prefix, prefix[:-1] + bytes([prefix[-1] + 1])) if prefix else (b"\0", b"\0")
 
 
-def connector(endpoints: Sequence[str], prefix: str = PREFIX, expire: float = 5.0, deadline: float = DEADLINE) -> Callable[[], EtcdStore]:
-    """A function that connects to the etcd cluster at ``endpoints``, each ``host:port``.
+def connector(
+    endpoints: Sequence[str], access: Access | None = None, prefix: str = PREFIX, expire: float = 5.0, deadline: float = DEADLINE
+) -> Callable[[], EtcdStore]:
+    """A function that connects to the etcd cluster at ``endpoints``: ``host:port``, or ``https://host:port`` for TLS.
 
-    The connections it makes share what they learn of the endpoints, and one lease: it lasts three times ``expire`` seconds, after
-    which a silent node is lost, and at least 10 s. ``deadline``: seconds for one operation. Errors: ``StartError`` when a package is
-    missing.
+    The connections it makes share what they learn of the endpoints, the token, and one lease: it lasts three times ``expire`` seconds,
+    after which a silent node is lost, and at least 10 s. ``deadline``: seconds for one operation. Certificates are read each time it
+    connects, the password when a token is needed. It raises ``StoreError``, and ``StoreRefused`` where only people can help.
+
+    Errors: ``UsageError`` for endpoints and an ``access`` that cannot be meant, ``StartError`` when a package is missing.
     """
     check_installed()
-    cluster = Cluster(endpoints, deadline)
+    cluster = Cluster(endpoints, access, deadline)
     leases = Leases(max(SHORTEST_LEASE, 3 * expire))
     return lambda: EtcdStore(cluster, leases, prefix)

@@ -25,14 +25,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastirun.errors import StoreError
+from elastirun.errors import StoreError, StoreRefused
 from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.stores.etcd_access import Access, Endpoint, parse_endpoint
+from elastirun.rendezvous.stores.etcd_diagnosis import diagnose
 from elastirun.rendezvous.stores.etcd_messages import load
 
 TRY = 2.0  # seconds for one try
 FIRST_TRY = 1.0  # on an endpoint that has not answered yet, in the first round: a stopped one looks like a slow one
 ROUNDS = 3  # over all endpoints
 DEADLINE = 8.0  # seconds for one operation, however many tries
+RENEWALS = 2  # of the token, for one operation
 PAUSE, LONGEST_PAUSE = 0.2, 1.0  # seconds between two rounds, doubled each time
 LARGEST = 64 << 20  # bytes of an answer
 
@@ -47,10 +50,14 @@ OPTIONS = {
     "grpc.enable_http_proxy": 0,
     "grpc.enable_retries": 0,  # we do it ourselves, elsewhere
 }
+RENEW = "RENEW"
+NOT_ETCD = "UNIMPLEMENTED"  # gRPC's code for a method that the server has not
+STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "CANCELLED")  # another endpoint may do better
 
 T = TypeVar("T")
-Act = Callable[[Any, float, Sequence[tuple[str, str]]], T]  # with a channel, seconds and metadata
+Metadata = Sequence[tuple[str, str]]
+Act = Callable[[Any, float, Metadata], T]  # with a channel and seconds
 
 
 class LeaseNotFound(StoreError):
@@ -58,16 +65,22 @@ class LeaseNotFound(StoreError):
 
 
 class Cluster:
-    """What all connections of one agent share: which endpoint is in use, the lease."""
+    """What all connections of one agent share: which endpoint is in use, how to get in, the token.
 
-    def __init__(self, endpoints: Sequence[str], deadline: float = DEADLINE) -> None:
-        self.endpoints = tuple(endpoints)
+    ``deadline``: seconds for one operation. Errors: ``UsageError``.
+    """
+
+    def __init__(self, endpoints: Sequence[str], access: Access | None = None, deadline: float = DEADLINE) -> None:
+        self.endpoints = tuple(parse_endpoint(endpoint) for endpoint in endpoints)
+        self.access = access or Access()
+        self.access.check(self.endpoints)
         self.deadline = deadline
+        self.token: str | None = None  # empty: etcd asks for none
         self.position = random.randrange(len(self.endpoints))  # the agents of a job spread over the members
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
-        return f"etcd at {', '.join(self.endpoints)}"
+        return f"etcd at {', '.join(map(str, self.endpoints))}"
 
     def leave(self, position: int) -> None:
         """The endpoint at ``position`` does not answer: the next is to be used, if it is not already."""
@@ -91,6 +104,8 @@ class Client:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.messages = load()
+        with_tls = any(endpoint.tls for endpoint in cluster.endpoints)
+        self._certificates = cluster.access.certificates() if with_tls else (None, None, None)
         self.closed = threading.Event()
         self._link: Link | None = None
         self._lock = threading.Lock()
@@ -101,7 +116,7 @@ class Client:
         A write may have been carried out by a try whose answer was lost. Errors: ``StoreError``.
         """
 
-        def act(channel: Any, limit: float, metadata: Sequence[tuple[str, str]]) -> Any:
+        def act(channel: Any, limit: float, metadata: Metadata) -> Any:
             return self.messages.method(channel, name)(request, timeout=limit, metadata=metadata)
 
         return self.attempt(act)
@@ -109,7 +124,7 @@ class Client:
     def call_stream(self, name: str, request: Any) -> Any:
         """The first answer of a method that takes and gives streams. Errors: ``StoreError``."""
 
-        def act(channel: Any, limit: float, metadata: Sequence[tuple[str, str]]) -> Any:
+        def act(channel: Any, limit: float, metadata: Metadata) -> Any:
             answers = self.messages.method(channel, name)(iter([request]), timeout=limit, metadata=metadata)
             try:
                 return next(answers)
@@ -122,24 +137,30 @@ class Client:
         """The result of ``act`` at the first endpoint that answers. Errors: ``StoreError``, after the last try."""
         end = time.monotonic() + self.cluster.deadline
         count = len(self.cluster.endpoints)
-        why = ""
+        problems: dict[int, tuple[str, str]] = {}  # by position: gRPC's code, and words
+        renewals = 0
         for tried in range(1, ROUNDS * count + 1):
             link = self.link()
             limit = TRY if link.answered or tried > count else FIRST_TRY
             limit = max(0.1, min(limit, end - time.monotonic()))
             try:
-                result = act(link.channel, limit, ())
+                metadata = self._metadata(link.channel, limit)
+                result = act(link.channel, limit, metadata)
                 link.answered = True
                 return result
             except (self.messages.grpc.RpcError, ValueError, StopIteration) as error:
-                why = self._judge(error, limit)
+                code, details = self._judge(error, limit)
+                if code == RENEW and renewals < RENEWALS:
+                    self.cluster.token, renewals = None, renewals + 1
+                    continue
+                problems[link.position] = code, details
                 self.leave(link)
             if time.monotonic() >= end:
                 break
             if tried % count == 0:
                 pause = min(PAUSE * 2 ** (tried // count - 1), LONGEST_PAUSE)
                 self.closed.wait(pause * random.uniform(0.5, 1.0))
-        raise StoreError(f"{self.cluster}: {why}")
+        raise self._gave_up(problems)
 
     def link(self) -> Link:
         """The channel to the endpoint in use, made if need be. Errors: ``StoreError`` when this connection is closed."""
@@ -161,7 +182,7 @@ class Client:
         link.channel.close()
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self) -> Endpoint:
         """Where this connection is, or would be made next."""
         link = self._link
         return self.cluster.endpoints[link.position if link else self.cluster.position]
@@ -174,18 +195,63 @@ class Client:
         if link is not None:
             link.channel.close()
 
-    def _dial(self, endpoint: str) -> Any:
-        return self.messages.grpc.insecure_channel(endpoint, options=list(OPTIONS.items()))
+    def _dial(self, endpoint: Endpoint) -> Any:
+        grpc, options = self.messages.grpc, list(OPTIONS.items())
+        if not endpoint.tls:
+            return grpc.insecure_channel(endpoint.target, options)
+        return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(*self._certificates), options)
 
-    def _judge(self, error: BaseException, limit: float) -> str:
-        """Why the try failed, if another may do better. Errors: ``StoreError`` for what will not get better by trying."""
+    def _metadata(self, channel: Any, limit: float) -> Metadata:
+        """The token, asked for when there is none yet. Errors: gRPC's, and ``StoreRefused``."""
+        access = self.cluster.access
+        if access.user and self.cluster.token is None:
+            request = self.messages.AuthenticateRequest(name=access.user, password=access.password())
+            try:
+                answer = self.messages.method(channel, "Auth/Authenticate")(request, timeout=limit)
+                self.cluster.token = str(answer.token)
+            except self.messages.grpc.RpcError as error:
+                if "authentication is not enabled" not in (error.details() or ""):
+                    raise
+                self.cluster.token = ""  # whoever comes may do anything there; so may we
+        return (("token", self.cluster.token),) if self.cluster.token else ()
+
+    def _judge(self, error: BaseException, limit: float) -> tuple[str, str]:
+        """gRPC's code for a try that failed, and why; RENEW for a token that is not valid.
+
+        Errors: ``StoreError`` for what does not get better by trying again.
+        """
         if not isinstance(error, self.messages.grpc.RpcError):
-            return "the connection was closed"  # a ValueError by gRPC: by another thread, before the call began
+            return "CANCELLED", "the connection was closed"  # a ValueError of gRPC's: by another thread, before the call began
         code, details = error.code().name, clip(error.details() or "", 300)
-        if code == "NOT_FOUND" and "lease not found" in details:
-            raise LeaseNotFound(f"{self.cluster}: {details}") from None
+        where, user = f"etcd at {self.endpoint}", self.cluster.access.user
+        if "lease not found" in details:
+            raise LeaseNotFound(f"{where}: {details}") from None
+        if "user name is empty" in details and not user:
+            raise StoreRefused(f"{where}: it asks who we are: give user= and password_file=") from None
+        if "authentication failed" in details:
+            raise StoreRefused(f"{where}: wrong user or password (user={user}, {self.cluster.access.password_file})") from None
+        if code == "PERMISSION_DENIED":
+            who = f"user {user}" if user else "this certificate's user"
+            raise StoreRefused(f"{where}: {who} has no permission there: its role needs readwrite on the prefix of the keys") from None
+        if code == "UNAUTHENTICATED" or any(words in details for words in STALE_TOKEN):
+            return RENEW, details
+        if code == NOT_ETCD:
+            return code, f"what answers there does not have etcd's v3 API: {details}"
         if code == "DEADLINE_EXCEEDED" and "etcdserver" not in details:
-            return f"no answer within {limit:.1f} s"
-        if code in ELSEWHERE:
-            return details or code
-        raise StoreError(f"etcd at {self.endpoint}: {details or code}") from None
+            return code, f"no answer within {limit:.1f} s"
+        if code in ELSEWHERE or "too many requests" in details:
+            return code, details or code.lower()
+        raise StoreError(f"{where}: {details or code}") from None
+
+    def _gave_up(self, problems: dict[int, tuple[str, str]]) -> StoreError:
+        """What to say of the endpoints after the last try: for those that could not be connected to, what is wrong there."""
+        by_words: dict[str, list[str]] = {}
+        in_vain = []
+        for position, (code, details) in problems.items():
+            endpoint, access = self.cluster.endpoints[position], self.cluster.access
+            context = access.context() if endpoint.tls else None
+            words, final = diagnose(endpoint, context, bool(access.cert)) if code == "UNAVAILABLE" else ("", code == NOT_ETCD)
+            by_words.setdefault(words or details, []).append(str(endpoint))
+            in_vain.append(final)
+        text = "; ".join(f"{', '.join(endpoints)}: {words}" for words, endpoints in by_words.items())
+        return (StoreRefused if all(in_vain) else StoreError)(f"etcd at {text}")

@@ -1,0 +1,117 @@
+"""Why an endpoint cannot be used, in words: gRPC's own change from release to release, and often name no cause.
+
+Asked only when all tries have failed. Whatever it connects to may be anything.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from contextlib import suppress
+
+from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.stores.etcd_access import Endpoint
+
+LIMIT = 1.0  # seconds for each step
+OBJECTION = 0.3  # seconds in which a server is heard that does not like our certificate; it speaks up after the handshake
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # what begins HTTP/2: the preface and empty SETTINGS
+EXPIRED, NOT_YET_VALID, OTHER_NAME, OTHER_ADDRESS = 10, 9, 62, 64  # OpenSSL's X509_V_ERR_ numbers
+
+Diagnosis = tuple[str, bool]  # what is wrong, empty when it seems well; whether waiting is in vain
+WELL: Diagnosis = ("", False)
+
+
+def diagnose(endpoint: Endpoint, context: ssl.SSLContext | None, has_cert: bool = False) -> Diagnosis:
+    """What is wrong with ``endpoint``. ``context`` for those with TLS; ``has_cert``: it has a certificate of ours."""
+    try:
+        with _connect(endpoint) as connection:
+            if context is not None:
+                return _with_tls(endpoint, connection, context, has_cert)
+            reply = _reply(connection)
+    except socket.gaierror:
+        return f"the name {endpoint.host} does not resolve", False
+    except TimeoutError:
+        return "no answer", False
+    except OSError as error:
+        reply = b""
+        if error.errno is not None and not isinstance(error, ConnectionResetError):
+            return (error.strerror or str(error)).lower(), False
+    if _is_http2(reply):
+        return WELL
+    if _speaks_tls(endpoint):
+        return f"it speaks TLS there: write https://{endpoint.target}", True
+    return _something_else(reply)
+
+
+def _with_tls(endpoint: Endpoint, connection: socket.socket, context: ssl.SSLContext, has_cert: bool) -> Diagnosis:
+    try:
+        with context.wrap_socket(connection, server_hostname=endpoint.host) as secured:
+            secured.settimeout(OBJECTION)
+            with suppress(TimeoutError):  # were something sent now, its objection might be lost with the connection
+                return _something_else(secured.recv(64))
+            secured.settimeout(LIMIT)
+            reply = _reply(secured)
+            return WELL if _is_http2(reply) else _something_else(reply)
+    except ssl.SSLCertVerificationError as error:
+        return _about_certificate(endpoint, error), True
+    except TimeoutError:
+        return "no answer to the TLS handshake", False
+    except OSError as error:
+        reason = str(getattr(error, "reason", "") or "")
+        if "ALERT" in reason:  # it was their decision
+            words = reason.lower().replace("_", " ")
+            return (
+                f"it does not accept the certificate in cert= ({words})"
+                if has_cert
+                else f"it wants a certificate of ours: give cert= and key= ({words})"
+            ), True
+        if _speaks_http2(endpoint):
+            return f"it speaks no TLS there: write http://{endpoint.target}", True
+        return f"the TLS handshake failed: {clip(reason or error.strerror or type(error).__name__, 100)}", False
+
+
+def _about_certificate(endpoint: Endpoint, error: ssl.SSLCertVerificationError) -> str:
+    if error.verify_code == EXPIRED:
+        return "its certificate has expired"
+    if error.verify_code == NOT_YET_VALID:
+        return "its certificate is not valid yet (is the clock of this machine right?)"
+    if error.verify_code in (OTHER_NAME, OTHER_ADDRESS):
+        return f"its certificate is not for {endpoint.host}"
+    return f"its certificate is not from a CA that is trusted here: cacert= names the right one? ({error.verify_message})"
+
+
+def _something_else(reply: bytes) -> Diagnosis:
+    if reply.startswith(b"HTTP/1"):
+        return "what answers there does not speak etcd's v3 API (HTTP/2), but HTTP/1: another server, or an etcd 2", True
+    return ("it hangs up" if not reply else "what answers there is not etcd"), bool(reply)
+
+
+def _connect(endpoint: Endpoint) -> socket.socket:
+    return socket.create_connection((endpoint.host, endpoint.port), LIMIT)
+
+
+def _reply(connection: socket.socket) -> bytes:
+    connection.sendall(HELLO)
+    return connection.recv(64)
+
+
+def _is_http2(reply: bytes) -> bool:
+    return reply[3:4] == b"\x04" and not reply.startswith(b"HTTP")  # a SETTINGS frame
+
+
+def _speaks_http2(endpoint: Endpoint) -> bool:
+    try:
+        with _connect(endpoint) as connection:
+            return _is_http2(_reply(connection))
+    except OSError:
+        return False
+
+
+def _speaks_tls(endpoint: Endpoint) -> bool:
+    anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE  # nothing is said to it, nor believed
+    try:
+        with _connect(endpoint) as connection, anybody.wrap_socket(connection):
+            return True
+    except OSError:
+        return False
