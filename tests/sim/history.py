@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.forming import Rules
@@ -102,7 +102,9 @@ def draw(seed: int) -> Plan:
         if faults and rng.random() < 0.4:
             when = min(TROUBLE, faults[-1].when + rng.expovariate(2.0))  # close to another: there the trouble is
         faults.append(Fault(when, kind, rng.randrange(nodes), rng.uniform(0, KINDS[kind][1]), rng.random()))
-    return Plan(seed, rules, rng.random() < 0.4, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
+    hosted = rng.random() < 0.4
+    rules = replace(rules, lasting=not hosted and rng.random() < 0.5)
+    return Plan(seed, rules, hosted, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
 
 
 class History:
