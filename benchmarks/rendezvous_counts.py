@@ -81,6 +81,10 @@ class CountedStore:
         self._tally.count(key, expected, value, found)
         return found
 
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+        self._tally.count(key)
+
     def under(self, prefix: str) -> dict[str, bytes]:
         found = self._store.under(prefix)
         self._tally.count(prefix, *found.keys(), *found.values(), operations=len(found))
