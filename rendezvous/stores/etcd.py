@@ -106,7 +106,7 @@ class EtcdStore:
     @property
     def endpoint(self) -> str:
         """The endpoint in use."""
-        return str(self._client.endpoint)
+        return self._client.endpoint
 
     @property
     def leases_lost(self) -> int:
@@ -215,13 +215,13 @@ def _below(prefix: bytes) -> tuple[bytes, bytes]:
 def connector(
     endpoints: Sequence[str], access: Access | None = None, prefix: str = PREFIX, expire: float = 5.0, deadline: float = DEADLINE
 ) -> Callable[[], EtcdStore]:
-    """A function that connects to the etcd cluster at ``endpoints``: ``host:port``, or ``https://host:port`` for TLS.
+    """A function that connects to the etcd cluster at ``endpoints``, each ``host:port``, IPv6 in brackets.
 
     The connections it makes share what they learn of the endpoints, the token, and one lease: it lasts three times ``expire`` seconds,
     after which a silent node is lost, and at least 10 s. ``deadline``: seconds for one operation. Certificates are read each time it
     connects, the password when a token is needed. It raises ``StoreError``, and ``StoreRefused`` where only people can help.
 
-    Errors: ``UsageError`` for endpoints and an ``access`` that cannot be meant, ``StartError`` when a package is missing.
+    Errors: ``StartError`` when a package is missing.
     """
     check_installed()
     cluster = Cluster(endpoints, access, deadline)

@@ -1,88 +1,49 @@
-"""Where etcd is, and what lets us in: endpoints, certificates, user and password."""
+"""What lets us in: certificates, user and password."""
 
 from __future__ import annotations
 
-import re
 import ssl
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastirun.errors import StoreRefused, UsageError
+from elastirun.errors import StoreRefused
 
-PORT = 2379
-_ENDPOINT = re.compile(r"(?:(?P<scheme>[^:/]*)://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[\w.-]+)(?::(?P<port>\d{1,5}))?/?", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One of etcd's addresses for clients. ``host`` is a name or a numeric address; IPv6 without brackets."""
-
-    host: str
-    port: int = PORT
-    tls: bool = False
-
-    @property
-    def target(self) -> str:
-        """As gRPC wants it."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def __str__(self) -> str:
-        return f"https://{self.target}" if self.tls else self.target
-
-
-def parse_endpoint(text: str) -> Endpoint:
-    """``host``, ``host:port``, ``http://host:port`` or ``https://host:port``. Errors: ``UsageError``."""
-    if "@" in text:  # not shown: there is a password in it
-        raise UsageError("an etcd endpoint names no user and no password: give user= and password_file= in --rdzv-conf")
-    found = _ENDPOINT.fullmatch(text.strip())
-    if found is None or found["scheme"] not in (None, "http", "https") or int(found["port"] or PORT) not in range(1, 1 << 16):
-        raise UsageError(f"etcd endpoint {text!r}: expected host:port, http://host:port or https://host:port")
-    return Endpoint(found["host"].strip("[]"), int(found["port"] or PORT), found["scheme"] == "https")
+# Where the distributions keep the CAs that a machine trusts: Debian, Red Hat, SUSE, Alpine.
+BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem")
 
 
 @dataclass(frozen=True)
 class Access:
-    """What lets us in. Paths of PEM files and of the password's, all but ``user``; what is empty is not used.
+    """What lets us in. All but ``tls`` and ``user`` are paths, of PEM files and of the password's; None: not used.
 
-    Without ``cacert``, etcd's certificate must come from one of the public CAs that gRPC brings.
+    ``cacert`` has the CA of etcd's certificate; without it, it must be one that this machine trusts. ``cert`` and ``key`` are ours.
     """
 
-    cacert: str = ""
-    cert: str = ""
-    key: str = ""
-    user: str = ""
-    password_file: str = ""
-
-    def check(self, endpoints: Sequence[Endpoint]) -> None:
-        """Raises ``UsageError`` for what cannot be meant. Reads no file."""
-        plain = [str(endpoint) for endpoint in endpoints if not endpoint.tls]
-        if not endpoints:
-            raise UsageError("etcd needs an endpoint: host:port, more than one with commas between")
-        if plain and (self.cacert or self.cert):
-            raise UsageError(f"a certificate is given, but {plain[0]} would be spoken to without TLS: write https://{plain[0]}")
-        if bool(self.cert) != bool(self.key):
-            raise UsageError("cert= and key= go together: our certificate and its private key")
-        if bool(self.user) != bool(self.password_file):
-            raise UsageError("user= and password_file= go together: the password is the first line of the file")
+    tls: bool = False
+    cacert: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password_file: str | None = None
 
     def password(self) -> str:
         """Errors: ``StoreRefused``."""
-        first, *_ = _read("password_file", self.password_file).decode(errors="replace").splitlines() or [""]
+        first, *_ = _read("password_file", self.password_file or "").decode(errors="replace").splitlines() or [""]
         if not first:
             raise StoreRefused(f"etcd: password_file={self.password_file} is empty")
         return first
 
     def certificates(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         """CA, private key and certificate, as gRPC takes them. Errors: ``StoreRefused`` when they are missing or no such thing."""
-        ca, cert, key = (_read(name, getattr(self, name)) if getattr(self, name) else None for name in ("cacert", "cert", "key"))
+        named = {"cacert": self.cacert, "cert": self.cert, "key": self.key}
+        found = {name: _read(name, path) for name, path in named.items() if path}
         self.context()
-        return ca, key, cert
+        return found.get("cacert") or _trusted_here(), found.get("key"), found.get("cert")
 
     def context(self) -> ssl.SSLContext:
         """The same for the standard library, which says what is wrong where gRPC does not. Errors: ``StoreRefused``."""
         try:
-            made = ssl.create_default_context(cafile=self.cacert or None)
+            made = ssl.create_default_context(cafile=self.cacert)
         except (OSError, ValueError):  # SSLError is an OSError
             raise StoreRefused(f"etcd: cacert={self.cacert} holds no certificate in PEM form") from None
         try:
@@ -93,6 +54,14 @@ class Access:
             raise StoreRefused(f"etcd: cert={self.cert} and key={self.key} are no certificate and its unencrypted key: {why}") from None
         made.set_alpn_protocols(["h2"])
         return made
+
+
+def _trusted_here() -> bytes | None:
+    """The CAs that this machine trusts. None: gRPC has a list of its own."""
+    for path in (ssl.get_default_verify_paths().cafile, *BUNDLES):
+        if path and Path(path).is_file():
+            return _read("the machine's CAs", path)
+    return None
 
 
 def _read(name: str, path: str) -> bytes:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from elastirun.errors import StoreError, StoreRefused
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.stores.etcd_access import Access, Endpoint, parse_endpoint
+from elastirun.rendezvous.stores.etcd_access import Access
 from elastirun.rendezvous.stores.etcd_diagnosis import diagnose
 from elastirun.rendezvous.stores.etcd_messages import load
 
@@ -67,20 +67,23 @@ class LeaseNotFound(StoreError):
 class Cluster:
     """What all connections of one agent share: which endpoint is in use, how to get in, the token.
 
-    ``deadline``: seconds for one operation. Errors: ``UsageError``.
+    ``endpoints``: each ``host:port``. ``deadline``: seconds for one operation.
     """
 
     def __init__(self, endpoints: Sequence[str], access: Access | None = None, deadline: float = DEADLINE) -> None:
-        self.endpoints = tuple(parse_endpoint(endpoint) for endpoint in endpoints)
+        self.endpoints = tuple(endpoints)
         self.access = access or Access()
-        self.access.check(self.endpoints)
         self.deadline = deadline
         self.token: str | None = None  # empty: etcd asks for none
         self.position = random.randrange(len(self.endpoints))  # the agents of a job spread over the members
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
-        return f"etcd at {', '.join(map(str, self.endpoints))}"
+        return self.name(*self.endpoints)
+
+    def name(self, *endpoints: str) -> str:
+        """What to call some of the endpoints in a message."""
+        return "etcd at " + ", ".join(f"https://{endpoint}" if self.access.tls else endpoint for endpoint in endpoints)
 
     def leave(self, position: int) -> None:
         """The endpoint at ``position`` does not answer: the next is to be used, if it is not already."""
@@ -104,8 +107,7 @@ class Client:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.messages = load()
-        with_tls = any(endpoint.tls for endpoint in cluster.endpoints)
-        self._certificates = cluster.access.certificates() if with_tls else (None, None, None)
+        self._certificates = cluster.access.certificates() if cluster.access.tls else (None, None, None)
         self.closed = threading.Event()
         self._link: Link | None = None
         self._lock = threading.Lock()
@@ -182,7 +184,7 @@ class Client:
         link.channel.close()
 
     @property
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> str:
         """Where this connection is, or would be made next."""
         link = self._link
         return self.cluster.endpoints[link.position if link else self.cluster.position]
@@ -195,11 +197,11 @@ class Client:
         if link is not None:
             link.channel.close()
 
-    def _dial(self, endpoint: Endpoint) -> Any:
+    def _dial(self, endpoint: str) -> Any:
         grpc, options = self.messages.grpc, list(OPTIONS.items())
-        if not endpoint.tls:
-            return grpc.insecure_channel(endpoint.target, options)
-        return grpc.secure_channel(endpoint.target, grpc.ssl_channel_credentials(*self._certificates), options)
+        if not self.cluster.access.tls:
+            return grpc.insecure_channel(endpoint, options)
+        return grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(*self._certificates), options)
 
     def _metadata(self, channel: Any, limit: float) -> Metadata:
         """The token, asked for when there is none yet. Errors: gRPC's, and ``StoreRefused``."""
@@ -223,7 +225,7 @@ class Client:
         if not isinstance(error, self.messages.grpc.RpcError):
             return "CANCELLED", "the connection was closed"  # a ValueError of gRPC's: by another thread, before the call began
         code, details = error.code().name, clip(error.details() or "", 300)
-        where, user = f"etcd at {self.endpoint}", self.cluster.access.user
+        where, user = self.cluster.name(self.endpoint), self.cluster.access.user
         if "lease not found" in details:
             raise LeaseNotFound(f"{where}: {details}") from None
         if "user name is empty" in details and not user:
@@ -249,9 +251,9 @@ class Client:
         in_vain = []
         for position, (code, details) in problems.items():
             endpoint, access = self.cluster.endpoints[position], self.cluster.access
-            context = access.context() if endpoint.tls else None
+            context = access.context() if access.tls else None
             words, final = diagnose(endpoint, context, bool(access.cert)) if code == "UNAVAILABLE" else ("", code == NOT_ETCD)
-            by_words.setdefault(words or details, []).append(str(endpoint))
+            by_words.setdefault(words or details, []).append(endpoint)
             in_vain.append(final)
-        text = "; ".join(f"{', '.join(endpoints)}: {words}" for words, endpoints in by_words.items())
-        return (StoreRefused if all(in_vain) else StoreError)(f"etcd at {text}")
+        text = "; ".join(f"{self.cluster.name(*endpoints)}: {words}" for words, endpoints in by_words.items())
+        return (StoreRefused if all(in_vain) else StoreError)(text)

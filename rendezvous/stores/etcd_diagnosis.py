@@ -10,7 +10,6 @@ import ssl
 from contextlib import suppress
 
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.stores.etcd_access import Endpoint
 
 LIMIT = 1.0  # seconds for each step
 OBJECTION = 0.3  # seconds in which a server is heard that does not like our certificate; it speaks up after the handshake
@@ -21,15 +20,15 @@ Diagnosis = tuple[str, bool]  # what is wrong, empty when it seems well; whether
 WELL: Diagnosis = ("", False)
 
 
-def diagnose(endpoint: Endpoint, context: ssl.SSLContext | None, has_cert: bool = False) -> Diagnosis:
-    """What is wrong with ``endpoint``. ``context`` for those with TLS; ``has_cert``: it has a certificate of ours."""
+def diagnose(endpoint: str, context: ssl.SSLContext | None, has_cert: bool = False) -> Diagnosis:
+    """What is wrong with ``endpoint``, ``host:port``. ``context`` for those with TLS; ``has_cert``: it has a certificate of ours."""
     try:
         with _connect(endpoint) as connection:
             if context is not None:
                 return _with_tls(endpoint, connection, context, has_cert)
             reply = _reply(connection)
     except socket.gaierror:
-        return f"the name {endpoint.host} does not resolve", False
+        return f"the name {_host(endpoint)} does not resolve", False
     except TimeoutError:
         return "no answer", False
     except OSError as error:
@@ -39,13 +38,13 @@ def diagnose(endpoint: Endpoint, context: ssl.SSLContext | None, has_cert: bool 
     if _is_http2(reply):
         return WELL
     if _speaks_tls(endpoint):
-        return f"it speaks TLS there: write https://{endpoint.target}", True
+        return f"it speaks TLS there: write https://{endpoint}", True
     return _something_else(reply)
 
 
-def _with_tls(endpoint: Endpoint, connection: socket.socket, context: ssl.SSLContext, has_cert: bool) -> Diagnosis:
+def _with_tls(endpoint: str, connection: socket.socket, context: ssl.SSLContext, has_cert: bool) -> Diagnosis:
     try:
-        with context.wrap_socket(connection, server_hostname=endpoint.host) as secured:
+        with context.wrap_socket(connection, server_hostname=_host(endpoint)) as secured:
             secured.settimeout(OBJECTION)
             with suppress(TimeoutError):  # were something sent now, its objection might be lost with the connection
                 return _something_else(secured.recv(64))
@@ -66,17 +65,17 @@ def _with_tls(endpoint: Endpoint, connection: socket.socket, context: ssl.SSLCon
                 else f"it wants a certificate of ours: give cert= and key= ({words})"
             ), True
         if _speaks_http2(endpoint):
-            return f"it speaks no TLS there: write http://{endpoint.target}", True
+            return f"it speaks no TLS there: write http://{endpoint}", True
         return f"the TLS handshake failed: {clip(reason or error.strerror or type(error).__name__, 100)}", False
 
 
-def _about_certificate(endpoint: Endpoint, error: ssl.SSLCertVerificationError) -> str:
+def _about_certificate(endpoint: str, error: ssl.SSLCertVerificationError) -> str:
     if error.verify_code == EXPIRED:
         return "its certificate has expired"
     if error.verify_code == NOT_YET_VALID:
         return "its certificate is not valid yet (is the clock of this machine right?)"
     if error.verify_code in (OTHER_NAME, OTHER_ADDRESS):
-        return f"its certificate is not for {endpoint.host}"
+        return f"its certificate is not for {_host(endpoint)}"
     return f"its certificate is not from a CA that is trusted here: cacert= names the right one? ({error.verify_message})"
 
 
@@ -86,8 +85,12 @@ def _something_else(reply: bytes) -> Diagnosis:
     return ("it hangs up" if not reply else "what answers there is not etcd"), bool(reply)
 
 
-def _connect(endpoint: Endpoint) -> socket.socket:
-    return socket.create_connection((endpoint.host, endpoint.port), LIMIT)
+def _connect(endpoint: str) -> socket.socket:
+    return socket.create_connection((_host(endpoint), int(endpoint.rpartition(":")[2])), LIMIT)
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
 
 
 def _reply(connection: socket.socket) -> bytes:
@@ -99,7 +102,7 @@ def _is_http2(reply: bytes) -> bool:
     return reply[3:4] == b"\x04" and not reply.startswith(b"HTTP")  # a SETTINGS frame
 
 
-def _speaks_http2(endpoint: Endpoint) -> bool:
+def _speaks_http2(endpoint: str) -> bool:
     try:
         with _connect(endpoint) as connection:
             return _is_http2(_reply(connection))
@@ -107,7 +110,7 @@ def _speaks_http2(endpoint: Endpoint) -> bool:
         return False
 
 
-def _speaks_tls(endpoint: Endpoint) -> bool:
+def _speaks_tls(endpoint: str) -> bool:
     anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE  # nothing is said to it, nor believed
     try:
