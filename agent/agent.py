@@ -15,7 +15,6 @@ import socket
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog, changes
 from elastirun.agent.family import Family
 from elastirun.agent.logs import RunLogs
+from elastirun.agent.place import Place
 from elastirun.agent.process import WorkerSpec
 from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
@@ -40,14 +40,9 @@ from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
-from elastirun.rendezvous.stores.base import Store
-from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.stores.tcp import connector
 
-EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
-HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
 STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
 FLUSH = 5.0  # seconds to get the last words out
 
@@ -85,8 +80,6 @@ class Agent:
         self._cpu_sets = cpu_sets(config, self._environ)
         self._events: deque[Event] = deque()
         self._finish: Finish | None = None
-        self._notices: deque[str] = deque()  # lines for people from the driver's thread
-        self._cannot_host: tuple[float, str] | None = None  # since when and why the store that is ours to host cannot be served
         self._started = False  # workers have run here
         self._world_size = 0  # of the running set
         self._attempt = 0  # of the running set: round - 1
@@ -118,11 +111,11 @@ class Agent:
             self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
         )
         self._worker_store: WorkerStore | None = None
-        self._reached: list[tuple[str, int]] = []  # where the store was last reached: address and port
         self._machine = Machine(self._rules(), self._row(), time.monotonic())
         codec = Codec(config.token)
-        self._connect = self._connector()
-        self._driver = Driver(self._connect, Exchange(lodgers.prefix(config.run_id), self._id, codec), EXCHANGE_LIMIT)
+        self._place = Place(config)
+        exchange = Exchange(self._place.prefix, self._id, codec)
+        self._driver = Driver(self._place.connect, exchange, self._place.exchange_limit)
         stack.callback(self._driver.close)
         self._selector.register(self._driver, selectors.EVENT_READ, self._on_store)
 
@@ -139,6 +132,7 @@ class Agent:
             restart_pause=timing.restart_pause,
             fixed_ranks=config.fixed_ranks,
             private=config.standalone,
+            lasting=config.etcd is not None,
             join_timeout=timing.join_timeout,
             last_call=timing.last_call,
             debounce=timing.debounce,
@@ -158,49 +152,6 @@ class Agent:
         directory = self._logs.directory if policy.log_dir is not None else None
         path = f"{directory}/events.jsonl" if directory else None
         return EventLog(self._id, self._name, path, also)
-
-    def _connector(self) -> Callable[[], Store]:
-        """What connects to the store, in the driver's thread."""
-        endpoint = self._config.endpoint
-        if endpoint is None:
-            data: dict[str, bytes] = {}
-            self._reached.append(("127.0.0.1", 0))
-            return lambda: MemoryStore(data)
-        names, addresses = net.who_am_i()
-
-        def resolve() -> tuple[str, int]:
-            found = net.resolve(endpoint.host)
-            whys = {address: net.probe(address, endpoint.port, 2.0) for address in found}
-            for address, why in whys.items():
-                if why is None:
-                    self._reached.append((address, endpoint.port))
-                    return address, endpoint.port
-            why = next(iter(whys.values()), None) or "the name does not resolve"
-            if self._reached:
-                raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")
-            raise StoreError(f"{why}; {net.explain_no_host(endpoint, names, addresses)}")
-
-        def open_socket() -> socket.socket | None:
-            try:
-                listening = net.open_host_socket(endpoint, self._config.is_host)
-            except StartError as error:
-                self._cannot_host = self._cannot_host or (time.monotonic(), str(error))
-                raise StoreError(str(error)) from None
-            if listening is not None:
-                found = net.resolve(endpoint.host)
-                self._reached.append((found[0] if found else "127.0.0.1", endpoint.port))
-            return listening
-
-        connect = connector(open_socket, resolve)
-
-        def connect_and_register() -> Store:
-            store = connect()
-            warning = lodgers.register(store, self._config.run_id)
-            if warning:
-                self._notices.append(f"warning: {warning}")
-            return store
-
-        return connect_and_register
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -316,10 +267,10 @@ class Agent:
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def _on_store(self, mask: int) -> None:
-        while self._notices:
-            self._console.say(self._notices.popleft())
-        if self._cannot_host and not self._reached and time.monotonic() > self._cannot_host[0] + HOST_TRIES:
-            self._events.append(Leave(time.monotonic(), self._cannot_host[1]))
+        while self._place.notices:
+            self._console.say(self._place.notices.popleft())
+        if self._place.hopeless:
+            self._events.append(Leave(time.monotonic(), self._place.hopeless))
         self._events.extend(self._driver.answers())
 
     def _on_signal(self, signum: int, count: int) -> None:
@@ -365,9 +316,7 @@ class Agent:
 
     def _become_reachable(self, now: float) -> None:
         """The store was reached, so the route to it and with it our address are known."""
-        address, port = self._reached[-1]
-        own = net.advertised_address((address,), port, self._config.local_addr) if self._config.endpoint else address
-        self._address = self._config.local_addr or own
+        self._address = self._place.own_address()
         self._worker_store = WorkerStore(self._address, self._worker_store_failed)
         self._perform_all(self._machine.step(Reachable(now, self._address, self._worker_store.port)))
 
@@ -464,7 +413,7 @@ class Agent:
             return bool(self._signum)
 
         try:
-            lodgers.wait_for_lodgers(self._connect(), self._config.run_id, pause, self._console.say)
+            lodgers.wait_for_lodgers(self._place.connect(), self._config.run_id, pause, self._console.say)
         except StoreError as error:
             self._console.say(f"cannot look whether other jobs need this store: {error}")
         self._console.flush(FLUSH)

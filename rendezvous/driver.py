@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastirun.errors import BadRecord, ElastirunError, StoreError
+from elastirun.errors import BadRecord, ElastirunError, StoreError, StoreRefused
 from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced, SyncFailed
@@ -288,7 +288,7 @@ class Driver:
                     store.close()
                     store = None
                 why = str(error) if isinstance(error, ElastirunError) else f"{type(error).__name__}: {error}"
-                answer = SyncFailed(time.monotonic(), clip(why))
+                answer = SyncFailed(time.monotonic(), clip(why), refused=isinstance(error, StoreRefused))
             line.deadline = None
             line.answers.put(answer)
             try:

@@ -34,6 +34,7 @@ class SyncFailed:
 
     now: float
     why: str
+    refused: bool = False  # waiting does not help
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,8 @@ class Machine:
         self._syncing = False
         self._trouble = event.why
         self._next_sync = event.now + self.rules.beat
+        if event.refused and self._contact is None:
+            self._end(Outcome.TIMEOUT, event.why)
 
     def _on_failed(self, event: events.WorkersFailed) -> None:
         reason = forming.describe(forming.root_cause(event.failures)[0])

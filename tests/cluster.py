@@ -69,6 +69,7 @@ class Cluster:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         self.port = free_port()
+        self.etcd: list[str] = []  # where the nodes meet instead of at the agent of node ``host``
         self.agents: list[subprocess.Popen[str]] = []
         self.script = tmp_path / "worker.py"
         self.script.write_text(WORKER)
@@ -82,17 +83,12 @@ class Cluster:
 
     def agent(self, i: int, *options: str, nnodes: str = "1:3", nproc: int = 1, host: int = 1) -> subprocess.Popen[str]:
         """Start an agent; its output goes to ``out(i)``. Every loopback address is everyone's here, so the host is named."""
-        return self.launch(
-            i,
-            f"--nnodes={nnodes}",
-            f"--nproc-per-node={nproc}",
-            f"--rdzv-endpoint=127.0.0.{host}:{self.port}",
-            "--rdzv-id=test",
-            f"--local-addr=127.0.0.{i}",
-            f"--rdzv-conf=is_host={int(i == host)}",
-            *options,
-            str(self.script),
-        )
+        if self.etcd:
+            where = ["--rdzv-backend=etcd", f"--rdzv-endpoint={','.join(self.etcd)}", f"--rdzv-id={self.tmp_path.name}"]
+        else:
+            where = [f"--rdzv-endpoint=127.0.0.{host}:{self.port}", "--rdzv-id=test", f"--rdzv-conf=is_host={int(i == host)}"]
+        own = f"--local-addr=127.0.0.{i}"
+        return self.launch(i, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", *where, own, *options, str(self.script))
 
     def launch(
         self, i: int, *arguments: str, before: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "elastirun")

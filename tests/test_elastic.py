@@ -12,12 +12,27 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster, cluster, dies, kill
+from tests.etcd_server import Etcd, etcd
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Cluster]:
     with cluster(tmp_path) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Etcd]:
+    with etcd() as made:
+        yield made
+
+
+@pytest.fixture(params=["c10d", "etcd"])
+def anywhere(nodes: Cluster, request: pytest.FixtureRequest) -> Cluster:
+    """Nodes that meet at one of their agents, or at etcd: it makes no difference."""
+    if request.param == "etcd":
+        nodes.etcd = request.getfixturevalue("server").endpoints
+    return nodes
 
 
 FAST = ("--last-call=0.5",)
@@ -34,18 +49,18 @@ def test_one_node_needs_nothing_but_the_script(nodes: Cluster) -> None:
     assert nodes.out(1) == "", "a good run on one node says nothing"
 
 
-def test_a_life_of_a_job(nodes: Cluster) -> None:
+def test_a_life_of_a_job(anywhere: Cluster) -> None:
     """Grow by a burst, lose a worker, lose an agent, take it in again, succeed: one round each, ranks stable."""
-    first = nodes.agent(1, *FAST, "--max-restarts=1")
-    (alone,) = nodes.round(1)
-    second, third = (nodes.agent(i, *FAST, "--max-restarts=1") for i in (2, 3))
-    grown = nodes.round(3)
+    first = anywhere.agent(1, *FAST, "--max-restarts=1")
+    (alone,) = anywhere.round(1)
+    second, third = (anywhere.agent(i, *FAST, "--max-restarts=1") for i in (2, 3))
+    grown = anywhere.round(3)
     assert grown[0].round == alone.round + 1, "a burst of joiners costs one re-formation"
     assert grown[0].env["ELASTIRUN_ROUND_REASON"].endswith("joined")
     alone.await_death()
 
     grown[1].tell("raise boom")
-    again = nodes.round(3, after=grown[0].round)
+    again = anywhere.round(3, after=grown[0].round)
     assert [w.env["MASTER_ADDR"] for w in again] == ["127.0.0.1"] * 3
     assert {w.env["MASTER_PORT"] for w in again} != {w.env["MASTER_PORT"] for w in grown}, "a fresh key space each round"
     assert {w.env["TORCHELASTIC_RESTART_COUNT"] for w in again} == {str(again[0].round - 1)}
@@ -55,51 +70,51 @@ def test_a_life_of_a_job(nodes: Cluster) -> None:
     killed_at = time.monotonic()
     kill(third)
     assert dies(lost.pid, 10), "no worker outlives its agent"
-    smaller = nodes.round(2, after=again[0].round)
+    smaller = anywhere.round(2, after=again[0].round)
     assert time.monotonic() - killed_at < 70  # promised: expire + 2 s; the benchmark measures it
     assert "silent for 5 s" in smaller[0].env["ELASTIRUN_ROUND_REASON"]
 
-    back = nodes.agent(3, *FAST, "--max-restarts=1")
-    whole = nodes.round(3, after=smaller[0].round)
+    back = anywhere.agent(3, *FAST, "--max-restarts=1")
+    whole = anywhere.round(3, after=smaller[0].round)
     assert [w.env["GROUP_RANK"] for w in whole] == ["0", "1", "2"] and lost_rank == 2
     for worker in whole:
         worker.tell("exit 0")
-    assert [nodes.ends(agent) for agent in (first, second, back)] == [0, 0, 0]
-    assert "Traceback" not in nodes.out(1), "the traceback belongs to the node whose worker raised"
+    assert [anywhere.ends(agent) for agent in (first, second, back)] == [0, 0, 0]
+    assert "Traceback" not in anywhere.out(1), "the traceback belongs to the node whose worker raised"
 
 
-def test_a_spent_budget_ends_every_node_with_the_same_true_report(nodes: Cluster) -> None:
-    agents = [nodes.agent(i, nnodes="3", nproc=2) for i in (1, 2, 3)]
-    workers = nodes.round(6)
+def test_a_spent_budget_ends_every_node_with_the_same_true_report(anywhere: Cluster) -> None:
+    agents = [anywhere.agent(i, nnodes="3", nproc=2) for i in (1, 2, 3)]
+    workers = anywhere.round(6)
     workers[3].tell("raise this is the true cause")
-    assert [nodes.ends(agent) for agent in agents] == [1, 1, 1]
+    assert [anywhere.ends(agent) for agent in agents] == [1, 1, 1]
     for i in (1, 2, 3):
-        last = nodes.out(i)[-3000:]
+        last = anywhere.out(i)[-3000:]
         assert "FAILED" in last and "ValueError: this is the true cause" in last and "rank      : 3 (local_rank: 1)" in last
         assert "elastirun/agent" not in last, "no traceback of ours"
 
 
-def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(nodes: Cluster) -> None:
-    first, second, third = (nodes.agent(i, nnodes="2:3") for i in (1, 2, 3))
-    workers = nodes.round(3)
+def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(anywhere: Cluster) -> None:
+    first, second, third = (anywhere.agent(i, nnodes="2:3") for i in (1, 2, 3))
+    workers = anywhere.round(3)
     third.send_signal(signal.SIGTERM)
-    assert nodes.ends(third) == 128 + signal.SIGTERM
-    rest = nodes.round(2, after=workers[0].round)
+    assert anywhere.ends(third) == 128 + signal.SIGTERM
+    rest = anywhere.round(2, after=workers[0].round)
     assert "leaves: SIGTERM" in rest[0].env["ELASTIRUN_ROUND_REASON"]
     for worker in rest:
         worker.tell("exit 0")
-    assert [nodes.ends(first), nodes.ends(second)] == [0, 0]
+    assert [anywhere.ends(first), anywhere.ends(second)] == [0, 0]
 
 
-def test_success_waits_for_everyone_and_failure_ends_the_wait(nodes: Cluster) -> None:
-    first, second = (nodes.agent(i, nnodes="2") for i in (1, 2))
-    one, two = nodes.round(2)
+def test_success_waits_for_everyone_and_failure_ends_the_wait(anywhere: Cluster) -> None:
+    first, second = (anywhere.agent(i, nnodes="2") for i in (1, 2))
+    one, two = anywhere.round(2)
     one.tell("exit 0")
     one.await_death()
     assert first.poll() is None
     two.tell("exit 3")
-    assert [nodes.ends(first), nodes.ends(second)] == [1, 1]
-    assert "exit code 3" in nodes.out(1)
+    assert [anywhere.ends(first), anywhere.ends(second)] == [1, 1]
+    assert "exit code 3" in anywhere.out(1)
 
 
 def test_static_ranks_follow_node_rank(nodes: Cluster) -> None:
@@ -153,12 +168,12 @@ def test_a_port_that_is_taken_where_this_node_must_host(nodes: Cluster) -> None:
     assert nodes.out(1).startswith("elastirun: giving up: ") and f"127.0.0.1:{nodes.port}" in nodes.out(1)
 
 
-def test_the_same_job_again_right_after(nodes: Cluster) -> None:
+def test_the_same_job_again_right_after(anywhere: Cluster) -> None:
     for run in range(2):
-        agents = [nodes.agent(i, nnodes="2") for i in (1, 2)]
-        for worker in nodes.round(2):
+        agents = [anywhere.agent(i, nnodes="2") for i in (1, 2)]
+        for worker in anywhere.round(2):
             worker.tell("exit 0")
-        assert [nodes.ends(agent) for agent in agents] == [0, 0], run
+        assert [anywhere.ends(agent) for agent in agents] == [0, 0], run
 
 
 def test_two_jobs_on_one_host_without_a_port(nodes: Cluster) -> None:
@@ -203,20 +218,20 @@ signal.signal(signal.SIGUSR1, lambda signum, frame: os.write(1, b"heard USR1\\n"
     assert nodes.ends(agent) == 0
 
 
-def test_with_a_token_a_stranger_cannot_join(nodes: Cluster, tmp_path: Path) -> None:
+def test_with_a_token_a_stranger_cannot_join(anywhere: Cluster, tmp_path: Path) -> None:
     for name in ("right", "wrong"):
         (tmp_path / name).write_text(f"the {name} token of this job")
         (tmp_path / name).chmod(0o600)
     right = f"--token-file={tmp_path / 'right'}"
-    agents = [nodes.agent(i, right, nnodes="2") for i in (1, 2)]
-    workers = nodes.round(2)
-    stranger = nodes.agent(3, f"--token-file={tmp_path / 'wrong'}", nnodes="2")
-    nodes.says(3, "not signed with this node's token")
+    agents = [anywhere.agent(i, right, nnodes="2") for i in (1, 2)]
+    workers = anywhere.round(2)
+    stranger = anywhere.agent(3, f"--token-file={tmp_path / 'wrong'}", nnodes="2")
+    anywhere.says(3, "not signed with this node's token")
     stranger.terminate()
-    assert nodes.ends(stranger) == 128 + signal.SIGTERM
+    assert anywhere.ends(stranger) == 128 + signal.SIGTERM
     for worker in workers:
         worker.tell("exit 0")
-    assert [nodes.ends(agent) for agent in agents] == [0, 0]
+    assert [anywhere.ends(agent) for agent in agents] == [0, 0]
 
 
 def test_the_host_stays_for_another_job_on_its_store(nodes: Cluster) -> None:

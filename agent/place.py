@@ -1,0 +1,111 @@
+"""Where this agent meets the others: how it reaches the rendezvous store, and serves it when that is its part."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+from elastirun.agent import lodgers, net
+from elastirun.config import Endpoint, Etcd, LaunchConfig
+from elastirun.errors import StartError, StoreError
+from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores.base import Store
+from elastirun.rendezvous.stores.memory import MemoryStore
+
+EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
+ETCD_LIMIT = 10.0  # the same where a change of the leader is waited for, and each endpoint is tried
+HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
+
+
+class Place:
+    """``connect`` opens the store; it is called in the driver's thread, which also sets ``reached`` and adds to ``notices``."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self.config = config
+        self.reached: tuple[str, int] | None = None  # address and port where the store was reached last
+        self.notices: deque[str] = deque()  # lines for people
+        self.exchange_limit = ETCD_LIMIT if config.etcd else EXCHANGE_LIMIT
+        self.prefix = lodgers.prefix(config.run_id)  # of every key of this job
+        self._cannot_host: tuple[float, str] | None = None  # since when and why the store that is ours to host cannot be served
+        if config.etcd is not None:
+            self.connect = self._at_etcd(config.etcd)
+        elif config.endpoint is not None:
+            self.connect = self._at_endpoint(config.endpoint)
+        else:
+            self.connect = self._alone()
+
+    @property
+    def hopeless(self) -> str:
+        """Why the store that is ours to host will not be served; empty while there is hope."""
+        tried = self._cannot_host is not None and self.reached is None and time.monotonic() > self._cannot_host[0] + HOST_TRIES
+        return self._cannot_host[1] if tried and self._cannot_host else ""
+
+    def own_address(self) -> str:
+        """The address that the others reach this node by. To be asked once the store was reached."""
+        assert self.reached is not None
+        address, port = self.reached
+        if self.config.local_addr:
+            return self.config.local_addr
+        return address if self.config.standalone else net.advertised_address((address,), port, None)
+
+    def _alone(self) -> Callable[[], Store]:
+        data: dict[str, bytes] = {}
+        self.reached = ("127.0.0.1", 0)
+        return lambda: MemoryStore(data)
+
+    def _at_etcd(self, etcd: Etcd) -> Callable[[], Store]:
+        from elastirun.rendezvous.stores import etcd as store
+        from elastirun.rendezvous.stores.etcd_access import Access
+
+        access = Access(etcd.tls, etcd.ca_cert, etcd.cert, etcd.key, etcd.user, etcd.password_file)
+        names = [str(endpoint) for endpoint in etcd.endpoints]
+        connect = store.connector(names, access, etcd.prefix, self.config.timing.expire)
+
+        self.prefix = self.prefix.removeprefix(lodgers.ROOT)  # etcd's has its own
+
+        def connect_and_see_where() -> Store:
+            made = connect()
+            endpoint = etcd.endpoints[names.index(made.endpoint)]
+            found = net.resolve(endpoint.host)
+            self.reached = (found[0] if found else endpoint.host, endpoint.port)
+            return made
+
+        return connect_and_see_where
+
+    def _at_endpoint(self, endpoint: Endpoint) -> Callable[[], Store]:
+        names, addresses = net.who_am_i()
+
+        def resolve() -> tuple[str, int]:
+            whys = {address: net.probe(address, endpoint.port, 2.0) for address in net.resolve(endpoint.host)}
+            for address, why in whys.items():
+                if why is None:
+                    self.reached = (address, endpoint.port)
+                    return self.reached
+            why = next(iter(whys.values()), None) or "the name does not resolve"
+            if self.reached:
+                raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")
+            raise StoreError(f"{why}; {net.explain_no_host(endpoint, names, addresses)}")
+
+        def open_socket() -> socket.socket | None:
+            try:
+                listening = net.open_host_socket(endpoint, self.config.is_host)
+            except StartError as error:
+                self._cannot_host = self._cannot_host or (time.monotonic(), str(error))
+                raise StoreError(str(error)) from None
+            if listening is not None:
+                found = net.resolve(endpoint.host)
+                self.reached = (found[0] if found else "127.0.0.1", endpoint.port)
+            return listening
+
+        connect = tcp.connector(open_socket, resolve)
+
+        def connect_and_register() -> Store:
+            store = connect()
+            warning = lodgers.register(store, self.config.run_id)
+            if warning:
+                self.notices.append(f"warning: {warning}")
+            return store
+
+        return connect_and_register
