@@ -150,6 +150,13 @@ def test_a_token_that_is_not_valid_any_more_is_renewed(me: Access) -> None:
         store._client.cluster.token = "expired.1"
         assert works(store)
         assert store._client.cluster.token not in ("", "expired.1")
+        heard = threading.Semaphore(0)
+        store.watch("elastirun/round", heard.release)
+        assert heard.acquire(timeout=PATIENCE)
+        store._client.cluster.token = "expired.1"
+        store._client.leave(store._client.link())
+        assert works(store) and store.put_if("elastirun/round", None, b"1") == b"1"
+        assert heard.acquire(timeout=PATIENCE), "a watch uses the token that an operation has got"
         Path(me.password_file).unlink()
         assert works(store), "the password is read when it is needed"
 

@@ -1,4 +1,4 @@
-"""Three members of which one is killed, stopped or started anew, under a node that writes every 10 ms."""
+"""Three members of which one is killed, stopped or started anew, under a node that writes every 10 ms and hears of each change."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Writer:
         self.times = [time.monotonic()]
         self.errors: list[str] = []
         self.doubtful: set[int] = set()  # writes of which it is not known what became of them
-        self.store = connect()
+        self.heard = 0
         self._progress = threading.Condition()
+        self.store = self._connected()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -57,6 +58,24 @@ class Writer:
                 assert int(found) in self.doubtful, f"{found!r} was found, {self.set[-1]} was set last"
             self._note(int(found))
 
+    def _connected(self) -> EtcdStore:
+        store = self.connect()
+        store.watch(self.key, self._hear)
+        return store
+
+    def _hear(self) -> None:
+        with self._progress:
+            self.heard += 1
+            self._progress.notify_all()
+
+    def hears(self) -> None:
+        """Wait until a change that is made now has been heard of."""
+        with self._progress:
+            before = self.heard
+        assert self.store.put_if(self.key, self._last(), b"0") == b"0"
+        with self._progress:
+            assert self._progress.wait_for(lambda: self.heard > before, PATIENCE)
+
     def _last(self) -> bytes | None:
         return b"%d" % self.set[-1] if self.set else None
 
@@ -70,7 +89,7 @@ class Writer:
         self.store.close()
         while not self._stop.is_set():
             try:
-                self.store = self.connect()
+                self.store = self._connected()
                 found = self.store.get([self.key]).get(self.key)
             except StoreError as error:
                 self.errors.append(str(error))
@@ -149,6 +168,7 @@ def test_no_write_is_lost_or_done_twice_when(
     print(f"\n{request.node.name}: longest gap {writer.longest_gap:.1f} s, {len(writer.set)} writes, errors {writer.errors}")
     assert version(writer.store, key) == len(writer.set) == len(set(writer.set)), "as often as they were reported"
     assert writer.longest_gap < LONGEST
+    writer.hears()
     assert writer.store.leases_lost == 0
     writer.store.close()
 
@@ -168,4 +188,5 @@ def test_a_cluster_that_is_started_anew_one_after_the_other_is_never_away(cluste
     print(f"\nrolling restart: longest gap {writer.longest_gap:.1f} s, {len(writer.set)} writes, errors {writer.errors}")
     assert version(writer.store, key) == len(writer.set)
     assert writer.longest_gap < LONGEST
+    writer.hears()
     writer.store.close()

@@ -20,6 +20,7 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd_access import Access
 from elastirun.rendezvous.stores.etcd_client import DEADLINE, LARGEST, Client, Cluster, LeaseNotFound
 from elastirun.rendezvous.stores.etcd_messages import check_installed
+from elastirun.rendezvous.stores.etcd_watch import Watch
 
 PREFIX = "/elastirun/"
 LEASED = "/node/"  # keys with this in them are written under the lease
@@ -156,6 +157,14 @@ class EtcdStore:
             more = answer.more
             start = answer.kvs[-1].key + b"\0" if answer.kvs else end
         return found
+
+    def watch(self, key: str, changed: Callable[[], None]) -> None:
+        """From now on, and until ``close``, ``changed`` is called once at first, and when ``key`` has changed, once or several times.
+
+        It is called from another thread and must neither wait nor raise. While no member can be reached it is not called, and
+        afterwards for what has happened since.
+        """
+        Watch(self._client, self._key(key), changed)
 
     def close(self) -> None:
         self._client.close()

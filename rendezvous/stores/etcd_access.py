@@ -28,7 +28,7 @@ class Access:
 
     def password(self) -> str:
         """Errors: ``StoreRefused``."""
-        first, *_ = _read("password_file", self.password_file or "").decode(errors="replace").splitlines() or [""]
+        first = _read("password_file", self.password_file or "").decode(errors="replace").partition("\n")[0].rstrip("\r")
         if not first:
             raise StoreRefused(f"etcd: password_file={self.password_file} is empty")
         return first

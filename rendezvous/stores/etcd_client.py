@@ -12,8 +12,8 @@ What gRPC really does (grpcio 1.85, tried out), and what follows:
   often than every 5 s, or while nothing is asked.
 - A password as call credentials is refused on a channel without TLS; the token as metadata is not.
 
-A process that has a channel must not fork (exec after vfork, what ``subprocess`` does without ``preexec_fn``, is safe). Channels
-are made in the thread that opens the store, and only there; what must be forked is forked before.
+A process that has a channel must not fork: gRPC's threads are not in the child, their locks are. What ``subprocess`` does without
+``preexec_fn`` is safe. So whatever the agent forks, it forks before it connects; its workers it starts by ``subprocess``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ OPTIONS = {
     "grpc.http2.ping_timeout_ms": 2000,
     "grpc.keepalive_permit_without_calls": 0,
     "grpc.http2.max_pings_without_data": 0,
+    "grpc.min_reconnect_backoff_ms": int(TRY * 1000),  # which is also how long connecting may take
     "grpc.max_receive_message_length": LARGEST,
     "grpc.use_local_subchannel_pool": 1,
     "grpc.enable_http_proxy": 0,
@@ -215,6 +216,10 @@ class Client:
                 if "authentication is not enabled" not in (error.details() or ""):
                     raise
                 self.cluster.token = ""  # whoever comes may do anything there; so may we
+        return self.token()
+
+    def token(self) -> Metadata:
+        """The token that is known, if any."""
         return (("token", self.cluster.token),) if self.cluster.token else ()
 
     def _judge(self, error: BaseException, limit: float) -> tuple[str, str]:
