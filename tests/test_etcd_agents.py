@@ -1,0 +1,159 @@
+"""Jobs that meet at etcd: no node is special, a member of three may go, and without a majority the workers go on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, Worker, cluster, dies, free_port, kill
+from tests.etcd_server import Etcd, etcd
+
+FAST = ("--last-call=0.5",)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Etcd]:
+    with etcd() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Etcd]:
+    with etcd(3) as made:
+        yield made
+
+
+def test_the_loss_of_node_0_is_like_any_other(nodes: Cluster, server: Etcd) -> None:
+    nodes.etcd = server.endpoints
+    agents = {i: nodes.agent(i, *FAST, "--expire=2", nnodes="1:3") for i in (1, 2, 3)}
+    before = nodes.round(3)
+    (first,) = [i for i in agents if f"127.0.0.{i}" == before[0].env["MASTER_ADDR"]]
+    kill(agents[first])
+    assert dies(before[0].pid, 10)
+    rest = nodes.round(2, after=before[0].round)
+    assert "silent for 2 s" in rest[0].env["ELASTIRUN_ROUND_REASON"]
+    assert rest[0].env["MASTER_ADDR"] == f"127.0.0.{next(i for i in agents if i != first)}"
+    agents[first] = nodes.agent(first, *FAST, "--expire=2", nnodes="1:3")
+    whole = nodes.round(3, after=rest[0].round)
+    for worker in whole:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents.values()] == [0, 0, 0]
+
+
+def test_all_agents_killed_at_once_the_next_run_begins_when_no_worker_of_theirs_can_be_left(nodes: Cluster, server: Etcd) -> None:
+    nodes.etcd = server.endpoints
+    quick = (*FAST, "--expire=1", "--store-grace=1")
+    agents = [nodes.agent(i, *quick, nnodes="2") for i in (1, 2)]
+    before = nodes.round(2)
+    for agent in agents:
+        agent.send_signal(signal.SIGKILL)
+    again = [nodes.agent(i, *quick, nnodes="2") for i in (1, 2)]
+    after = nodes.round(2, after=before[0].round)
+    assert all(dies(worker.pid, 0) for worker in before)
+    for worker in after:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in again] == [0, 0]
+
+
+def at_work(nodes: Cluster, three: Etcd, *options: str) -> list[Worker]:
+    nodes.etcd = three.endpoints
+    for i in (1, 2):
+        nodes.agent(i, *FAST, *options, nnodes="2")
+    return nodes.round(2)
+
+
+def finish(nodes: Cluster, workers: list[Worker]) -> None:
+    """The same workers are still there, and end well."""
+    for worker in workers:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in nodes.agents] == [0, 0], nodes.everything()
+    assert "round 2" not in nodes.everything()
+
+
+def beats(three: Etcd, nodes: Cluster, count: int = 3) -> None:
+    """Every agent has written its row so many times more."""
+    from elastirun.rendezvous.stores.etcd import connector
+
+    store = connector(three.endpoints, deadline=30.0)()
+    deadline = time.monotonic() + 60
+    seen: dict[str, set[bytes]] = {}
+    while len(seen) < 2 or any(len(rows) <= count for rows in seen.values()):  # their leases may be over, and new ones to come
+        assert time.monotonic() < deadline, nodes.everything()
+        for key, row in store.under(f"{nodes.tmp_path.name}/node/").items():
+            seen.setdefault(key, set()).add(row)
+    store.close()
+
+
+@pytest.mark.parametrize("what", ["kill -9 of the leader", "SIGSTOP of the leader", "SIGSTOP of a follower"])
+def test_a_member_of_three_goes_and_no_worker_is_restarted(nodes: Cluster, three: Etcd, what: str) -> None:
+    workers = at_work(nodes, three)
+    leader = three.leader()
+    member = leader if "leader" in what else next(m for m in three.members if m is not leader)
+    if "kill" in what:
+        member.kill()
+    else:
+        member.freeze()
+    try:
+        beats(three, nodes)
+    finally:
+        if "kill" in what:
+            three.start_one(member)
+            member.wait_until_ready()
+        else:
+            member.thaw()
+    beats(three, nodes)
+    finish(nodes, workers)
+
+
+def test_all_members_are_restarted_one_after_the_other(nodes: Cluster, three: Etcd) -> None:
+    workers = at_work(nodes, three)
+    for member in three.members:
+        member.kill(signal.SIGTERM)
+        three.start_one(member)
+        member.wait_until_ready()
+        beats(three, nodes, 1)
+    finish(nodes, workers)
+
+
+def test_without_a_majority_the_workers_go_on_until_the_store_grace_is_over(nodes: Cluster, three: Etcd) -> None:
+    workers = at_work(nodes, three, "--store-grace=8", "--expire=2")
+    two = three.members[:2]
+    for member in two:
+        member.freeze()
+    for i in (1, 2):
+        nodes.says(i, "the workers go on for up to 8 s")
+    for member in two:
+        member.thaw()
+    beats(three, nodes)
+    for i in (1, 2):
+        nodes.says(i, "the store is back")
+    for member in two:
+        member.freeze()
+    try:
+        for worker in workers:
+            worker.await_death()
+        assert [nodes.ends(agent) for agent in nodes.agents] == [201, 201]
+        for i in (1, 2):
+            assert nodes.out(i).count("giving up: the rendezvous store was away for ") == 1
+            assert "round 2" not in nodes.out(i) and "Traceback" not in nodes.out(i)
+    finally:
+        for member in two:
+            member.thaw()
+
+
+def test_what_cannot_be_reached_is_said_and_waited_for(nodes: Cluster) -> None:
+    nodes.etcd = [f"127.0.0.1:{free_port()}"]
+    agent = nodes.agent(1, "--join-timeout=3", nnodes="2")
+    assert nodes.ends(agent) == 201
+    assert nodes.out(1).startswith("elastirun: giving up: no round within 3 s: waiting for the rendezvous store: etcd")
+    assert nodes.etcd[0] in nodes.out(1) and "Traceback" not in nodes.out(1)
