@@ -34,8 +34,9 @@ from elastirun.config import LaunchConfig
 from elastirun.errors import ExitCode, StartError, StoreError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec, clip
-from elastirun.rendezvous.driver import Driver, Exchange
+from elastirun.rendezvous.driver import Driver
 from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
@@ -114,7 +115,7 @@ class Agent:
         self._machine = Machine(self._rules(), self._row(), time.monotonic())
         codec = Codec(config.token)
         self._place = Place(config)
-        exchange = Exchange(self._place.prefix, self._id, codec)
+        exchange = Exchange(self._place.prefix, self._id, codec, time.monotonic)
         self._driver = Driver(self._place.connect, exchange, self._place.exchange_limit)
         stack.callback(self._driver.close)
         self._selector.register(self._driver, selectors.EVENT_READ, self._on_store)

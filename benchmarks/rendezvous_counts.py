@@ -19,8 +19,8 @@ from typing import Any, ClassVar, TypeVar
 from benchmarks.lab import table
 from elastirun.rendezvous.actions import Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.driver import Exchange
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
+from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import NodeRow
@@ -89,6 +89,9 @@ class CountedStore:
         found = self._store.under(prefix)
         self._tally.count(prefix, *found.keys(), *found.values(), operations=len(found))
         return found
+
+    def watch(self, key: str, changed: Callable[[], None]) -> None:
+        pass
 
     def close(self) -> None:
         pass

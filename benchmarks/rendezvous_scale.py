@@ -31,8 +31,9 @@ from benchmarks.lab import machine, table
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
 from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.driver import Driver, Exchange
+from elastirun.rendezvous.driver import Driver
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
+from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.stores.tcp import TcpStore, serve
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
@@ -129,7 +130,7 @@ class Elastirun:
         tally = Tally()
         row = node_row(index, os.getpid())
         ready = [connect()]
-        driver = Driver(lambda: ready.pop() if ready else connect(), Exchange("job/", row.id, self.codec), EXCHANGE_LIMIT)
+        driver = Driver(lambda: ready.pop() if ready else connect(), Exchange("job/", row.id, self.codec, time.monotonic), EXCHANGE_LIMIT)
         node = Node(index, Machine(rules(plan.nodes, index), row, time.monotonic()), driver, tally)
         self._selector.register(driver, selectors.EVENT_READ, node)
         return node

@@ -38,6 +38,13 @@ class SyncFailed:
 
 
 @dataclass(frozen=True)
+class Changed:
+    """The round record may have changed: the store says so by itself."""
+
+    now: float
+
+
+@dataclass(frozen=True)
 class WorkersSucceeded:
     """Every worker of this node exited with 0."""
 
@@ -86,4 +93,4 @@ class Reachable:
     port: int
 
 
-Event = Tick | Synced | SyncFailed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Reachable | StoodStill
+Event = Tick | Synced | SyncFailed | Changed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Reachable | StoodStill

@@ -88,6 +88,8 @@ class Machine:
             self._on_sync_failed(event)
         elif isinstance(event, events.StoodStill):
             self._on_stood_still(event)
+        elif isinstance(event, events.Changed):
+            self._urgent = True
         elif isinstance(event, events.Reachable):
             self.row = replace(self.row, address=event.address, port=event.port)
             self._urgent = True

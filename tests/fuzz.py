@@ -32,7 +32,7 @@ from elastirun.errors import BadRecord, BadSignature, StoreError
 from elastirun.rendezvous import events
 from elastirun.rendezvous.actions import Put, Start, Sync
 from elastirun.rendezvous.codec import MAX_BYTES, MAX_TEXT, Codec
-from elastirun.rendezvous.driver import MAX_ROW, Exchange
+from elastirun.rendezvous.exchange import MAX_ROW, Exchange
 from elastirun.rendezvous.forming import Rules, describe, signature
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Closed, Member, NodeRow, RoundRecord

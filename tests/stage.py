@@ -9,7 +9,7 @@ from typing import Any
 from elastirun.rendezvous import forming, ranks
 from elastirun.rendezvous.actions import Action, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.driver import Exchange
+from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
 from tests.sim.world import Node, World, read_round, write_round

@@ -17,7 +17,7 @@ from elastirun.agent.workers import WorkerExit
 from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import MAX_BYTES
-from elastirun.rendezvous.driver import MAX_ROW, Exchange
+from elastirun.rendezvous.exchange import MAX_ROW, Exchange
 from elastirun.rendezvous.records import Closed, ExitRecord, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.memory import MemoryStore

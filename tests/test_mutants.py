@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     mutant(
         "a node with other settings takes no part",
-        *("machine", "(how := forming.disagreement(self.rules, event.round))", "(how := '')"),
+        *("machine", "(how := forming.disagreement(self.rules, found))", "(how := '')"),
         *("rules", "nodes_started_with_other_settings_are_told_so_and_change_nothing"),
     ),
     mutant(
@@ -207,8 +207,8 @@ MUTANTS = (
     # What comes from outside.
     mutant(
         "members are those that the record names",
-        *("driver", "if hashlib.sha256(data).hexdigest() != digest:", "if False:"),
-        *("driver", "a_list_of_members_that_is_not_the_one_named_is_not_believed"),
+        *("exchange", "if hashlib.sha256(data).hexdigest() != digest:", "if False:"),
+        *("exchange", "a_list_of_members_that_is_not_the_one_named_is_not_believed"),
     ),
     mutant(
         "a record has one spelling",
@@ -222,13 +222,13 @@ MUTANTS = (
     ),
     mutant(
         "another's row under one's own key is written over",
-        *("driver", "self._parse_row(key, found)", "self._codec.decode(key, found, NodeRow)"),
-        *("driver", "what_others_have_put_into_ones_own_row_is_written_over"),
+        *("exchange", "self._parse_row(key, found)", "self._codec.decode(key, found, NodeRow)"),
+        *("exchange", "what_others_have_put_into_ones_own_row_is_written_over"),
     ),
     mutant(
         "a changed row is parsed anew",
-        *("driver", "if known is None or known[0] != data:", "if known is None:"),
-        *("driver", "an_unchanged_row_is_parsed_once_and_a_changed_one_anew"),
+        *("exchange", "if known is None or known[0] != data:", "if known is None:"),
+        *("exchange", "an_unchanged_row_is_parsed_once_and_a_changed_one_anew"),
     ),
 )
 

@@ -9,7 +9,7 @@ import pytest
 
 from elastirun.rendezvous import forming
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
-from elastirun.rendezvous.events import Leave, Reachable, SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.events import Changed, Leave, Reachable, SyncFailed, Tick, WorkersStopped
 from elastirun.rendezvous.records import Cause, RoundRecord, Status
 from tests.stage import ME, Stage, count, met, running, slow_answers
 
@@ -459,6 +459,31 @@ def test_the_verdict_is_the_reason_of_the_stop() -> None:
     for i in "bc":
         stage.puppet(i, status=Status.LEFT)
     assert stage.run(5, lambda: stage.me.outcome is Outcome.SUCCEEDED)
+
+
+def test_who_is_not_let_in_does_not_wait_but_who_was_in_does() -> None:
+    stage = Stage()
+    stage.begin = lambda node, sync: None  # type: ignore[method-assign]
+    stage.enter()
+    stage.me.feed(lambda now: SyncFailed(now, "wrong password", refused=True))
+    assert stage.me.outcome is Outcome.TIMEOUT and stage.me.finish and stage.me.finish.reason == "wrong password"
+    stage = running("b", "c")
+    stage.begin = lambda node, sync: stage.at(0.1, lambda: node.feed(lambda now: SyncFailed(now, "revoked", refused=True)))  # type: ignore[method-assign]
+    stage.run(50)
+    assert not stage.me.stops
+    assert stage.run(30, lambda: stage.me.outcome is Outcome.STORE_LOST)
+
+
+def test_a_node_that_hears_of_a_change_looks_at_once() -> None:
+    stage = running("b", "c")
+    stage.run(0.2)
+    while stage.under_way:
+        stage.run(0.01)
+    asked = len([action for action in stage.actions if isinstance(action, Sync)])
+    stage.break_up(Cause.LEAVE)
+    stage.me.feed(Changed)
+    assert len([action for action in stage.actions if isinstance(action, Sync)]) == asked + 1
+    assert stage.run(0.1, lambda: bool(stage.me.stops))
 
 
 def test_what_is_ignored_is_told() -> None:

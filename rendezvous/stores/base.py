@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
@@ -31,6 +31,12 @@ class Store(Protocol):
 
     def under(self, prefix: str) -> dict[str, bytes]:
         """Every key under ``prefix`` with its value. A key that is being created at this moment may be missing."""
+
+    def watch(self, key: str, changed: Callable[[], None]) -> None:
+        """Call ``changed`` when ``key`` has changed, until ``close``; a store that has no way to know never does.
+
+        It is called from any thread, perhaps more often than needed, and must neither wait nor raise.
+        """
 
     def close(self) -> None:
         """Give the connection up. Never raises."""

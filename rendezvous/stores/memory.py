@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class MemoryStore:
@@ -32,6 +32,9 @@ class MemoryStore:
     def under(self, prefix: str) -> dict[str, bytes]:
         with self._lock:
             return {key: value for key, value in self._data.items() if key.startswith(prefix)}
+
+    def watch(self, key: str, changed: Callable[[], None]) -> None:
+        pass
 
     def close(self) -> None:
         pass

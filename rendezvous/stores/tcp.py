@@ -103,6 +103,9 @@ class TcpStore:
             self._indexed -= {key for key in self._indexed if key.startswith(prefix)} - keys  # overwritten: the next put mends it
             return self._read(sorted(keys))
 
+    def watch(self, key: str, changed: Callable[[], None]) -> None:
+        pass
+
     def close(self) -> None:
         self._store = None
 

@@ -20,8 +20,8 @@ from typing import Any
 from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.driver import Exchange, Operation, Steps
-from elastirun.rendezvous.events import Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import Changed, Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.exchange import Exchange, Operation, Steps
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
@@ -376,7 +376,15 @@ class World:
             self.note(node, new)
             for watch in self.watch:
                 watch(self, node, old, new)
+            if self.rules.lasting:
+                self._spread_the_word()
         return found
+
+    def _spread_the_word(self) -> None:
+        """Such a store tells those whom it can reach that the record has changed."""
+        for node in self.nodes:
+            if node.alive and not (node.cut or node.cut_in):
+                self.at(self.random.uniform(*node.delay), lambda node=node: node.feed(Changed))
 
     @property
     def history(self) -> list[tuple[int, int]]:

@@ -1,0 +1,181 @@
+"""What one exchange with the store is, in operations of a store: pure but for the operations, which whoever carries it out performs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+from elastirun.errors import BadRecord, StoreError
+from elastirun.rendezvous.actions import Change, Put, Sync
+from elastirun.rendezvous.codec import Codec, clip
+from elastirun.rendezvous.events import Synced
+from elastirun.rendezvous.records import Member, MemberList, NodeRow, RoundRecord
+
+MAX_ROW = 256 << 10  # bytes; a row with 30 stderr lines of several failed workers
+
+Operation = Callable[[Any], Any]  # of a ``stores.base.Store``
+Steps = Generator[Operation, Any, Any]  # takes each operation's result, returns its own
+
+
+def _get(keys: list[str]) -> Operation:
+    return lambda store: store.get(keys)
+
+
+def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
+    return lambda store: store.put_if(key, expected, value)
+
+
+def _delete(key: str) -> Operation:
+    return lambda store: store.delete(key)
+
+
+def _under(prefix: str) -> Operation:
+    return lambda store: store.under(prefix)
+
+
+class Exchange:
+    """What one ``Sync`` means in operations of a store. ``job`` is the prefix of every key, ``me`` this node's id."""
+
+    def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
+        self._job = job
+        self.round_key = job + "round"
+        self._me = me
+        self._codec = codec
+        self._clock = clock
+        self._newest: RoundRecord | None = None  # of those read
+        self._listed: tuple[str, tuple[Member, ...]] = ("", ())  # the member list read or written last, with its digest
+        self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
+
+    def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
+        """The whole exchange over ``store``. Errors: ``StoreError``."""
+        steps = self.steps(sync, started)
+        answer: Any = None
+        while True:
+            try:
+                operation = steps.send(answer)
+            except StopIteration as done:
+                synced: Synced = replace(done.value, hosting=store.hosting)
+                return synced
+            answer = operation(store)
+
+    def steps(self, sync: Sync, started: float) -> Steps:
+        """The exchange, in the order ``Sync`` names, as operations to be carried out one after the other."""
+        ignored: list[str] = []
+        if sync.put is not None:
+            yield from self._put_row(sync.put)
+        if sync.change is not None:
+            yield from self._put_round(sync.change)
+        key, everything = self.round_key, sync.rows is None
+        found = yield _get([key, *(self._key(i) for i in sorted({*(sync.rows or ()), self._me}))])
+        record = yield from self._parse_round(found.pop(key, None))
+        if everything:
+            found = yield _under(self._job + "node/")
+        rows = self._parse_rows(found, everything, ignored)
+        return Synced(self._clock(), started, record, rows, rows.get(self._me), ignored=tuple(ignored[:4]))
+
+    def _put_row(self, put: Put) -> Steps:
+        key = self._key(self._me)
+        expected = None if put.base is None else self._encode(key, put.base)
+        value = self._encode(key, put.row)
+        found = yield _put_if(key, expected, value)
+        if found is None or found == value:
+            return
+        try:
+            self._parse_row(key, found)  # an earlier write of ours that was thought lost: the machine adopts it
+        except BadRecord:
+            yield _put_if(key, found, value)  # somebody else has written into our row
+
+    def _put_round(self, change: Change) -> Steps:
+        """By compare-and-set. A new list of members is there before the record that names it; the old one is of no use then."""
+        key, base, record = self.round_key, change.base, change.record
+        before = None if base is None else self._short(base)
+        if record.members and (base is None or base.members != record.members):
+            digest, data = self._list(record.members)
+            found = yield _put_if(self._members_key(digest), None, data)
+            if found is not None and found != data:
+                yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
+        after = self._short(record)
+        value = self._codec.encode(key, after)
+        found = yield _put_if(key, None if before is None else self._encode(key, before), value)
+        if found == value and before is not None and before.members_digest not in ("", after.members_digest):
+            yield _delete(self._members_key(before.members_digest))
+
+    def _parse_round(self, data: bytes | None) -> Steps:
+        newest = self._newest
+        try:
+            record = None if data is None else self._decode(self.round_key, data, self._parse_short)
+            if record and newest and record.store_id == newest.store_id and record.version < newest.version:
+                raise StoreError(f"somebody has put back an older round record: version {record.version} after {newest.version}")
+            if record is not None and record.members_digest:
+                members = yield from self._read_members(record.members_digest)
+                record = replace(record, members=members, members_digest="")
+        except BadRecord as error:
+            raise StoreError(f"the round record is unreadable: {error}") from None
+        self._newest = record
+        return record
+
+    def _read_members(self, digest: str) -> Steps:
+        if self._listed[0] != digest:
+            key = self._members_key(digest)
+            data = (yield _get([key])).get(key, b"")
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise BadRecord(f"{key}: the members are missing there, or others")
+            self._listed = digest, self._codec.decode(self._job + "members", data, MemberList).members
+        return self._listed[1]
+
+    def _list(self, members: tuple[Member, ...]) -> tuple[str, bytes]:
+        """The digest and the bytes of a list of members."""
+        data = self._codec.encode(self._job + "members", MemberList(members))
+        self._listed = hashlib.sha256(data).hexdigest(), members
+        return self._listed[0], data
+
+    def _short(self, record: RoundRecord) -> RoundRecord:
+        """As it is stored, without the members: a thousand nodes read it twice a second."""
+        if not record.members:
+            return record
+        digest = self._listed[0] if self._listed[1] == record.members else self._list(record.members)[0]
+        return replace(record, members=(), members_digest=digest)
+
+    def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
+        rows: dict[str, NodeRow] = {}
+        for key, data in found.items():
+            try:
+                row = self._decode(key, data, self._parse_row)
+            except BadRecord as error:
+                ignored.append(clip(str(error), 300))  # the key in it may be anybody's invention
+                continue
+            rows[row.id] = row
+        if everything:
+            self._known = {key: known for key, known in self._known.items() if key in found or key == self.round_key}
+        return rows
+
+    def _encode(self, key: str, record: Any) -> bytes:
+        known = self._known.get(key)
+        if known is None or known[1] != record:
+            known = self._known[key] = (self._codec.encode(key, record), record)
+        return known[0]
+
+    def _decode(self, key: str, data: bytes, parse: Callable[[str, bytes], Any]) -> Any:
+        known = self._known.get(key)
+        if known is None or known[0] != data:
+            known = self._known[key] = (data, parse(key, data))
+        return known[1]
+
+    def _parse_short(self, key: str, data: bytes) -> RoundRecord:
+        return self._codec.decode(key, data, RoundRecord)
+
+    def _parse_row(self, key: str, data: bytes) -> NodeRow:
+        if len(data) > MAX_ROW:
+            raise BadRecord(f"{key}: {len(data)} bytes, more than {MAX_ROW}")
+        row = self._codec.decode(key, data, NodeRow)
+        if self._key(row.id) != key:
+            raise BadRecord(f"{key}: the row of another node")
+        return row
+
+    def _key(self, node_id: str) -> str:
+        return f"{self._job}node/{node_id}"
+
+    def _members_key(self, digest: str) -> str:
+        return f"{self._job}members/{digest}"
