@@ -71,8 +71,10 @@ class Member:
         self.process = None
 
     def freeze(self) -> None:
+        """Stop it, and wait until it stands."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         assert self.process is not None

@@ -14,6 +14,8 @@ from elastirun.rendezvous.stores.etcd import EtcdStore, connector
 from tests.cluster import PATIENCE
 from tests.etcd_server import Etcd, ask, etcd
 
+QUICK = ("--heartbeat-interval=50", "--election-timeout=500")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Etcd]:
@@ -82,7 +84,7 @@ def test_a_lost_connection_is_no_change_and_changes_without_one_are_heard_of_lat
 
 
 def test_nothing_is_missed_when_the_server_is_killed_and_comes_back(key: str) -> None:
-    with etcd(3) as cluster:
+    with etcd(3, options=QUICK) as cluster:
         first, *others = cluster.members
         listener = Listener(connector([first.endpoint])(), key)
         writer = connector([member.endpoint for member in others])()
@@ -102,7 +104,7 @@ def test_nothing_is_missed_when_the_server_is_killed_and_comes_back(key: str) ->
 
 
 def test_a_stopped_member_is_left_as_soon_as_an_operation_finds_it(key: str) -> None:
-    with etcd(3) as cluster:
+    with etcd(3, options=QUICK) as cluster:
         listener = Listener(connector(cluster.endpoints)(), key)
         stopped = cluster.member(listener.store.endpoint)
         writer = connector([member.endpoint for member in cluster.members if member is not stopped])()
@@ -135,7 +137,7 @@ def test_while_the_server_is_away_it_is_asked_for_now_and_then(key: str) -> None
         with pytest.raises(StoreError):
             listener.store.get([key])
         used, began = time.process_time(), time.monotonic()
-        threading.Event().wait(3.0)
+        threading.Event().wait(2.0)
         share = (time.process_time() - used) / (time.monotonic() - began)
         print(f"\nCPU while the server is away: {share:.2%}")
         assert share < 0.1, "etcd3's own watch takes 40 %"
