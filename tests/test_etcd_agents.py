@@ -126,12 +126,12 @@ def test_all_members_are_restarted_one_after_the_other(nodes: Cluster, three: Et
 
 
 def test_without_a_majority_the_workers_go_on_until_the_store_grace_is_over(nodes: Cluster, three: Etcd) -> None:
-    workers = at_work(nodes, three, "--store-grace=8", "--expire=2")
+    workers = at_work(nodes, three, "--store-grace=20", "--expire=2")
     two = three.members[:2]
     for member in two:
         member.freeze()
     for i in (1, 2):
-        nodes.says(i, "the workers go on for up to 8 s")
+        nodes.says(i, "the workers go on for up to 20 s")
     for member in two:
         member.thaw()
     beats(three, nodes)
