@@ -115,6 +115,9 @@ class Agent:
         self._machine = Machine(self._rules(), self._row(), time.monotonic())
         codec = Codec(config.token)
         self._place = Place(config)
+        stack.callback(self._place.close)
+        if self._place.private:
+            self._family.remove_at_the_end(self._place.private.folder)
         exchange = Exchange(self._place.prefix, self._id, codec, time.monotonic)
         self._driver = Driver(self._place.connect, exchange, self._place.exchange_limit)
         stack.callback(self._driver.close)

@@ -6,8 +6,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from elastirun.agent import lodgers, net
+from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.stores import tcp
@@ -29,12 +31,18 @@ class Place:
         self.exchange_limit = ETCD_LIMIT if config.etcd else EXCHANGE_LIMIT
         self.prefix = lodgers.prefix(config.run_id)  # of every key of this job
         self._cannot_host: tuple[float, str] | None = None  # since when and why the store that is ours to host cannot be served
+        self.private: PrivateEtcd | None = None
         if config.etcd is not None:
-            self.connect = self._at_etcd(config.etcd)
+            self.private = None if config.etcd.endpoints else PrivateEtcd()
+            self.connect = self._at_etcd(replace(config.etcd, endpoints=(self.private.endpoint,)) if self.private else config.etcd)
         elif config.endpoint is not None:
             self.connect = self._at_endpoint(config.endpoint)
         else:
             self.connect = self._alone()
+
+    def close(self) -> None:
+        if self.private:
+            self.private.close()
 
     @property
     def hopeless(self) -> str:
@@ -66,6 +74,8 @@ class Place:
         self.prefix = self.prefix.removeprefix(lodgers.ROOT)  # etcd's has its own
 
         def connect_and_see_where() -> Store:
+            if self.private:
+                self.private.check()
             made = connect()
             endpoint = etcd.endpoints[names.index(made.endpoint)]
             found = net.resolve(endpoint.host)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster, Worker, cluster, dies, free_port, kill
-from tests.etcd_server import Etcd, etcd
+from tests.etcd_server import BINARY, MISSING, Etcd, etcd
 
 FAST = ("--last-call=0.5",)
 
@@ -149,6 +149,46 @@ def test_without_a_majority_the_workers_go_on_until_the_store_grace_is_over(node
     finally:
         for member in two:
             member.thaw()
+
+
+def private_etcd(nodes: Cluster) -> tuple[int, Path]:
+    """Its process, and the folder with its data."""
+    (folder,) = nodes.tmp_path.glob("elastirun_etcd_*")
+    (pid,) = [int(p.name) for p in Path("/proc").glob("[0-9]*") if str(folder).encode() in read(p / "cmdline")]
+    return pid, folder
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+@pytest.mark.parametrize("killed", [False, True], ids=["ends", "is killed"])
+def test_a_private_etcd_goes_with_its_agent(nodes: Cluster, killed: bool) -> None:
+    agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", "--max-restarts=1", str(nodes.script))
+    (worker,) = nodes.round(1)
+    pid, folder = private_etcd(nodes)
+    if killed:
+        kill(agent)
+    else:
+        worker.tell("exit 3")
+        (worker,) = nodes.round(1, after=1)
+        worker.tell("exit 0")
+        assert nodes.ends(agent) == 0
+    assert dies(pid, 10)
+    deadline = time.monotonic() + 60
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_no_etcd_to_start_is_said_in_one_line(nodes: Cluster) -> None:
+    nodes.env["ELASTIRUN_ETCD_BINARY"] = "/nowhere/etcd"
+    assert nodes.ends(nodes.launch(1, "--standalone", "--rdzv-backend=etcd", str(nodes.script))) == 3
+    assert nodes.out(1).count("\n") == 1 and "ELASTIRUN_ETCD_BINARY=/nowhere/etcd cannot be run" in nodes.out(1)
 
 
 def test_what_cannot_be_reached_is_said_and_waited_for(nodes: Cluster) -> None:
