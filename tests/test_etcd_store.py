@@ -16,6 +16,7 @@ from elastirun.rendezvous.stores.etcd import MOST_HELD, MOST_RANGES, PREFIX, Etc
 from elastirun.rendezvous.stores.etcd_client import Cluster
 from tests.cluster import PATIENCE, free_port
 from tests.etcd_server import Etcd, ask, etcd
+from tests.relay import Relay
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,15 @@ def test_a_server_that_was_away_is_found_again_by_the_same_connection(job: str) 
             store.get([job + "k"])
         own.start()
         assert store.put_if(job + "k", b"1", b"2") == b"2"
+
+
+def test_a_connection_that_fell_silent_is_replaced_though_there_is_no_other_endpoint(server: Etcd, job: str) -> None:
+    with Relay(server.endpoints[0]) as relay:
+        store = connector([relay.endpoint])()
+        for i in range(2):
+            relay.silence()
+            assert store.put_if(f"{job}{i}", None, b"1") == b"1"
+        store.close()
 
 
 def test_a_silent_server_costs_the_deadline_and_no_more(server: Etcd, job: str) -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd import EtcdStore, connector
+from elastirun.rendezvous.stores.etcd_client import OPTIONS
 from tests.cluster import PATIENCE
 from tests.etcd_server import Etcd, ask, etcd
+from tests.relay import Relay
 
 QUICK = ("--heartbeat-interval=50", "--election-timeout=500")
 
@@ -43,10 +45,10 @@ class Listener:
             self.calls += 1
             self._called.notify_all()
 
-    def hears(self, calls: int) -> None:
+    def hears(self, calls: int, patience: float = PATIENCE) -> None:
         """Wait until there were so many calls in all."""
         with self._called:
-            assert self._called.wait_for(lambda: self.calls >= calls, PATIENCE), f"{self.calls} calls, not {calls}"
+            assert self._called.wait_for(lambda: self.calls >= calls, patience), f"{self.calls} calls, not {calls}"
         assert self.calls == calls
 
 
@@ -113,6 +115,18 @@ def test_a_stopped_member_is_left_as_soon_as_an_operation_finds_it(key: str) -> 
         assert listener.store.get([key]) == {key: b"1"}
         listener.hears(2)
         stopped.thaw()
+        listener.store.close()
+
+
+def test_a_watch_alone_leaves_a_connection_that_fell_silent(server: Etcd, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without operations that would notice; the times are those of the product, divided."""
+    for name in ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
+        monkeypatch.setitem(OPTIONS, name, OPTIONS[name] // 6)
+    with Relay(server.endpoints[0]) as relay:
+        listener = Listener(connector([relay.endpoint])(), key)
+        relay.silence()
+        count_up(connector(server.endpoints)(), key)
+        listener.hears(2, patience=30.0)  # without the ping's own limit it takes 60 s
         listener.store.close()
 
 

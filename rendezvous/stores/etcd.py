@@ -159,10 +159,9 @@ class EtcdStore:
         return found
 
     def watch(self, key: str, changed: Callable[[], None]) -> None:
-        """From now on, and until ``close``, ``changed`` is called once at first, and when ``key`` has changed, once or several times.
+        """As every store has it: ``changed`` is called from a thread of the watch, the first time when it begins.
 
-        It is called from another thread and must neither wait nor raise. While no member can be reached it is not called, and
-        afterwards for what has happened since.
+        While no member can be reached it is not called, and afterwards for what has happened since.
         """
         Watch(self._client, self._key(key), changed)
 

@@ -229,7 +229,7 @@ class Client:
         """
         if not isinstance(error, self.messages.grpc.RpcError):
             return "CANCELLED", "the connection was closed"  # a ValueError of gRPC's: by another thread, before the call began
-        code, details = error.code().name, clip(error.details() or "", 300)
+        code, details = error.code().name, clip((error.details() or "").rpartition("last error: ")[2], 200)
         where, user = self.cluster.name(self.endpoint), self.cluster.access.user
         if "lease not found" in details:
             raise LeaseNotFound(f"{where}: {details}") from None
