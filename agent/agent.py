@@ -86,6 +86,7 @@ class Agent:
         self._attempt = 0  # of the running set: round - 1
         self._address = ""  # what the others reach this node by
         self._signum = 0  # the signal that told us to leave
+        self._lone = False  # the workers' round has no other node, and others may want its place
         self._sick = False  # a worker cannot be killed
         self._looked = 0.0  # when the loop last saw that it runs
 
@@ -178,7 +179,7 @@ class Agent:
             ready = self._selector.select(None if due is None else max(0.0, min(due - time.monotonic(), 0.5)))
             for key, mask in ready:
                 key.data(mask)
-            self._family.renew(time.monotonic())
+            self._renew(time.monotonic())
             self._workers.tick(time.monotonic())
 
     def _loop(self) -> int:
@@ -204,13 +205,22 @@ class Agent:
         """
         now = time.monotonic()
         overdue, self._looked = now - self._looked - due, now
-        ended = self._family.lease_is_over(now)
+        ended = bool(self._workers.running) and self._family.lease_is_over(now)
         if ended or overdue > STANDSTILL:
             if ended or overdue > self._config.timing.expire / 2:
-                self._console.say(f"this agent stood still for {overdue:.0f} s" + ("; its workers were ended" if ended else ""))
+                what = "the others may take this node for lost" if overdue < STANDSTILL else f"this agent stood still for {overdue:.0f} s"
+                self._console.say(what + ("; its workers were ended" if ended else ""))
+            self._lone = self._lone and not ended
             self._events.append(StoodStill(now, overdue, ended))
             self._events_log.write("stood_still", seconds=round(overdue, 3), workers_ended=ended)
-        self._family.renew(now)
+        self._renew(now)
+
+    def _renew(self, now: float) -> None:
+        """The guard lets the workers run on: in a round of one until others may take the node for lost, however well it is."""
+        if self._lone:
+            self._family.hold_until(self._machine.kept_alive + LONE_LEASE * self._config.timing.expire, now)
+        else:
+            self._family.renew(now)
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
@@ -308,6 +318,7 @@ class Agent:
         self._events.append(Leave(time.monotonic(), "a worker hangs in the kernel"))
 
     def _on_workers_idle(self) -> None:
+        self._lone = False
         self._family.end_leftovers()
         if self._over_since is not None:
             self._events_log.write("stopped", round=self._attempt + 1, after=round(time.monotonic() - self._over_since, 3))
@@ -332,8 +343,8 @@ class Agent:
         assert self._worker_store is not None
         self._world_size = record.world_size
         self._attempt = record.round - 1
-        lone = len(record.members) == 1 and not self._config.standalone  # also at our own store, which a thread of its own serves
-        self._family.set_lease(LONE_LEASE * self._config.timing.expire if lone else self._lease)
+        self._lone = len(record.members) == 1 and not self._config.standalone
+        self._renew(time.monotonic())
         self._blame.begin(self._attempt, alone=record.world_size == 1)
         try:
             specs = self._specs(record, node_rank)

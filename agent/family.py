@@ -32,6 +32,7 @@ class Family:
         self._selector = selector
         self._say = say
         self.renewed = time.monotonic()  # when the guard last heard that the agent is well
+        self._held = 0.0  # the moment until which the workers may run, where the agent's being well is not enough
         self._folders: set[str] = set()
         self._own = guard.identity(os.getpid(), secrets.token_hex(8))
         self.mark = ",".join(filter(None, (os.environ.get(guard.VARIABLE), self._own)))  # ELASTIRUN_AGENT for the workers
@@ -46,19 +47,24 @@ class Family:
 
     def renew(self, now: float) -> None:
         """Tell the guard that the agent is well. To be called each time the loop goes round."""
-        if now >= self.renewed + (min(RENEW_EVERY, self.lease / 8) if self.lease else RENEW_EVERY):
+        if self._held:
+            self._held, self.renewed = 0.0, now
+            self._tell(guard.LEASE + f"{self.lease}\n".encode())
+        elif now >= self.renewed + (min(RENEW_EVERY, self.lease / 8) if self.lease else RENEW_EVERY):
             self.renewed = now
             self._tell(b"\0")
 
-    def lease_is_over(self, now: float) -> bool:
-        """The guard has ended the workers because it did not hear of the agent for so long, or is about to."""
-        return bool(self.lease) and now > self.renewed + self.lease - min(0.5, self.lease / 10)
+    def hold_until(self, moment: float, now: float) -> None:
+        """The guard ends the workers at ``moment`` unless it hears of a later one, instead of when the lease is over."""
+        if moment != self._held:
+            self._held = moment
+            self._tell(guard.LEASE + f"{max(0.001, moment - now):.3f}\n".encode())
 
-    def set_lease(self, seconds: float) -> None:
-        """From now on the agent may stand still for so long. To be called before the workers start for whom it holds."""
-        if seconds != self.lease:
-            self.lease = seconds
-            self._tell(guard.LEASE + f"{seconds}\n".encode())
+    def lease_is_over(self, now: float) -> bool:
+        """The guard has ended the workers, or is about to."""
+        if self._held:
+            return now > self._held - 0.1
+        return bool(self.lease) and now > self.renewed + self.lease - min(0.5, self.lease / 10)
 
     def remove_at_the_end(self, folder: str) -> None:
         """A temporary folder that must not stay should this process be killed."""

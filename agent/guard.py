@@ -7,7 +7,7 @@ agent holds the other end of the guard's stdin and writes a byte now and then. E
 way. No byte for LEASE seconds (0: never mind): it is frozen, and the other nodes have gone on without it. In both cases
 every process with that environment gets SIGKILL: children, grandchildren, those in sessions of their own.
 
-Lines among those bytes name temporary folders, which are removed at the end, or after LEASE a new lease.
+Lines among those bytes name temporary folders, which are removed at the end, or give a new lease, from now on.
 
 The kernel's parent-death signal reaches the workers themselves sooner; this reaches the rest. GROUP is the control group
 (version 2) that the workers are in, where one could be made: its processes are ended too, those with an emptied environment
@@ -158,8 +158,9 @@ def main(agent: str, lease: float, group: str = "") -> None:
     poller.register(0, select.POLLIN)
     folders: list[bytes] = []
     rest = b""
+    deadline = time.monotonic() + lease if lease else None
     while True:
-        if not poller.poll(lease * 1000 if lease else None):
+        if not poller.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
             # An agent that stirs meanwhile may start new workers at once: those are not meant.
             end_all(agent, group, before=time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
             poller.poll(None)  # until it stirs again, or dies
@@ -167,11 +168,11 @@ def main(agent: str, lease: float, group: str = "") -> None:
         if not data:
             break
         *lines, rest = (rest + data.replace(b"\0", b"")).split(b"\n")
-        for line in lines:
-            if line.startswith(LEASE):
-                lease = float(line[1:])
-            else:
-                folders.append(line)
+        leases = [float(line[1:]) for line in lines if line.startswith(LEASE)]
+        folders += [line for line in lines if not line.startswith(LEASE)]
+        if leases or b"\0" in data:
+            lease = leases[-1] if leases else lease
+            deadline = time.monotonic() + lease if lease else None
     end_all(agent, group)
     remove(group)
     for folder in folders:

@@ -20,9 +20,10 @@ from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READ
 
 CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
 PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
-# Of ``expire``: when a round of one that is cut off begins to stop, and how long that may take. What is left is for clocks that run apart.
+# Of ``expire``, from the last keep-alive that is known to have arrived: when a round of one begins to stop, and how long that may take.
+# What is left is for clocks that run apart.
 LONE_LIMIT, LONE_GRACE = 0.6, 0.2
-LONE_LEASE = LONE_LIMIT + LONE_GRACE  # how long the agent of such a round may stand still before its workers are ended
+LONE_LEASE = LONE_LIMIT + LONE_GRACE  # when the guard ends its workers, whatever the agent does
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
 GOODBYE = 2.0  # how long a node tries to write that it has left
 
@@ -50,7 +51,7 @@ class Machine:
         self._urgent = True  # something changed here that the store should know at once
         self._next_sync = now
         self._contact: float | None = None  # when the store was last heard of
-        self._kept_alive = now  # when the last keep-alive that is known to have arrived was sent
+        self.kept_alive = now  # when the last keep-alive that is known to have arrived was sent
         self._met = False  # this store was seen while its job was open: its end is ours
         self._earlier: RoundRecord | None = None  # closed before we came, in a store that outlives its jobs
         self.hosting = False  # this agent hosts the store
@@ -132,7 +133,7 @@ class Machine:
             return
         found = event.round if self._earlier is None else None
         if event.row is not None and (self._stored is None or event.row.seq != self._stored.seq):
-            self._kept_alive = event.started
+            self.kept_alive = event.started
         self._met = self._met or found is not None
         if found is not None and (how := forming.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
@@ -362,9 +363,9 @@ class Machine:
 
     def _alone_and_cut_off(self, record: RoundRecord) -> bool:
         """A round of one node goes on without anybody; its workers must be gone before the others may think it lost."""
-        if self.rules.private or self.hosting or len(record.members) > 1:
+        if self.rules.private or len(record.members) > 1:
             return False
-        limit = self._kept_alive + LONE_LIMIT * self.rules.expire
+        limit = self.kept_alive + LONE_LIMIT * self.rules.expire
         self._wake_at(limit)
         return self._now >= limit
 

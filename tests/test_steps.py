@@ -331,11 +331,12 @@ def test_before_its_first_round_a_node_waits_for_a_store_as_long_as_for_a_round(
     assert stage.run(5, lambda: stage.me.working is not None)
 
 
-def test_the_host_of_a_round_of_one_needs_nobody() -> None:
-    stage = running(hosted=True, min_nodes=1, max_nodes=1)
+@pytest.mark.parametrize("private", [True, False])
+def test_a_round_of_one_needs_nobody_where_nobody_else_can_come(private: bool) -> None:
+    stage = running(private=private, min_nodes=1, max_nodes=1)
     stage.store_up = False
     stage.run(30)
-    assert stage.me.working
+    assert bool(stage.me.working) is private
 
 
 def test_the_store_of_an_earlier_run_is_gone_before_it_matters() -> None:

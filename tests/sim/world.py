@@ -83,7 +83,6 @@ class Node:
     exchange: Exchange
     offset: float  # its clock shows offset + rate * t
     rate: float
-    usual_lease: float
     lease: float
     stop_time: float = 0.05  # how long its workers take to stop when they are asked to
     up: bool = True
@@ -97,6 +96,7 @@ class Node:
     hosts: bool = False
     working: RoundRecord | None = None  # the round its workers run in
     stopping: bool = False
+    lone: bool = False  # the round its workers run in has no other node
     ended_by_guard: bool = False
     ready_for: set[int] = field(default_factory=set)
     starts: list[tuple[int, int, int]] = field(default_factory=list)  # round, node rank, nodes
@@ -171,7 +171,7 @@ class Node:
                     raise Violation(f"{self.name} starts workers while others still run")
                 self.working, self.stopping = action.record, False
                 lone = len(action.record.members) == 1
-                self.lease = LONE_LEASE * self.world.rules.expire if lone else self.usual_lease
+                self.lone = lone
                 self.starts.append((action.record.round, action.node_rank, len(action.record.members)))
                 self.began.append(action.record)
                 self.world.on_start(self, action)
@@ -229,8 +229,15 @@ class Node:
         self.frozen_at, self.workers_frozen = self.world.t, workers_too
         if self.hosts:
             self.world.pause_store()
-        if self.lease and not workers_too:
-            self.world.at(self.lease / self.rate, lambda since=self.world.t: self._lease_over(since))
+        end = self._lease_end(self.now)
+        if end < math.inf and not workers_too:
+            self.world.at(max(0.0, end - self.now) / self.rate, lambda since=self.world.t: self._lease_over(since))
+
+    def _lease_end(self, frozen_at: float) -> float:
+        """When the guard ends the workers of an agent that stands still since then, by its own clock."""
+        if self.lone:
+            return self.machine.kept_alive + LONE_LEASE * self.world.rules.expire
+        return frozen_at + self.lease if self.lease else math.inf
 
     def _lease_over(self, since: float) -> None:
         if self.frozen_at == since and self.working is not None:
@@ -240,13 +247,14 @@ class Node:
         if self.frozen_at is None or not self.up:
             return
         seconds = (self.world.t - self.frozen_at) * self.rate
-        if self.lease and seconds >= self.lease and self.working is not None:
+        lease_end = self._lease_end(self.now - seconds)
+        if self.now >= lease_end and self.working is not None:
             self.working, self.ended_by_guard = None, True
         self.frozen_at, self.workers_frozen = None, False
         if self.hosts:
             self.world.resume_store()
         if seconds > STANDSTILL:
-            ended = bool(self.lease) and seconds > self.lease - 0.5
+            ended = self.now > lease_end - 0.5
             if ended and self.working is not None:  # so near that the guard may have done it or not: now it has
                 self.working, self.ended_by_guard = None, True
             self.feed(lambda now: StoodStill(now, seconds, ended))
@@ -296,7 +304,7 @@ class World:
         row = NodeRow(f"{name}-{len(self.nodes)}", name, f"10.0.0.{names.index(name) + 1}", 1000, 2, node_rank=node_rank)
         rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
         lease = 0.0 if rules.max_nodes == 1 else max(10.0, 2 * rules.expire)
-        node = Node(self, name, None, None, offset, rate, lease, lease)  # type: ignore[arg-type]
+        node = Node(self, name, None, None, offset, rate, lease)  # type: ignore[arg-type]
         node.exchange = Exchange("job/", row.id, CODEC, lambda: node.now)
         node.machine = Machine(rules, row, node.now)
         node.hosts = self.hosted and name == (self.nodes or [node])[0].name
