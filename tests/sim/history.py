@@ -60,6 +60,7 @@ KINDS = {
     "cut_out": (2, 15.0),
     "cut_in": (2, 15.0),
     "halves": (1, 15.0),
+    "cut_round": (0.5, 60.0),
     "loss": (2, 15.0),
     "slow": (2, 15.0),
     "late": (2, 10.0),
@@ -251,6 +252,13 @@ class History:
         for i, other in enumerate(cut):
             self._cut(other, Fault(fault.when, "cut", lasts=fault.lasts + i * fault.x))  # healed one by one
 
+    def _cut_round(self, node: Node, fault: Fault) -> None:
+        """The whole round is cut off together; a spare is not."""
+        record = self.world.record
+        members = {m.id for m in record.members} if record else set()
+        for i, other in enumerate(n for n in self.world.nodes if n.alive and n.id in members):
+            self._cut(other, Fault(fault.when, "cut", lasts=fault.lasts + i * fault.x))
+
     def _loss(self, node: Node, fault: Fault) -> None:
         for other in self.world.nodes if fault.x < 0.5 else [node]:
             other.loss = 0.05 + fault.x * 0.4
@@ -301,7 +309,7 @@ class History:
         self._fail(node, fault)
         other = self._current((fault.who + 1) % self.plan.nodes)
         if other is not None:
-            self.world.at(fault.x * 0.01, lambda: self._fail(other, fault))
+            self.world.at(fault.x * 0.01, lambda: self._fail(other, replace(fault, x=1 - fault.x)))
 
     def _succeed_one(self, node: Node, fault: Fault) -> None:
         node.succeed()

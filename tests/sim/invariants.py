@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from elastirun.rendezvous.actions import Outcome, Start
-from elastirun.rendezvous.records import RoundRecord, Verdict
+from elastirun.rendezvous.records import Cause, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
 from tests.sim.world import TIME_LIMIT, Node, Violation, World
 
@@ -44,6 +44,10 @@ def _rounds(world: World, node: Node, old: RoundRecord | None, new: RoundRecord)
     if new.round == before + 1:
         _must(before == 0 or (old is not None and old.broken is not None), f"round {new.round} formed while round {before} was on")
         _must(new.broken is None and new.closed is None, "a round is formed whole")
+        counted = old is not None and new.failures > old.failures and old.broken is not None
+        failed = old is not None and old.broken is not None and old.broken.cause is Cause.FAILURE and not old.broken.lost
+        _must(not counted or failed, "what was no failure of a worker cost a restart")
+        _must(not failed or counted or world.rules.restart_window > 0, "a failure was not counted")
     elif old is not None:
         _must(new.members == old.members, "a round's members are for ever")
         _must(old.broken is None or new.broken is not None, "a broken round is not mended")
@@ -79,6 +83,8 @@ def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
     else:
         spent = new.failures > world.rules.max_restarts or world.rules.fail_fast
         _must(spent and bool(new.closed.failures), "failed with restarts left, or without a failure")
+        order = [(failure.blame, failure.after) for failure in new.closed.failures]
+        _must(order == sorted(order), "the first of the failures is not the one to blame")
 
 
 def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:

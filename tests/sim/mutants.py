@@ -1,6 +1,6 @@
 """Which seed notices that a rule is taken out: every mutant of tests/test_mutants.py, under histories.
 
-    python -m tests.sim.mutants --seeds 2000
+    python -m tests.sim.mutants --seeds 2000 --write docs/mutants.md
 
 A mutant that no seed notices means an invariant or a fault that is missing here, or a rule that only the tests named with it can see.
 """
@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 from tests.test_mutants import MUTANTS, Mutant, copy_to, source
+
+HEAD = "| rule taken out | in | the test that misses it | first seed that does |\n|---|---|---|---|\n"
 
 
 def histories(copy: Path, one: Mutant, seeds: str) -> str:
@@ -34,16 +36,21 @@ def histories(copy: Path, one: Mutant, seeds: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2000)
-    seeds = parser.parse_args().seeds
-    killed = 0
+    parser.add_argument("--write", type=Path, help="the page with the table, whose rows are written anew")
+    seeds, page = (arguments := parser.parse_args()).seeds, arguments.write
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         copy_to(Path(folder))
         for one in MUTANTS:
             said = histories(Path(folder), one, f"0:{seeds}")
             found = re.search(r"^seed (\d+): (.*)", said, re.M)
             print(f"{one.rule}: {found[0][:160] if found else 'nobody notices'}", flush=True)
-            killed += found is not None
-    print(f"{killed} of {len(MUTANTS)} noticed within {seeds} seeds")
+            name = one.test.rpartition("::test_")[2].replace("_", " ")
+            rows.append(f"| {one.rule} | `{one.module}.py` | {name} | {found[1] if found else '-'} |\n")
+    print(f"{sum('| - |' not in row for row in rows)} of {len(MUTANTS)} noticed within {seeds} seeds")
+    if page:
+        head, _, rest = page.read_text().partition(HEAD)
+        page.write_text(head + HEAD + "".join(rows) + rest[len(re.match(r"(\|.*\n)*", rest)[0]) :])  # type: ignore[index]
 
 
 if __name__ == "__main__":
