@@ -180,10 +180,27 @@ def test_a_server_that_was_away_is_found_again_by_the_same_connection(job: str) 
 
 def test_a_connection_that_fell_silent_is_replaced_though_there_is_no_other_endpoint(server: Etcd, job: str) -> None:
     with Relay(server.endpoints[0]) as relay:
-        store = connector([relay.endpoint])()
-        for i in range(2):
-            relay.silence()
-            assert store.put_if(f"{job}{i}", None, b"1") == b"1"
+        connect = connector([relay.endpoint])
+        store = connect()
+        relay.silence()
+        other = connect()  # as the driver does, whose connection may hang in the middle of an exchange
+        assert other.put_if(job + "other", None, b"1") == store.put_if(job + "k", None, b"1") == b"1"
+        assert relay.connections == 3, "each has its own"
+        store.close()
+        other.close()
+
+
+def test_an_endpoint_that_fell_silent_is_left_after_one_try(server: Etcd, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_client, "TRY", 0.1)
+    with Relay(server.endpoints[0]) as relay:
+        cluster = Cluster([relay.endpoint, server.endpoints[0]], deadline=PATIENCE)
+        cluster.position = 0
+        store = EtcdStore(cluster, Leases(10.0))
+        assert store.endpoint == relay.endpoint
+        relay.silence()
+        began = time.monotonic()
+        assert store.put_if(job + "k", None, b"1") == b"1"
+        assert store.endpoint == server.endpoints[0] and time.monotonic() - began < PATIENCE / 2
         store.close()
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores.etcd import EtcdStore, connector
-from elastirun.rendezvous.stores.etcd_client import OPTIONS
+from elastirun.rendezvous.stores.etcd import EtcdStore, Leases, connector
+from elastirun.rendezvous.stores.etcd_client import OPTIONS, Cluster
 from tests.cluster import PATIENCE
 from tests.etcd_server import Etcd, ask, etcd
 from tests.relay import Relay
@@ -128,6 +128,18 @@ def test_a_watch_alone_leaves_a_connection_that_fell_silent(server: Etcd, key: s
         count_up(connector(server.endpoints)(), key)
         listener.hears(2, patience=30.0)  # without the ping's own limit it takes 60 s
         listener.store.close()
+
+
+def test_a_watch_alone_goes_to_another_endpoint_when_its_own_is_gone(server: Etcd, key: str) -> None:
+    with Relay(server.endpoints[0]) as relay:
+        cluster = Cluster([relay.endpoint, server.endpoints[0]])
+        cluster.position = 0
+        listener = Listener(EtcdStore(cluster, Leases(10.0)), key)
+        assert listener.store.endpoint == relay.endpoint
+    count_up(connector(server.endpoints)(), key)
+    listener.hears(2)
+    assert listener.store.endpoint == server.endpoints[0]
+    listener.store.close()
 
 
 def test_what_etcd_has_forgotten_counts_as_a_change(server: Etcd, key: str) -> None:
