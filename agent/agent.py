@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import selectors
 import signal
-import socket
 import time
-import urllib.parse
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +21,7 @@ from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog, changes
 from elastirun.agent.family import Family
 from elastirun.agent.logs import RunLogs
-from elastirun.agent.place import Place
+from elastirun.agent.place import Place, introduction, rules
 from elastirun.agent.process import WorkerSpec
 from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
@@ -37,9 +34,8 @@ from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.driver import Driver
 from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.exchange import Exchange
-from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
-from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.records import ExitRecord, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
@@ -92,9 +88,8 @@ class Agent:
 
         self._console = Console(self._selector)
         stack.callback(self._console.close)
-        name = clip(socket.gethostname(), 128)
-        self._id = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._name = name
+        row = introduction(config)
+        self._id, self._name = row.id, row.name
         passed_on = config.forward_signals
         self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
@@ -102,18 +97,18 @@ class Agent:
         self._lease = 0.0 if config.max_nodes == 1 else max(MIN_LEASE, 2 * config.timing.expire)
         self._family = Family(config.run_id, self._lease, self._selector, self._console.say)
         stack.callback(self._family.close)
-        self._logs = RunLogs(config.logs, config.run_id, name, self._console, self._selector)
+        self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector)
         stack.callback(self._logs.close)
         self._events_log = self._open_events()
         stack.callback(self._events_log.close)
         self._recorded: RoundRecord | None = None  # the round record whose news are in the events
         self._over_since: float | None = None  # since when the last round here is known to be over
-        self._blame = Blame(name, self._logs)
+        self._blame = Blame(row.name, self._logs)
         self._workers = Workers(
             self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
         )
         self._worker_store: WorkerStore | None = None
-        self._machine = Machine(self._rules(), self._row(), time.monotonic())
+        self._machine = Machine(rules(config), row, time.monotonic())
         codec = Codec(config.token)
         self._place = Place(config)
         stack.callback(self._place.close)
@@ -125,31 +120,6 @@ class Agent:
         self._selector.register(self._driver, selectors.EVENT_READ, self._on_store)
 
     # -- set-up -----------------------------------------------------------------------------------------------------
-
-    def _rules(self) -> Rules:
-        config, timing = self._config, self._config.timing
-        return Rules(
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            max_restarts=config.max_restarts,
-            restart_window=config.restart_window,
-            fail_fast=config.fail_fast,
-            restart_pause=timing.restart_pause,
-            fixed_ranks=config.fixed_ranks,
-            private=config.standalone,
-            lasting=config.etcd is not None,
-            join_timeout=timing.join_timeout,
-            last_call=timing.last_call,
-            debounce=timing.debounce,
-            beat=timing.beat,
-            expire=timing.expire,
-            store_grace=timing.store_grace,
-            new_store_id=secrets.token_hex(8),
-        )
-
-    def _row(self) -> NodeRow:
-        config = self._config
-        return NodeRow(self._id, self._name, "", 0, config.nproc, config.role, config.node_rank)
 
     def _open_events(self) -> EventLog:
         policy = self._config.logs

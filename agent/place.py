@@ -1,9 +1,12 @@
-"""Where this agent meets the others: how it reaches the rendezvous store, and serves it when that is its part."""
+"""Where and how this agent meets the others: what it says of itself, by which rules, how it reaches the store, and serves it if need be."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +15,9 @@ from elastirun.agent import lodgers, net
 from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import StartError, StoreError
+from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.records import NodeRow
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
@@ -19,6 +25,36 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
 ETCD_LIMIT = 10.0  # the same where a change of the leader is waited for, and each endpoint is tried
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
+
+
+def introduction(config: LaunchConfig) -> NodeRow:
+    """The row of a new incarnation of this node. Its address and port are known once the store was reached."""
+    name = clip(socket.gethostname(), 128)
+    incarnation = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"
+    return NodeRow(incarnation, name, "", 0, config.nproc, config.role, config.node_rank)
+
+
+def rules(config: LaunchConfig) -> Rules:
+    """What the job asks of its rounds."""
+    timing = config.timing
+    return Rules(
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        max_restarts=config.max_restarts,
+        restart_window=config.restart_window,
+        fail_fast=config.fail_fast,
+        restart_pause=timing.restart_pause,
+        fixed_ranks=config.fixed_ranks,
+        private=config.standalone,
+        lasting=config.etcd is not None,
+        join_timeout=timing.join_timeout,
+        last_call=timing.last_call,
+        debounce=timing.debounce,
+        beat=timing.beat,
+        expire=timing.expire,
+        store_grace=timing.store_grace,
+        new_store_id=secrets.token_hex(8),
+    )
 
 
 class Place:
