@@ -1,6 +1,6 @@
 """How the rendezvous grows with the number of nodes: elastirun's beside torch's, and elastirun's alone on a simulated clock.
 
-    python -m benchmarks.rendezvous_scale [--nodes 8 32 128 512 1024] [--repeat 1] [--limit 120] [--sides elastirun torch parsed-once]
+    python -m benchmarks.rendezvous_scale [--nodes 8 32 128 512 1024] [--repeat 1] [--limit 120] [--sides elastirun torch etcd parsed-once]
 
 N nodes without workers, in eight processes, meet over one real TCPStore in a process of its own. elastirun: the machine, its driver thread
 and the exchange as in the agent; what an agent does beside is left out (Start is answered by nothing, Stop at once). torch: its
@@ -23,24 +23,28 @@ import socket
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from benchmarks.lab import machine, table
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
+from elastirun.agent.place import ETCD_LIMIT, EXCHANGE_LIMIT
+from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.driver import Driver
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
 from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.stores import etcd
+from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.tcp import TcpStore, serve
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 PROCESSES = 8
 SETTLE, WINDOW = 3.0, 10.0  # seconds before the running nodes are counted, and how long
-EXCHANGE_LIMIT = 3.0  # seconds, as in the agent
 LOOK = 1.0  # seconds between two looks of torch's agent for waiting nodes; its monitor looks more often, at the same copy
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -111,7 +115,7 @@ class Node:
 class Elastirun:
     """The nodes of one process: their machines in one loop, as in the agent, a driver with its thread for each."""
 
-    codec = Codec()
+    codec, limit = Codec(), EXCHANGE_LIMIT
 
     def __init__(self, plan: Plan, main: Connection) -> None:
         self._main = main
@@ -121,16 +125,20 @@ class Elastirun:
         self._lag = 0.0
         self._nodes = {i: self._node(plan, i) for i in plan.mine}
 
-    def _node(self, plan: Plan, index: int) -> Node:
+    def _connector(self, port: int, tally: Tally) -> Callable[[], Store]:
         def connect() -> TcpStore:
-            store = TcpStore("127.0.0.1", plan.port)
+            store = TcpStore("127.0.0.1", port)
             store._store = Counted(store._store, tally)
             return store
 
+        return connect
+
+    def _node(self, plan: Plan, index: int) -> Node:
         tally = Tally()
         row = node_row(index, os.getpid())
+        connect = self._connector(plan.port, tally)
         ready = [connect()]
-        driver = Driver(lambda: ready.pop() if ready else connect(), Exchange("job/", row.id, self.codec, time.monotonic), EXCHANGE_LIMIT)
+        driver = Driver(lambda: ready.pop() if ready else connect(), Exchange("job/", row.id, self.codec, time.monotonic), self.limit)
         node = Node(index, Machine(rules(plan.nodes, index), row, time.monotonic()), driver, tally)
         self._selector.register(driver, selectors.EVENT_READ, node)
         return node
@@ -202,6 +210,29 @@ class ParsedOnce(Elastirun):
     codec = Remembering()
 
 
+class AtEtcd(Elastirun):
+    """The same at an etcd of one member. One call of etcd's API is an operation; watches are none, and count no bytes."""
+
+    limit = ETCD_LIMIT
+
+    def _connector(self, port: int, tally: Tally) -> Callable[[], Store]:
+        open_store = etcd.connector([f"127.0.0.1:{port}"])
+
+        def connect() -> Store:
+            store = open_store()
+            call = store._client.call
+
+            def counted(name: str, request: Any) -> Any:
+                answer = call(name, request)
+                tally.count(bytes(request.ByteSize()), bytes(answer.ByteSize()))
+                return answer
+
+            store._client.call = counted  # type: ignore[method-assign]
+            return store
+
+        return connect
+
+
 class Torch:
     """The same with torch's rendezvous: a thread for each node."""
 
@@ -261,7 +292,7 @@ class Torch:
             self._send("ended", index, f"{type(error).__name__}: {error}")
 
 
-SIDES: dict[str, type[Elastirun] | type[Torch]] = {"elastirun": Elastirun, "torch": Torch, "parsed-once": ParsedOnce}
+SIDES: dict[str, type[Elastirun] | type[Torch]] = {"elastirun": Elastirun, "torch": Torch, "parsed-once": ParsedOnce, "etcd": AtEtcd}
 
 
 def run_nodes(side: str, plan: Plan, main: Connection) -> None:
@@ -304,9 +335,14 @@ class Fleet:
         self.notes: list[str] = []
         self.lag = 0.0
         self._store, theirs = SPAWN.Pipe()
-        self._processes = [SPAWN.Process(target=run_store, args=(theirs,), daemon=True)]
-        self._processes[0].start()
-        port = self._store.recv()
+        self._processes: list[Any] = []
+        self._etcd = PrivateEtcd() if side == "etcd" else None
+        if self._etcd:
+            port = self._etcd.endpoint.port
+        else:
+            self._processes = [SPAWN.Process(target=run_store, args=(theirs,), daemon=True)]
+            self._processes[0].start()
+            port = self._store.recv()
         self._pipes: list[Any] = []
         step = min(PROCESSES, nodes)
         for first in range(step):
@@ -323,6 +359,8 @@ class Fleet:
         for process in self._processes:
             process.kill()
             process.join()
+        if self._etcd:
+            self._etcd.close()
 
     def go(self) -> float:
         """All join; when the last had begun to."""
@@ -411,7 +449,7 @@ def measure(side: str, nodes: int, limit: float) -> Measured:
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
-EXPIRE = {"elastirun": 5.0, "parsed-once": 5.0, "torch": 15.0}  # seconds of silence after which a node counts as lost
+EXPIRE = {"elastirun": 5.0, "parsed-once": 5.0, "etcd": 5.0, "torch": 15.0}  # seconds of silence after which a node counts as lost
 HEAD = ["nodes", "", "formed, s", "op / node", "MB in all", "running: op/s / node", "kB/s / node"]
 HEAD += ["re-formed, s", "after expiry", "MB in all", "lag, s", "load"]
 

@@ -71,7 +71,7 @@ class Machine:
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
         self._ignored_at = now
-        self._trouble = ""
+        self._trouble, self._failed = "", 0  # why the last exchange failed, and how many did in a row
         self._said_last = ""
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -115,6 +115,7 @@ class Machine:
     def _on_synced(self, event: events.Synced) -> None:
         self._syncing = False
         self.hosting = event.hosting
+        self._failed = 0
         if self._trouble or event.now - event.started > self.rules.expire / 2:
             self._live.excuse(event.now)
         if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
@@ -162,7 +163,8 @@ class Machine:
     def _on_sync_failed(self, event: events.SyncFailed) -> None:
         self._syncing = False
         self._trouble = event.why
-        self._next_sync = event.now + self.rules.beat
+        self._failed = min(self._failed + 1, 3)
+        self._next_sync = event.now + self.rules.beat * 2 ** (self._failed - 1)  # a store that is overloaded must get out of it
         if event.refused and self._contact is None:
             self._end(Outcome.TIMEOUT, event.why)
 
