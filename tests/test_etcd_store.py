@@ -192,6 +192,8 @@ def test_a_connection_that_fell_silent_is_replaced_though_there_is_no_other_endp
 
 def test_an_endpoint_that_fell_silent_is_left_after_one_try(server: Etcd, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd_client, "TRY", 0.1)
+    for name in ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):  # would find it too, later
+        monkeypatch.setitem(etcd_client.OPTIONS, name, 10 * int(PATIENCE * 1000))
     with Relay(server.endpoints[0]) as relay:
         cluster = Cluster([relay.endpoint, server.endpoints[0]], deadline=PATIENCE)
         cluster.position = 0
