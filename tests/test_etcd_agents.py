@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import Cluster, Worker, cluster, dies, free_port, kill
-from tests.etcd_server import BINARY, MISSING, Etcd, etcd
+from tests.etcd_server import BINARY, MISSING, Etcd, etcd, needs_etcd
+from tests.test_etcd_access import PASSWORD, Servers
 
 FAST = ("--last-call=0.5",)
 
@@ -197,3 +199,38 @@ def test_what_cannot_be_reached_is_said_and_waited_for(nodes: Cluster) -> None:
     assert nodes.ends(agent) == 201
     assert nodes.out(1).startswith("elastirun: giving up: no round within 3 s: waiting for the rendezvous store: etcd")
     assert nodes.etcd[0] in nodes.out(1) and "Traceback" not in nodes.out(1)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(tmp_path_factory.mktemp("etcd"), stack)
+
+
+REFUSED = {
+    "a CA that is another": ("tls", "https://", "cacert={other}", "not from a CA that is trusted here"),
+    "no CA": ("tls", "https://", "", "not from a CA that is trusted here"),
+    "an expired certificate": ("expired", "https://", "cacert={ca}", "its certificate has expired"),
+    "TLS where there is none": ("plain", "https://", "cacert={ca}", "it speaks no TLS there"),
+    "no TLS where there is": ("tls", "", "", "https://"),
+    "a wrong password": ("users", "", "user=me,password_file={wrong},prefix=/team", "wrong user or password"),
+    "no permission": ("users", "", "user=nobody,password_file={right},prefix=/team", "nobody has no permission"),
+    "no user": ("users", "", "", "give user= and password_file="),
+}
+
+
+@needs_etcd
+@pytest.mark.parametrize("case", REFUSED)
+def test_who_is_not_let_in_ends_at_once_with_one_line(nodes: Cluster, servers: Servers, case: str) -> None:
+    kind, scheme, conf, words = REFUSED[case]
+    for name, text in (("right", PASSWORD), ("wrong", "not" + PASSWORD)):
+        (nodes.tmp_path / name).write_text(text)
+    files = {"right": nodes.tmp_path / "right", "wrong": nodes.tmp_path / "wrong", "ca": servers.ca.cert, "other": servers.other_ca.cert}
+    nodes.etcd = [scheme + servers.endpoint(kind)]
+    began = time.monotonic()
+    agent = nodes.agent(1, f"--rdzv-conf={conf.format(**files)}", nnodes="2")
+    assert nodes.ends(agent) == 201
+    assert time.monotonic() - began < 60  # the join timeout is 600
+    lines = [line for line in nodes.out(1).splitlines() if "warning" not in line]
+    assert len(lines) == 1 and lines[0].startswith("elastirun: giving up: etcd at ") and words in lines[0], lines
+    assert PASSWORD not in nodes.out(1)
