@@ -191,7 +191,7 @@ class EtcdStore:
         answer = self._client.call("KV/Txn", messages.TxnRequest(success=ranges))
         return [_held(one.response_range) for one in answer.responses]
 
-    def _put(self, key: str, revision: int, value: bytes) -> tuple[bool, Held | None]:
+    def _put(self, key: str, revision: int, value: bytes, again: bool = True) -> tuple[bool, Held | None]:
         """Set ``key`` if its revision is still that (0: if it does not exist). Returns whether it was, and what it holds now."""
         messages = self._client.messages
         name = self._key(key)
@@ -205,7 +205,9 @@ class EtcdStore:
             answer = self._client.call("KV/Txn", request)
         except LeaseNotFound:
             self._leases.forget(lease)
-            return self._put(key, revision, value)
+            if not again:
+                raise
+            return self._put(key, revision, value, again=False)
         if answer.succeeded:
             return True, Held(value, answer.header.revision)
         return False, _held(answer.responses[0].response_range)

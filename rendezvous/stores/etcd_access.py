@@ -46,6 +46,7 @@ class Access:
             made = ssl.create_default_context(cafile=self.cacert)
         except (OSError, ValueError):  # SSLError is an OSError
             raise StoreRefused(f"etcd: cacert={self.cacert} holds no certificate in PEM form") from None
+        made.verify_flags &= ~ssl.VERIFY_X509_STRICT  # the default since Python 3.13, but not gRPC's
         try:
             if self.cert:
                 made.load_cert_chain(self.cert, self.key, password=lambda: b"")  # without this, it would ask on the terminal
