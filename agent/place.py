@@ -105,7 +105,7 @@ class Place:
 
         access = Access(etcd.tls, etcd.ca_cert, etcd.cert, etcd.key, etcd.user, etcd.password_file)
         names = [str(endpoint) for endpoint in etcd.endpoints]
-        connect = store.connector(names, access, etcd.prefix, self.config.timing.expire)
+        connect = store.connector(names, access, etcd.prefix, self.config.timing.expire, say=self.notices.append)
 
         self.prefix = self.prefix.removeprefix(lodgers.ROOT)  # etcd's has its own
 

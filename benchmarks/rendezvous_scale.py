@@ -24,7 +24,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -115,7 +115,7 @@ class Node:
 class Elastirun:
     """The nodes of one process: their machines in one loop, as in the agent, a driver with its thread for each."""
 
-    codec, limit = Codec(), EXCHANGE_LIMIT
+    codec, limit, lasting = Codec(), EXCHANGE_LIMIT, False
 
     def __init__(self, plan: Plan, main: Connection) -> None:
         self._main = main
@@ -139,7 +139,7 @@ class Elastirun:
         connect = self._connector(plan.port, tally)
         ready = [connect()]
         driver = Driver(lambda: ready.pop() if ready else connect(), Exchange("job/", row.id, self.codec, time.monotonic), self.limit)
-        node = Node(index, Machine(rules(plan.nodes, index), row, time.monotonic()), driver, tally)
+        node = Node(index, Machine(replace(rules(plan.nodes, index), lasting=self.lasting), row, time.monotonic()), driver, tally)
         self._selector.register(driver, selectors.EVENT_READ, node)
         return node
 
@@ -213,7 +213,7 @@ class ParsedOnce(Elastirun):
 class AtEtcd(Elastirun):
     """The same at an etcd of one member. One call of etcd's API is an operation; watches are none, and count no bytes."""
 
-    limit = ETCD_LIMIT
+    limit, lasting = ETCD_LIMIT, True
 
     def _connector(self, port: int, tally: Tally) -> Callable[[], Store]:
         open_store = etcd.connector([f"127.0.0.1:{port}"])

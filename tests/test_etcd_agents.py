@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from elastirun.rendezvous.stores.etcd import connector
 from tests.cluster import Cluster, Worker, cluster, dies, free_port, kill
-from tests.etcd_server import BINARY, MISSING, Etcd, etcd, needs_etcd
+from tests.etcd_server import BINARY, MISSING, Etcd, ask, etcd, needs_etcd
 from tests.test_etcd_access import PASSWORD, Servers
 
 FAST = ("--last-call=0.5",)
@@ -84,8 +85,6 @@ def finish(nodes: Cluster, workers: list[Worker]) -> None:
 
 def beats(three: Etcd, nodes: Cluster, count: int = 3) -> None:
     """Every agent has written its row so many times more."""
-    from elastirun.rendezvous.stores.etcd import connector
-
     store = connector(three.endpoints, deadline=30.0)()
     deadline = time.monotonic() + 60
     seen: dict[str, set[bytes]] = {}
@@ -151,6 +150,20 @@ def test_without_a_majority_the_workers_go_on_until_the_store_grace_is_over(node
     finally:
         for member in two:
             member.thaw()
+
+
+def test_a_lease_that_is_over_although_its_agent_lives_is_told_and_replaced(nodes: Cluster, server: Etcd) -> None:
+    workers = at_work(nodes, server)
+    store = connector(server.endpoints)()
+    rows = f"/elastirun/{nodes.tmp_path.name}/node/".encode()
+    leases = {kv.lease for kv in ask(store, "KV/Range", key=rows, range_end=rows[:-1] + b"0").kvs}
+    assert len(leases) == 2 and 0 not in leases
+    for lease in leases:
+        ask(store, "Lease/LeaseRevoke", ID=lease)
+    beats(server, nodes)
+    for i in (1, 2):
+        nodes.says(i, "this node's lease at etcd was over")
+    finish(nodes, workers)
 
 
 def private_etcd(nodes: Cluster) -> tuple[int, Path]:

@@ -47,10 +47,11 @@ class Lease:
 
 
 class Leases:
-    """The lease of one agent, which outlives its connections. ``ttl`` in seconds."""
+    """The lease of one agent, which outlives its connections. ``ttl`` in seconds; ``say`` gets lines for people."""
 
-    def __init__(self, ttl: float) -> None:
+    def __init__(self, ttl: float, say: Callable[[str], None] = lambda line: None) -> None:
         self.ttl = ttl
+        self._say = say
         self.lost = 0  # how many were over before their time: the agent stood still, or was cut off
         self._lease: Lease | None = None
         self._lock = threading.Lock()  # a connection that was given up may still be at it
@@ -79,6 +80,7 @@ class Leases:
             if self._lease is not None and self._lease.id == lease_id:
                 self._lease = None
                 self.lost += 1
+                self._say("this node's lease at etcd was over, and with it its row was gone; it is written anew under another")
 
     def _set(self, lease: Lease) -> None:
         with self._lock:
@@ -223,17 +225,23 @@ def _below(prefix: bytes) -> tuple[bytes, bytes]:
 
 
 def connector(
-    endpoints: Sequence[str], access: Access | None = None, prefix: str = PREFIX, expire: float = 5.0, deadline: float = DEADLINE
+    endpoints: Sequence[str],
+    access: Access | None = None,
+    prefix: str = PREFIX,
+    expire: float = 5.0,
+    deadline: float = DEADLINE,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Callable[[], EtcdStore]:
     """A function that connects to the etcd cluster at ``endpoints``, each ``host:port``, IPv6 in brackets.
 
     The connections it makes share what they learn of the endpoints, the token, and one lease: it lasts three times ``expire`` seconds,
     after which a silent node is lost, and at least 10 s. ``deadline``: seconds for one operation. Certificates are read each time it
     connects, the password when a token is needed. It raises ``StoreError``, and ``StoreRefused`` where only people can help.
+    ``say`` gets a line, in the thread of the store, when the lease was over although the agent lives.
 
     Errors: ``StartError`` when a package is missing.
     """
     check_installed()
     cluster = Cluster(endpoints, access, deadline)
-    leases = Leases(max(SHORTEST_LEASE, 3 * expire))
+    leases = Leases(max(SHORTEST_LEASE, 3 * expire), say)
     return lambda: EtcdStore(cluster, leases, prefix)
