@@ -1,7 +1,18 @@
-"""What every test shares: an environment in which no launcher has run yet."""
+"""What every test shares: an environment in which no launcher has run yet, and what several of them start."""
+
+from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.cluster import Cluster
+    from tests.etcd_server import Etcd
 
 LAUNCHER_PREFIXES = ("ELASTIRUN_", "GROUP_", "LOCAL_", "MASTER_", "PET_", "ROLE_", "TORCHELASTIC_")
 KEPT = "ELASTIRUN_ETCD_BINARY"  # the server that the tests start
@@ -17,3 +28,21 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 for _signum, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, _usual)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    """The agents of one job, each on a loopback address of its own."""
+    from tests.cluster import cluster
+
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Etcd]:
+    """An etcd of one member."""
+    from tests.etcd_server import etcd
+
+    with etcd() as made:
+        yield made

@@ -10,13 +10,12 @@ import re
 import selectors
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastirun.agent.process import Process, WorkerSpec
-from tests.cluster import Cluster, Worker, cluster
+from tests.cluster import Cluster, Worker
 
 TRIES = int(os.environ.get("BLAME_TRIES", "0"))
 
@@ -40,12 +39,6 @@ KINDS = {  # what fails, and what must be read of it
     "import": ("import no_such_module", "    ModuleNotFoundError: No module named 'no_such_module'", "(exit code 1)"),
     "wrapper": ("", "    cat: /no/such/weights: No such file or directory", "(exit code 1)"),
 }
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize("culprits", [(0,), (3,), (0, 3)], ids=["first_rank", "last_rank", "both_nodes"])

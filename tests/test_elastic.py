@@ -6,25 +6,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, cluster, dies, kill
-from tests.etcd_server import Etcd, etcd
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Etcd]:
-    with etcd() as made:
-        yield made
+from tests.cluster import Cluster, dies, kill
 
 
 @pytest.fixture(params=["c10d", "etcd"])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import WORKER, Cluster, cluster, free_port, kill
+from tests.cluster import WORKER, Cluster, free_port, kill
 
 QUICK = "--last-call=0.1"
 
@@ -30,12 +29,6 @@ def broken(self, event):
 Machine.step = broken
 """
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def with_change(change: str) -> tuple[str, ...]:

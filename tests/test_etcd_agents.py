@@ -11,23 +11,11 @@ from pathlib import Path
 import pytest
 
 from elastirun.rendezvous.stores.etcd import connector
-from tests.cluster import Cluster, Worker, cluster, dies, free_port, kill
+from tests.cluster import Cluster, Worker, dies, free_port, kill
 from tests.etcd_server import BINARY, MISSING, Etcd, ask, etcd, needs_etcd
 from tests.test_etcd_access import PASSWORD, Servers
 
 FAST = ("--last-call=0.5",)
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Etcd]:
-    with etcd() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -17,12 +17,6 @@ from elastirun.rendezvous.stores.etcd_client import Cluster
 from tests.cluster import PATIENCE, free_port
 from tests.etcd_server import Etcd, ask, etcd
 from tests.relay import Relay
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Etcd]:
-    with etcd() as made:
-        yield made
 
 
 @pytest.fixture

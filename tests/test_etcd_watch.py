@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,12 +16,6 @@ from tests.etcd_server import Etcd, ask, etcd
 from tests.relay import Relay
 
 QUICK = ("--heartbeat-interval=50", "--election-timeout=500")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Etcd]:
-    with etcd() as made:
-        yield made
 
 
 @pytest.fixture

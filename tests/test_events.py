@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elastirun.agent.events import changes
 from elastirun.rendezvous.records import Broken, Cause, Closed, Member, RoundRecord, Verdict
-from tests.cluster import Cluster, cluster, kill
+from tests.cluster import Cluster, kill
 
 ALWAYS = {"v", "time", "mono", "event", "node", "name"}
 EMPTY = RoundRecord("s")
@@ -22,12 +19,6 @@ FIRST = replace(EMPTY, round=1, members=(Member("a1", "a", "", 1, 2), Member("b1
 BROKEN = replace(FIRST, broken=Broken(Cause.LOST, "b silent", "a1", ("b1",)))
 SECOND = replace(FIRST, round=2, members=(Member("a1", "a", "", 1, 2), Member("c1", "c", "", 1, 2)), reason="b silent")
 CLOSED = replace(SECOND, closed=Closed(Verdict.SUCCEEDED, "all well", "c1"))
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def test_each_change_of_the_record_is_told_once() -> None:

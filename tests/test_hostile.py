@@ -14,7 +14,6 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 from elastirun.rendezvous.stores.tcp import TcpStore, tcp_store_class
-from tests.cluster import PATIENCE, Cluster, Worker, cluster
+from tests.cluster import PATIENCE, Cluster, Worker
 
 JOB = "elastirun/test/"
 TOKEN = b"0123456789abcdef"
@@ -140,12 +139,6 @@ class Job:
 def peak(agent: subprocess.Popen[str]) -> int:
     """The most memory that the agent has had, in KiB."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{agent.pid}/status").read_text())[1])  # type: ignore[index]
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def start(nodes: Cluster, *options: str, token: bytes | None = None) -> Job:

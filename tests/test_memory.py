@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastirun.agent import memory
-from tests.cluster import Cluster, cluster
+from tests.cluster import Cluster
 
 V1 = "5:memory:/job\n0::/\n", "30 20 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "0::/pod/job\n", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -92,12 +92,6 @@ def group() -> Iterator[Path]:
         pytest.skip(f"needs a memory controller: {error}")
     yield folder
     folder.rmdir()
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def test_the_report_names_the_kernels_kill(group: Path, tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .cluster import PATIENCE, WORKER, Cluster, cluster
+from .cluster import PATIENCE, WORKER, Cluster
 
 ROOT = Path(__file__).parent.parent
 RANKS, LINES, SIZE = 4, 10_000, 2000
@@ -53,12 +52,6 @@ s.sendall(b'{"RANK": "0"}\\n')
 while True:
     os.write(fd, b"y" * 999 + b"\\n")
 """
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def command(*arguments: str) -> list[str]:
