@@ -90,6 +90,13 @@ class Member:
         self._ready.set()  # it has ended: nobody need wait
 
 
+def alone(folder: Path, url: str) -> list[str]:
+    """The command of one server for clients at ``url``, which elects itself at once."""
+    command = ["setpriv", "--pdeathsig", "KILL", str(BINARY), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
+    command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:0"]
+    return [*command, "--heartbeat-interval=10", "--election-timeout=100"]
+
+
 class Etcd:
     """A cluster. ``options`` are given to every member."""
 

@@ -14,20 +14,25 @@ import pytest
 from benchmarks.lab import ELASTIRUN, WORKER, Bench
 from tests import hosts
 from tests.cluster import Cluster, dies
+from tests.etcd_server import alone, needs_etcd
 
 if reason := hosts.missing():
     pytest.skip(f"no network namespaces here: {reason}", allow_module_level=True)
 
 
 class Apart(Cluster):
-    """A cluster whose agent ``i`` runs on host ``i``; host 0 has the endpoint."""
+    """A cluster whose agent ``i`` runs on host ``i``; host 0 has the endpoint, or host 3 an etcd."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, backend: str) -> None:
         super().__init__(folder)
-        self.hosts = hosts.Hosts(3, folder, debian=True)
+        self.hosts = hosts.Hosts(4, folder, debian=True)
+        self.where = ["--rdzv-endpoint=h0:29400"]
+        if backend == "etcd":
+            self.where = ["--rdzv-backend=etcd", "--rdzv-endpoint=h3:2379"]
+            self.agents.append(subprocess.Popen(self.hosts[3].inside(*alone(folder, "http://0.0.0.0:2379")), stderr=subprocess.DEVNULL))
 
     def start(self, i: int, *options: str) -> subprocess.Popen[str]:
-        return self.launch(i, "--nnodes=1:3", "--rdzv-endpoint=h0:29400", "--rdzv-id=test", *options, str(self.script))
+        return self.launch(i, "--nnodes=1:3", *self.where, "--rdzv-id=test", *options, str(self.script))
 
     def launch(self, i: int, *arguments: str) -> subprocess.Popen[str]:
         command = self.hosts[i].inside(sys.executable, "-m", "elastirun", *arguments)
@@ -41,9 +46,9 @@ class Apart(Cluster):
         self.hosts.close()
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Apart]:
-    made = Apart(tmp_path)
+@pytest.fixture(params=["c10d", pytest.param("etcd", marks=needs_etcd)])
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Apart]:
+    made = Apart(tmp_path, request.param)
     try:
         yield made
     finally:
@@ -58,13 +63,14 @@ def test_survivors_go_on_and_the_lost_node_comes_back_when_its_cable_does(nodes:
     assert master in {host.address for host in nodes.hosts.hosts}, "a real address, though each host calls itself 127.0.1.1"
     assert {w.env["GLOO_SOCKET_IFNAME"] for w in before} == {"eth0"}
 
+    cut = 2 if "etcd" not in nodes.where[0] else next(i for i in range(3) if nodes.hosts[i].address == master)
     cut_at = time.monotonic()
-    nodes.hosts.cut(2)
+    nodes.hosts.cut(cut)
     rest = nodes.round(2, after=before[0].round)
     assert time.monotonic() - cut_at < 70  # promised: expire + 2 s = 7 s; benchmarks/silent_loss.py measures it
-    assert "h2" in rest[0].env["ELASTIRUN_ROUND_REASON"] and "silent for 5 s" in rest[0].env["ELASTIRUN_ROUND_REASON"]
+    assert f"h{cut}" in rest[0].env["ELASTIRUN_ROUND_REASON"] and "silent for 5 s" in rest[0].env["ELASTIRUN_ROUND_REASON"]
 
-    nodes.hosts.mend(2)
+    nodes.hosts.mend(cut)
     whole = nodes.round(3, after=rest[0].round)
     for worker in before:
         worker.await_death()
