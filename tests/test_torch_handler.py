@@ -22,25 +22,19 @@ from elastirun.config import Endpoint
 from elastirun.errors import UsageError
 from elastirun.rendezvous.stores.etcd import connector
 from elastirun.torch_plugin import MOST_RESTARTS, configuration
-from tests.cluster import PATIENCE, Cluster, Worker, cluster, free_port, kill
-from tests.etcd_server import Etcd, etcd
+from tests.cluster import PATIENCE, Cluster, Worker, free_port, kill
+from tests.etcd_server import Etcd
 
 ROOT = Path(__file__).resolve().parent.parent
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=2"  # a node is lost after 2 s
 NEVER = "keep_alive_interval=600"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Etcd]:
-    with etcd() as made:
-        yield made
-
-
 # -- the installed torchrun
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
+def nodes(nodes: Cluster, tmp_path: Path) -> Cluster:
     """With what an installation of this source tree would tell torchrun, whether it is installed or not."""
     found = re.search(r'^\[project\.entry-points\."torchrun\.handlers"\]\n((?:.+\n)+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found
@@ -48,9 +42,8 @@ def nodes(tmp_path: Path) -> Iterator[Cluster]:
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: elastirun\nVersion: 0\n")
     (installed / "entry_points.txt").write_text("[torchrun.handlers]\n" + found[1].replace('"', ""))
-    with cluster(tmp_path) as made:
-        made.env |= {"PYTHONPATH": f"{installed.parent}:{ROOT}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
-        yield made
+    nodes.env |= {"PYTHONPATH": f"{installed.parent}:{ROOT}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+    return nodes
 
 
 def torchrun(nodes: Cluster, endpoint: str, i: int, nnodes: str, conf: str, restarts: int = 0) -> subprocess.Popen[str]:
