@@ -94,8 +94,12 @@ def test_two_nodes_meet_start_anew_when_a_worker_fails_and_succeed(nodes: Cluste
 
 
 def test_a_third_node_is_taken_in_and_a_killed_one_left_behind(nodes: Cluster, server: Etcd) -> None:
-    agents = {i: torchrun(nodes, server.endpoints[0], i, "2:3", f"last_call_timeout=0.5,{SOON}") for i in (1, 2, 3)}
+    conf = f"last_call_timeout=0.5,{SOON}"
+    agents = {i: torchrun(nodes, server.endpoints[0], i, "2:3", conf) for i in (1, 2)}
+    a_round(nodes, 2)
+    agents[3] = torchrun(nodes, server.endpoints[0], 3, "2:3", conf)
     whole = a_round(nodes, 3)
+    assert "joined" in nodes.everything()
     (first,) = (i for i in agents if whole[0].env["MASTER_ADDR"] == f"127.0.0.{i}")
     kill(agents.pop(first))
     whole[0].tell(f"kill {signal.SIGKILL.value}")
