@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.network import Network
+from tests.etcd_server import alone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESTART_AFTER = 0.3  # seconds until the supervisor starts an agent that has ended again
@@ -38,6 +39,7 @@ class Terms:
     expire: float = 3.0
     store_grace: float = 15.0
     most: int = 3  # nodes in a round; who is more is a spare
+    etcd: bool = False  # they meet at an etcd on a host of its own, to which nothing is done
 
 
 @dataclass
@@ -100,7 +102,7 @@ class Ticks:
 
 
 class Job:
-    """``nodes`` agents, node ``i`` on host ``i``; host 0 has the endpoint. ``folder`` keeps everything."""
+    """``nodes`` agents, node ``i`` on host ``i``; host 0 has the endpoint, or one more host an etcd. ``folder`` keeps everything."""
 
     def __init__(self, folder: Path, nodes: int, terms: Terms, seed: int = 0) -> None:
         self.folder, self.terms = folder, terms
@@ -113,7 +115,13 @@ class Job:
         self.stopping = False
         self._files: dict[str, Ticks] = {}
         self._old: set[str] = set()  # those that have not been written to for long
-        self.network = Network(nodes, folder, seed)
+        self.network = Network(nodes + terms.etcd, folder, seed)
+        self.where = ["--rdzv-endpoint=h0:29400"]
+        self.etcd: subprocess.Popen[bytes] | None = None
+        if terms.etcd:
+            self.where = ["--rdzv-backend=etcd", f"--rdzv-endpoint=h{nodes}:2379"]
+            command = self.network[nodes].inside(*alone(folder, "http://0.0.0.0:2379"))
+            self.etcd = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.agents = [self._launch(i) for i in range(nodes)]
 
     def tend(self) -> None:
@@ -164,7 +172,13 @@ class Job:
                 return f"{agent.name} does not know of round {number}: {told[-1:]}"
         return ""
 
+    def stop_etcd(self) -> None:
+        if self.etcd is not None:
+            self.etcd.kill()
+            self.etcd.wait()
+
     def close(self) -> None:
+        self.stop_etcd()
         for agent in self.agents:
             if agent.process.poll() is None:
                 agent.process.kill()
@@ -178,7 +192,7 @@ class Job:
         name = f"h{i}-{sum(agent.node == i for agent in self.all)}"
         logs = self.folder / f"{name}.logs"
         terms = self.terms
-        options = [f"--nnodes=1:{terms.most}", "--rdzv-endpoint=h0:29400", "--rdzv-id=chaos", "--max-restarts=100000", "--restart-pause=0"]
+        options = [f"--nnodes=1:{terms.most}", *self.where, "--rdzv-id=chaos", "--max-restarts=100000", "--restart-pause=0"]
         options += [f"--expire={terms.expire:g}", f"--store-grace={terms.store_grace:g}", "--last-call=1", f"--log-dir={logs}"]
         command = self.network[i].inside(sys.executable, "-m", "elastirun", *options, str(self.script))
         env = {**os.environ, "CHAOS_AGENT": name, "CHAOS_TICKS": str(self.ticks), "TMPDIR": str(self.temporary)}

@@ -133,8 +133,10 @@ class Play:
         until = time.monotonic() + END
         hosts = self.job.network.hosts
         agents = [agent.process for agent in self.job.agents]  # one that is ending is for a moment in no namespace, and not gone
-        while time.monotonic() < until and (any(agent.poll() is None for agent in agents) or any(host.pids() for host in hosts)):
+        own = hosts[: len(agents)]
+        while time.monotonic() < until and (any(agent.poll() is None for agent in agents) or any(host.pids() for host in own)):
             self._wait(LOOK)
+        self.job.stop_etcd()
         left = [f"{host.name}: {pid} {_command(pid)}" for host in hosts for pid in host.pids()]
         folders = [path.name for path in self.job.temporary.iterdir()]
         return [f"left running at the end: {what}" for what in left] + [f"left in TMPDIR: {name}" for name in folders]
