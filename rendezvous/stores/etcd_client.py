@@ -32,7 +32,9 @@ from elastirun.rendezvous.stores.etcd_diagnosis import diagnose
 from elastirun.rendezvous.stores.etcd_messages import load
 
 TRY = 2.0  # seconds for one try
-FIRST_TRY = 1.0  # on an endpoint that has not answered yet, in the first round: a stopped one looks like a slow one
+# The same in the first round, when there is another endpoint to go to: a stopped one looks like a slow one, and a node
+# is lost after five. Less for one that has not answered yet.
+SHORT_TRY, FIRST_TRY = 1.5, 1.0
 ROUNDS = 3  # over all endpoints
 DEADLINE = 8.0  # seconds for one operation, however many tries
 RENEWALS = 2  # of the token, for one operation
@@ -144,7 +146,8 @@ class Client:
         renewals = 0
         for tried in range(1, ROUNDS * count + 1):
             link = self.link()
-            limit = TRY if link.answered or tried > count else FIRST_TRY
+            hurried = SHORT_TRY if link.answered and count > 1 else TRY if link.answered else FIRST_TRY
+            limit = hurried if tried <= count else TRY
             limit = max(0.1, min(limit, end - time.monotonic()))
             try:
                 metadata = self._metadata(link.channel, limit)
