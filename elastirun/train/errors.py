@@ -1,0 +1,41 @@
+"""What can go wrong in a worker's training core.
+
+    TrainError (a RuntimeError)
+    ├── ModelMismatch      the ranks do not hold the same parameters: which one, and what each rank has
+    ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's forward
+    ├── Diverged           the replicas' parameters are no longer the same: the first one, and the ranks
+    └── ReductionFailed    the ranks could not add up their gradients; the module wants a new process group (``set_group``)
+        └── PeerLost       … because a process is gone: which rank
+
+The launcher's own errors are in ``elastirun.errors``; the training core runs in the worker and knows nothing of them.
+"""
+
+from __future__ import annotations
+
+
+class TrainError(RuntimeError):
+    """The root of the tree; raised itself for wrong use that has no name of its own."""
+
+
+class ModelMismatch(TrainError):
+    """The ranks were built with different parameters."""
+
+
+class OutsideForward(TrainError):
+    """A gradient arrived that the module did not expect."""
+
+
+class Diverged(TrainError):
+    """Replicas that must be equal are not."""
+
+
+class ReductionFailed(TrainError):
+    """A gradient reduction ended without a result. The module can be used again after ``set_group``."""
+
+
+class PeerLost(ReductionFailed):
+    """The process of ``rank`` (in the group; -1 when it is not known which) ended while others waited for it."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank

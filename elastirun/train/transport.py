@@ -1,0 +1,101 @@
+"""How buckets of gradients are added up over the ranks: by a torch process group, or through shared memory on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import ReductionFailed
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What one bucket needs: ``numel`` elements of ``dtype`` on ``device``."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Work(Protocol):
+    """A reduction under way."""
+
+    def done(self) -> bool:
+        """Is the result there? Never waits; may push on what is pending."""
+
+    def wait(self) -> None:
+        """Return when the result is there (on a GPU: when the current stream waits for it).
+
+        Raises PeerLost or ReductionFailed within a bounded time if it cannot come.
+        """
+
+
+class Arena(Protocol):
+    """The memory of all buckets of one plan; ``buffers[i]`` is one-dimensional and starts at zero."""
+
+    buffers: list[Tensor]
+
+    def all_reduce(self, index: int) -> Work:
+        """Begin to replace ``buffers[index]`` by its sum (the mean, if the transport averages) over the ranks.
+
+        Every rank begins the same indices in the same order. The buffer belongs to the transport until the work is done.
+        """
+
+
+class Transport(Protocol):
+    averages: bool  # reductions give the mean, not the sum
+
+    def allocate(self, storages: Sequence[Storage]) -> Arena:
+        """Memory for the buckets of a new plan; every rank calls it at the same point with equal arguments."""
+
+    def close(self) -> None:
+        """Give everything back; whoever waits for this rank learns that it is gone."""
+
+
+class GroupWork:
+    def __init__(self, work: dist.Work, what: str) -> None:
+        self._work, self._what = work, what
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:  # what backends raise: connection lost, timeout, aborted
+            first = (str(error).splitlines() or ["no reason given"])[0]
+            raise ReductionFailed(f"{self._what} failed: {first}; a peer may be gone. Use set_group() with a new process group") from error
+
+
+class GroupArena:
+    def __init__(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, storages: Sequence[Storage]) -> None:
+        self._group, self._op = group, op
+        self.buffers = [torch.zeros(s.numel, dtype=s.dtype, device=s.device) for s in storages]
+
+    def all_reduce(self, index: int) -> GroupWork:
+        what = f"the reduction of bucket {index}"
+        try:
+            work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
+        except (RuntimeError, ValueError) as error:
+            raise ReductionFailed(f"{what} could not begin: {str(error).splitlines()[0]}. Use set_group() with a new process group") from error
+        assert work is not None
+        return GroupWork(work, what)
+
+
+class ProcessGroup:
+    """Any torch process group: NCCL, gloo and the others."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.averages = dist.get_backend(group) == "nccl"  # gloo's AVG is a sum and a division on top
+
+    def allocate(self, storages: Sequence[Storage]) -> GroupArena:
+        return GroupArena(self._group, dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM, storages)
+
+    def close(self) -> None:
+        """The group is its owner's."""

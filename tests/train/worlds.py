@@ -1,0 +1,92 @@
+"""Worlds of real processes with a gloo group: ``run(3, function)`` calls a module-level function on three ranks.
+
+torch is imported once, by a fork server; a rank is a fork of it and costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Died:
+    """A rank that ended without a result."""
+
+    code: int  # negative: the signal
+
+
+def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str, out: Connection, args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        out.send(("ok", function(rank, world, *args)))
+    except BaseException:
+        out.send(("error", traceback.format_exc()))
+    out.close()
+    os._exit(0)  # gloo's threads are not waited for
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, died: bool = False) -> list[Any]:
+    """``function(rank, world, *args)`` of every rank, in rank order; raises with the traceback of the first rank that raised.
+
+    With ``died``, a rank may be killed: its place holds a ``Died``. After ``timeout`` seconds all are killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel"])
+    with tempfile.TemporaryDirectory(prefix="elastirun-world-") as folder:
+        ends, processes = [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(function, rank, world, folder, theirs, args), daemon=True)
+            process.start()
+            theirs.close()
+            ends.append(mine)
+            processes.append(process)
+        try:
+            return _collect(ends, processes, time.monotonic() + timeout, died)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+                process.close()
+            for end in ends:
+                end.close()
+
+
+def _collect(ends: list[Connection], processes: list[Any], until: float, died: bool) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ends):
+        waiting = [end for rank, end in enumerate(ends) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {[rank for rank in range(len(ends)) if rank not in results]} did not end")
+        for rank, end in enumerate(ends):
+            if end not in ready:
+                continue
+            try:
+                kind, value = end.recv()
+            except EOFError:
+                processes[rank].join()
+                kind, value = ("ok" if died else "error"), Died(processes[rank].exitcode)
+            if kind == "error":
+                raise AssertionError(f"rank {rank}: {value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(ends))]
