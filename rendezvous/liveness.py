@@ -1,4 +1,4 @@
-"""Who is silent. Only durations on this node's own clock count; no other machine's clock is looked at.
+"""Who is silent, and since when things are as they are. Only durations on this node's own clock count, never another's.
 
 A node is silent when a read that *started* more than ``expire`` after this node *received* its last change still shows
 the old ``seq``. The idea is that of Kubernetes' leader election: time is what I observed locally.
@@ -64,3 +64,17 @@ class Liveness:
         """Memory must not grow with the number of agents that ever were."""
         for node_id in self._seen.keys() - ids:
             del self._seen[node_id]
+
+
+class Since:
+    """Since when something is what it is, as far as this node has seen. Seconds of its own clock."""
+
+    def __init__(self, now: float) -> None:
+        self._what: object = None
+        self.since = now
+
+    def see(self, what: object, now: float) -> float:
+        """It is ``what`` now. Returns since when."""
+        if what != self._what:
+            self._what, self.since = what, now
+        return self.since

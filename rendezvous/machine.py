@@ -13,7 +13,7 @@ from elastirun.rendezvous import events, forming
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.forming import Rules
-from elastirun.rendezvous.liveness import Liveness
+from elastirun.rendezvous.liveness import Liveness, Since
 from elastirun.rendezvous.reading import Reading
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
@@ -63,11 +63,11 @@ class Machine:
         self._wanted: Change | None = None  # what it would write into the round record now
         self._outcome: tuple[Outcome, str] | None = None
         self._waiting_since = now
-        self._candidates: tuple[frozenset[str], int, float] = (frozenset(), 0, now)  # ids, round, and since when both are the same
-        self._over = (-1, now)  # the last round seen to be over, and since when
-        self._beside = (-1, now)  # the last round seen to run without this node, and since when
+        self._candidates = Since(now)  # ... when the candidates for the next round are the same, beside the same round
+        self._over = Since(now)  # ... when the round is over
+        self._beside = Since(now)  # ... when the round runs without this node
+        self._can_form = Since(now)  # ... when a round could be formed, if only by another node
         self._hurried = 0  # the round whose workers have no time left to stop
-        self._leader_since: float | None = None  # since when a round could be formed that another should write
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
         self._ignored_at = now
@@ -214,18 +214,17 @@ class Machine:
     def _beside_a_round(self, record: RoundRecord) -> None:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
-        if self._beside[0] != record.round:
-            self._beside = (record.round, self._now)
+        beside = self._beside.see(record.round, self._now)
         holder = forming.holder(self.rules, record, self.row)
-        if holder is not None and self._now >= self._beside[1] + 2 * self.rules.expire:
+        if holder is not None and self._now >= beside + 2 * self.rules.expire:
             place = f"--node-rank={self.row.node_rank} is held by {forming.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
         elif len(record.members) >= self.rules.max_nodes:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
         elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
-        elif self._now < self._candidates[2] + self.rules.debounce:
-            self._wake_at(self._candidates[2] + self.rules.debounce)
+        elif self._now < self._candidates.since + self.rules.debounce:
+            self._wake_at(self._candidates.since + self.rules.debounce)
         elif self._wanted is None:
             joined = forming.break_up(record, Cause.JOIN, f"{forming.names(newcomers)} joined", self.row.id)
             self._wanted = Change(record, joined)
@@ -240,18 +239,16 @@ class Machine:
         if len(standing) < self.rules.max_nodes and self._somebody_is_new(record):
             self._wake_at(self._now + self.rules.beat)
             return
-        rows, since = self._rows_that_count(record), self._candidates[2]
-        if self._over[0] != record.round:
-            self._over = (record.round, self._now)
-        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, since, self._over[1], self.quiet)
+        rows, same = self._rows_that_count(record), self._candidates.since
+        over = self._over.see(record.round, self._now)
+        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, same, over, self.quiet)
+        can_form = self._can_form.see(decision.record is not None, self._now)
         if decision.record is None:
-            self._leader_since = None
             self._wait(decision.reason, at_once=decision.news)
             self._wake_at(decision.check_again)
             return
-        self._leader_since = self._now if self._leader_since is None else self._leader_since
         mine = decision.leader == self.row.id or self._reading.is_first(record, self._away)
-        if mine or self._now >= self._leader_since + 2 * self.rules.beat:
+        if mine or self._now >= can_form + 2 * self.rules.beat:
             self._wanted = Change(record, decision.record)
 
     def _in_ready(self) -> None:
@@ -451,13 +448,11 @@ class Machine:
         return any(self._live.undecided(row.id, self._now, 2 * self.rules.beat) for row in newcomers)
 
     def _standing(self) -> list[NodeRow]:
-        """The candidates for the next round; remembers since when they are the same beside the same round."""
+        """The candidates for the next round; remembers since when they are the same."""
         record = self.record
         assert record is not None
         rows = forming.candidates(record, self._rows_that_count(record), self._live.silent)
-        ids = frozenset(row.id for row in rows)
-        if (ids, record.round) != self._candidates[:2]:
-            self._candidates = (ids, record.round, self._now)
+        self._candidates.see((frozenset(row.id for row in rows), record.round), self._now)
         return rows
 
     def _change_to_own_round(self) -> Change | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.liveness import Liveness
+from elastirun.rendezvous.liveness import Liveness, Since
 
 
 def silent_after(*reads: tuple[float, float, int], expire: float = 5.0) -> bool:
@@ -94,3 +94,9 @@ def test_memory_does_not_grow_with_the_agents_that_ever_were() -> None:
         live.observe({f"n{i}": 1}, i, i)
         live.forget_all_but({f"n{i}"})
     assert len(live._seen) == 1
+
+
+def test_since_is_when_it_became_what_it_is() -> None:
+    since = Since(0.0)
+    assert [since.see(what, now) for now, what in enumerate("aabbba", 1)] == [1, 1, 3, 3, 3, 6]
+    assert since.since == 6

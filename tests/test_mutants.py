@@ -146,12 +146,12 @@ MUTANTS = (
     ),
     mutant(
         "a fixed place has one holder",
-        *("machine", "self._now >= self._beside[1] + 2 * self.rules.expire", "False"),
+        *("machine", "self._now >= beside + 2 * self.rules.expire", "False"),
         *("rules", "a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs"),
     ),
     mutant(
         "a replacement has the time until the lost one is missed",
-        *("machine", "self._now >= self._beside[1] + 2 * self.rules.expire", "True"),
+        *("machine", "self._now >= beside + 2 * self.rules.expire", "True"),
         *("rules", "the_replacement_of_a_lost_node_with_a_fixed_rank_is_not_excluded"),
     ),
     mutant(
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     mutant(
         "a running round is not broken before it is clear that no more newcomers come",
-        *("machine", "elif self._now < self._candidates[2] + self.rules.debounce:", "elif False:"),
+        *("machine", "elif self._now < self._candidates.since + self.rules.debounce:", "elif False:"),
         *("steps", "a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come"),
     ),
     mutant(
