@@ -1,10 +1,14 @@
-"""A way to a server on which connections can fall silent, as they do behind a firewall that has forgotten them."""
+"""What comes instead of a server: connections that fall silent, as behind a firewall that has forgotten them, or something else."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+from tests.cluster import PATIENCE
 
 
 class Relay:
@@ -64,3 +68,27 @@ class Relay:
             thread.join()
         for one in (self._listening, *self._sockets):
             one.close()
+
+
+@contextmanager
+def something_else(reply: bytes) -> Iterator[tuple[str, int]]:
+    """What is not the server one looks for: at that address and port it says ``reply`` to whoever has spoken, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(64)
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listening.getsockname()
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE)

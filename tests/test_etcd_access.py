@@ -21,6 +21,7 @@ from elastirun.rendezvous.stores.etcd_access import Access
 from tests.certificates import Authority
 from tests.cluster import PATIENCE, free_port
 from tests.etcd_server import Etcd, ask, etcd, needs_etcd
+from tests.relay import something_else
 
 PASSWORD, PREFIX = "S3cret!", "/team/"
 
@@ -264,25 +265,8 @@ def test_endpoints_with_different_troubles_are_all_named() -> None:
     ids=["http/1", "ssh", "hangs up"],
 )
 def test_something_else_at_that_port(reply: bytes, words: str, final: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = listening.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(64)
-                    connection.sendall(reply)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        try:
-            said = refused(connector([f"127.0.0.1:{listening.getsockname()[1]}"]), final=final)
-        finally:
-            listening.shutdown(socket.SHUT_RDWR)
-            thread.join(PATIENCE)
+    with something_else(reply) as (address, port):
+        said = refused(connector([f"{address}:{port}"]), final=final)
     assert re.search(words, said), said
 
 

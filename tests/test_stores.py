@@ -18,6 +18,7 @@ from elastirun.rendezvous.stores.etcd import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore, connector, serve, tcp_store_class
 from tests.etcd_server import Etcd, etcd
+from tests.relay import something_else
 
 PATIENCE = 60.0  # seconds; far beyond what anything here takes
 T = TypeVar("T")
@@ -278,28 +279,10 @@ def test_without_a_server_every_operation_is_a_store_error(monkeypatch: pytest.M
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, b""], ids=["another language", "hangs up"])
 def test_what_is_not_a_store_is_a_store_error(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "CONNECT_TIMEOUT", 0.2)
-    with listening() as other:
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = other.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(64)
-                    connection.sendall(reply)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        try:
-            with pytest.raises(StoreError):
-                store = TcpStore(*other.getsockname())
-                store.get(["a/b"])  # the first answer may still have looked like one
-                store.get(["a/b"])
-        finally:
-            other.shutdown(socket.SHUT_RDWR)
-            thread.join(PATIENCE)
+    with something_else(reply) as where, pytest.raises(StoreError):
+        store = TcpStore(*where)
+        store.get(["a/b"])  # the first answer may still have looked like one
+        store.get(["a/b"])
 
 
 def test_a_store_too_large_a_value_is_refused_not_swallowed(server: Server) -> None:
