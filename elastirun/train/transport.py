@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import ReductionFailed
+from .errors import ReductionFailed, TrainError
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class GroupArena:
         try:
             work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
         except (RuntimeError, ValueError) as error:
-            raise ReductionFailed(f"{what} could not begin: {str(error).splitlines()[0]}. Use set_group() with a new process group") from error
+            text = (str(error).splitlines() or ["no reason given"])[0]
+            raise ReductionFailed(f"{what} could not begin: {text}. Use set_group() with a new process group") from error
         assert work is not None
         return GroupWork(work, what)
 
@@ -99,3 +100,27 @@ class ProcessGroup:
 
     def close(self) -> None:
         """The group is its owner's."""
+
+
+def choose(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto") -> Transport:
+    """The transport for parameters on ``device``; all ranks call it at the same time and get the same.
+
+    ``wanted``: "auto" takes shared memory where it can be had and the process group elsewhere, "shared memory" raises TrainError where it
+    cannot be had, "group" takes the process group.
+    """
+    if wanted not in ("auto", "group", "shared memory"):
+        raise TrainError(f"there is no transport {wanted!r}: auto, group or shared memory")
+    from .shared_memory import SharedMemory  # which needs this module
+
+    if device.type != "cpu":
+        why = f"the parameters are on {device}"
+    elif dist.get_world_size(group) == 1:
+        why = "there is one rank"
+    else:
+        try:
+            return SharedMemory(group, willing=wanted != "group")
+        except TrainError as error:
+            why = str(error)
+    if wanted == "shared memory":
+        raise TrainError(f"transport 'shared memory': {why}")
+    return ProcessGroup(group)
