@@ -83,7 +83,7 @@ def beats(three: Etcd, nodes: Cluster, count: int = 3) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("what", ["kill -9 of the leader", "SIGSTOP of the leader", "SIGSTOP of a follower"])
+@pytest.mark.parametrize("what", ["kill -9 of the leader", "kill -9 of a follower", "SIGSTOP of the leader", "SIGSTOP of a follower"])
 def test_a_member_of_three_goes_and_no_worker_is_restarted(nodes: Cluster, three: Etcd, what: str) -> None:
     workers = at_work(nodes, three)
     leader = three.leader()
