@@ -1,0 +1,16 @@
+"""The training core: what a worker may use to train on changing worlds. It needs torch, and knows nothing of the launcher."""
+
+from .control import Agreement
+from .ddp import DistributedDataParallel
+from .errors import Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, TrainError
+
+__all__ = [
+    "Agreement",
+    "DistributedDataParallel",
+    "Diverged",
+    "ModelMismatch",
+    "OutsideForward",
+    "PeerLost",
+    "ReductionFailed",
+    "TrainError",
+]

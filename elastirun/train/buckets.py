@@ -1,0 +1,189 @@
+"""Which gradients travel together, and in which order. Pure: sizes, times and a link go in, a plan comes out.
+
+All-reducing each gradient by itself would pay the link's latency thousands of times; all-reducing everything at the end would overlap
+nothing with the backward. Between the two lies the plan: consecutive gradients, in the order in which the backward brings them, share
+a bucket. torch closes a bucket at a fixed size. Once the moment at which each gradient is ready and the link are known, the best
+boundaries can be computed (``planned``): the problem is a small one for dynamic programming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MIB = 1 << 20
+FIRST_CAP = 1 * MIB  # torch's: the first bucket is small, so that the link has something to do early
+CAP = 25 * MIB
+BLOCKS = 256  # what the planner cuts a model into at most; its cost grows with the square
+
+Buckets = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One parameter's gradient as the plan sees it. ``dtype`` is a real one: a complex gradient counts as twice as many reals."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Only gradients of one kind can share a bucket."""
+        return self.dtype, self.device
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce costs: ``latency`` s, and ``per_byte`` s for each byte of the bucket."""
+
+    latency: float
+    per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes * self.per_byte
+
+
+def fit(samples: Collection[tuple[int, float]]) -> Link:
+    """The link that explains (bytes, seconds) best, by least squares; neither part is ever negative."""
+    n = len(samples)
+    mean_x, mean_y = sum(x for x, _ in samples) / n, sum(y for _, y in samples) / n
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread if spread else 0.0
+    slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
+    return Link(max(mean_y - slope * mean_x, 0.0), slope)
+
+
+def by_size(gradients: Sequence[Gradient], order: Sequence[int], cap: int = CAP, first_cap: int = FIRST_CAP) -> Buckets:
+    """torch's plan: gradients of a kind join in ``order`` until their bucket holds ``cap`` bytes (the first of a kind ``first_cap``).
+
+    The buckets come in the order in which they are complete. A gradient larger than the cap completes the bucket that it joins.
+    """
+    position = {index: at for at, index in enumerate(order)}
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    full: list[list[int]] = []
+    for index in order:
+        kind = gradients[index].kind
+        filling.setdefault(kind, []).append(index)
+        room[kind] = room.get(kind, first_cap) - gradients[index].nbytes
+        if room[kind] <= 0:
+            full.append(filling.pop(kind))
+            room[kind] = cap
+    full += filling.values()
+    return words_last(gradients, tuple(sorted((tuple(bucket) for bucket in full), key=lambda bucket: position[bucket[-1]])))
+
+
+def sum_bytes(gradients: Sequence[Gradient], bucket: Sequence[int]) -> int:
+    return sum(gradients[index].nbytes for index in bucket)
+
+
+def planned(
+    gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[float], link: Link, unsure: Collection[int] = ()
+) -> Buckets:
+    """The boundaries that leave the least communication exposed.
+
+    ``order``: the gradients as the backward brings them; ``ready[index]``: when gradient ``index`` is there, in seconds since the
+    backward began. Those in ``unsure`` do not come in every step; they go last, so that the others need not wait for them.
+    """
+    late = [index for index in order if index in unsure]
+    sure = [index for index in order if index not in unsure]
+    buckets: list[tuple[float, tuple[int, ...]]] = []
+    for kind in dict.fromkeys(gradients[index].kind for index in sure):
+        mine = [index for index in sure if gradients[index].kind == kind]
+        for bucket in _cut(blocks(gradients, mine, ready), link):
+            buckets.append((max(ready[index] for index in bucket), bucket))
+    buckets.sort(key=lambda pair: pair[0])
+    return words_last(gradients, tuple(bucket for _, bucket in buckets) + by_size(gradients, late, CAP, CAP))
+
+
+def words_last(gradients: Sequence[Gradient], plan: Buckets) -> Buckets:
+    """The last bucket carries the control words, which need float32: if there is a bucket of that type, let one be the last."""
+    able = [at for at, bucket in enumerate(plan) if gradients[bucket[0]].dtype == torch.float32]
+    if not able:
+        return plan
+    return plan[: able[-1]] + plan[able[-1] + 1 :] + (plan[able[-1]],)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring gradients that the planner does not part."""
+
+    members: tuple[int, ...]
+    nbytes: int
+    ready: float
+
+
+def blocks(gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[float]) -> list[Block]:
+    """At most about ``BLOCKS`` blocks: gradients that are ready together stay together, unless they are large."""
+    total, span = sum_bytes(gradients, order), max((ready[index] for index in order), default=0.0)
+    made: list[Block] = []
+    members: list[int] = []
+    begun = nbytes = 0.0
+    for index in order:
+        if members and (nbytes + gradients[index].nbytes > total / BLOCKS or ready[index] - begun > span / BLOCKS):
+            made.append(Block(tuple(members), int(nbytes), ready[members[-1]]))
+            members, nbytes = [], 0.0
+        if not members:
+            begun = ready[index]
+        members.append(index)
+        nbytes += gradients[index].nbytes
+    if members:
+        made.append(Block(tuple(members), int(nbytes), ready[members[-1]]))
+    return made
+
+
+def _cut(parts: Sequence[Block], link: Link) -> list[tuple[int, ...]]:
+    """Dynamic programming: ``end[j]`` is the earliest moment at which the first ``j`` blocks can be reduced.
+
+    The bucket of blocks i…j-1 starts when the link is free (``end[i]``) and its last gradient is there. Of plans that end equally
+    early (within 1 % of a latency) the one with fewer buckets is taken.
+    """
+    upto = [0]
+    for part in parts:
+        upto.append(upto[-1] + part.nbytes)
+    end, buckets, cut = [0.0], [0], [0]
+    for j in range(1, len(parts) + 1):
+        ready = parts[j - 1].ready
+        options = [(max(end[i], ready) + link.seconds(upto[j] - upto[i]), buckets[i] + 1, i) for i in range(j)]
+        best = min(options)[0]
+        finish, count, i = min((o for o in options if o[0] <= best + 0.01 * link.latency), key=lambda o: (o[1], o[0]))
+        end.append(finish)
+        buckets.append(count)
+        cut.append(i)
+    made: list[tuple[int, ...]] = []
+    j = len(parts)
+    while j:
+        made.append(tuple(index for part in parts[cut[j] : j] for index in part.members))
+        j = cut[j]
+    return made[::-1]
+
+
+def finish(gradients: Sequence[Gradient], buckets: Buckets, ready: Sequence[float], link: Link) -> float:
+    """When the last of ``buckets`` is reduced, in seconds since the backward began: what ``planned`` makes small."""
+    free = 0.0
+    for bucket in buckets:
+        free = max(free, max(ready[index] for index in bucket)) + link.seconds(sum_bytes(gradients, bucket))
+    return free
+
+
+def encode(buckets: Buckets) -> list[int]:
+    """``buckets`` as two integers per gradient, to be sent to the other ranks: all in order, then which of them begin a bucket."""
+    return [index for bucket in buckets for index in bucket] + [int(at == 0) for bucket in buckets for at in range(len(bucket))]
+
+
+def decode(numbers: Sequence[int]) -> Buckets:
+    """The inverse of ``encode``."""
+    count = len(numbers) // 2
+    made: list[list[int]] = []
+    for index, begins in zip(numbers[:count], numbers[count:], strict=True):
+        if begins:
+            made.append([])
+        made[-1].append(index)
+    return tuple(map(tuple, made))

@@ -1,0 +1,316 @@
+"""Data parallelism: a module whose gradients are the mean over all ranks after each backward. How a step runs: docs/ddp.md."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .buckets import CAP, MIB
+from .control import REQUESTS, Agreement
+from .divergence import check
+from .errors import TrainError
+from .group import copy_from_first, find, verify_same
+from .hooks import Hook
+from .optimizer import BucketSteps
+from .outputs import find_tensors, to_device, with_prefix, without_prefix
+from .reducer import Options, Reducer
+from .stats import report
+from .transport import choose
+
+T = TypeVar("T")
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps ``module``; after a backward every parameter's ``grad`` holds the mean of all ranks' gradients.
+
+    The ranks of ``process_group`` (default: the default group) each hold a replica. At construction the replicas are compared (a
+    difference is a ModelMismatch that names the parameter) and rank 0's parameters and buffers are copied to the others. Use it in place of
+    ``torch.nn.parallel.DistributedDataParallel``; arguments of torch's names mean what they mean there:
+
+    device_ids            None, or the one device that tensors among the inputs are moved to
+    bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link
+    broadcast_buffers     copy rank 0's buffers to the others before each forward in training. Default False: they are copied at
+                          construction and by ``sync_buffers()``, which all ranks call before an evaluation or a checkpoint
+    init_sync             compare and copy at construction; default True
+    find_unused_parameters, static_graph, gradient_as_bucket_view
+                          accepted and not needed: unused parameters, any number of uses or recomputations of a parameter, and
+                          graphs that change are handled always, and gradients are views of the buckets always
+
+    and these are ours:
+
+    transport             "auto" (default), "group", "shared memory": see ``transport.choose``
+    mean_over             "world" (default, as torch): a rank that did not use a parameter counts as a gradient of zero;
+                          "users": the mean is over the ranks that used it
+    check_finite          tell in ``agreement.not_finite`` which ranks had an infinite or undefined gradient; costs a pass over them
+    check_replicas_every  compare the replicas' parameters every so many reductions (default 1000; 0: never); see ``check_replicas``
+
+    Gradients are not views of one another's memory, but of the module's: keep a copy of one that you need after the next backward.
+    A parameter that no rank used in a step has no gradient (None), as without data parallelism.
+
+    Raises TrainError (no process group, nothing to train, wrong arguments) and ModelMismatch. In a backward: ReductionFailed or PeerLost;
+    the module can then be used again after ``set_group``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = False,
+        init_sync: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        transport: str = "auto",
+        mean_over: str = "world",
+        check_finite: bool = False,
+        check_replicas_every: int = 1000,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self.check_replicas_every = check_replicas_every
+        if device_ids is not None and len(device_ids) != 1:
+            raise TrainError(f"device_ids must be None or name one device, not {len(device_ids)}: start one process per device")
+        if mean_over not in ("world", "users"):
+            raise TrainError(f'mean_over must be "world" or "users", not {mean_over!r}')
+        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+            raise TrainError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
+        self._inputs_to = None if device_ids is None else torch.device(device_ids[0])
+        self._options = Options(bucket_cap_mb, mean_over == "users", check_finite)
+        self._wanted = transport
+        self.bucket_bytes_cap = int((bucket_cap_mb or CAP / MIB) * MIB)  # torch.compile splits graphs by it
+        self._hook: tuple[Hook | None, Any] = (None, None)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(with_prefix)  # type: ignore[no-untyped-call]
+        self._join(process_group, init_sync)
+
+    # -- the world --------------------------------------------------------------------------------------------------
+
+    def _join(self, group: dist.ProcessGroup | None, init_sync: bool) -> None:
+        self.process_group = find(group)
+        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))  # torch's attribute
+        self._named = [(name, param) for name, param in self.module.named_parameters() if name not in ignored]
+        self._copied = [(name, buffer) for name, buffer in self.module.named_buffers() if name not in ignored]
+        if any(isinstance(param, nn.parameter.UninitializedParameter) for _, param in self._named):
+            raise TrainError("the module has lazy parameters without a shape: run a forward before wrapping it")
+        self._check_trainable()
+        device = self._trainable[0][1].device
+        if init_sync:
+            lines = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in (*self._named, *self._copied)]
+            verify_same(lines, "parameters and buffers", self.process_group, device)
+            copy_from_first([tensor.detach() for _, tensor in (*self._named, *self._copied)], self.process_group)
+        self._transport = choose(self.process_group, device, self._wanted)
+        self._make_reducer()
+
+    def _check_trainable(self) -> None:
+        self._needs = [param.requires_grad for _, param in self._named]
+        self._trainable = [(name, param) for name, param in self._named if param.requires_grad]
+        if not self._trainable:
+            raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
+
+    def _make_reducer(self) -> None:
+        sparse = [
+            f"{name}.weight" if name else "weight"
+            for name, module in self.module.named_modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        ]
+        self._reducer = Reducer(self._trainable, sparse, self.process_group, self._transport, self._options)
+        self._reducer.after = self._after_step
+        if self._hook[0] is not None:
+            self._reducer.set_hook(*self._hook)
+        if self._optimizer is not None:
+            self.step_in_backward(self._optimizer)
+
+    def set_group(self, process_group: dist.ProcessGroup | None = None, init_sync: bool = True) -> None:
+        """Go on in another world: every rank of ``process_group`` calls it, those that are new by constructing the module.
+
+        With ``init_sync`` rank 0's parameters and buffers are copied to all, so it must be a rank that has them. Gradients that were not
+        stepped on are dropped; the state of the optimizer is the caller's to copy. Works after a ReductionFailed, too.
+        """
+        self._reducer.close()
+        self._transport.close()
+        for _, param in self._named:
+            param.grad = None
+        self._join(process_group, init_sync)
+
+    def _adapt(self) -> None:
+        """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now."""
+        old = self._reducer
+        old.close()
+        self._check_trainable()
+        names = [name for name, _ in self._trainable]
+        verify_same(names, "parameters to train", self.process_group, self._trainable[0][1].device)
+        self._make_reducer()
+        self._reducer.sync, self._reducer.every, self._reducer.said = old.sync, old.every, old.said
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        begun = time.perf_counter()
+        self._reducer.before_forward()
+        if self._needs != [param.requires_grad for _, param in self._named]:
+            self._adapt()
+        if self.broadcast_buffers and self.training and torch.is_grad_enabled():
+            self.sync_buffers()
+        with self._active():
+            output = self.module(*to_device(inputs, self._inputs_to), **to_device(kwargs, self._inputs_to))
+        if torch.is_grad_enabled():
+            self._reducer.announce(find_tensors(output))
+            self._reducer.times.forward += time.perf_counter() - begun
+        return output
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        """Lets torch.compile split graphs where buckets end, as it does within torch's own class (DDPOptimizer)."""
+        if "torch._dynamo" not in sys.modules:
+            yield
+            return
+        theirs: Any = nn.parallel.DistributedDataParallel
+        outer, theirs._active_ddp_module = theirs._active_ddp_module, self
+        try:
+            yield
+        finally:
+            theirs._active_ddp_module = outer
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within it leave gradients local; the next one outside reduces what has been accumulated.
+
+        What counts is where the backward runs, not where the forward did.
+        """
+        before, self._reducer.sync = self._reducer.sync, False
+        try:
+            yield
+        finally:
+            self._reducer.sync = before
+
+    def accumulate(self, n: int) -> None:
+        """From now on reduce in each ``n``-th backward only (1: in each one). Micro-batches of a pipeline need no no_sync() then."""
+        if n < 1:
+            raise TrainError(f"accumulate() takes a number of backwards, 1 or more, not {n}")
+        self._reducer.every, self._reducer.backwards = n, 0
+
+    def set_samples(self, samples: float) -> None:
+        """How many samples this rank's gradients stand for, until the next call; default 1 on each rank.
+
+        The result is the mean over samples: the sum over ranks of samples times gradient (a gradient of the mean loss of these samples),
+        divided by the sum of samples. Costs nothing while no rank's share changes.
+        """
+        if not 0 <= samples < float("inf"):
+            raise TrainError(f"set_samples() takes a number that is not negative, not {samples}")
+        self._reducer.said.samples = float(samples)
+
+    def skip(self) -> None:
+        """Take part in the others' reduction without data of one's own; the gradients are the mean over the others."""
+        self._reducer.before_forward()
+        self._reducer.skip()
+
+    def batches(self, data: Iterable[T], samples: Callable[[T], float] | None = None) -> Iterator[T | None]:
+        """This rank's batches, then None as long as another rank has some: no rank waits in vain when inputs are uneven.
+
+        Each batch that is not None needs one reducing backward (a batch without one is reported as no data). Where None comes, the
+        gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
+        """
+        end, source = object(), iter(data)
+        said = self._reducer.said
+        batch: Any = next(source, end)
+        try:
+            while True:
+                following = end if batch is end else next(source, end)
+                said = self._reducer.said
+                said.more = following is not end
+                said.samples = 1.0 if samples is None or batch is end else float(samples(batch))
+                step = self._reducer.step
+                if batch is not end:
+                    yield batch
+                if self._reducer.step == step and (batch is end or (self._reducer.every == 1 and self._reducer.sync)):
+                    self.skip()
+                    if self.agreement.with_data == 0:
+                        return
+                    if batch is end:
+                        yield None
+                if not self.agreement.more:
+                    return
+                batch = following
+        finally:
+            self._reducer.said.more, self._reducer.said.samples = False, 1.0
+
+    # -- what all ranks agree on --------------------------------------------------------------------------------------
+
+    @property
+    def agreement(self) -> Agreement:
+        """What all ranks know since the last reduction. Raises TrainError before the first."""
+        if self._reducer.agreement is None:
+            raise TrainError("there has been no reduction yet")
+        return self._reducer.agreement
+
+    def request(self, name: str) -> None:
+        """Ask for "checkpoint" or "drain": from the next reduction on, ``name in ddp.agreement.requests`` on every rank, for one step."""
+        if name not in REQUESTS:
+            raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
+        self._reducer.said.requests.add(name)
+
+    def stats(self) -> dict[str, Any]:
+        """Where the last step's time went, seconds as the host saw them; the buckets, the link, and ranks that compute much longer."""
+        return report(self._reducer)
+
+    def sync_buffers(self) -> None:
+        """Copy rank 0's buffers (such as BatchNorm's running statistics) to all; every rank calls it.
+
+        Before an evaluation on all ranks, that is, and before a checkpoint that another rank than 0 writes.
+        """
+        buffers = [buffer.detach() for _, buffer in self._copied]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+            copy_from_first(buffers, self.process_group)  # a forward before may have saved them for its backward
+
+    def check_replicas(self) -> None:
+        """Compare all ranks' trained parameters; every rank calls it. Raises Diverged, naming the first parameter that differs."""
+        buckets = self._reducer.buckets
+        names = [[self._reducer.names[index] for index in bucket.indices] for bucket in buckets]
+        check(names, [bucket.params for bucket in buckets], self.process_group, self._reducer.planner.device)
+
+    def _after_step(self, agreement: Agreement) -> None:
+        if self.check_replicas_every and agreement.step % self.check_replicas_every == 0:
+            self.check_replicas()
+
+    # -- extensions -----------------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` reduce the buckets, as in torch: it returns a future of the result and divides by itself."""
+        if not callable(hook):
+            raise TrainError("a communication hook must be callable: hook(state, bucket) -> torch.futures.Future")
+        if self._hook[0] is not None:
+            raise TrainError("there is a communication hook already; a module takes one")
+        self._hook = (hook, state)
+        self._reducer.set_hook(hook, state)
+
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step ``optimizer`` for each bucket as its reduction is done, so that ``backward()`` includes the step. The result is the same.
+
+        For optimizers that treat each parameter by itself (SGD, Adam and their kind), which may not hold other parameters than the
+        module's. Neither for gradient clipping by the norm of all nor for GradScaler: both look at all gradients before a step.
+        """
+        self._optimizer = optimizer
+        self._reducer.set_optimizer(BucketSteps(optimizer, [param for _, param in self._named]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TrainError("a data-parallel module cannot be copied or pickled: it is tied to its group; take ddp.module or ddp.state_dict()")
+
+
+try:  # the compiler is to leave this frame alone and to compile what it calls
+    from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
+
+    skip_code(DistributedDataParallel.forward.__code__)
+except ImportError:
+    pass

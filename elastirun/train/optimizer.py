@@ -1,0 +1,32 @@
+"""An optimizer's step, a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .errors import TrainError
+
+
+class BucketSteps:
+    """Steps ``optimizer`` for some of its parameters only: its groups are narrowed to them for the length of a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[nn.Parameter]) -> None:
+        ours = set(map(id, owned))
+        if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
+            raise TrainError("the optimizer also holds parameters that the module does not; those would be stepped with each bucket")
+        self._optimizer = optimizer
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> None:
+        wanted = set(map(id, params))
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [param for param in group["params"] if id(param) in wanted]
+            self._optimizer.step()
+        finally:
+            for group, all_of_it in zip(groups, whole, strict=True):
+                group["params"] = all_of_it

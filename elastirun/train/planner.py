@@ -1,0 +1,125 @@
+"""From the first backwards to the plan: what was seen is turned into buckets, and all ranks take rank 0's.
+
+    reverse order      before the first backward nothing is known: the last parameters are expected first; nothing is launched early
+    ready order        after it: torch's plan, buckets of a fixed size in the order in which the gradients came
+    planned            after three more: from the times at which they came and the measured link (on CPUs, unless a size was asked for)
+
+Later plans keep parameters that do not get a gradient in each step apart, so that the others need not wait for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import buckets as plans
+from .buckets import MIB, Gradient, Link
+from .group import broadcast
+from .transport import Storage, Transport
+
+MEASURED = 3  # backwards whose times the plan is made from
+REPLAN = (10, 100, 1000, 10_000)  # steps after which a plan is made anew for parameters that were seen to lack a gradient
+PROBES = (1 << 14, 1 << 20)  # float32 elements of the reductions that the link is measured with
+ROUNDS = 4
+
+
+class Planner:
+    """``buckets`` is the present plan, number ``epoch``; the same on every rank."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        sparse: Sequence[int],
+        bucket_cap_mb: float | None,
+        group: dist.ProcessGroup,
+        transport: Transport,
+    ) -> None:
+        self.gradients = [
+            Gradient(p.numel() * (2 if p.is_complex() else 1), p.dtype.to_real() if p.is_complex() else p.dtype, p.device) for p in params
+        ]
+        self.device = params[0].device
+        self.epoch = 0
+        self.link: Link | None = None
+        self.learning = True  # order and times are noted
+        self.surprised = False  # gradients came late: how often each one fires has to be watched
+        self._caps = (plans.CAP, plans.FIRST_CAP) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
+        self._fixed = bucket_cap_mb is not None or self.device.type != "cpu"  # the host's times are not a GPU's
+        self._group, self._transport = group, transport
+        self._dense = [index for index in range(len(params)) if index not in set(sparse)]
+        self._came: dict[int, float] = {}
+        self._history: list[dict[int, float]] = []
+        self._unsure: set[int] = set()
+        self._planned_for: set[int] = set()
+        self._steps = 0
+        self.buckets = plans.by_size(self.gradients, self._dense[::-1], *self._caps)
+
+    def note(self, index: int, seconds: float) -> None:
+        """Gradient ``index`` has come (perhaps once more)."""
+        self._came.pop(index, None)
+        self._came[index] = seconds
+
+    def lacked(self, users: Sequence[int], with_data: int) -> None:
+        """Remember the parameters that some rank with data had no gradient for; called with the same on every rank."""
+        self._unsure.update(index for index in self._dense if users[index] < with_data)
+
+    def advance(self) -> bool:
+        """After a reduction, on every rank: is there a new plan?"""
+        self._steps += 1
+        if self._came:
+            self._history.append(self._came)
+            self._came = {}
+        if self.epoch == 0:
+            self._adopt(plans.by_size(self.gradients, self._order(), *self._caps))
+            self.learning = not self._fixed
+        elif self.learning and self._steps > MEASURED:
+            self.link = measure(self._transport, self.device)
+            self.learning = False
+            self._adopt(self._best())
+        elif not self.learning and self._steps in REPLAN and self._unsure > self._planned_for:
+            self._adopt(self._best())
+        else:
+            return False
+        self._history = self._history[-1:] if self.epoch == 1 else self._history
+        return True
+
+    def _adopt(self, mine: plans.Buckets) -> None:
+        """Rank 0's plan becomes everybody's."""
+        self.buckets = plans.decode(broadcast(plans.encode(mine), self._group, self.device))
+        self._planned_for = set(self._unsure)
+        self.epoch += 1
+
+    def _order(self) -> list[int]:
+        """The gradients as they came last; those that never did go last."""
+        came = [index for index in (self._history[-1] if self._history else {}) if index in set(self._dense)]
+        return came + [index for index in reversed(self._dense) if index not in set(came)]
+
+    def _best(self) -> plans.Buckets:
+        order = self._order()
+        if self.link is None:
+            sure = [index for index in order if index not in self._unsure]
+            return plans.by_size(self.gradients, sure + [index for index in order if index in self._unsure], *self._caps)
+        times = self._history[-MEASURED:]
+        last = max((max(came.values()) for came in times if came), default=0.0)
+        ready = [last] * len(self.gradients)
+        for index in order:
+            seen = [came[index] for came in times if index in came]
+            ready[index] = median(seen) if seen else last
+        order.sort(key=lambda index: ready[index])
+        return plans.planned(self.gradients, order, ready, self.link, self._unsure)
+
+
+def measure(transport: Transport, device: torch.device) -> Link:
+    """Time a few reductions of two sizes; every rank calls it."""
+    arena = transport.allocate([Storage(numel, torch.float32, device) for numel in PROBES])
+    best = {numel: float("inf") for numel in PROBES}
+    for _ in range(ROUNDS):
+        for at, numel in enumerate(PROBES):
+            begun = time.perf_counter()
+            arena.all_reduce(at).wait()
+            best[numel] = min(best[numel], time.perf_counter() - begun)
+    return plans.fit([(numel * 4, seconds) for numel, seconds in best.items()])

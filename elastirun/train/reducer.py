@@ -1,0 +1,403 @@
+"""What happens during a backward: gradients fill buckets, full buckets are reduced while the backward goes on.
+
+    begin     an output's gradient is computed: the outermost backward has begun; ask the engine to call ``_end`` when it is over
+    fired     a watched parameter's gradient is accumulated; when all that a bucket watches have fired as often as they are known to,
+              the bucket is launched, in plan order
+    launch    take what gradients there are (none: zeros), copy those that are not views of the bucket already, set ``grad`` to None
+    finish    launch what is left, wait for all, set every ``grad`` to its view
+
+Launching early is a guess about the order in which gradients come; that the result is right never depends on it. Because ``grad`` is None
+while a bucket travels, a gradient that comes after all (another use, a recomputation nobody had seen before) lies in a tensor of its own
+at the end. Every rank is told by the control words, and all reduce these late ones once more.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.autograd.profiler import record_function
+
+from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Said
+from .errors import OutsideForward, ReductionFailed, TrainError
+from .flat import Bucket
+from .group import ranks
+from .hooks import GradBucket, Hook, HookWork
+from .planner import Planner
+from .stats import StepTimes
+from .transport import Storage, Transport
+
+UNKNOWN = 1 << 60  # how often a parameter fires, before the first backward
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are reduced; the same on every rank. See ``DistributedDataParallel``."""
+
+    bucket_cap_mb: float | None = None
+    mean_over_users: bool = False
+    check_finite: bool = False
+
+
+class Reducer:
+    """Reduces the gradients of ``named`` parameters over ``group``; one backward at a time."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        sparse: Iterable[str],
+        group: dist.ProcessGroup,
+        transport: Transport,
+        options: Options,
+    ) -> None:
+        self.names, self.params = [name for name, _ in named], [param for _, param in named]
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.sync, self.every = True, 1  # reduce at all; in each so-manieth backward
+        self.said = Said()
+        self.agreement: Agreement | None = None
+        self.times, self.last_times = StepTimes(), StepTimes()
+        self.after: Callable[[Agreement], None] = lambda agreement: None
+        self._optimizer_step: Callable[[Sequence[nn.Parameter]], None] | None = None
+        self._group, self._transport, self._options = group, transport, options
+        self._hook: tuple[Hook, Any] | None = None
+        self._broken: ReductionFailed | None = None
+        self._nodes = [get_gradient_edge(param).node for param in self.params]
+        self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
+        self._handles: list[Any] = []
+        self._samples = 1.0  # of this rank, in the reduction under way
+        self._usual = 1.0  # samples per rank that gradients are scaled for: those of the last step
+        self.step = self.backwards = 0
+        self._anywhere = self._begun = self._reducing = self._certain = self._draining = False
+        self._versions: list[Any] | None = None
+        self._seen: set[int] = set()  # parameters that have fired since the last reduction, where all are watched
+        self._expected = [UNKNOWN] * len(self.params)
+        self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
+        self._install()
+
+    # -- the plan in memory ---------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        """Make the buckets of the planner's present plan and watch their parameters."""
+        plan = self.planner.buckets
+        words = ControlWords(self.rank, self.world, len(plan), len(self.params))
+        grads = self.planner.gradients
+        storages = [Storage(sum(grads[i].numel for i in bucket), grads[bucket[0]].dtype, grads[bucket[0]].device) for bucket in plan]
+        # The words need float32 and may not be compressed; where they must be known before the last gradients, they travel alone, too.
+        self._apart = self._hook is not None or self._optimizer_step is not None or not plan or storages[-1].dtype != torch.float32
+        if self._apart:
+            sizes = [*storages, Storage(words.size, torch.float32, self.planner.device)]
+        else:
+            sizes = [*storages[:-1], Storage(storages[-1].numel + words.size, torch.float32, storages[-1].device)]
+        self._arena = self._transport.allocate(sizes)
+        self._words, self._tail = words, self._arena.buffers[-1][-words.size :]
+        self.buckets = [
+            Bucket(f"elastirun: bucket {at}", plan[at], [self.params[i] for i in plan[at]], self._arena.buffers[at][: storage.numel])
+            for at, storage in enumerate(storages)
+        ]
+        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
+        self._watch()
+        self._reset()
+
+    def _watch(self) -> None:
+        """A hook on every parameter while the order is learnt; later, on the last of each bucket: a hook costs a microsecond."""
+        for handle in self._handles:
+            handle.remove()
+        self._all_watched = self.planner.learning or self._options.mean_over_users or self.planner.surprised
+        self._handles = []
+        for bucket in self.buckets:
+            watched = bucket.indices if self._all_watched else bucket.indices[-1:]
+            bucket.watched = len(watched)
+            self._handles += map(self._hook_on, watched)
+        self._handles += map(self._hook_on, self._sparse)
+
+    def _hook_on(self, index: int) -> Any:
+        hook = _hook(weakref.ref(self), index)
+        return self.params[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _reset(self) -> None:
+        """Ready for the next backward."""
+        self._begun = self._reducing = False
+        self._next = 0
+        self._left = self._expected.copy()
+        for bucket in self.buckets:
+            bucket.pending, bucket.work = bucket.watched, None
+
+    def set_hook(self, hook: Hook | None, state: Any) -> None:
+        self._hook = None if hook is None else (hook, state)
+        self._install()
+
+    def set_optimizer(self, step: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        self._optimizer_step = step
+        self._install()
+
+    def close(self) -> None:
+        """Leave the parameters alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- during the backward --------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Raise what made the module unusable; finish what an exception interrupted."""
+        if self._broken is not None:
+            raise self._broken
+        if self._begun and torch._C._current_graph_task_id() == -1:
+            self._drain()
+
+    def announce(self, outputs: Sequence[Tensor]) -> None:
+        """A backward may begin at one of ``outputs``; if there is none (they hide in some object), at any parameter."""
+        begin = _begin(weakref.ref(self))
+        nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(begin)
+        self._anywhere = self._anywhere or not nodes
+
+    def begin(self) -> None:
+        """The outermost backward has begun."""
+        if self._begun:
+            return
+        self._begun = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._certain = any(map(_executes, self._nodes))  # False for autograd.grad: no gradient is accumulated
+        self._versions = None if self._certain else [param.grad is not None and param.grad._version for param in self.params]
+        self.backwards += 1
+        self._reducing = self.sync and self.backwards % self.every == 0
+        self._samples = self.said.samples
+        self.times.begin()
+
+    def fired(self, index: int) -> None:
+        """The gradient of parameter ``index`` has been accumulated."""
+        if not self._begun:
+            if not self._anywhere:
+                self._unannounced(index)
+                return
+            self.begin()
+        self._seen.add(index)
+        if not self._reducing:
+            return
+        self._left[index] -= 1
+        if self.planner.learning:
+            self.planner.note(index, time.perf_counter() - self.times.begun)
+        if self._left[index] == 0 and index in self._bucket_of:
+            bucket = self._bucket_of[index]
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                self._launch_full()
+
+    def _unannounced(self, index: int) -> None:
+        if self.sync:
+            raise OutsideForward(
+                f"a gradient of {self.names[index]} comes from a backward that did not begin at an output of the module's forward, so it "
+                "would not be reduced: call the wrapped module, not .module; or run the backward within no_sync() "
+                "if the gradient is meant to stay local"
+            )
+
+    def _launch_full(self) -> None:
+        """Launch the buckets that are full, in order; the last waits for the end of the backward, it carries the control words."""
+        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0:
+            self._launch(self._next)
+
+    def _launch(self, index: int, late: Sequence[int] = ()) -> None:
+        bucket, last = self.buckets[index], index == len(self.buckets) - 1
+        self._next = index + 1
+        with torch.no_grad(), record_function(bucket.label):
+            bucket.take(self._scale(self._transport.averages or self._hook is not None))
+            if self._options.check_finite and not bool(torch.isfinite(bucket.flat).all()):
+                self.said.status |= NOT_FINITE
+            if last and not self._apart:
+                self._write(late)
+            if self._hook is None:
+                bucket.work = self._arena.all_reduce(index)
+            else:
+                hook, state = self._hook
+                future = hook(state, GradBucket(index, bucket.flat, bucket.views, bucket.params, last))
+                bucket.work = HookWork(future, bucket.flat, f"the communication hook of bucket {index}")
+        self.times.launched()
+
+    def _scale(self, mean: bool) -> float:
+        """What gradients are multiplied with before they are added up (``mean``: averaged) over the ranks."""
+        return self._samples / (self._usual if mean else self._usual * self.world)
+
+    def _write(self, late: Sequence[int]) -> None:
+        lacking = [bucket.indices[at] for bucket in self.buckets for at in bucket.lacking]
+        if self._all_watched and self._options.mean_over_users:
+            lacking = [index for index in range(len(self.params)) if index not in self._seen]
+        lacking += [index for index in self._sparse if self.params[index].grad is None]
+        self._words.write(self._tail, self.said, self._samples, self.times.busy, late, sorted(set(lacking)))
+
+    # -- its end --------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """The engine's callback at the end of the outermost backward."""
+        self.times.backward += time.perf_counter() - self.times.begun
+        if self._reducing and self._touched():
+            self.finish()
+        else:
+            self._reset()
+
+    def _touched(self) -> bool:
+        """Was a gradient accumulated at all? (Not by ``autograd.grad``, whose backward begins at the outputs just as well.)"""
+        if self._certain or self._versions is None or self._left != self._expected:
+            return True
+        return self._versions != [param.grad is not None and param.grad._version for param in self.params]
+
+    def skip(self) -> None:
+        """Take part in a reduction without gradients of one's own."""
+        self._samples = 0.0
+        self.times.begin()
+        self.finish()
+
+    def finish(self) -> None:
+        """Reduce what is not reduced yet and wait for all of it; the gradients are there when this returns."""
+        begun = time.perf_counter()
+        try:
+            with torch.no_grad():
+                late = [index for index in range(self._next) if self.buckets[index].has_late()]
+                for index in range(self._next, len(self.buckets)):
+                    self._launch(index, late)
+                agreement, everyones_late = self._arrive(late)
+        except ReductionFailed as error:
+            self._broken = error
+            raise
+        self.times.exposed = time.perf_counter() - begun
+        self.last_times, self.times = self.times, StepTimes()
+        self.agreement = agreement
+        self.said.requests, self.said.status = set(), 0
+        if agreement.failed:
+            self._refuse(agreement)
+        else:
+            self._learn(bool(everyones_late))
+        self._reset()
+        self.after(agreement)
+
+    def _arrive(self, late: Sequence[int]) -> tuple[Agreement, list[int]]:
+        """Wait for the buckets and set the gradients."""
+        if self._apart:
+            self._write(late)
+            self._arena.all_reduce(len(self.buckets)).wait()
+        else:
+            for bucket in self.buckets:
+                self._wait(bucket)
+        factor = float(self.world) if self._transport.averages else 1.0
+        self.step += 1
+        agreement, everyones_late = self._words.read(self._tail, self.step, factor)
+        lacking = agreement.lacking or any(bucket.lacking for bucket in self.buckets)
+        users = self._words.users(self._tail, factor) if lacking else None
+        correction = self.world * self._usual / agreement.samples if agreement.samples else 1.0
+        for index, bucket in enumerate(self.buckets):
+            self._wait(bucket)
+            if index in everyones_late:
+                self._add_late(bucket)
+            if correction != 1.0:
+                bucket.flat.mul_(correction)
+            bucket.land(users)
+            if users and self._options.mean_over_users:
+                self._spread(bucket, users, agreement.with_data)
+            if self._optimizer_step is not None and not agreement.failed:
+                self._optimizer_step(bucket.params)
+        for index in self._sparse:
+            self._reduce_sparse(index, correction, users)
+        if agreement.samples:
+            self._usual = agreement.samples / self.world
+        if users is not None:
+            self.planner.lacked(users, agreement.with_data)
+        return agreement, everyones_late
+
+    def _wait(self, bucket: Bucket) -> None:
+        if bucket.work is not None:
+            bucket.work.wait()
+            bucket.work = None
+            self.times.arrived()
+
+    def _add_late(self, bucket: Bucket) -> None:
+        extra = bucket.take_late(self._scale(False))
+        dist.all_reduce(extra, group=self._group)
+        bucket.flat.add_(extra)
+
+    def _spread(self, bucket: Bucket, users: Sequence[int], with_data: int) -> None:
+        """From the mean over all ranks to the mean over those that used the parameter."""
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            if 0 < users[index] < with_data:
+                view.mul_(with_data / users[index])
+
+    def _reduce_sparse(self, index: int, correction: float, users: Sequence[int] | None) -> None:
+        param = self.params[index]
+        if users is not None and users[index] == 0:
+            return
+        grad = param.grad
+        if grad is None:
+            grad = torch.zeros_like(param).to_sparse(1)
+        grad = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * (self._scale(False) * correction)
+        dist.all_reduce(grad, group=self._group)
+        param.grad = grad
+
+    def _learn(self, late: bool) -> None:
+        """How often each parameter fires, and whether there is a new plan."""
+        if self._all_watched or late:
+            for index, (expected, left) in enumerate(zip(self._expected, self._left, strict=True)):
+                self._expected[index] = max(expected - left, 1 if expected == UNKNOWN else expected)
+        self._seen.clear()
+        surprised = late and not self.planner.surprised
+        self.planner.surprised = self.planner.surprised or surprised
+        if self.planner.advance():
+            self._install()
+        elif surprised:
+            self._watch()
+
+    def _refuse(self, agreement: Agreement) -> None:
+        """A rank's backward ended with an exception: the gradients of this step are of no use to anyone."""
+        for param in self.params:
+            param.grad = None
+        self._seen.clear()
+        if not self._draining:
+            self._reset()
+            raise TrainError(
+                f"the backward of {ranks(agreement.failed)} ended with an exception, so this step has no gradients on any rank (grad is "
+                "None); go on with the next batch, or stop"
+            )
+
+    def _drain(self) -> None:
+        """An exception ended the last backward here: take part in what the others wait for, and have the step dropped on all ranks."""
+        if self._reducing:
+            self.said.status |= FAILED
+            self._samples = 0.0
+            self._draining = True
+            try:
+                self.finish()
+            finally:
+                self._draining = False
+        self._reset()
+
+
+def _hook(ref: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    def fired(_: Tensor) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.fired(index)
+
+    return fired
+
+
+def _begin(ref: weakref.ref[Reducer]) -> Callable[[Any], None]:
+    def begin(_: Any) -> None:
+        reducer = ref()
+        if reducer is not None:
+            reducer.begin()
+
+    return begin
+
+
+def _executes(node: Any) -> bool:
+    """Will the backward under way accumulate the gradient that belongs to ``node``?"""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad was asked for this very gradient: it is captured, not accumulated
+        return False

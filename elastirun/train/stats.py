@@ -1,0 +1,66 @@
+"""Where the time of a step goes, measured on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+STRAGGLES = 1.2  # a rank that computes for so many times the median is named
+
+
+@dataclass
+class StepTimes:
+    """The clock of the step under way, in seconds; ``busy`` is what this rank tells the others."""
+
+    forward: float = 0.0  # sum over the forwards since the last reduction
+    backward: float = 0.0  # sum over the backwards, without the wait at the end
+    exposed: float = 0.0  # the wait at the end: communication that nothing covered
+    begun: float = 0.0  # when the present backward began
+    launches: list[float] = field(default_factory=list)  # by bucket, since the backward began
+    ready: list[float] = field(default_factory=list)  # by bucket: when its result was there, as seen by this rank
+
+    @property
+    def busy(self) -> float:
+        return self.forward + self.backward
+
+    def begin(self) -> None:
+        self.begun = time.perf_counter()
+
+    def launched(self) -> None:
+        self.launches.append(time.perf_counter() - self.begun)
+
+    def arrived(self) -> None:
+        self.ready.append(time.perf_counter() - self.begun)
+
+
+def stragglers(seconds: Sequence[float]) -> dict[int, float]:
+    """Ranks that computed much longer than the median rank, and how many times as long."""
+    middle = sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
+    return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
+
+
+def report(reducer: Reducer) -> dict[str, Any]:
+    """The last step of ``reducer``, in words that a log can take."""
+    times, agreement, planner = reducer.last_times, reducer.agreement, reducer.planner
+    seconds = agreement.seconds if agreement else ()
+    moments = zip(reducer.buckets, times.launches, times.ready, strict=False)
+    return {
+        "steps": reducer.step,
+        "forward": times.forward,
+        "backward": times.backward,
+        "exposed": times.exposed,
+        "bytes": sum(bucket.flat.nbytes for bucket in reducer.buckets),
+        "buckets": [
+            {"parameters": len(bucket.params), "bytes": bucket.flat.nbytes, "launched": launched, "ready": ready}
+            for bucket, launched, ready in moments
+        ],
+        "plan": planner.epoch,
+        "link": planner.link and {"latency": planner.link.latency, "bytes_per_second": 1 / max(planner.link.per_byte, 1e-15)},
+        "seconds_by_rank": seconds,
+        "stragglers": stragglers(seconds) if seconds else {},
+    }
