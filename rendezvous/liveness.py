@@ -6,6 +6,7 @@ the old ``seq``. The idea is that of Kubernetes' leader election: time is what I
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class Liveness:
     def __init__(self, expire: float) -> None:
         self.expire = expire
         self._seen: dict[str, _Seen] = {}
+        self._excused = -math.inf  # nobody's silence until then counts
 
     def observe(self, seqs: Mapping[str, int], started: float, received: float) -> None:
         """Take in a read asked for at ``started`` and answered by ``received``. A row that is not there has seq -1."""
@@ -31,24 +33,30 @@ class Liveness:
             seen = self._seen.get(node_id)
             if seen is None or seen.seq != seq:
                 self._seen[node_id] = _Seen(seq, received, proven=seen is not None and seq >= 0)
-            elif started - seen.changed > self.expire:
+            elif started - self._since(seen) > self.expire:
                 seen.silent = True
         for node_id in self._seen.keys() - seqs.keys():
             self._seen[node_id].silent = False  # it may have come back; who is not read is not called silent
 
-    def excuse(self, now: float) -> None:
-        """The store was in trouble here, perhaps for everyone: nobody's silence until now counts."""
-        for seen in self._seen.values():
-            seen.changed = now
+    def excuse(self, until: float) -> None:
+        """The store was in trouble here, perhaps for everyone: nobody's silence until then counts.
+
+        That holds for a node, too, whose last change is only read after the trouble: it may have been written before.
+        """
+        self._excused = max(self._excused, until)
+
+    def _since(self, seen: _Seen) -> float:
+        """From when on its silence counts."""
+        return max(seen.changed, self._excused)
 
     def silent(self, node_id: str) -> bool:
         seen = self._seen.get(node_id)
         return seen is not None and seen.silent
 
     def quiet(self, node_id: str, now: float) -> float:
-        """Seconds since its last sign of life, or since this node began to watch it."""
+        """Seconds since its last sign of life, or since it is watched again after trouble here."""
         seen = self._seen.get(node_id)
-        return 0.0 if seen is None else now - seen.changed
+        return 0.0 if seen is None else max(0.0, now - self._since(seen))
 
     def proven(self, node_id: str) -> bool:
         """The node has been seen to be alive: its row may be of a dead one until it changes."""
@@ -58,7 +66,7 @@ class Liveness:
     def undecided(self, node_id: str, now: float, patience: float) -> bool:
         """The node has not been watched for ``patience`` seconds yet, nor proven to be alive."""
         seen = self._seen.get(node_id)
-        return seen is not None and not seen.proven and now < seen.changed + patience
+        return seen is not None and not seen.proven and now < self._since(seen) + patience
 
     def forget_all_but(self, ids: set[str]) -> None:
         """Memory must not grow with the number of agents that ever were."""

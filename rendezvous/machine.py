@@ -25,6 +25,7 @@ PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
 LONE_LIMIT, LONE_GRACE = 0.6, 0.2
 LONE_LEASE = LONE_LIMIT + LONE_GRACE  # when the guard ends its workers, whatever the agent does
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
+LAST_BACK = 5.0  # when a store that outlives its jobs was away for all, the last node may find it back so much later than the first
 GOODBYE = 2.0  # how long a node tries to write that it has left
 
 
@@ -117,7 +118,7 @@ class Machine:
         self.hosting = event.hosting
         self._failed = 0
         if self._trouble or event.now - event.started > self.rules.expire / 2:
-            self._live.excuse(event.now)
+            self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))
         if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
             self._say(f"the store is back after {event.now - self._contact:.0f} s")
         self._trouble = ""

@@ -52,6 +52,19 @@ def test_an_excuse_starts_everybodys_time_anew_and_revives_nobody() -> None:
     assert live.silent("quiet") and not live.silent("dead")
 
 
+def test_an_excuse_may_reach_beyond_a_change_and_is_not_taken_back() -> None:
+    live = Liveness(5.0)
+    live.observe({"a": 1}, 0, 0)
+    live.excuse(20.0)
+    live.excuse(12.0)
+    live.observe({"a": 2}, 15, 15)  # written before the trouble, or after it: who knows
+    assert live.quiet("a", 18.0) == 0.0 and live.quiet("a", 23.0) == 3.0
+    live.observe({"a": 2}, 25, 25)
+    assert not live.silent("a")
+    live.observe({"a": 2}, 25.1, 25.1)
+    assert live.silent("a")
+
+
 def test_those_never_seen_are_not_silent_and_the_forgotten_begin_anew() -> None:
     live = Liveness(5.0)
     assert not live.silent("stranger")

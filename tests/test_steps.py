@@ -10,6 +10,7 @@ import pytest
 from elastirun.rendezvous import forming
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
 from elastirun.rendezvous.events import Changed, Leave, Reachable, SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.machine import LAST_BACK
 from elastirun.rendezvous.records import Cause, RoundRecord, Status
 from tests.stage import ME, Stage, count, met, running, slow_answers
 
@@ -110,6 +111,26 @@ def test_after_trouble_with_the_store_the_others_have_their_time_anew() -> None:
         stage._beat(row.id)
     stage.run(20)
     assert stage.record.open and not stage.me.stops
+
+
+@pytest.mark.parametrize("expire", [1.0, 5.0])
+def test_at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first(expire: float) -> None:
+    stage = running("b", "c", lasting=True, expire=expire)
+    stage.run(10)
+    stage.puppet("b")  # a keep-alive that is read only when the store is back: no sign of life then
+    stage.store_up = False
+    stage.run(20)
+    late = stage.puppets.pop("b")
+    stage.silence("c")
+    stage.store_up = True
+    assert stage.run(3, lambda: not stage.me.machine._trouble)
+    stage.run(LAST_BACK + 0.8 * expire)
+    assert stage.record.open
+    stage.puppets["b"] = late
+    stage.puppet("b")
+    stage._beat("b")
+    assert stage.run(2 * expire, lambda: not stage.record.open), "and who never comes is lost"
+    assert stage.record.broken and stage.record.broken.lost == ("c",)
 
 
 def test_after_an_answer_that_took_long_too() -> None:
