@@ -126,17 +126,17 @@ MUTANTS = (
     mutant(
         "one's own trouble with the store excuses the others",
         *("machine", "self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))", "pass"),
-        *("steps", "after_trouble_with_the_store_the_others_have_their_time_anew"),
+        *("silence", "after_trouble_with_the_store_the_others_have_their_time_anew"),
     ),
     mutant(
         "the last to find the store back has some seconds more than the first",
         *("machine", "LAST_BACK if self.rules.lasting else", "0.0 if self.rules.lasting else"),
-        *("steps", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
+        *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     mutant(
         "a keep-alive of before the trouble is no sign of life",
         *("liveness", "self._excused = max(self._excused, until)", "for seen in self._seen.values(): seen.changed = until"),
-        *("steps", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
+        *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     # What a node does.
     mutant(

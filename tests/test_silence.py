@@ -1,0 +1,80 @@
+"""Whom silence counts against: one real node among puppets that fall silent, or cannot be heard."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastirun.rendezvous.machine import LAST_BACK
+from elastirun.rendezvous.records import Cause, Status
+from tests.stage import ME, running, slow_answers
+
+
+def test_after_trouble_with_the_store_the_others_have_their_time_anew() -> None:
+    """The store was away for everyone; those who come back a little later than we are not lost."""
+    stage = running("b", "c")
+    stage.store_up = False
+    stage.run(20)
+    beating = stage.puppets.pop("b"), stage.puppets.pop("c")
+    stage.store_up = True
+    stage.run(4)
+    assert stage.record.open
+    for row in beating:
+        stage.puppets[row.id] = row
+        stage.puppet(row.id)
+        stage._beat(row.id)
+    stage.run(20)
+    assert stage.record.open and not stage.me.stops
+
+
+@pytest.mark.parametrize("expire", [1.0, 5.0])
+def test_at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first(expire: float) -> None:
+    stage = running("b", "c", lasting=True, expire=expire)
+    stage.run(10)
+    stage.puppet("b")  # a keep-alive that is read only when the store is back: no sign of life then
+    stage.store_up = False
+    stage.run(20)
+    late = stage.puppets.pop("b")
+    stage.silence("c")
+    stage.store_up = True
+    assert stage.run(3, lambda: not stage.me.machine._trouble)
+    stage.run(LAST_BACK + 0.8 * expire)
+    assert stage.record.open
+    stage.puppets["b"] = late
+    stage.puppet("b")
+    stage._beat("b")
+    assert stage.run(2 * expire, lambda: not stage.record.open), "and who never comes is lost"
+    assert stage.record.broken and stage.record.broken.lost == ("c",)
+
+
+def test_after_an_answer_that_took_long_too() -> None:
+    stage = running("b")
+    begin = stage.begin
+    stage.silence("b")
+    stage.run(3)
+    slow_answers(stage, 4.0)
+    stage.run(0.6)
+    stage.begin = begin  # type: ignore[method-assign]
+    stage.run(7)
+    assert stage.record.open, "10 s of silence, of which 4 were our own trouble and more than 5 before and after that nobody can tell"
+    assert stage.run(3, lambda: not stage.record.open)
+
+
+def test_a_member_without_a_row_is_lost_in_time() -> None:
+    stage = running("b", "c")
+    stage.break_up(Cause.FAILURE)
+    stage.puppet("b", status=Status.JOINING, done_round=1)
+    stage.silence("c")
+    del stage.data["job/node/c"]
+    assert stage.run(7, lambda: "c" in stage.record.broken.lost if stage.record.broken else False)
+
+
+def test_a_loss_that_a_node_finds_while_it_waits_is_told_before_the_next_round() -> None:
+    stage = running("b", "c", min_nodes=2, max_restarts=0)
+    stage.silence("c")
+    stage.run(4)
+    stage.break_up(Cause.FAILURE)
+    stage.puppet("b", status=Status.JOINING, done_round=1)
+    assert stage.run(7, lambda: stage.record.broken is not None and stage.record.broken.lost == ("c",))
+    assert stage.record.round == 1
+    assert stage.run(3, lambda: stage.record.round == 2)
+    assert stage.record.failures == 0 and [m.id for m in stage.record.members] == [ME, "b"]
