@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import ReductionFailed, TrainError
+
+AGAIN = "Use set_group() with a new process group"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,16 @@ class Transport(Protocol):
         """Give everything back; whoever waits for this rank learns that it is gone."""
 
 
+@contextmanager
+def reduction(what: str) -> Iterator[None]:
+    """What backends raise (connection lost, timeout, aborted) is a ReductionFailed."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        first = (str(error).splitlines() or ["no reason given"])[0]
+        raise ReductionFailed(f"{what} failed: {first}; a peer may be gone. {AGAIN}") from error
+
+
 class GroupWork:
     def __init__(self, work: dist.Work, what: str) -> None:
         self._work, self._what = work, what
@@ -65,11 +78,8 @@ class GroupWork:
         return self._work.is_completed()
 
     def wait(self) -> None:
-        try:
+        with reduction(self._what):
             self._work.wait()
-        except RuntimeError as error:  # what backends raise: connection lost, timeout, aborted
-            first = (str(error).splitlines() or ["no reason given"])[0]
-            raise ReductionFailed(f"{self._what} failed: {first}; a peer may be gone. Use set_group() with a new process group") from error
 
 
 class GroupArena:
@@ -79,11 +89,8 @@ class GroupArena:
 
     def all_reduce(self, index: int) -> GroupWork:
         what = f"the reduction of bucket {index}"
-        try:
+        with reduction(what):
             work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
-        except (RuntimeError, ValueError) as error:
-            text = (str(error).splitlines() or ["no reason given"])[0]
-            raise ReductionFailed(f"{what} could not begin: {text}. Use set_group() with a new process group") from error
         assert work is not None
         return GroupWork(work, what)
 
@@ -112,15 +119,11 @@ def choose(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto")
         raise TrainError(f"there is no transport {wanted!r}: auto, group or shared memory")
     from .shared_memory import SharedMemory  # which needs this module
 
-    if device.type != "cpu":
-        why = f"the parameters are on {device}"
-    elif dist.get_world_size(group) == 1:
-        why = "there is one rank"
-    else:
-        try:
-            return SharedMemory(group, willing=wanted != "group")
-        except TrainError as error:
-            why = str(error)
-    if wanted == "shared memory":
-        raise TrainError(f"transport 'shared memory': {why}")
+    try:
+        if device.type != "cpu" or dist.get_world_size(group) == 1:
+            raise TrainError(f"not for {dist.get_world_size(group)} ranks with parameters on {device}")
+        return SharedMemory(group, willing=wanted != "group")
+    except TrainError as error:
+        if wanted == "shared memory" or isinstance(error, ReductionFailed):
+            raise
     return ProcessGroup(group)
