@@ -31,9 +31,11 @@ class Liveness:
         """Take in a read asked for at ``started`` and answered by ``received``. A row that is not there has seq -1."""
         for node_id, seq in seqs.items():
             seen = self._seen.get(node_id)
-            if seen is None or seen.seq != seq:
-                self._seen[node_id] = _Seen(seq, received, proven=seen is not None and seq >= 0)
-            elif started - self._since(seen) > self.expire:
+            if seen is None or (seen.seq != seq and seq >= 0):
+                self._seen[node_id] = _Seen(seq, received, proven=seen is not None)
+                continue
+            seen.seq = seq  # a row that vanishes is no sign of life: its lease is over
+            if started - self._since(seen) > self.expire:
                 seen.silent = True
         for node_id in self._seen.keys() - seqs.keys():
             self._seen[node_id].silent = False  # it may have come back; who is not read is not called silent

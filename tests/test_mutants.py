@@ -138,6 +138,11 @@ MUTANTS = (
         *("liveness", "self._excused = max(self._excused, until)", "for seen in self._seen.values(): seen.changed = until"),
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
+    mutant(
+        "a row that vanishes is no sign of life",
+        *("liveness", "(seen.seq != seq and seq >= 0)", "seen.seq != seq"),
+        *("silence", "rows_that_vanish_with_their_leases_make_nobody_wait_longer"),
+    ),
     # What a node does.
     mutant(
         "no worker starts before every member has seen the round",

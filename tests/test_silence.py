@@ -6,7 +6,7 @@ import pytest
 
 from elastirun.rendezvous.machine import LAST_BACK
 from elastirun.rendezvous.records import Cause, Status
-from tests.stage import ME, running, slow_answers
+from tests.stage import ME, met, running, slow_answers
 
 
 def test_after_trouble_with_the_store_the_others_have_their_time_anew() -> None:
@@ -78,3 +78,20 @@ def test_a_loss_that_a_node_finds_while_it_waits_is_told_before_the_next_round()
     assert stage.record.round == 1
     assert stage.run(3, lambda: stage.record.round == 2)
     assert stage.record.failures == 0 and [m.id for m in stage.record.members] == [ME, "b"]
+
+
+def test_rows_that_vanish_with_their_leases_make_nobody_wait_longer() -> None:
+    stage = met(min_nodes=1, max_nodes=2, lasting=True)
+    for i in "bc":
+        stage.puppet(i)
+    stage.form("b", "c")
+    stage.run(5)
+    for i in "bc":
+        stage.silence(i)
+    stage.run(15)
+    for i in "bc":
+        del stage.data[f"job/node/{i}"]
+    left = stage.me.machine.rules.longest_alone - 15
+    stage.run(left - 2)
+    assert stage.record.round == 1, "they may work on where nobody hears of them"
+    assert stage.run(4, lambda: stage.record.round == 2)
