@@ -1,0 +1,492 @@
+"""Sums over the ranks: through shared memory, the process group, and both; what happens when a rank is gone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
+from elastirun.train.shared_memory import SharedArena, SharedMemory
+from elastirun.train.transport import ProcessGroup, Storage, choose
+from tests.train.worlds import Died, run
+
+CPU = torch.device("cpu")
+SIZES = (1, 63, 64, 65, 1000, 0, 1_000_003)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+
+
+def storages(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Storage]:
+    return [Storage(size, dtype, CPU) for size in sizes]
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return (torch.randn(size, generator=generator) * 3).to(dtype) if dtype.is_floating_point else torch.full((size,), rank + 1, dtype=dtype)
+
+
+def in_order(terms: list[Tensor]) -> Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """The same bits."""
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+# Sums
+
+
+def all_sizes_and_dtypes(rank: int, ranks: int) -> None:
+    transport = choose(world(), CPU)
+    assert isinstance(transport, SharedMemory) and not transport.averages
+    plan = [Storage(size, dtype, CPU) for dtype in DTYPES for size in SIZES]
+    arena = transport.allocate(plan)
+    assert not any(buffer.any() for buffer in arena.buffers)
+    for buffer, storage in zip(arena.buffers, plan, strict=True):
+        assert buffer.shape == (storage.numel,) and buffer.data_ptr() % 64 == 0
+        buffer.copy_(numbers(rank, storage.numel, storage.dtype))
+    for work in [arena.all_reduce(index) for index in range(len(plan))]:
+        work.wait()
+        assert work.done()
+    for buffer, storage in zip(arena.buffers, plan, strict=True):
+        assert same(buffer, in_order([numbers(r, storage.numel, storage.dtype) for r in range(ranks)])), storage
+    transport.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_of_every_size_and_dtype_are_those_in_the_order_of_the_ranks(ranks: int) -> None:
+    run(ranks, all_sizes_and_dtypes)
+
+
+def same_bits(rank: int, ranks: int) -> None:
+    transport = SharedMemory(world())
+    values = numbers(rank, 300_000)
+    whole = transport.allocate(storages(300_000)).buffers[0]  # the memory outlives the arena
+    cuts = (1, 4_999, 200_000, 95_000)
+    for sizes in ((300_000,), cuts):
+        arena = transport.allocate(storages(*sizes))
+        for buffer, part in zip(arena.buffers, values.split(sizes), strict=True):
+            buffer.copy_(part)
+        for work in [arena.all_reduce(index) for index in range(len(sizes))]:
+            work.wait()
+        result = torch.cat(arena.buffers)
+        if sizes != cuts:
+            whole.copy_(result)
+    assert same(whole, result)
+    everybodys = [torch.empty_like(result) for _ in range(ranks)]
+    dist.all_gather(everybodys, result)
+    assert all(same(result, theirs) for theirs in everybodys)
+    if ranks == 2:
+        dist.all_reduce(values)
+        assert same(result, values)
+    transport.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_bits_are_the_same_on_every_rank_and_for_every_layout(ranks: int) -> None:
+    run(ranks, same_bits)
+
+
+def rounds(rank: int, ranks: int, hosts: str, count: int, seed: int) -> None:
+    """The buckets' sums are the sums of what the ranks wrote, while ranks dawdle wherever they can."""
+    transport = SharedMemory(world(), host=hosts[rank])
+    arena, luck = transport.allocate(storages(1, 70, 5_000, 40_000)), random.Random(100 * seed + rank)
+    patterns = [torch.arange(buffer.numel()) % 97 for buffer in arena.buffers]
+
+    def dawdle() -> None:
+        if luck.random() < 0.1:
+            time.sleep(luck.random() * 2e-3)
+
+    for turn in range(count):
+        works = {}
+        for index, buffer in enumerate(arena.buffers):
+            buffer.copy_(patterns[index] * (rank + 1) + turn)
+            dawdle()
+            works[index] = arena.all_reduce(index)
+        for index in luck.sample(sorted(works), len(works)):
+            dawdle()
+            works[index].wait()
+            expected = patterns[index] * (ranks * (ranks + 1) // 2) + turn * ranks
+            assert torch.equal(arena.buffers[index], expected.float()), (turn, index)
+            if luck.random() < 0.5:
+                arena.buffers[index].zero_()  # nobody may still be reading or writing there
+    transport.close()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aaa", "aabb", "aab", "abab"])
+def test_many_rounds_with_ranks_that_dawdle(hosts: str) -> None:
+    run(len(hosts), rounds, hosts, 300 if set(hosts) == {"a"} else 100, len(hosts))
+
+
+# Several hosts
+
+
+def over_hosts(rank: int, ranks: int, hosts: str) -> None:
+    transport = SharedMemory(world(), host=hosts[rank])
+    assert transport.ranks == [r for r in range(ranks) if hosts[r] == hosts[rank]]
+    assert transport.leaders == sorted(hosts.index(host) for host in set(hosts))
+    for _ in range(2):
+        arena = transport.allocate(storages(100_003, dtype=torch.float64))
+        arena.buffers[0].copy_(numbers(rank, 100_003, torch.float64))
+        arena.all_reduce(0).wait()
+        torch.testing.assert_close(arena.buffers[0], in_order([numbers(r, 100_003, torch.float64) for r in range(ranks)]))
+        everybodys = [torch.empty_like(arena.buffers[0]) for _ in range(ranks)]
+        dist.all_gather(everybodys, arena.buffers[0])
+        assert all(same(everybodys[0], theirs) for theirs in everybodys)
+    transport.close()
+    with pytest.raises(TrainError, match="no two ranks share a host"):
+        SharedMemory(world(), host=str(rank))
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aab", "abb", "abab"])
+def test_shared_memory_within_hosts_and_a_group_between_them(hosts: str) -> None:
+    run(len(hosts), over_hosts, hosts)
+
+
+def within_a_subgroup(rank: int, ranks: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[rank % 2]
+    for hosts in ("aa", "ab"):
+        if hosts == "ab" and rank % 2:
+            continue  # the other group knows nothing of it
+        try:
+            transport = SharedMemory(mine, host=hosts[rank // 2])
+        except TrainError:
+            assert hosts == "ab"
+            continue
+        arena = transport.allocate(storages(10))
+        arena.buffers[0].fill_(rank)
+        arena.all_reduce(0).wait()
+        assert arena.buffers[0].tolist() == [2.0 + 2 * (rank % 2)] * 10
+        transport.close()
+
+
+def test_subgroups_do_not_need_each_other() -> None:
+    run(4, within_a_subgroup)
+
+
+# Memory
+
+
+def elastirun_maps() -> int:
+    return sum("memfd:elastirun" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def memory(rank: int, ranks: int) -> None:
+    transport = SharedMemory(world())
+    arena: Any = transport.allocate(storages(5_000, 3))
+    arena.buffers[0].fill_(rank + 1)
+    arena.buffers[1].fill_(7)
+    arena.all_reduce(0).wait()
+    gradient = arena.buffers[0][:4_000]
+    arena = transport.allocate(storages(5_000, 3))
+    assert not arena.buffers[0].any() and not arena.buffers[1].any()
+    arena.buffers[0].fill_(100)
+    arena.all_reduce(0).wait()
+    assert gradient.eq(3).all() and arena.buffers[0].eq(200).all()
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+    before = len(os.listdir("/proc/self/fd")), elastirun_maps()
+    for _ in range(50):
+        arena = transport.allocate(storages(5_000, 3))
+        arena.all_reduce(0).wait()
+    assert (len(os.listdir("/proc/self/fd")), elastirun_maps()) == before
+    assert gradient.eq(3).all()
+    dist.barrier()
+    transport.close()
+    del arena, gradient, transport
+    gc.collect()
+    assert elastirun_maps() == 0
+
+
+def test_memory_lives_as_long_as_its_tensors_and_no_longer() -> None:
+    run(2, memory)
+
+
+def no_memory(rank: int, ranks: int) -> str:
+    transport = SharedMemory(world())
+
+    def full(file: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        os.posix_fallocate = full  # to really ask for more than there is could cost other processes their lives
+    with pytest.raises(TrainError) as caught:
+        transport.allocate(storages(10))
+    return str(caught.value)
+
+
+def test_a_rank_that_has_no_memory_for_its_buckets_is_an_error_on_every_rank() -> None:
+    first, second = run(2, no_memory)
+    assert first == "ranks [1] cannot share memory" and second.endswith(": [Errno 28] No space left on device")
+
+
+WITHOUT_NUMPY = """
+import os, sys
+sys.modules["numpy"] = None
+import torch, torch.distributed as dist
+from elastirun.train.transport import Storage, choose
+rank = 1 if os.fork() else 0
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+transport = choose(dist.group.WORLD, torch.device("cpu"), "shared memory")
+arena = transport.allocate([Storage(10, torch.float32, torch.device("cpu"))])
+arena.buffers[0].fill_(1)
+arena.all_reduce(0).wait()
+assert arena.buffers[0].tolist() == [2.0] * 10
+sys.stdout.write(f"{rank} fine\\n")
+sys.stdout.flush()
+if rank:
+    os.wait()
+os._exit(0)
+"""
+
+
+def test_numpy_is_not_needed(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert sorted(done.stdout.splitlines()) == ["0 fine", "1 fine"], done.stderr
+
+
+# Ranks that are gone
+
+
+def caught(arena: Any, index: int = 0) -> tuple[type[BaseException], int | None, str, float]:
+    """What a reduction raises, whom it names, what it says, and when."""
+    with pytest.raises(ReductionFailed) as error:
+        arena.all_reduce(index).wait()
+    return error.type, getattr(error.value, "rank", None), str(error.value), time.monotonic()
+
+
+def die(moment: Path) -> None:
+    moment.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(rank: int, ranks: int, when: str, folder: Path) -> Any:
+    transport = SharedMemory(world())
+    arena = transport.allocate(storages(1_000_000))
+    arena.all_reduce(0).wait()
+    if rank != 1:
+        return caught(arena)
+    if when == "before":
+        die(folder / "moment")
+    if when == "inside":
+        SharedArena._add = lambda *arguments, **options: die(folder / "moment")  # type: ignore[method-assign, assignment]
+    arena.all_reduce(0)
+    time.sleep(0.05)  # the others wait for this rank's slice only
+    arena.push()
+    return die(folder / "moment")
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_rank_is_named_at_once(ranks: int, when: str, tmp_path: Path) -> None:
+    results = run(ranks, killed, when, tmp_path, died=True)
+    assert results.pop(1) == Died(-signal.SIGKILL)
+    for kind, rank, text, at in results:
+        assert (kind, rank) == (PeerLost, 1)
+        assert "rank 1 (pid " in text and "ended: ranks [" in text and "bucket 0" in text and "set_group" in text
+        assert at - float((tmp_path / "moment").read_text()) < 1
+
+
+def killed_with_child(rank: int, ranks: int, folder: Path) -> Any:
+    transport = SharedMemory(world())
+    arena = transport.allocate(storages(10))
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        (folder / "child").write_text(str(child))
+        dist.barrier()
+        die(folder / "moment")
+    dist.barrier()
+    result = caught(arena)
+    os.kill(int((folder / "child").read_text()), signal.SIGKILL)  # is still there
+    return result
+
+
+def test_a_killed_rank_is_noticed_though_its_child_lives_on(tmp_path: Path) -> None:
+    (kind, rank, _, at), died = run(2, killed_with_child, tmp_path, died=True)
+    assert (kind, rank, died) == (PeerLost, 1, Died(-signal.SIGKILL))
+    assert at - float((tmp_path / "moment").read_text()) < 1
+
+
+def stopped(rank: int, ranks: int) -> Any:
+    transport = SharedMemory(world())
+    transport.timeout = timedelta(seconds=0.3)
+    arena = transport.allocate(storages(10))
+    pids = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    result = caught(arena)
+    if rank == 0:
+        os.kill(int(pids[1]), signal.SIGKILL)
+    return result
+
+
+def test_a_stopped_rank_is_named_at_the_deadline() -> None:
+    kind, rank, text, _ = run(2, stopped, died=True)[0]
+    assert (kind, rank) == (ReductionFailed, None)
+    assert text.startswith("ranks [1] did not come with bucket 0 in 0.3") and "set_group" in text
+
+
+def timeout_of_the_group(rank: int, ranks: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    transport = SharedMemory(group)
+    assert transport.timeout == timedelta(seconds=77)
+    transport.close()
+
+
+def test_the_deadline_is_the_groups() -> None:
+    run(2, timeout_of_the_group)
+
+
+def closed(rank: int, ranks: int) -> Any:
+    transport = SharedMemory(world())
+    arena = transport.allocate(storages(10))
+    if rank == 1:
+        transport.close()
+        transport.close()
+        dist.barrier()
+        return caught(arena)[0]
+    result = caught(arena)
+    dist.barrier()
+    return result
+
+
+def test_a_rank_that_closes_its_transport_is_named() -> None:
+    (kind, rank, text, _), own = run(2, closed)
+    assert (kind, rank) == (PeerLost, 1) and "closed its transport" in text
+    assert issubclass(own, ReductionFailed)
+
+
+def closed_after_the_last_sum(rank: int, ranks: int) -> None:
+    """Who has its sum may leave at once."""
+    for _ in range(30):
+        transport = SharedMemory(world())
+        arena = transport.allocate(storages(10))
+        work = arena.all_reduce(0)
+        time.sleep(random.random() * 1e-3)
+        work.wait()
+        transport.close()
+
+
+def test_a_rank_may_leave_as_soon_as_it_has_its_sum() -> None:
+    run(3, closed_after_the_last_sum)
+
+
+def lost_on_a_host(rank: int, ranks: int, hosts: str, victim: int, moment: Path) -> Any:
+    transport = SharedMemory(world(), host=hosts[rank])
+    arena = transport.allocate(storages(1_000))
+    arena.all_reduce(0).wait()
+    dist.barrier()
+    if rank == victim:
+        die(moment)
+    return caught(arena)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.skipif(not hasattr(dist.ProcessGroupGloo, "abort"), reason="this torch's gloo cannot be aborted")
+def test_a_killed_rank_is_an_error_on_every_host(victim: int, tmp_path: Path) -> None:
+    results = run(4, lost_on_a_host, "aabb", victim, tmp_path / "moment", died=True)
+    assert results[victim] == Died(-signal.SIGKILL)
+    assert results[1 - victim][:2] == (PeerLost, victim)
+    for kind, _, text, at in (results[2], results[3]):
+        assert issubclass(kind, ReductionFailed) and "set_group" in text
+        assert at - float((tmp_path / "moment").read_text()) < 5
+
+
+# The choice
+
+
+def chosen(rank: int, ranks: int, wanted: list[str], without: int | None) -> str:
+    if rank == without:
+
+        def none_here(name: str) -> int:
+            raise OSError("none here")
+
+        os.memfd_create = none_here  # type: ignore[assignment]
+    try:
+        transport = choose(world(), CPU, wanted[rank])
+    except TrainError as error:
+        return str(error)
+    arena = transport.allocate(storages(10))
+    arena.buffers[0].fill_(1)
+    arena.all_reduce(0).wait()
+    assert arena.buffers[0].tolist() == [10.0 if transport.averages else ranks] * 10
+    dist.barrier()
+    transport.close()
+    return type(transport).__name__
+
+
+def test_shared_memory_is_chosen_where_it_can_be_had_unless_it_is_switched_off() -> None:
+    assert run(2, chosen, ["auto", "auto"], None) == ["SharedMemory"] * 2
+    assert run(2, chosen, ["group", "group"], None) == ["ProcessGroup"] * 2
+    assert run(1, chosen, ["auto"], None) == ["ProcessGroup"]
+    assert "1 ranks" in run(1, chosen, ["shared memory"], None)[0]
+    assert run(2, chosen, ["gloo", "gloo"], None) == ["there is no transport 'gloo': auto, group or shared memory"] * 2
+
+
+def test_the_ranks_agree_when_one_of_them_cannot_share_memory_or_does_not_want_to() -> None:
+    assert run(3, chosen, ["auto"] * 3, 1) == ["ProcessGroup"] * 3
+    assert run(2, chosen, ["auto", "group"], None) == ["ProcessGroup"] * 2
+    assert run(2, chosen, ["shared memory"] * 2, 1) == ["ranks [1] cannot share memory", "ranks [1] cannot share memory: none here"]
+
+
+def choice_for_other_devices(rank: int, ranks: int) -> None:
+    assert isinstance(choose(world(), torch.device("meta")), ProcessGroup)
+    with pytest.raises(TrainError, match="parameters on meta"):
+        choose(world(), torch.device("meta"), "shared memory")
+
+
+def test_shared_memory_is_for_processors() -> None:
+    run(2, choice_for_other_devices)
+
+
+def weak(rank: int, ranks: int) -> str:
+    import platform
+
+    platform.machine = lambda: "aarch64"
+    with pytest.raises(TrainError) as error:
+        choose(world(), CPU, "shared memory")
+    assert isinstance(choose(world(), CPU), ProcessGroup)
+    return str(error.value)
+
+
+def test_shared_memory_is_not_for_processors_that_reorder_stores() -> None:
+    assert run(2, weak) == ["ranks [0, 1] cannot share memory: aarch64 orders memory weakly"] * 2
+
+
+def group_loses_a_rank(rank: int, ranks: int) -> Any:
+    arena = ProcessGroup(world()).allocate(storages(10))
+    arena.all_reduce(0).wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught(arena)
+
+
+def test_a_process_group_that_loses_a_rank_is_a_failed_reduction() -> None:
+    kind, _, text, _ = run(2, group_loses_a_rank, died=True)[0]
+    assert kind is ReductionFailed and text.startswith("the reduction of bucket 0 failed: ") and text.endswith("new process group")
