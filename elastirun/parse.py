@@ -287,7 +287,7 @@ def rdzv_conf(text: str) -> RdzvConf:
 
 
 def _key_values(text: str) -> dict[str, str]:
-    known = KEYS + KEYS_WITHOUT_EFFECT
+    known = KEYS + KEYS_WITHOUT_EFFECT + ETCD_KEYS
     given: dict[str, str] = {}
     for item in text.strip().split(",") if text.strip() else []:
         key, _, value = (part.strip() for part in item.partition("="))
@@ -296,8 +296,9 @@ def _key_values(text: str) -> dict[str, str]:
         key = ETCD_ALIASES.get(key, key)
         if key == "password":
             raise ValueError("a password on a command line can be read by everyone on this machine; give password_file=PATH instead")
-        if key not in known + ETCD_KEYS:
-            raise ValueError(f"no key {quote(key)}{nearest(key, known) or '; the keys are ' + ', '.join(known)}")
+        if key not in known:
+            every = f"; the keys are {', '.join(KEYS)}, and for etcd {', '.join(ETCD_KEYS)}"
+            raise ValueError(f"no key {quote(key)}{nearest(key, known) or every}")
         given[key] = value
     return given
 
