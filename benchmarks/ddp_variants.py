@@ -1,0 +1,148 @@
+"""What benchmarks/ddp.py compares: three models, and the ways to bring their gradients together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastirun.train import DistributedDataParallel
+from elastirun.train.transport import Storage, choose
+
+CPU = torch.device("cpu")
+PIECE = 25 << 20  # bytes that "communication only" reduces at a time: torch's bucket
+SHM = "shared memory"
+Step = Callable[[], None]
+
+
+class Small(nn.Module):
+    """2,000 tensors of 1,024 elements: all cost is per parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(torch.ones(1024)) for _ in range(2000)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+class Transformer(nn.Module):
+    """54.7 million parameters, 219 MB, in 146 tensors; the embedding is 67 MB of it, and its gradient comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32768, 512)
+        self.position = nn.Parameter(torch.zeros(256, 512))
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.layers(self.embedding(tokens) + self.position[: tokens.shape[1]])
+        return output
+
+
+@dataclass(frozen=True)
+class Case:
+    label: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+
+
+CASES = {
+    "a": Case("(a) 2,000 tensors x 1,024 (8 MB)", Small, lambda: torch.randn(1024)),
+    "b": Case("(b) transformer, 54.7 M parameters (219 MB)", Transformer, lambda: torch.randint(0, 32768, (4, 32))),
+    "c": Case("(c) one 5120 x 5120 layer (105 MB)", lambda: nn.Linear(5120, 5120, bias=False), lambda: torch.randn(64, 5120)),
+}
+
+COMPUTE, NO_OVERLAP, TORCH, TORCH_VIEW = "compute only", "no overlap", "torch", "torch, views"
+GLOO, SHARED = "elastirun, gloo", "elastirun, shared memory"
+ONLY_GLOO, ONLY_SHARED = "communication only, gloo", "communication only, shared memory"
+STEPS = (COMPUTE, ONLY_GLOO, ONLY_SHARED, NO_OVERLAP, TORCH, TORCH_VIEW, GLOO, SHARED)
+
+
+def wrap(variant: str, model: nn.Module, **options: Any) -> nn.Module:
+    """``model`` as the variant trains it; the plain model where nothing wraps it."""
+    if variant.startswith(TORCH):
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=variant == TORCH_VIEW, **options)
+    if variant in (GLOO, SHARED):
+        return DistributedDataParallel(model, transport="group" if variant == GLOO else SHM, **options)
+    return model
+
+
+def backward(module: nn.Module, batch: Tensor) -> None:
+    module.zero_grad(set_to_none=True)
+    module(batch).sum().backward()
+
+
+def reduce_flat(params: Sequence[nn.Parameter]) -> None:
+    """What one writes without a reducer: all gradients in one tensor, one all-reduce, back again."""
+    grads = [param.grad for param in params if param.grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = torch.split(flat, [grad.numel() for grad in grads])
+    torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+
+
+def communication(variant: str, case: Case) -> Step:
+    """Only the reductions, of as many bytes as the model has, ``PIECE`` at a time."""
+    left = sum(param.nbytes for param in case.build().parameters())
+    storages = []
+    while left > 0:
+        storages.append(Storage(min(left, PIECE) // 4, torch.float32, CPU))
+        left -= PIECE
+    transport = choose(dist.distributed_c10d._get_default_group(), CPU, "group" if variant == ONLY_GLOO else SHM)
+    arena = transport.allocate(storages)
+
+    def step() -> None:
+        for work in [arena.all_reduce(at) for at in range(len(storages))]:
+            work.wait()
+
+    return step
+
+
+def make_step(variant: str, case: Case) -> tuple[Step, nn.Module | None]:
+    """One step of ``variant`` (forward, backward, the gradients brought together), and its module."""
+    if variant in (ONLY_GLOO, ONLY_SHARED):
+        return communication(variant, case), None
+    torch.manual_seed(0)
+    model, batch = case.build(), case.batch()
+    module, params = wrap(variant, model), list(model.parameters())
+
+    def step() -> None:
+        backward(module, batch)
+        if variant == NO_OVERLAP:
+            reduce_flat(params)
+
+    return step, module
+
+
+TORCH_FUSED, TORCH_FOREACH = "torch, views + AdamW(fused)", "torch, views + AdamW"
+OURS_FUSED, OURS_WITHIN = "elastirun, shared memory + AdamW(fused)", "elastirun, shared memory, step_in_backward"
+OPTIMIZED = (COMPUTE, TORCH_FOREACH, TORCH_FUSED, OURS_FUSED, OURS_WITHIN)
+
+
+def make_optimized(variant: str, case: Case) -> tuple[Step, nn.Module | None]:
+    """A step with AdamW; the learning rate is small enough that the values stay what they are."""
+    torch.manual_seed(0)
+    model, batch = case.build(), case.batch()
+    if variant == COMPUTE:
+        return lambda: backward(model, batch), model
+    module = wrap(TORCH_VIEW if variant.startswith(TORCH) else SHARED, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=variant != TORCH_FOREACH)
+    if variant == OURS_WITHIN:
+        assert isinstance(module, DistributedDataParallel)
+        module.step_in_backward(optimizer)
+        return lambda: backward(module, batch), module
+
+    def step() -> None:
+        backward(module, batch)
+        optimizer.step()
+
+    return step, module
