@@ -127,7 +127,8 @@ class Machine:
             self._ignored_at = event.now + PROGRESS_EVERY
             self._actions += [Say(f"ignored: {note}") for note in event.ignored]
         if self.record is not None and (event.round is None or event.round.store_id != self.record.store_id):
-            self._end(Outcome.STORE_LOST, "the rendezvous store was replaced by another one; its rounds are not ours")
+            lost, other = "lost this job: it began anew, or its keys were deleted", "was replaced by another one; its rounds are not ours"
+            self._end(Outcome.STORE_LOST, f"the rendezvous store {other if event.round else lost}")
             return
         self._earlier = event.round if event.round is not None and event.round.closed and not self._met else None
         if self._earlier is not None and not self.rules.lasting:

@@ -239,7 +239,7 @@ def test_a_round_record_that_is_deleted_ends_the_job_at_once(nodes: Cluster) -> 
         worker.await_death()
     job.end([201, 201])
     for i in (1, 2):
-        assert "giving up: the rendezvous store was replaced by another one; its rounds are not ours" in nodes.out(i)
+        assert "giving up: the rendezvous store lost this job: it began anew, or its keys were deleted" in nodes.out(i)
 
 
 def test_an_older_signed_round_that_is_put_back_is_not_obeyed(nodes: Cluster) -> None:

@@ -372,7 +372,7 @@ def test_a_replaced_store_is_another_rendezvous() -> None:
     world = started(2)
     world.data.clear()
     assert world.run(5, world.all_finished)
-    assert all(n.outcome is Outcome.STORE_LOST and n.finish and "replaced" in n.finish.reason for n in world.nodes)
+    assert all(n.outcome is Outcome.STORE_LOST and n.finish and "lost this job" in n.finish.reason for n in world.nodes)
 
 
 def test_fixed_ranks_follow_the_wish() -> None:

@@ -256,6 +256,7 @@ def test_a_store_that_answers_with_another_id_is_another_rendezvous() -> None:
     stage = running("b")
     stage.write(replace(stage.record, store_id="another"))
     assert stage.run(3, lambda: stage.me.outcome is Outcome.STORE_LOST)
+    assert stage.me.finish and "replaced by another one" in stage.me.finish.reason
 
 
 def test_a_verdict_that_is_still_read_overrules_a_lost_store() -> None:
