@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import mmap
 import os
 import platform
 import select
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from mmap import MAP_POPULATE, MAP_SHARED, PAGESIZE, mmap
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from .errors import PeerLost, ReductionFailed, TrainError
 from .transport import AGAIN, GroupWork, Storage, reduction
 
 BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still there when it is written to the others
-PAGE = 4096
 ALIGNED = 64  # elements; slices begin at cache lines, whatever the dtype
 SPIN, NAP = 2e-4, 1e-3  # seconds: a wait looks again and again for so long; later it sleeps an eighth of what it has waited, at most a nap
 
@@ -61,16 +59,15 @@ class SharedMemory:
             raise TrainError("no two ranks share a host")
         self._pids = {rank: told[rank][1] for rank in self.ranks}
         self._agreed(self._watch)
-        self._closed = [memoryview(m).cast("Q") for m in self.share(PAGE)]
+        self._closed = [memoryview(m).cast("Q") for m in self.share(PAGESIZE)]
         if len(self.leaders) > 1 and self.rank in self.leaders:  # the time: the store may still know an earlier transport's leaders
             store = c10d.PrefixStore(f"elastirun/{told[0][2]}", c10d._get_process_group_store(group))
             self.between = dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), self.timeout)
 
-    def _watch(self) -> tuple[()]:
+    def _watch(self) -> None:
         for rank in set(self.ranks) - {self.rank}:
             self._processes[descriptor := os.pidfd_open(self._pids[rank])] = rank
             self._ended.register(descriptor, select.POLLIN)
-        return ()
 
     def allocate(self, storages: Sequence[Storage]) -> SharedArena:
         """Raises TrainError, on every rank, if one has not the memory."""
@@ -86,9 +83,9 @@ class SharedMemory:
         if hasattr(self.between, "abort"):  # without it (older torch), the other leaders wait for the end of this process
             self.between.abort()
 
-    def share(self, size: int) -> list[mmap.mmap]:
+    def share(self, size: int) -> list[mmap]:
         """``size`` zero bytes of each rank of this host, in their order."""
-        maps: list[mmap.mmap] = []
+        maps: list[mmap] = []
         with ExitStack() as stack:
 
             def create() -> tuple[int, int]:
@@ -96,35 +93,30 @@ class SharedMemory:
                 os.posix_fallocate(file, 0, size)  # no memory left: an error here instead of SIGBUS later
                 return file, os.fstat(file).st_ino
 
-            def map_all() -> tuple[()]:
+            def map_all() -> None:
                 for rank, pid in self._pids.items():
                     with open(f"/proc/{pid}/fd/{files[rank][0]}", "r+b", buffering=0) as file:
                         if os.fstat(file.fileno()).st_ino != files[rank][1]:
                             raise OSError(f"process {pid} is another one now")
-                        maps.append(mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
-                return ()
+                        maps.append(mmap(file.fileno(), size, flags=MAP_SHARED | MAP_POPULATE))
 
             files = self._agreed(create)
             self._agreed(map_all)
         return maps
 
-    def _agreed(self, action: Callable[[], tuple[int, ...]]) -> list[list[int]]:
+    def _agreed(self, action: Callable[[], tuple[int, ...] | None]) -> list[list[int]]:
         """Up to three numbers of each rank, from its ``action``; a TrainError on all ranks if that raises an OSError on one."""
-        mine, why = torch.zeros(4, dtype=torch.int64), ""
+        told, why = torch.zeros((dist.get_world_size(self._group), 4), dtype=torch.int64, device="cpu"), ""
         try:
-            for place, number in enumerate((*action(), 0, 0, 0)[:3]):
-                mine[place] = number
-            mine[3] = 1
+            told[self.rank] = torch.tensor((1, *(action() or ()), 0, 0, 0)[:4], device="cpu")
         except (OSError, ValueError) as error:
             why = f": {error}"
-        everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         with reduction("an agreement on shared memory"):
-            dist.all_gather(everybodys, mine, self._group)
-        told = [theirs.tolist() for theirs in everybodys]
-        if failed := [rank for rank, (*_, fine) in enumerate(told) if not fine]:
+            dist.all_reduce(told, group=self._group)
+        if failed := [rank for rank, (fine, *_) in enumerate(told.tolist()) if not fine]:
             self.close()
             raise TrainError(f"ranks {failed} cannot share memory{why}")
-        return told
+        return [numbers for _, *numbers in told.tolist()]
 
     def lost(self) -> tuple[int, str] | None:
         """A rank of this host that is gone, and how."""
@@ -150,11 +142,10 @@ class SharedArena:
     def __init__(self, transport: SharedMemory, storages: Sequence[Storage]) -> None:
         self.transport, self._mine = transport, transport.ranks.index(transport.rank)
         self._rounds = [0] * len(storages)
-        self._begun = self._handed_on = 0  # reductions, in all and to the other leaders
+        self._handed_on = 0  # reductions that have gone to the other leaders
         self._pending: list[Reduction] = []
-        self._fence = threading.Lock()
         lengths = (8 * len(storages) + 1, *(storage.numel * storage.dtype.itemsize for storage in storages))
-        *offsets, size = itertools.accumulate(-(-length // PAGE) * PAGE for length in lengths)
+        *offsets, size = itertools.accumulate(-(-length // PAGESIZE) * PAGESIZE for length in lengths)
         maps = transport.share(size)
         self._words = [memoryview(m)[: 8 * len(storages)].cast("Q") for m in maps]
         self._buckets = [[_tensor(m, *place) for m in maps] for place in zip(storages, offsets, strict=True)]
@@ -162,30 +153,30 @@ class SharedArena:
 
     def all_reduce(self, index: int) -> Reduction:
         self._rounds[index] += 1
-        work = Reduction(self, index, self._reduce(index, 3 * self._rounds[index], self._begun))
-        self._begun += 1
+        work = Reduction(self, index, self._reduce(index))
         self._pending.append(work)
         self.push()
         return work
 
     def push(self) -> None:
         """Go on with all that is pending, as far as the other ranks allow."""
-        for work in self._pending:
-            work.over = next(work.steps, False)
+        try:
+            for work in self._pending:
+                work.over = next(work.steps, False)
+        except ReductionFailed:  # between the hosts
+            self.transport.close()
+            raise
         self._pending = [work for work in self._pending if not work.over]
 
-    def _reduce(self, index: int, word: int, number: int) -> Iterator[bool]:
+    def _reduce(self, index: int) -> Iterator[bool]:
         """One bucket's way; says at each step whether it is at the end."""
+        word, number = 3 * self._rounds[index], sum(self._rounds)
         buffers, several = self._buckets[index], len(self.transport.leaders) > 1
-        self._reach(index, word)
-        while self._behind(index, word):
-            yield False
+        yield from self._meet(index, word)
         self._add(buffers, spread=not several)
-        self._reach(index, word + 1)
-        while self._behind(index, word + 1):
-            yield False
+        yield from self._meet(index, word + 1)
         if several:
-            while self.transport.between and self._handed_on < number:  # in the same order on all leaders
+            while self.transport.between and self._handed_on < number - 1:  # in the same order on all leaders
                 yield False
             if self.transport.between:
                 self._handed_on += 1
@@ -197,14 +188,15 @@ class SharedArena:
                 while self._words[0][index] < word + 2:
                     yield False
                 buffers[self._mine].copy_(buffers[0])
-            self._reach(index, word + 2)
-            while self._behind(index, word + 2):  # the leader may not write what another one has still to copy
-                yield False
+            yield from self._meet(index, word + 2)  # the leader may not write what another one has still to copy
         yield True
 
-    def _reach(self, index: int, word: int) -> None:
-        with self._fence:  # its instruction waits also for stores that went past the cache; all others are in order on x86-64
-            self._words[self._mine][index] = word
+    def _meet(self, index: int, word: int) -> Iterator[bool]:
+        """Until all ranks have come to ``word``."""
+        # x86-64 shows others this after all that was stored before; past the cache, too: torch's operations end with locked instructions.
+        self._words[self._mine][index] = word
+        while self._behind(index, word):
+            yield False
 
     def _behind(self, index: int, word: int) -> list[int]:
         return [rank for rank, words in zip(self.transport.ranks, self._words, strict=True) if words[index] < word]
@@ -225,7 +217,7 @@ class SharedArena:
                 other.copy_(total)
 
 
-def _tensor(memory: mmap.mmap, storage: Storage, offset: int) -> Tensor:
+def _tensor(memory: mmap, storage: Storage, offset: int) -> Tensor:
     count = storage.numel  # of which frombuffer wants one at least
     return torch.frombuffer(memory, dtype=storage.dtype, count=count, offset=offset) if count else torch.zeros(0, dtype=storage.dtype)
 
