@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .buckets import CAP, MIB
+from .buckets import CAP, FIRST_CAP, MIB
 from .control import REQUESTS, Agreement
 from .divergence import check
 from .errors import TrainError
@@ -88,7 +88,7 @@ class DistributedDataParallel(nn.Module):
         self._inputs_to = None if device_ids is None else torch.device(device_ids[0])
         self._options = Options(bucket_cap_mb, mean_over == "users", check_finite)
         self._wanted = transport
-        self.bucket_bytes_cap = int((bucket_cap_mb or CAP / MIB) * MIB)  # torch.compile splits graphs by it
+        self.bucket_bytes_cap = max(int((bucket_cap_mb or CAP / MIB) * MIB), FIRST_CAP)  # torch.compile splits graphs by it
         self._hook: tuple[Hook | None, Any] = (None, None)
         self._optimizer: torch.optim.Optimizer | None = None
         self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]

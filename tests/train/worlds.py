@@ -50,7 +50,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = T
     With ``died``, a rank may be killed: its place holds a ``Died``. After ``timeout`` seconds all are killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel", "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="elastirun-world-") as folder:
         ends, processes = [], []
         for rank in range(world):
