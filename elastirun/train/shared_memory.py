@@ -14,6 +14,7 @@ import itertools
 import os
 import platform
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -48,7 +49,7 @@ class SharedMemory:
         self._ended = select.poll()  # of processes: sockets would live on in a fork, such as a DataLoader's worker
         self._processes: dict[int, int] = {}  # the ranks of the descriptors in it
         self._closed: list[memoryview] = []  # a word of each rank of this host
-        self.between: Any = None  # on the leaders of several hosts: their gloo group
+        self.between: list[Any] = []  # on the leaders of several hosts: their gloo group
         options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # which backends need not have
         self.timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
         told = self._agreed(lambda: (_host(host, willing), os.getpid(), time.time_ns()))
@@ -62,7 +63,7 @@ class SharedMemory:
         self._closed = [memoryview(m).cast("Q") for m in self.share(PAGESIZE)]
         if len(self.leaders) > 1 and self.rank in self.leaders:  # the time: the store may still know an earlier transport's leaders
             store = c10d.PrefixStore(f"elastirun/{told[0][2]}", c10d._get_process_group_store(group))
-            self.between = dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), self.timeout)
+            self.between = [dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), self.timeout)]
 
     def _watch(self) -> None:
         for rank in set(self.ranks) - {self.rank}:
@@ -80,8 +81,9 @@ class SharedMemory:
         for descriptor in self._processes:
             os.close(descriptor)
         self._ended, self._processes = select.poll(), {}
-        if hasattr(self.between, "abort"):  # without it (older torch), the other leaders wait for the end of this process
-            self.between.abort()
+        between, self.between = self.between, []
+        if between:  # its end closes the connections, so that the other leaders learn it; but not before a sum under way has its deadline
+            threading.Thread(target=between.clear, daemon=True).start()
 
     def share(self, size: int) -> list[mmap]:
         """``size`` zero bytes of each rank of this host, in their order."""
@@ -153,8 +155,7 @@ class SharedArena:
 
     def all_reduce(self, index: int) -> Reduction:
         self._rounds[index] += 1
-        work = Reduction(self, index, self._reduce(index))
-        self._pending.append(work)
+        self._pending.append(work := Reduction(self, index, self._reduce(index)))
         self.push()
         return work
 
@@ -180,10 +181,11 @@ class SharedArena:
                 yield False
             if self.transport.between:
                 self._handed_on += 1
-                work = GroupWork(self.transport.between.allreduce(buffers[:1]), f"the sum of the hosts' bucket {index}")
+                work = GroupWork(self.transport.between[0].allreduce(buffers[:1]), f"the sum of the hosts' bucket {index}")
                 while not work.done():
                     yield False
                 work.wait()
+                del work  # it would keep the connections open
             else:
                 while self._words[0][index] < word + 2:
                     yield False

@@ -278,6 +278,11 @@ def caught(arena: Any, index: int = 0) -> tuple[type[BaseException], int | None,
     return error.type, getattr(error.value, "rank", None), str(error.value), time.monotonic()
 
 
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(1e-3)
+
+
 def die(moment: Path) -> None:
     moment.write_text(str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -332,24 +337,28 @@ def test_a_killed_rank_is_noticed_though_its_child_lives_on(tmp_path: Path) -> N
     assert at - float((tmp_path / "moment").read_text()) < 1
 
 
-def stopped(rank: int, ranks: int) -> Any:
+def stopped(rank: int, ranks: int, folder: Path) -> Any:
     transport = SharedMemory(world())
-    transport.timeout = timedelta(seconds=0.3)
+    if rank == 0:
+        transport.timeout = timedelta(seconds=0.3)
     arena = transport.allocate(storages(10))
     pids = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     result = caught(arena)
-    if rank == 0:
+    if rank == 2:
+        (folder / "last").touch()
         os.kill(int(pids[1]), signal.SIGKILL)
+    wait_for(folder / "last")
     return result
 
 
-def test_a_stopped_rank_is_named_at_the_deadline() -> None:
-    kind, rank, text, _ = run(2, stopped, died=True)[0]
+def test_a_stopped_rank_is_named_at_the_deadline_and_the_others_learn_who_gave_up(tmp_path: Path) -> None:
+    (kind, rank, text, _), _, (others_kind, others_rank, others_text, _) = run(3, stopped, tmp_path, died=True)
     assert (kind, rank) == (ReductionFailed, None)
     assert text.startswith("ranks [1] did not come with bucket 0 in 0.3") and "set_group" in text
+    assert (others_kind, others_rank) == (PeerLost, 0) and "closed its transport, as after an error: ranks [1] did not" in others_text
 
 
 def timeout_of_the_group(rank: int, ranks: int) -> None:
@@ -405,15 +414,13 @@ def lost_on_a_host(rank: int, ranks: int, hosts: str, victim: int, moment: Path)
     if rank == victim:
         die(moment)
     result = caught(arena)
-    while rank == 2 and not (moment.parent / "last").exists():  # its neighbour is not to learn it from the end of this process
-        time.sleep(1e-3)
     if rank == 3:
         (moment.parent / "last").touch()
+    wait_for(moment.parent / "last")  # nobody is to learn it from the end of another one's process
     return result
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.skipif(not hasattr(dist.ProcessGroupGloo, "abort"), reason="this torch's gloo cannot be aborted")
 def test_a_killed_rank_is_an_error_on_every_host(victim: int, tmp_path: Path) -> None:
     results = run(4, lost_on_a_host, "aabb", victim, tmp_path / "moment", died=True)
     assert results[victim] == Died(-signal.SIGKILL)
