@@ -157,18 +157,21 @@ class DistributedDataParallel(nn.Module):
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        begun = time.perf_counter()
+        with self._active():  # first of all: the compiler gives this function up here, and compiles what it calls
+            begun = time.perf_counter()
+            self._prepare()
+            if self.broadcast_buffers and self.training and torch.is_grad_enabled():
+                self.sync_buffers()
+            output = self.module(*to_device(inputs, self._inputs_to), **to_device(kwargs, self._inputs_to))
+            if torch.is_grad_enabled():
+                self._reducer.announce(find_tensors(output))
+                self._reducer.times.forward += time.perf_counter() - begun
+            return output
+
+    def _prepare(self) -> None:
         self._reducer.before_forward()
         if self._needs != [param.requires_grad for _, param in self._named]:
             self._adapt()
-        if self.broadcast_buffers and self.training and torch.is_grad_enabled():
-            self.sync_buffers()
-        with self._active():
-            output = self.module(*to_device(inputs, self._inputs_to), **to_device(kwargs, self._inputs_to))
-        if torch.is_grad_enabled():
-            self._reducer.announce(find_tensors(output))
-            self._reducer.times.forward += time.perf_counter() - begun
-        return output
 
     @contextmanager
     def _active(self) -> Iterator[None]:
@@ -213,7 +216,7 @@ class DistributedDataParallel(nn.Module):
 
     def skip(self) -> None:
         """Take part in the others' reduction without data of one's own; the gradients are the mean over the others."""
-        self._reducer.before_forward()
+        self._prepare()
         self._reducer.skip()
 
     def batches(self, data: Iterable[T], samples: Callable[[T], float] | None = None) -> Iterator[T | None]:
@@ -306,11 +309,3 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TrainError("a data-parallel module cannot be copied or pickled: it is tied to its group; take ddp.module or ddp.state_dict()")
-
-
-try:  # the compiler is to leave this frame alone and to compile what it calls
-    from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
-
-    skip_code(DistributedDataParallel.forward.__code__)
-except ImportError:
-    pass

@@ -147,6 +147,8 @@ class Reducer:
 
     def before_forward(self) -> None:
         """Raise what made the module unusable; finish what an exception interrupted."""
+        if not dist.is_initialized():
+            raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
         if self._broken is not None:
             raise self._broken
         if self._begun and torch._C._current_graph_task_id() == -1:
@@ -166,7 +168,7 @@ class Reducer:
             return
         self._begun = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        self._certain = any(map(_executes, self._nodes))  # False for autograd.grad: no gradient is accumulated
+        self._certain = any(map(_executes, self._nodes)) or _accumulates(torch._C._current_autograd_node())
         self._versions = None if self._certain else [param.grad is not None and param.grad._version for param in self.params]
         self.backwards += 1
         self._reducing = self.sync and self.backwards % self.every == 0
@@ -202,8 +204,16 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Launch the buckets that are full, in order; the last waits for the end of the backward, it carries the control words."""
-        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0:
+        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0 and self._may_launch():
             self._launch(self._next)
+
+    def _may_launch(self) -> bool:
+        """A hook of several collectives starts the second when the first is done. On CPUs that happens in threads, so that those of two
+        buckets would begin in another order on each rank, and wait for one another for ever: there, one bucket at a time."""
+        if self._hook is None or self.planner.device.type != "cpu" or self._next == 0:
+            return True
+        work = self.buckets[self._next - 1].work
+        return work is None or work.done()
 
     def _launch(self, index: int, late: Sequence[int] = ()) -> None:
         bucket, last = self.buckets[index], index == len(self.buckets) - 1
@@ -262,6 +272,8 @@ class Reducer:
             with torch.no_grad():
                 late = [index for index in range(self._next) if self.buckets[index].has_late()]
                 for index in range(self._next, len(self.buckets)):
+                    if not self._may_launch():
+                        self._wait(self.buckets[index - 1])
                     self._launch(index, late)
                 agreement, everyones_late = self._arrive(late)
         except ReductionFailed as error:
@@ -393,6 +405,16 @@ def _begin(ref: weakref.ref[Reducer]) -> Callable[[Any], None]:
             reducer.begin()
 
     return begin
+
+
+def _accumulates(node: Any) -> bool:
+    """Does the backward that runs at ``node`` accumulate gradients, even if none of ours? ``autograd.grad`` accumulates none.
+
+    Every graph ends in leaves; the first one found tells.
+    """
+    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return node is None or _executes(node)
 
 
 def _executes(node: Any) -> bool:

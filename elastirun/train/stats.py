@@ -56,7 +56,12 @@ def report(reducer: Reducer) -> dict[str, Any]:
         "exposed": times.exposed,
         "bytes": sum(bucket.flat.nbytes for bucket in reducer.buckets),
         "buckets": [
-            {"parameters": [reducer.names[index] for index in bucket.indices], "bytes": bucket.flat.nbytes, "launched": launched, "ready": ready}
+            {
+                "parameters": [reducer.names[index] for index in bucket.indices],
+                "bytes": bucket.flat.nbytes,
+                "launched": launched,
+                "ready": ready,
+            }
             for bucket, launched, ready in moments
         ],
         "plan": planner.epoch,

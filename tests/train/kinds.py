@@ -50,6 +50,18 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
+class Written(nn.Module):
+    """A class of one's own, which the compiler takes as a whole; it leaves a bare nn.Sequential alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
 class Cnn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -222,6 +234,6 @@ KINDS = (
     Kind("frozen", Frozen, plain, torch=None, before_step=thaw),
     Kind("sparse", Sparse, sparse_loss),
     Kind("complex", Complex, plain),
-    Kind("compiled", mlp, plain, wrap=compiled),
+    Kind("compiled", Written, plain, wrap=compiled),
     Kind("amp", mlp, amp_loss, scale=1024.0),
 )

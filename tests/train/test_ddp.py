@@ -1,0 +1,450 @@
+"""What the data-parallel module promises beside the right gradients: each test is a rule."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from elastirun.train import Diverged, ModelMismatch, OutsideForward, ReductionFailed, TrainError
+from elastirun.train import DistributedDataParallel as DDP
+from tests.train.worlds import Died, run
+
+WIDTH = 4
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def batch(step: int, rank: int, size: int = 3) -> Tensor:
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def grads(module: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def alone(module: nn.Module, batches: list[tuple[float, Tensor]]) -> list[Tensor]:
+    """The weighted mean of the gradients of ``batches``."""
+    copy = make()
+    copy.load_state_dict(module.state_dict())
+    loss = torch.stack([weight * copy(x).pow(2).mean() for weight, x in batches]).sum() / sum(weight for weight, _ in batches)
+    return list(torch.autograd.grad(loss, list(copy.parameters())))
+
+
+def close(mine: list[Tensor | None], theirs: list[Tensor]) -> bool:
+    return all(a is not None and torch.allclose(a, b, atol=1e-6) for a, b in zip(mine, theirs, strict=True))
+
+
+def learn(ddp: DDP, rank: int, steps: int = 5) -> None:
+    """As many steps as it takes until the plan is made and one hook per bucket is left."""
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(batch(1000 + step, rank)).pow(2).mean().backward()
+    ddp.zero_grad()
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+def no_sync(rank: int, world: int, learnt: int) -> list[bool]:
+    ddp = DDP(make())
+    learn(ddp, rank, learnt)
+    found = []
+    for _ in range(2):
+        steps, ddp_steps = [], ddp.stats()["steps"]
+        ddp.zero_grad()
+        for micro in range(3):
+            output = ddp(batch(micro, rank))  # outside: what counts is where the backward runs
+            loss = output.pow(2).mean() / 3
+            if micro < 2:
+                with ddp.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+            steps.append(ddp.stats()["steps"] - ddp_steps)
+        found += [
+            steps == [0, 0, 1],
+            close(grads(ddp.module), alone(ddp.module, [(1, batch(m, r)) for m in range(3) for r in range(world)])),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("learnt", [0, 5])
+def test_micro_batches_within_no_sync_cost_one_reduction(learnt: int) -> None:
+    assert all(map(all, run(2, no_sync, learnt)))
+
+
+def accumulate(rank: int, world: int) -> list[bool]:
+    ddp = DDP(make())
+    learn(ddp, rank)
+    before = ddp.stats()["steps"]
+    ddp.accumulate(3)
+    for micro in range(3):
+        (ddp(batch(micro, rank)).pow(2).mean() / 3).backward()
+    expected = alone(ddp.module, [(1, batch(m, r)) for m in range(3) for r in range(world)])
+    return [ddp.stats()["steps"] == before + 1, close(grads(ddp.module), expected)]
+
+
+def test_accumulate_reduces_in_each_nth_backward() -> None:
+    assert all(map(all, run(2, accumulate)))
+
+
+def again_and_again(rank: int, world: int, keep: bool) -> list[bool]:
+    """Gradients that are not zeroed add up; two backwards through one forward, too."""
+    ddp = DDP(make())
+    learn(ddp, rank)
+    ddp.zero_grad(set_to_none=not keep)
+    for step in range(2):
+        loss = ddp(batch(step, rank)).pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    expected = [4 * g for g in alone(ddp.module, [(1, batch(s, r)) for s in range(2) for r in range(world)])]
+    return [close(grads(ddp.module), expected)]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_add_up_over_backwards(keep: bool) -> None:
+    assert all(map(all, run(2, again_and_again, keep)))
+
+
+def several_forwards(rank: int, world: int) -> list[bool]:
+    ddp = DDP(make())
+    learn(ddp, rank)
+    loss = (ddp(batch(0, rank)).pow(2).mean() + ddp(batch(1, rank)).pow(2).mean()) / 2
+    with torch.no_grad():
+        ddp(batch(2, rank))
+    loss.backward()
+    return [close(grads(ddp.module), alone(ddp.module, [(1, batch(s, r)) for s in range(2) for r in range(world)]))]
+
+
+def test_several_forwards_before_a_backward() -> None:
+    assert all(map(all, run(2, several_forwards)))
+
+
+def foreign(rank: int, world: int) -> list[bool]:
+    """Gradients that the user detached, replaced or set to None."""
+    ddp = DDP(make())
+    learn(ddp, rank)
+    found = []
+    for step in range(3):
+        params = list(ddp.parameters())
+        params[0].grad, params[1].grad, params[2].grad = None, torch.zeros_like(params[1]), torch.zeros_like(params[2]).clone().detach()
+        for p in params[3:]:
+            if p.grad is not None:
+                p.grad = p.grad.detach().clone().zero_()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        found.append(close(grads(ddp.module), alone(ddp.module, [(1, batch(step, r)) for r in range(world)])))
+    return found
+
+
+def test_gradients_that_were_replaced_are_no_trouble() -> None:
+    assert all(map(all, run(2, foreign)))
+
+
+# -- weights and uneven inputs -----------------------------------------------------------------------------------------
+
+
+def weighted(rank: int, world: int) -> list[bool]:
+    ddp, found = DDP(make()), []
+    sizes = [(5, 2), (5, 2), (1, 4), (3, 3), (3, 3)]
+    for step, both in enumerate(sizes):
+        ddp.zero_grad()
+        ddp.set_samples(both[rank])
+        ddp(batch(step, rank, both[rank])).pow(2).mean().backward()
+        expected = alone(ddp.module, [(n, batch(step, r, n)) for r, n in enumerate(both)])
+        found += [close(grads(ddp.module), expected), ddp.agreement.samples == sum(both)]
+    return found
+
+
+def test_the_mean_is_over_samples() -> None:
+    assert all(map(all, run(2, weighted)))
+
+
+def uneven(rank: int, world: int, lengths: tuple[int, ...]) -> list[Any]:
+    ddp, steps, right = DDP(make()), 0, []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    mine = [batch(step, rank) for step in range(lengths[rank])]
+    for x in ddp.batches(mine):
+        optimizer.zero_grad() if x is not None else None
+        if x is not None:
+            ddp(x).pow(2).mean().backward()
+        present = [(1.0, batch(steps, r)) for r in range(world) if lengths[r] > steps]
+        right.append(close(grads(ddp.module), alone(ddp.module, present)))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return [steps, all(right), ddp.stats()["steps"] if steps else 0, [p.detach().sum().item() for p in ddp.parameters()]]
+
+
+@pytest.mark.parametrize("lengths", [(10, 7), (0, 3), (4, 4), (1, 6, 3), (0, 0)])
+def test_ranks_without_data_take_part(lengths: tuple[int, ...]) -> None:
+    results = run(len(lengths), uneven, lengths)
+    assert [r[0] for r in results] == [max(lengths)] * len(lengths) and all(r[1] for r in results)
+    assert all(r[3] == results[0][3] for r in results), "the replicas stay the same"
+    assert results[0][2] == max(lengths), "nothing is reduced beyond what is needed"
+
+
+def dropped(rank: int, world: int) -> list[Any]:
+    """One rank goes on to its next batch without a backward (its loss was not finite, say)."""
+    ddp, seen = DDP(make()), []
+    for at, x in enumerate(ddp.batches([batch(step, rank) for step in range(4)])):
+        if rank == 1 and at == 2:
+            continue
+        ddp.zero_grad()
+        assert x is not None
+        ddp(x).pow(2).mean().backward()
+        seen.append(ddp.agreement.with_data)
+    return seen
+
+
+def test_a_batch_without_a_backward_counts_as_no_data() -> None:
+    assert run(2, dropped) == [[2, 2, 1, 2], [2, 2, 2]]
+
+
+# -- graphs that change ------------------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """``again``: the first layer is computed once more in a reentrant segment, whose gradient comes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, again: bool, skip: bool = False) -> Tensor:
+        y = self.first(x)
+        if again:
+            y = checkpoint(lambda z: self.third(z).tanh(), y, use_reentrant=True)
+        out: Tensor = y if skip else self.third(self.second(y))
+        return out
+
+
+def late(rank: int, world: int) -> list[bool]:
+    ddp, found = DDP(Twice(), bucket_cap_mb=0.00001), []  # a bucket for each parameter
+    for step in range(12):
+        again = rank == 1 and step in (6, 9, 10)  # after everything was learnt: the third layer fires once more than known, on one rank
+        ddp.zero_grad()
+        ddp(batch(step, rank).requires_grad_(), again).pow(2).mean().backward()
+        copy = Twice()
+        total = torch.zeros(())
+        for r in range(world):
+            total = total + copy(batch(step, r).requires_grad_(), r == 1 and step in (6, 9, 10)).pow(2).mean() / world
+        total.backward()
+        found.append(
+            all(torch.allclose(a.grad, b.grad, atol=1e-6) for a, b in zip(ddp.module.parameters(), copy.parameters(), strict=True))
+        )  # type: ignore[arg-type]
+    return found
+
+
+def test_a_gradient_that_comes_after_its_bucket_left_is_added() -> None:
+    assert all(map(all, run(2, late)))
+
+
+def lacking(rank: int, world: int, mean_over: str) -> list[Any]:
+    ddp, found = DDP(Twice(), mean_over=mean_over), []
+    for step in range(14):
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+        skip = rank == 1 and step >= 7
+        ddp(batch(step, rank), False, skip).pow(2).mean().backward()
+        copy = Twice()
+        for r in range(world):
+            (copy(batch(step, r), False, r == 1 and step >= 7).pow(2).mean() / world).backward()
+        if mean_over == "users" and step >= 7:
+            for p in (*copy.second.parameters(), *copy.third.parameters()):
+                assert p.grad is not None
+                p.grad.mul_(world)
+        found.append(
+            all(torch.allclose(a.grad, b.grad, atol=1e-6) for a, b in zip(ddp.module.parameters(), copy.parameters(), strict=True))
+        )  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("mean_over", ["world", "users"])
+def test_a_parameter_that_a_rank_does_not_use(mean_over: str) -> None:
+    assert all(map(all, run(2, lacking, mean_over)))
+
+
+def gradient_penalty(rank: int, world: int) -> list[Any]:
+    """autograd.grad begins at the outputs, too, but accumulates nothing: on one rank alone it must not begin a reduction."""
+    ddp = DDP(make())
+    learn(ddp, rank)
+    x = batch(0, rank).requires_grad_()
+    before = ddp.stats()["steps"]
+    if rank == 0:
+        torch.autograd.grad(ddp(x).sum(), x)
+    middle = ddp.stats()["steps"]
+    energy = ddp(x).pow(2).mean()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    (energy + force.pow(2).mean()).backward()
+    copy = make()
+    for r in range(world):
+        x = batch(0, r).requires_grad_()
+        energy = copy(x).pow(2).mean()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        ((energy + force.pow(2).mean()) / world).backward()
+    return [middle == before, ddp.stats()["steps"] == before + 1, close(grads(ddp.module), [p.grad for p in copy.parameters()])]  # type: ignore[misc]
+
+
+def test_autograd_grad_reduces_nothing() -> None:
+    assert all(map(all, run(2, gradient_penalty)))
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+class Faulty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Any) -> Any:
+        raise MemoryError("on purpose")
+
+
+def interrupted(rank: int, world: int, transport: str) -> list[Any]:
+    ddp = DDP(make(), bucket_cap_mb=0.00001, transport=transport)
+    learn(ddp, rank)
+    told = []
+    for step in range(3):
+        ddp.zero_grad()
+        hidden = ddp.module[0](batch(step, rank)) if rank == 1 and step == 1 else None  # type: ignore[index]
+        try:
+            if hidden is not None:
+                handle = ddp.module[1].register_forward_hook(lambda m, i, o: Faulty.apply(o))  # type: ignore[index]
+            loss = ddp(batch(step, rank)).pow(2).mean()
+            if hidden is not None:
+                handle.remove()
+            loss.backward()
+            told.append("")
+        except MemoryError as error:
+            told.append(str(error))
+        except TrainError as error:
+            told.append(str(error)[:50])
+            assert all(p.grad is None for p in ddp.parameters())
+    return [told, close(grads(ddp.module), alone(ddp.module, [(1, batch(2, r)) for r in range(world)]))]
+
+
+@pytest.mark.parametrize("transport", ["group", "auto"])
+def test_an_exception_in_a_backward_drops_the_step_everywhere(transport: str) -> None:
+    results = run(2, interrupted, transport)
+    assert results[0] == [["", "the backward of rank 1 ended with an exception, so", ""], True]
+    assert results[1] == [["", "on purpose", ""], True]
+
+
+def outside(rank: int, world: int) -> list[str]:
+    ddp, told = DDP(make()), []
+    try:
+        ddp.module(batch(0, rank)).sum().backward()
+    except OutsideForward as error:
+        told.append(str(error))
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp.module(batch(0, rank)).sum().backward()
+    ddp.zero_grad()
+    ddp(batch(0, rank)).pow(2).mean().backward()
+    assert close(grads(ddp.module), alone(ddp.module, [(1, batch(0, r)) for r in range(world)]))
+    return told
+
+
+def test_a_backward_outside_the_forward_is_one_clear_sentence() -> None:
+    for (text,) in run(2, outside):
+        assert "\n" not in text and "call the wrapped module, not .module" in text
+
+
+def mismatched(rank: int, world: int, kind: str) -> str:
+    module = make()
+    if kind == "shape" and rank == 1:
+        module[2] = nn.Linear(WIDTH, WIDTH, bias=False)  # type: ignore[operator]
+    if kind == "dtype" and rank == 1:
+        module[2].double()  # type: ignore[index]
+    try:
+        DDP(module)
+    except ModelMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_different_models_are_told_apart_by_name() -> None:
+    for text in run(3, mismatched, "shape"):
+        assert "2.bias (4,) torch.float32 on ranks 0, 2; 4.weight (1, 4) torch.float32 on rank 1" in text
+    for text in run(2, mismatched, "dtype"):
+        assert "2.weight (4, 4) torch.float32 on rank 0; 2.weight (4, 4) torch.float64 on rank 1" in text
+
+
+def killed(rank: int, world: int, transport: str) -> list[Any]:
+    group = dist.new_group(timeout=timedelta(seconds=5))  # gloo tells the peer's neighbours at once, the others after this
+    ddp = DDP(make(), process_group=group, transport=transport)
+    learn(ddp, rank)
+    told = []
+    others = dist.new_group([0, 2])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        try:
+            ddp(batch(0, rank)).pow(2).mean().backward()
+        except ReductionFailed as error:
+            told.append((type(error).__name__, str(error)))
+    ddp.set_group(others)
+    ddp.zero_grad()
+    ddp(batch(0, rank)).pow(2).mean().backward()
+    return [told, close(grads(ddp.module), alone(ddp.module, [(1, batch(0, r)) for r in (0, 2)]))]
+
+
+@pytest.mark.parametrize("transport", ["group", "auto"])
+def test_after_a_peer_is_lost_the_module_lives_on_in_a_new_group(transport: str) -> None:
+    first, gone, last = run(3, killed, transport, died=True)
+    assert gone == Died(-signal.SIGKILL)
+    for told, right in (first, last):
+        assert right and len(told) == 2 and all("\n" not in text for _, text in told)
+        if transport == "auto":
+            assert all(name == "PeerLost" and "rank 1" in text for name, text in told)
+
+
+def no_group(rank: int, world: int) -> list[str]:
+    told = []
+    subgroup = dist.new_group([0])
+    if rank == 1:
+        try:
+            DDP(make(), process_group=subgroup)
+        except TrainError as error:
+            told.append(str(error))
+    dist.destroy_process_group()
+    for arguments in ({}, {"mean_over": "me"}, {"bucket_cap_mb": -1}, {"device_ids": [0, 1]}):
+        try:
+            DDP(make(), **arguments)  # type: ignore[arg-type]
+        except TrainError as error:
+            told.append(str(error))
+    return told
+
+
+def test_wrong_use_is_one_clear_sentence() -> None:
+    zero, one = run(2, no_group)
+    assert len(zero) == 4 and len(one) == 5 and all("\n" not in text for text in zero + one)
+    assert zero[0].startswith("there is no process group")
+
+
+def destroyed(rank: int, world: int) -> str:
+    ddp = DDP(make(), transport="group")
+    learn(ddp, rank)
+    dist.destroy_process_group()
+    try:
+        ddp(batch(0, rank)).sum().backward()
+    except ReductionFailed as error:
+        return str(error)
+    return ""
+
+
+def test_a_destroyed_group_is_one_clear_sentence() -> None:
+    assert all("set_group()" in text and "\n" not in text for text in run(2, destroyed))

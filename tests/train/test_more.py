@@ -1,0 +1,328 @@
+"""Around the reductions: buffers, state dicts, hooks, optimizers, compiled modules, other groups, figures."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from elastirun.train import Diverged, TrainError
+from elastirun.train import DistributedDataParallel as DDP
+from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
+from tests.train.worlds import run
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.module = nn.Linear(WIDTH, 2)  # a name that is the wrapper's, too
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(self.norm(x))
+        return out
+
+
+def buffers(rank: int, world: int, each: bool) -> list[Any]:
+    torch.manual_seed(rank)  # replicas that differ until they are made the same
+    ddp = DDP(Normed(), broadcast_buffers=each)
+    mean = ddp.module.norm.running_mean
+    start = mean.clone()
+    for step in range(2):
+        (ddp(batch(step, rank)).pow(2).mean() + ddp(batch(step + 5, rank)).pow(2).mean()).backward()  # two forwards, one backward
+    own = mean.clone()
+    if rank == 0:
+        ddp.eval()
+        ddp(batch(0, 0))  # an evaluation on one rank alone waits for nobody
+        ddp.train()
+    ddp.sync_buffers()
+    return [start.tolist(), own.tolist(), mean.tolist(), ddp.module.module.weight.tolist()]
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_buffers_are_rank_0s_when_asked_for(each: bool) -> None:
+    (start, own, synced, weight), (start1, own1, synced1, weight1) = run(2, buffers, each)
+    assert start == start1 and weight == weight1 and own != own1 and synced == synced1 == own
+
+
+def names(rank: int, world: int) -> list[Any]:
+    bare, ddp = Normed(), DDP(Normed())
+    outer = nn.ModuleDict({"a": ddp, "b": nn.Linear(2, 2)})
+    state = ddp.state_dict()
+    found = [
+        list(state) == list(bare.state_dict()),
+        list(nn.ModuleDict({"a": bare, "b": nn.Linear(2, 2)}).state_dict()) == list(outer.state_dict()),
+    ]
+    bare.load_state_dict(state)
+    for form in (state, {f"module.{name}": value for name, value in state.items()}):
+        other = DDP(Normed())
+        other.load_state_dict(form)
+        found.append(all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), state.values(), strict=True)))
+        nested = nn.ModuleDict({"a": other, "b": nn.Linear(2, 2)})
+        nested.load_state_dict({**{f"a.{k}": v for k, v in form.items()}, **{f"b.{k}": v for k, v in outer["b"].state_dict().items()}})
+    wrong = DDP(make()).load_state_dict({"nothing": torch.ones(1)}, strict=False)
+    found.append("0.weight" in str(wrong.missing_keys) and "nothing" in str(wrong.unexpected_keys))
+    try:
+        copy.deepcopy(ddp)
+    except TrainError:
+        found.append(True)
+    return [*found, torch.equal(copy.deepcopy(ddp.module).module.weight, ddp.module.module.weight)]
+
+
+def test_state_dicts_have_no_prefix_and_both_forms_load() -> None:
+    assert run(1, names) == [[True] * 7]
+
+
+# -- communication hooks -----------------------------------------------------------------------------------------------
+
+
+def hooked(rank: int, world: int, which: str) -> float:
+    """How far the sum of ten steps' gradients is from the exact one."""
+    ddp = DDP(make(), bucket_cap_mb=0.0001)
+    if which == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        ddp.register_comm_hook(None, getattr(default_hooks, which))
+    mine, exact = [torch.zeros_like(p) for p in ddp.parameters()], [torch.zeros_like(p) for p in ddp.parameters()]
+    for _ in range(10):
+        ddp.zero_grad()
+        ddp(batch(0, rank)).pow(2).mean().backward()  # the same batch: error feedback makes up over the steps for what is left out in one
+        for total, g in zip(mine, grads(ddp.module), strict=True):
+            assert g is not None
+            total += g
+        for total, g in zip(exact, alone(ddp.module, [(1, batch(0, r)) for r in range(world)]), strict=True):
+            total += g
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(mine, exact, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("which", "most"), [("allreduce_hook", 1e-6), ("fp16_compress_hook", 2e-3), ("bf16_compress_hook", 2e-2), ("powersgd", 0.4)]
+)
+def test_torchs_communication_hooks_can_be_used(which: str, most: float) -> None:
+    for off in run(2, hooked, which):
+        assert (0 if which == "allreduce_hook" else 1e-9) <= off <= most
+
+
+def hook_misuse(rank: int, world: int) -> list[str]:
+    ddp, told = DDP(make()), []
+    for hook in (3, default_hooks.allreduce_hook, default_hooks.allreduce_hook):
+        try:
+            ddp.register_comm_hook(None, hook)  # type: ignore[arg-type]
+        except TrainError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_hook_is_callable_and_the_only_one() -> None:
+    (told,) = run(1, hook_misuse)
+    assert len(told) == 2
+
+
+# -- optimizers, precision, compilers ----------------------------------------------------------------------------------
+
+
+def stepped(rank: int, world: int) -> list[bool]:
+    found = []
+    for make_optimizer in (
+        lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    ):
+        one, two = make(), make()
+        plain, bucketed = DDP(one, bucket_cap_mb=0.0001), DDP(two, bucket_cap_mb=0.0001)
+        optimizer, second = make_optimizer(plain.parameters()), make_optimizer(bucketed.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.9)
+        other = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        bucketed.step_in_backward(second)
+        for step in range(5):
+            for ddp in (plain, bucketed):
+                ddp.zero_grad()
+                ddp(batch(step, rank)).pow(2).mean().backward()
+            optimizer.step()
+            scheduler.step()
+            other.step()
+        found.append(all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True)))
+        found.append(len(second.state_dict()["state"]) == 6 or not second.state_dict()["state"])
+    try:
+        bucketed.step_in_backward(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1))
+    except TrainError:
+        found.append(True)
+    return found
+
+
+def test_stepping_in_the_backward_gives_the_same_bits() -> None:
+    assert run(2, stepped) == [[True] * 5] * 2
+
+
+def scaled(rank: int, world: int) -> list[bool]:
+    """GradScaler sees an infinite gradient of one rank on every rank; clipping by norm sees the mean."""
+    ddp = DDP(make(), check_finite=True)
+    optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=256.0)
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ddp(batch(step, rank)).float().pow(2).mean()
+        if step == 4 and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        found.append(same == (step == 4) and ddp.agreement.not_finite == ((1,) if step == 4 else ()))
+    ddp.check_replicas()
+    return found
+
+
+def test_loss_scaling_and_clipping() -> None:
+    assert run(2, scaled) == [[True] * 6] * 2
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def split(rank: int, world: int) -> list[Any]:
+    graphs: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    ddp = DDP(Layers(), bucket_cap_mb=1)
+    model = torch.compile(ddp, backend=count)
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        ddp.zero_grad()
+        model(x).pow(2).mean().backward()
+    return [len(graphs), len(ddp.stats()["buckets"])]
+
+
+def test_a_compiled_module_is_split_where_buckets_end() -> None:
+    """So that gradients come while the backward goes on; one graph would bring them all at its end."""
+    for graphs, buckets in run(2, split):
+        assert graphs == buckets == 4
+
+
+# -- groups, replicas --------------------------------------------------------------------------------------------------
+
+
+def regrouped(rank: int, world: int) -> list[bool]:
+    """The world shrinks to two ranks and grows to three again; a rank that was away comes with other parameters."""
+    two = dist.new_group([0, 2])
+    ddp, found = DDP(make()), []
+    learn(ddp, rank)
+    if rank != 1:
+        ddp.set_group(two)
+        learn(ddp, rank)
+        ddp(batch(0, rank)).pow(2).mean().backward()
+        found.append(close(grads(ddp.module), alone(ddp.module, [(1, batch(0, r)) for r in (0, 2)])))
+    else:
+        with torch.no_grad():
+            for p in ddp.parameters():
+                p.zero_()
+    ddp.set_group(dist.group.WORLD)
+    learn(ddp, rank)
+    ddp(batch(1, rank)).pow(2).mean().backward()
+    found.append(close(grads(ddp.module), alone(ddp.module, [(1, batch(1, r)) for r in range(world)])))
+    ddp.check_replicas()
+    return [*found, any(p.detach().abs().sum() > 0 for p in ddp.parameters())]
+
+
+def test_a_living_module_changes_its_world() -> None:
+    assert all(map(all, run(3, regrouped)))
+
+
+def drifted(rank: int, world: int, where: int) -> str:
+    ddp = DDP(make(), check_replicas_every=3)
+    for step in range(3):
+        if rank == 1 and step == 2:
+            with torch.no_grad():
+                param = list(ddp.parameters())[where]
+                param.view(-1)[0] = torch.nextafter(param.view(-1)[0], torch.tensor(9.0))  # one bit of one weight
+        ddp.zero_grad()
+        try:
+            ddp(batch(step, rank)).pow(2).mean().backward()
+        except Diverged as error:
+            return f"{step}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(("where", "name"), [(0, "0.weight"), (5, "4.bias")])
+def test_replicas_that_drift_apart_are_found_and_named(where: int, name: str) -> None:
+    for text in run(3, drifted, where):
+        assert text.startswith("2: ") and f"{name}: on rank 1 it is not what the others have" in text
+
+
+def requests(rank: int, world: int) -> list[Any]:
+    ddp, told = DDP(make()), []
+    for step in range(4):
+        if step == 1 and rank == 1:
+            ddp.request("checkpoint")
+        if step == 2:
+            ddp.request("drain")
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        told.append(sorted(ddp.agreement.requests))
+    return told
+
+
+def test_a_request_of_one_rank_is_heard_by_all_in_the_same_step() -> None:
+    assert run(2, requests) == [[[], ["checkpoint"], ["drain"], []]] * 2
+
+
+def figures(rank: int, world: int, path: str) -> list[Any]:
+    ddp = DDP(make(), bucket_cap_mb=0.0001)
+    learn(ddp, rank)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ddp(batch(0, rank)).pow(2).mean().backward()
+    profile.export_chrome_trace(f"{path}/{rank}.json")
+    stats = ddp.stats()
+    json.dumps(stats)
+    return [
+        stats["bytes"],
+        len(stats["buckets"]),
+        stats["steps"],
+        len(stats["seconds_by_rank"]),
+        stats["forward"] > 0,
+        stats["exposed"] > 0,
+    ]
+
+
+def test_figures_for_people_and_a_trace_range_for_each_bucket(tmp_path: Path) -> None:
+    for rank, found in enumerate(run(2, figures, str(tmp_path))):
+        assert found == [4 * sum(p.numel() for p in make().parameters()), found[1], 6, 2, True, True] and found[1] > 1
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        assert {f"elastirun: bucket {at}" for at in range(found[1])} <= {event["name"] for event in events}
+
+
+def without_numpy(rank: int, world: int) -> bool:
+    import sys
+
+    sys.modules["numpy"] = None  # type: ignore[assignment]
+    ddp = DDP(make())
+    learn(ddp, rank)
+    ddp.check_replicas()
+    ddp.sync_buffers()
+    return True
+
+
+def test_numpy_is_not_needed() -> None:
+    assert run(2, without_numpy) == [True, True]
