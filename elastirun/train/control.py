@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class Agreement:
     seconds: tuple[float, ...]  # by rank: from the start of its forward to the end of its backward, without waiting
     failed: tuple[int, ...]  # ranks whose backward ended with an exception
     not_finite: tuple[int, ...]  # ranks that had an infinite or undefined gradient; known with check_finite=True
+    late: tuple[int, ...]  # buckets that a gradient came too late for, on some rank; they were reduced once more
+    users: tuple[int, ...]  # by parameter: how many ranks had a gradient; empty if all ranks with data had all of them
 
 
 class ControlWords:
@@ -70,12 +73,10 @@ class ControlWords:
         if lacking:
             users[torch.tensor(lacking, device=tail.device)] = 0.0
 
-    def read(self, tail: Tensor, step: int, factor: float = 1.0) -> tuple[Agreement, list[int]]:
-        """What was agreed, and the late buckets. ``factor`` undoes an average (the world size) or nothing (1)."""
-        words = [word * factor for word in tail[: self._users].tolist()]
+    def read(self, words: Sequence[float], step: int) -> Agreement:
+        """What was agreed: ``words`` are all of them, summed over the ranks."""
         status = [round(word) for word in words[_FIXED + self._world : self._late]]
-        late = [bucket for bucket, word in enumerate(words[self._late :]) if round(word)]
-        agreed = Agreement(
+        return Agreement(
             step=step,
             samples=words[0],
             with_data=round(words[1]),
@@ -85,9 +86,24 @@ class ControlWords:
             seconds=tuple(words[_FIXED : _FIXED + self._world]),
             failed=tuple(rank for rank, bits in enumerate(status) if bits & FAILED),
             not_finite=tuple(rank for rank, bits in enumerate(status) if bits & NOT_FINITE),
+            late=tuple(bucket for bucket, word in enumerate(words[self._late : self._users]) if round(word)),
+            users=tuple(round(word) for word in words[self._users :]) if round(words[3]) else (),
         )
-        return agreed, late
 
-    def users(self, tail: Tensor, factor: float = 1.0) -> list[int]:
-        """For each parameter, how many ranks had a gradient."""
-        return [round(word * factor) for word in tail[self._users :].tolist()]
+
+class Reading:
+    """The words on their way to the host: on a GPU nobody waits for them before they are asked for."""
+
+    def __init__(self, words: ControlWords, tail: Tensor, step: int, factor: float) -> None:
+        self.step = step
+        self._words, self._factor = words, factor  # the factor undoes an average (the world size) or nothing (1)
+        self._copy = tail.to("cpu", non_blocking=True) if tail.is_cuda else tail.clone()
+        self._event = torch.cuda.Event() if tail.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record()
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._words.read((self._copy * self._factor).tolist(), self.step)

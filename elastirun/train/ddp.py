@@ -213,6 +213,7 @@ class DistributedDataParallel(nn.Module):
         if not 0 <= samples < float("inf"):
             raise TrainError(f"set_samples() takes a number that is not negative, not {samples}")
         self._reducer.said.samples = float(samples)
+        self._reducer.looks = True
 
     def skip(self) -> None:
         """Take part in the others' reduction without data of one's own; the gradients are the mean over the others."""
@@ -226,7 +227,7 @@ class DistributedDataParallel(nn.Module):
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
         end, source = object(), iter(data)
-        said = self._reducer.said
+        self._reducer.looks = True
         batch: Any = next(source, end)
         try:
             while True:
@@ -254,9 +255,9 @@ class DistributedDataParallel(nn.Module):
     @property
     def agreement(self) -> Agreement:
         """What all ranks know since the last reduction. Raises TrainError before the first."""
-        if self._reducer.agreement is None:
+        if self._reducer.reading is None:
             raise TrainError("there has been no reduction yet")
-        return self._reducer.agreement
+        return self._reducer.reading.agreement
 
     def request(self, name: str) -> None:
         """Ask for "checkpoint" or "drain": from the next reduction on, ``name in ddp.agreement.requests`` on every rank, for one step."""

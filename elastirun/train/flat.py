@@ -56,6 +56,7 @@ class Bucket:
 
     def has_late(self) -> bool:
         """Did a gradient come after the launch?"""
+        self.lacking = [at for at in self.lacking if self.params[at].grad is None]
         return any(param.grad is not None for param in self.params)
 
     def take_late(self, scale: float) -> Tensor:

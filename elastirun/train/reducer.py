@@ -13,6 +13,7 @@ at the end. Every rank is told by the control words, and all reduce these late o
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +26,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.autograd.profiler import record_function
 
-from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Said
+from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
 from .errors import OutsideForward, ReductionFailed, TrainError
 from .flat import Bucket
-from .group import ranks
+from .group import gather, ranks
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
 from .stats import StepTimes
 from .transport import Storage, Transport
+
+log = logging.getLogger("elastirun.train")
 
 UNKNOWN = 1 << 60  # how often a parameter fires, before the first backward
 
@@ -61,7 +64,7 @@ class Reducer:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sync, self.every = True, 1  # reduce at all; in each so-manieth backward
         self.said = Said()
-        self.agreement: Agreement | None = None
+        self.reading: Reading | None = None  # of the last reduction's control words
         self.times, self.last_times = StepTimes(), StepTimes()
         self.after: Callable[[Agreement], None] = lambda agreement: None
         self._optimizer_step: Callable[[Sequence[nn.Parameter]], None] | None = None
@@ -72,12 +75,18 @@ class Reducer:
         self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
         self._handles: list[Any] = []
         self._samples = 1.0  # of this rank, in the reduction under way
-        self._usual = 1.0  # samples per rank that gradients are scaled for: those of the last step
+        self._total = float(self.world)  # samples of all ranks that gradients are scaled for: those of the last step
         self.step = self.backwards = 0
+        self.lazy = self.params[0].is_cuda
+        self.looks = False  # reads the words in each step all the same
+        self._concluded = 0
+        self._reported = False
+        self._lacked: set[int] = set()  # parameters without a gradient in the last reduction
         self._anywhere = self._begun = self._reducing = self._certain = self._draining = False
         self._versions: list[Any] | None = None
         self._seen: set[int] = set()  # parameters that have fired since the last reduction, where all are watched
         self._expected = [UNKNOWN] * len(self.params)
+        self._fired = [0] * len(self.params)  # how often, in the last reduction
         self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
         self._install()
 
@@ -166,6 +175,7 @@ class Reducer:
         """The outermost backward has begun."""
         if self._begun:
             return
+        self.conclude()
         self._begun = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._certain = any(map(_executes, self._nodes)) or _accumulates(torch._C._current_autograd_node())
@@ -234,13 +244,14 @@ class Reducer:
 
     def _scale(self, mean: bool) -> float:
         """What gradients are multiplied with before they are added up (``mean``: averaged) over the ranks."""
-        return self._samples / (self._usual if mean else self._usual * self.world)
+        return self._samples * (self.world if mean else 1) / self._total
 
     def _write(self, late: Sequence[int]) -> None:
         lacking = [bucket.indices[at] for bucket in self.buckets for at in bucket.lacking]
         if self._all_watched and self._options.mean_over_users:
             lacking = [index for index in range(len(self.params)) if index not in self._seen]
         lacking += [index for index in self._sparse if self.params[index].grad is None]
+        self._lacked = set(lacking) if self._samples else set()
         self._words.write(self._tail, self.said, self._samples, self.times.busy, late, sorted(set(lacking)))
 
     # -- its end --------------------------------------------------------------------------------------------------
@@ -261,6 +272,7 @@ class Reducer:
 
     def skip(self) -> None:
         """Take part in a reduction without gradients of one's own."""
+        self.conclude()
         self._samples = 0.0
         self.times.begin()
         self.finish()
@@ -275,22 +287,22 @@ class Reducer:
                     if not self._may_launch():
                         self._wait(self.buckets[index - 1])
                     self._launch(index, late)
-                agreement, everyones_late = self._arrive(late)
+                self._arrive(late)
         except ReductionFailed as error:
             self._broken = error
             raise
         self.times.exposed = time.perf_counter() - begun
         self.last_times, self.times = self.times, StepTimes()
-        self.agreement = agreement
         self.said.requests, self.said.status = set(), 0
-        if agreement.failed:
-            self._refuse(agreement)
-        else:
-            self._learn(bool(everyones_late))
+        if self._all_watched or late:
+            self._fired = [expected - left for expected, left in zip(self._expected, self._left, strict=True)]
+        self._seen.clear()
+        lazy = self._lazy
         self._reset()
-        self.after(agreement)
+        if not lazy:
+            self.conclude()
 
-    def _arrive(self, late: Sequence[int]) -> tuple[Agreement, list[int]]:
+    def _arrive(self, late: Sequence[int]) -> None:
         """Wait for the buckets and set the gradients."""
         if self._apart:
             self._write(late)
@@ -298,30 +310,79 @@ class Reducer:
         else:
             for bucket in self.buckets:
                 self._wait(bucket)
-        factor = float(self.world) if self._transport.averages else 1.0
         self.step += 1
-        agreement, everyones_late = self._words.read(self._tail, self.step, factor)
-        lacking = agreement.lacking or any(bucket.lacking for bucket in self.buckets)
-        users = self._words.users(self._tail, factor) if lacking else None
-        correction = self.world * self._usual / agreement.samples if agreement.samples else 1.0
+        self.reading = Reading(
+            self._words, self._tail[: self._words.size], self.step, float(self.world) if self._transport.averages else 1.0
+        )
+        lacking = any(bucket.lacking for bucket in self.buckets)
+        agreed = None if self._lazy and not lacking else self.reading.agreement
+        correction = self._total / agreed.samples if agreed and agreed.samples else 1.0
+        users = agreed.users or (None if agreed.with_data else [0] * len(self.params)) if agreed else None
         for index, bucket in enumerate(self.buckets):
             self._wait(bucket)
-            if index in everyones_late:
+            if agreed and index in agreed.late:
                 self._add_late(bucket)
             if correction != 1.0:
                 bucket.flat.mul_(correction)
             bucket.land(users)
-            if users and self._options.mean_over_users:
-                self._spread(bucket, users, agreement.with_data)
-            if self._optimizer_step is not None and not agreement.failed:
-                self._optimizer_step(bucket.params)
+            if agreed and users and self._options.mean_over_users:
+                self._spread(bucket, users, agreed.with_data)
+            self._optimize(bucket.params, agreed)
         for index in self._sparse:
             self._reduce_sparse(index, correction, users)
-        if agreement.samples:
-            self._usual = agreement.samples / self.world
-        if users is not None:
-            self.planner.lacked(users, agreement.with_data)
-        return agreement, everyones_late
+            self._optimize([self.params[index]], agreed)
+        if agreed and agreed.samples:
+            self._total = agreed.samples
+
+    def _optimize(self, params: Sequence[nn.Parameter], agreed: Agreement | None) -> None:
+        if self._optimizer_step is not None and not (agreed and agreed.failed):
+            self._optimizer_step(params)
+
+    def conclude(self) -> None:
+        """After a reduction, on every rank alike: learn from it, and say what has to be said. Once for each; on a GPU a step later."""
+        if self.reading is None or self.reading.step == self._concluded:
+            return
+        self._concluded = self.reading.step
+        agreement = self.reading.agreement
+        if self._lazy and (agreement.late or agreement.failed or agreement.samples != self._total):
+            self.looks = True
+            raise TrainError(
+                f"the gradients of step {agreement.step} were not whole and have been used: on some rank the graph or the number of "
+                "samples was not what it had been, or a backward failed. Load the last checkpoint; from now on each step is looked at "
+                "before it is used"
+            )
+        if agreement.lacking and not self._reported:
+            self._report()
+        self.looks = self.looks or agreement.lacking > 0
+        if agreement.failed:
+            self._refuse(agreement)
+            return
+        if agreement.users:
+            self.planner.lacked(agreement.users, agreement.with_data)
+        self._learn(bool(agreement.late))
+        self.after(agreement)
+
+    @property
+    def _lazy(self) -> bool:
+        """Is a step used before its words are read, so that the host need not wait for the GPU? Only while nothing unusual was seen."""
+        settled = not self.planner.learning and not self._options.mean_over_users and self._optimizer_step is None
+        return self.lazy and settled and not self.looks
+
+    def _report(self) -> None:
+        """Say once which parameters lack a gradient, and where."""
+        self._reported = True
+        lacked = gather([int(index in self._lacked) for index in range(len(self.params))], self._group, self.planner.device)
+        where = {name: [r for r in range(self.world) if lacked[r][index]] for index, name in enumerate(self.names)}
+        found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
+        if self.rank == 0:
+            more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+            log.warning(
+                "in step %d these parameters had no gradient, which counts as zero where other ranks had one: %s%s. "
+                "Nothing needs to be done if that is meant; it is said once",
+                self.step,
+                ", ".join(found[:8]),
+                more,
+            )
 
     def _wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:
@@ -354,23 +415,21 @@ class Reducer:
     def _learn(self, late: bool) -> None:
         """How often each parameter fires, and whether there is a new plan."""
         if self._all_watched or late:
-            for index, (expected, left) in enumerate(zip(self._expected, self._left, strict=True)):
-                self._expected[index] = max(expected - left, 1 if expected == UNKNOWN else expected)
-        self._seen.clear()
+            for index, (expected, fired) in enumerate(zip(self._expected, self._fired, strict=True)):
+                self._expected[index] = max(fired, 1 if expected == UNKNOWN else expected)
         surprised = late and not self.planner.surprised
         self.planner.surprised = self.planner.surprised or surprised
         if self.planner.advance():
             self._install()
         elif surprised:
             self._watch()
+        self._reset()
 
     def _refuse(self, agreement: Agreement) -> None:
         """A rank's backward ended with an exception: the gradients of this step are of no use to anyone."""
         for param in self.params:
             param.grad = None
-        self._seen.clear()
         if not self._draining:
-            self._reset()
             raise TrainError(
                 f"the backward of {ranks(agreement.failed)} ended with an exception, so this step has no gradients on any rank (grad is "
                 "None); go on with the next batch, or stop"

@@ -46,8 +46,8 @@ def stragglers(seconds: Sequence[float]) -> dict[int, float]:
 
 def report(reducer: Reducer) -> dict[str, Any]:
     """The last step of ``reducer``, in words that a log can take."""
-    times, agreement, planner = reducer.last_times, reducer.agreement, reducer.planner
-    seconds = agreement.seconds if agreement else ()
+    times, reading, planner = reducer.last_times, reducer.reading, reducer.planner
+    seconds = reading.agreement.seconds if reading else ()
     moments = zip(reducer.buckets, times.launches, times.ready, strict=False)
     return {
         "steps": reducer.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from datetime import timedelta
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elastirun.train import Diverged, ModelMismatch, OutsideForward, ReductionFailed, TrainError
 from elastirun.train import DistributedDataParallel as DDP
+from elastirun.train import ModelMismatch, OutsideForward, ReductionFailed, TrainError
 from tests.train.worlds import Died, run
 
 WIDTH = 4
@@ -448,3 +449,67 @@ def destroyed(rank: int, world: int) -> str:
 
 def test_a_destroyed_group_is_one_clear_sentence() -> None:
     assert all("set_group()" in text and "\n" not in text for text in run(2, destroyed))
+
+
+def lazily(rank: int, world: int, what: str) -> list[str]:
+    """As on a GPU: the words of a step are read when the next one begins."""
+    ddp, told = DDP(Twice(), bucket_cap_mb=0.00001), []
+    ddp._reducer.lazy = True
+    for step in range(10):
+        ddp.zero_grad()
+        odd = rank == 1 and step == 7
+        if odd and what == "samples":
+            ddp._reducer.said.samples = 2.0
+        try:
+            ddp(batch(step, rank).requires_grad_(), odd and what == "late", odd and what == "lacking").pow(2).mean().backward()
+            told.append("lazy" if ddp._reducer._lazy else "looks")
+        except TrainError as error:
+            told.append(str(error)[:45])
+    return told
+
+
+def test_on_a_gpu_the_words_are_read_a_step_later() -> None:
+    quiet = ["lazy"] * 10
+    assert run(2, lazily, "nothing") == [quiet] * 2
+    assert run(2, lazily, "lacking") == [["lazy"] * 8 + ["looks"] * 2] * 2, "only who lacks a gradient has to look"
+    for what in ("late", "samples"):
+        assert run(2, lazily, what) == [["lazy"] * 8 + ["the gradients of step 8 were not whole and ha", "looks"]] * 2
+
+
+def named(rank: int, world: int) -> list[str]:
+    said: list[str] = []
+    logging.getLogger("elastirun.train").addFilter(lambda record: said.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
+    lacking(rank, world, "world")
+    return said
+
+
+def test_unused_parameters_are_named_once() -> None:
+    (text,), nothing = run(2, named)
+    assert nothing == [] and "second.weight (rank 1), second.bias (rank 1), third.weight (rank 1)" in text and "first" not in text
+
+
+def recomputed(rank: int, world: int) -> list[float]:
+    """Every layer is computed again in the backward, one at a time."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    ddp = DDP(Again(), bucket_cap_mb=0.00001)
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank).requires_grad_()).pow(2).mean().backward()
+    stats = ddp.stats()
+    return [sum(bucket["launched"] < stats["backward"] for bucket in stats["buckets"]), len(stats["buckets"])]
+
+
+def test_overlap_is_kept_under_reentrant_recomputation() -> None:
+    for early, buckets in run(2, recomputed):
+        assert early == buckets - 1 > 4

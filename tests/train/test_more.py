@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from elastirun.train import Diverged, TrainError
 from elastirun.train import DistributedDataParallel as DDP
+from elastirun.train import Diverged, TrainError
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
 from tests.train.worlds import run
 
