@@ -37,7 +37,8 @@ class DistributedDataParallel(nn.Module):
     device_ids            None, or the one device that tensors among the inputs are moved to
     bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link
     broadcast_buffers     copy rank 0's buffers to the others before each forward in training. Default False: they are copied at
-                          construction and by ``sync_buffers()``, which all ranks call before an evaluation or a checkpoint
+                          construction and by ``sync_buffers()``; the running statistics of normalizing layers (BatchNorm) travel
+                          with the gradients, and become rank 0's on all ranks in ``eval()`` and ``state_dict()``
     init_sync             compare and copy at construction; default True
     find_unused_parameters, static_graph, gradient_as_bucket_view
                           accepted and not needed: unused parameters, any number of uses or recomputations of a parameter, and
@@ -91,6 +92,7 @@ class DistributedDataParallel(nn.Module):
         self.bucket_bytes_cap = max(int((bucket_cap_mb or CAP / MIB) * MIB), FIRST_CAP)  # torch.compile splits graphs by it
         self._hook: tuple[Hook | None, Any] = (None, None)
         self._optimizer: torch.optim.Optimizer | None = None
+        self.register_state_dict_pre_hook(_adopt)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(with_prefix)  # type: ignore[no-untyped-call]
         self._join(process_group, init_sync)
@@ -125,7 +127,9 @@ class DistributedDataParallel(nn.Module):
             for name, module in self.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         ]
-        self._reducer = Reducer(self._trainable, sparse, self.process_group, self._transport, self._options)
+        normalizing = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        statistics = [b for m in normalizing for b in (m.running_mean, m.running_var) if b is not None and b.dtype == torch.float32]
+        self._reducer = Reducer(self._trainable, sparse, self.process_group, self._transport, self._options, statistics)
         self._reducer.after = self._after_step
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
@@ -269,10 +273,20 @@ class DistributedDataParallel(nn.Module):
         """Where the last step's time went, seconds as the host saw them; the buckets, the link, and ranks that compute much longer."""
         return report(self._reducer)
 
-    def sync_buffers(self) -> None:
-        """Copy rank 0's buffers (such as BatchNorm's running statistics) to all; every rank calls it.
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """As of any module. Before an evaluation every rank gets rank 0's running statistics, as the last reduction brought them along:
+        without communication, so it may be done on one rank alone."""
+        if not mode and self.training:
+            with torch.no_grad():
+                self._reducer.adopt_statistics()
+        super().train(mode)
+        return self
 
-        Before an evaluation on all ranks, that is, and before a checkpoint that another rank than 0 writes.
+    def sync_buffers(self) -> None:
+        """Copy rank 0's buffers to all; every rank calls it.
+
+        Needed for buffers that change in training, on ranks other than 0, before an evaluation or a checkpoint. Not for the running
+        statistics of normalizing layers, which ``eval()`` and ``state_dict()`` take from rank 0 by themselves.
         """
         buffers = [buffer.detach() for _, buffer in self._copied]
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
@@ -310,3 +324,8 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TrainError("a data-parallel module cannot be copied or pickled: it is tied to its group; take ddp.module or ddp.state_dict()")
+
+
+def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
+    with torch.no_grad():
+        ddp._reducer.adopt_statistics()

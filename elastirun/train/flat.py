@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .transport import Work
@@ -77,7 +78,15 @@ class Bucket:
                 self.params[at].grad = None
 
 
-def make_views(params: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
+def reduce_sparse(param: nn.Parameter, scale: float, group: dist.ProcessGroup) -> None:
+    """Replace a sparse gradient by its sum over the ranks, times ``scale``. It travels by itself; gloo can add such tensors up."""
+    grad = param.grad if param.grad is not None else torch.zeros_like(param).to_sparse(1)
+    total = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * scale
+    dist.all_reduce(total, group=group)
+    param.grad = total
+
+
+def make_views(params: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """A view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
 
     Each is a tensor with a version counter of its own (``.data``): what is done to one gradient is not held against the others.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.autograd.profiler import record_function
 
+from . import engine
 from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
 from .errors import OutsideForward, ReductionFailed, TrainError
-from .flat import Bucket
+from .flat import Bucket, make_views, reduce_sparse
 from .group import gather, ranks
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
@@ -59,6 +59,7 @@ class Reducer:
         group: dist.ProcessGroup,
         transport: Transport,
         options: Options,
+        statistics: Sequence[Tensor] = (),
     ) -> None:
         self.names, self.params = [name for name, _ in named], [param for _, param in named]
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -71,6 +72,7 @@ class Reducer:
         self._group, self._transport, self._options = group, transport, options
         self._hook: tuple[Hook, Any] | None = None
         self._broken: ReductionFailed | None = None
+        self._statistics = list(statistics)  # buffers of which rank 0's values travel with the words
         self._nodes = [get_gradient_edge(param).node for param in self.params]
         self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
         self._handles: list[Any] = []
@@ -100,12 +102,14 @@ class Reducer:
         storages = [Storage(sum(grads[i].numel for i in bucket), grads[bucket[0]].dtype, grads[bucket[0]].device) for bucket in plan]
         # The words need float32 and may not be compressed; where they must be known before the last gradients, they travel alone, too.
         self._apart = self._hook is not None or self._optimizer_step is not None or not plan or storages[-1].dtype != torch.float32
+        extra = words.size + sum(buffer.numel() for buffer in self._statistics)
         if self._apart:
-            sizes = [*storages, Storage(words.size, torch.float32, self.planner.device)]
+            sizes = [*storages, Storage(extra, torch.float32, self.planner.device)]
         else:
-            sizes = [*storages[:-1], Storage(storages[-1].numel + words.size, torch.float32, storages[-1].device)]
+            sizes = [*storages[:-1], Storage(storages[-1].numel + extra, torch.float32, storages[-1].device)]
         self._arena = self._transport.allocate(sizes)
-        self._words, self._tail = words, self._arena.buffers[-1][-words.size :]
+        self._words, self._tail = words, self._arena.buffers[-1][-extra:]
+        self._carried = make_views(self._statistics, self._tail[words.size :])
         self.buckets = [
             Bucket(f"elastirun: bucket {at}", plan[at], [self.params[i] for i in plan[at]], self._arena.buffers[at][: storage.numel])
             for at, storage in enumerate(storages)
@@ -123,12 +127,8 @@ class Reducer:
         for bucket in self.buckets:
             watched = bucket.indices if self._all_watched else bucket.indices[-1:]
             bucket.watched = len(watched)
-            self._handles += map(self._hook_on, watched)
-        self._handles += map(self._hook_on, self._sparse)
-
-    def _hook_on(self, index: int) -> Any:
-        hook = _hook(weakref.ref(self), index)
-        return self.params[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles += [engine.after_accumulation(self.params[i], self, i) for i in watched]
+        self._handles += [engine.after_accumulation(self.params[i], self, i) for i in self._sparse]
 
     def _reset(self) -> None:
         """Ready for the next backward."""
@@ -160,16 +160,12 @@ class Reducer:
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
         if self._broken is not None:
             raise self._broken
-        if self._begun and torch._C._current_graph_task_id() == -1:
+        if self._begun and not engine.running():
             self._drain()
 
     def announce(self, outputs: Sequence[Tensor]) -> None:
         """A backward may begin at one of ``outputs``; if there is none (they hide in some object), at any parameter."""
-        begin = _begin(weakref.ref(self))
-        nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(begin)
-        self._anywhere = self._anywhere or not nodes
+        self._anywhere = not engine.before_backward(outputs, self) or self._anywhere
 
     def begin(self) -> None:
         """The outermost backward has begun."""
@@ -177,8 +173,8 @@ class Reducer:
             return
         self.conclude()
         self._begun = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        self._certain = any(map(_executes, self._nodes)) or _accumulates(torch._C._current_autograd_node())
+        engine.at_the_end(self._end)
+        self._certain = any(map(engine.executes, self._nodes)) or engine.accumulates()
         self._versions = None if self._certain else [param.grad is not None and param.grad._version for param in self.params]
         self.backwards += 1
         self._reducing = self.sync and self.backwards % self.every == 0
@@ -252,7 +248,11 @@ class Reducer:
             lacking = [index for index in range(len(self.params)) if index not in self._seen]
         lacking += [index for index in self._sparse if self.params[index].grad is None]
         self._lacked = set(lacking) if self._samples else set()
-        self._words.write(self._tail, self.said, self._samples, self.times.busy, late, sorted(set(lacking)))
+        self._words.write(self._tail[: self._words.size], self.said, self._samples, self.times.busy, late, sorted(set(lacking)))
+        if self.rank == 0 and self._statistics:
+            torch._foreach_copy_(self._carried, self._statistics)
+        else:
+            self._tail[self._words.size :].zero_()
 
     # -- its end --------------------------------------------------------------------------------------------------
 
@@ -329,10 +329,18 @@ class Reducer:
                 self._spread(bucket, users, agreed.with_data)
             self._optimize(bucket.params, agreed)
         for index in self._sparse:
-            self._reduce_sparse(index, correction, users)
+            if users is None or users[index]:
+                reduce_sparse(self.params[index], self._scale(False) * correction, self._group)
             self._optimize([self.params[index]], agreed)
         if agreed and agreed.samples:
             self._total = agreed.samples
+
+    def adopt_statistics(self) -> None:
+        """Take over rank 0's running statistics as of the last reduction, which brought them along."""
+        if self.reading is not None and self.rank != 0 and self._statistics:
+            factor = self.world if self._transport.averages else 1
+            for buffer, carried in zip(self._statistics, self._carried, strict=True):
+                buffer.copy_(carried * factor)
 
     def _optimize(self, params: Sequence[nn.Parameter], agreed: Agreement | None) -> None:
         if self._optimizer_step is not None and not (agreed and agreed.failed):
@@ -401,17 +409,6 @@ class Reducer:
             if 0 < users[index] < with_data:
                 view.mul_(with_data / users[index])
 
-    def _reduce_sparse(self, index: int, correction: float, users: Sequence[int] | None) -> None:
-        param = self.params[index]
-        if users is not None and users[index] == 0:
-            return
-        grad = param.grad
-        if grad is None:
-            grad = torch.zeros_like(param).to_sparse(1)
-        grad = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * (self._scale(False) * correction)
-        dist.all_reduce(grad, group=self._group)
-        param.grad = grad
-
     def _learn(self, late: bool) -> None:
         """How often each parameter fires, and whether there is a new plan."""
         if self._all_watched or late:
@@ -446,39 +443,3 @@ class Reducer:
             finally:
                 self._draining = False
         self._reset()
-
-
-def _hook(ref: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
-    def fired(_: Tensor) -> None:
-        reducer = ref()
-        if reducer is not None:
-            reducer.fired(index)
-
-    return fired
-
-
-def _begin(ref: weakref.ref[Reducer]) -> Callable[[Any], None]:
-    def begin(_: Any) -> None:
-        reducer = ref()
-        if reducer is not None:
-            reducer.begin()
-
-    return begin
-
-
-def _accumulates(node: Any) -> bool:
-    """Does the backward that runs at ``node`` accumulate gradients, even if none of ours? ``autograd.grad`` accumulates none.
-
-    Every graph ends in leaves; the first one found tells.
-    """
-    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        node = next((following for following, _ in node.next_functions if following is not None), None)
-    return node is None or _executes(node)
-
-
-def _executes(node: Any) -> bool:
-    """Will the backward under way accumulate the gradient that belongs to ``node``?"""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad was asked for this very gradient: it is captured, not accumulated
-        return False

@@ -52,6 +52,27 @@ def test_buffers_are_rank_0s_when_asked_for(each: bool) -> None:
     assert start == start1 and weight == weight1 and own != own1 and synced == synced1 == own
 
 
+def statistics(rank: int, world: int, how: str) -> list[Any]:
+    torch.manual_seed(rank)
+    ddp = DDP(Normed())
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+    own = ddp.module.norm.running_mean.clone()
+    if rank == world - 1 or how == "all":
+        ddp.eval() if how != "state" else ddp.state_dict()
+    return [own.tolist(), ddp.module.norm.running_mean.tolist(), ddp.module.norm.running_var.tolist()]
+
+
+@pytest.mark.parametrize("how", ["all", "one", "state"])
+def test_running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint(how: str) -> None:
+    """On whichever rank, alone or together: they came with the gradients."""
+    results = run(3, statistics, how)
+    first, last = results[0], results[-1]
+    assert first[0] == first[1] == last[1] and last[0] != last[1] and last[2] == first[2]
+    assert (results[1][1] == first[1]) == (how == "all")
+
+
 def names(rank: int, world: int) -> list[Any]:
     bare, ddp = Normed(), DDP(Normed())
     outer = nn.ModuleDict({"a": ddp, "b": nn.Linear(2, 2)})

@@ -1,0 +1,71 @@
+"""What is asked of torch's autograd engine, some of it by names with an underscore: all of them stand here.
+
+FSDP2 and torch.utils.checkpoint use the same ones; they are there in torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Listener(Protocol):
+    """Who is told of a backward. Hooks hold it weakly: parameters and graphs must not keep it alive."""
+
+    def begin(self) -> None: ...
+    def fired(self, index: int) -> None: ...
+
+
+def before_backward(outputs: Sequence[Tensor], listener: Listener) -> bool:
+    """Have ``listener.begin()`` called when a backward reaches one of ``outputs``. False if none of them has a graph."""
+    ref = weakref.ref(listener)
+
+    def begin(_: Any) -> None:
+        if (listening := ref()) is not None:
+            listening.begin()
+
+    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(begin)
+    return bool(nodes)
+
+
+def after_accumulation(param: nn.Parameter, listener: Listener, index: int) -> Any:
+    """Have ``listener.fired(index)`` called when a gradient has been added to ``param.grad``. Returns a handle with ``remove()``."""
+    ref = weakref.ref(listener)
+
+    def fired(_: Tensor) -> None:
+        if (listening := ref()) is not None:
+            listening.fired(index)
+
+    return param.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
+
+
+def running() -> bool:
+    """Is this called from within a backward?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_the_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward under way is over (not, if it ends with an exception). Of nested ones: the one that runs here."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def executes(node: Any) -> bool:
+    """Will the backward under way accumulate the gradient that belongs to ``node``?"""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad was asked for this very gradient: it is captured, not accumulated
+        return False
+
+
+def accumulates() -> bool:
+    """Does the backward that runs here accumulate any gradients? ``autograd.grad`` does not. Every graph ends in leaves; one tells."""
+    node: Any = torch._C._current_autograd_node()
+    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return node is None or executes(node)
