@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .buckets import CAP, FIRST_CAP, MIB
 from .control import REQUESTS, Agreement
@@ -109,7 +109,7 @@ class DistributedDataParallel(nn.Module):
         self._check_trainable()
         device = self._trainable[0][1].device
         if init_sync:
-            lines = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in (*self._named, *self._copied)]
+            lines = [f"{name} {tuple(t.shape)} {t.dtype}" + strides(t) for name, t in (*self._named, *self._copied)]
             verify_same(lines, "parameters and buffers", self.process_group, device)
             copy_from_first([tensor.detach() for _, tensor in (*self._named, *self._copied)], self.process_group)
         self._transport = choose(self.process_group, device, self._wanted)
@@ -324,6 +324,11 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TrainError("a data-parallel module cannot be copied or pickled: it is tied to its group; take ddp.module or ddp.state_dict()")
+
+
+def strides(tensor: Tensor) -> str:
+    """Said only where they are not the usual ones: gradients lie in memory as their parameters do, so they have to be the same."""
+    return "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
 
 
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
