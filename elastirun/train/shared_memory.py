@@ -31,7 +31,7 @@ from .transport import AGAIN, GroupWork, Storage, reduction
 
 BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still there when it is written to the others
 ALIGNED = 64  # elements; slices begin at cache lines, whatever the dtype
-SPIN, NAP = 2e-4, 1e-3  # seconds: a wait looks again and again for so long; later it sleeps an eighth of what it has waited, at most a nap
+SPIN, NAP = 2e-4, 5e-4  # seconds: a wait looks again and again for so long; later it sleeps an eighth of what it has waited, at most a nap
 
 
 class SharedMemory:
