@@ -259,9 +259,11 @@ class Reducer:
     def _end(self) -> None:
         """The engine's callback at the end of the outermost backward."""
         self.times.backward += time.perf_counter() - self.times.begun
-        if self._reducing and self._touched():
+        touched = self._touched()
+        if self._reducing and touched:
             self.finish()
         else:
+            self.backwards -= not touched
             self._reset()
 
     def _touched(self) -> bool:

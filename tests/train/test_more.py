@@ -347,3 +347,33 @@ def without_numpy(rank: int, world: int) -> bool:
 
 def test_numpy_is_not_needed() -> None:
     assert run(2, without_numpy) == [True, True]
+
+
+def pipelined(rank: int, world: int) -> list[bool]:
+    """Two stages of a pipeline on two replicas: torch's schedule runs a backward per micro-batch, one reduction is enough."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    replica, number = mesh["replica"].get_local_rank(), mesh["stage"].get_local_rank()
+    part = slice(0, 2) if number == 0 else slice(2, 5)
+    module = make()[part]  # type: ignore[index]
+    ddp = DDP(module, process_group=mesh["replica"].get_group())
+    stage = PipelineStage(ddp, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    schedule = Schedule1F1B(stage, 3, loss_fn=lambda out, target: (out - target).pow(2).mean())
+    ddp.accumulate(3)
+    found = []
+    for step in range(6):
+        module.zero_grad()
+        x = torch.cat([batch(3 * step + micro, replica) for micro in range(3)])
+        schedule.step(x) if number == 0 else schedule.step(target=torch.zeros(9, 1))
+        reference = make()
+        for r in range(2):
+            for micro in range(3):
+                (reference(batch(3 * step + micro, r)).pow(2).mean() / 6).backward()
+        found.append(close(grads(module), [p.grad for p in reference[part].parameters()]))  # type: ignore[index]
+    return [*found, ddp.stats()["steps"] == 6]
+
+
+def test_a_stage_of_a_pipeline_reduces_once_per_step() -> None:
+    assert run(4, pipelined) == [[True] * 7] * 4
