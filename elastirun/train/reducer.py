@@ -396,7 +396,8 @@ class Reducer:
 
     def _wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:
-            bucket.work.wait()
+            with record_function("elastirun: wait"):
+                bucket.work.wait()
             bucket.work = None
             self.times.arrived()
 
