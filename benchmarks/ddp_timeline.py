@@ -20,7 +20,7 @@ from tests.train import worlds
 WIDTH, LAYERS, ROWS = 768, 8, 256
 LEFT, ACROSS, LANE = 150, 800, 34  # pixels
 COLOURS = {"forward": "#7aa6d8", "backward": "#8fbf8f", "fill": "#e0a030", "reduce": "#c0605a", "wait": "#999999"}
-NAMES = {"forward": "forward", "backward": "backward", "fill": "fill a bucket, launch it", "reduce": "all-reduce (gloo's threads)", "wait": "wait"}
+NAMES = {"forward": "forward", "backward": "backward", "fill": "fill and launch a bucket", "reduce": "all-reduce (gloo)", "wait": "wait"}
 
 
 def step(rank: int, world: int, path: str) -> None:

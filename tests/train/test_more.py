@@ -292,6 +292,24 @@ def test_replicas_that_drift_apart_are_found_and_named(where: int, name: str) ->
         assert text.startswith("2: ") and f"{name}: on rank 1 it is not what the others have" in text
 
 
+def cancelling(rank: int, world: int) -> bool:
+    """One weight is a bit more, another one a bit less: their plain sum stays."""
+    ddp = DDP(make(), check_replicas_every=0)
+    if rank == 1:
+        bits = next(ddp.parameters()).detach().view(-1).view(torch.int32)
+        bits[0] += 1
+        bits[1] -= 1
+    try:
+        ddp.check_replicas()
+    except Diverged:
+        return True
+    return False
+
+
+def test_two_changes_that_cancel_in_a_sum_are_found() -> None:
+    assert run(2, cancelling) == [True, True]
+
+
 def requests(rank: int, world: int) -> list[Any]:
     ddp, told = DDP(make()), []
     for step in range(4):

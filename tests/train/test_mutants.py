@@ -1,0 +1,135 @@
+"""Every rule of the training core has a test that notices when it is taken out, as in tests/test_mutants.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.test_mutants import copy_to, run
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``rule`` is broken when ``old``, which stands once in ``elastirun/train/<module>.py``, becomes ``new``; then ``test`` fails."""
+
+    rule: str
+    module: str
+    old: str
+    new: str
+    file: str
+    test: str
+
+
+LATE = "a_gradient_that_comes_after_its_bucket_left_is_added"
+MUTANTS = (
+    Mutant("late gradients are reduced once more", "reducer", "if agreed and index in agreed.late:", "if False:", "ddp", LATE),
+    Mutant(
+        "a travelling bucket is nobody's gradient",
+        *("flat", "            param.grad = None\n\n    def has_late", "            pass\n\n    def has_late"),
+        *("ddp", LATE),
+    ),
+    Mutant(
+        "the words leave when everything is known",
+        *("reducer", "while self._next < len(self.buckets) - 1 and", "while self._next < len(self.buckets) and"),
+        *("ddp", LATE),
+    ),
+    Mutant(
+        "the mean is over samples",
+        *("reducer", "correction = self._total / agreed.samples if agreed and agreed.samples else 1.0", "correction = 1.0"),
+        *("ddp", "the_mean_is_over_samples"),
+    ),
+    Mutant("no data, not even a NaN", "flat", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
+    Mutant(
+        "a request is heard once",
+        *("reducer", "self.said.requests, self.said.status = set(), 0", "pass"),
+        *("more", "a_request_of_one_rank_is_heard_by_all_in_the_same_step"),
+    ),
+    Mutant(
+        "what accumulates nothing does not count",
+        *("reducer", "self.backwards -= not touched", "pass"),
+        *("more", "a_stage_of_a_pipeline_reduces_once_per_step"),
+    ),
+    Mutant(
+        "what nobody used has no gradient",
+        *("flat", "if users is not None and users[self.indices[at]] == 0:", "if False:"),
+        *("kinds", "the_gradients_are_those_of_one_process[branches-2]"),
+    ),
+    Mutant(
+        "the mean over users",
+        *("reducer", "if 0 < users[index] < with_data:", "if False:"),
+        *("ddp", "a_parameter_that_a_rank_does_not_use[users]"),
+    ),
+    Mutant(
+        "a step whose words come too late is not passed over",
+        *("reducer", "if self._lazy and (agreement.late", "if False and (agreement.late"),
+        *("ddp", "on_a_gpu_the_words_are_read_a_step_later"),
+    ),
+    Mutant(
+        "a failed backward drops the step everywhere",
+        *("reducer", "        if agreement.failed:\n", "        if False:\n"),
+        *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
+    ),
+    Mutant(
+        "layouts are compared",
+        *("ddp", 'return "" if tensor.is_contiguous() else', 'return "" if True else'),
+        *("torch_cases", "a_case_of_torchs_own[strides_differ]"),
+    ),
+    Mutant(
+        "rank 0's statistics are taken over",
+        *("reducer", "buffer.copy_(carried * factor)", "pass"),
+        *("more", "running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint[all]"),
+    ),
+    Mutant(
+        "a gradient nobody would reduce is an error",
+        *("reducer", "        if self.sync:\n            raise OutsideForward", "        if False:\n            raise OutsideForward"),
+        *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
+    ),
+    Mutant(
+        "parameters do not hold the module",
+        *("engine", "    ref = weakref.ref(listener)\n\n    def fired", "    ref = lambda: listener\n\n    def fired"),
+        *("torch_cases", "a_case_of_torchs_own[goes_away]"),
+    ),
+    Mutant(
+        "a checksum weighs each place",
+        *("divergence", "weights[: part.numel()]).sum()", "weights[0]).sum()"),
+        *("more", "two_changes_that_cancel_in_a_sum_are_found"),
+    ),
+    Mutant(
+        "overlap under recomputation",
+        *("reducer", "max(fired, 1 if expected == UNKNOWN else expected)", "UNKNOWN"),
+        *("ddp", "overlap_is_kept_under_reentrant_recomputation"),
+    ),
+    Mutant(
+        "the weight of a step is remembered",
+        *("reducer", "            self._total = agreed.samples\n", "            pass\n"),
+        *("ddp", "even_weights_cost_no_second_pass"),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("mutants")
+    copy_to(to)
+    return to
+
+
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
+def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
+    path = copy / "elastirun" / "train" / f"{one.module}.py"
+    original = path.read_text()
+    assert original.count(one.old) == 1, f"{one.module}.py has changed: say anew how the rule is broken there"
+    path.write_text(original.replace(one.old, one.new))
+    try:
+        found = run(copy, f"tests/train/test_{one.file}.py::test_{one.test}")
+    finally:
+        path.write_text(original)
+    assert found.returncode == 1 and "1 failed" in found.stdout, f"{one.test} does not notice\n{found.stdout[-2000:]}"
+    assert "SyntaxError" not in found.stdout and "NameError" not in found.stdout, f"the mutant does not run\n{found.stdout[-2000:]}"
+
+
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path) -> None:
+    found = run(copy, *dict.fromkeys(f"tests/train/test_{one.file}.py::test_{one.test}" for one in MUTANTS))
+    assert found.returncode == 0, found.stdout[-2000:]

@@ -1,0 +1,165 @@
+"""What goes wrong, and what is said then: one clear sentence, on every rank that it concerns, and the module can be used again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastirun.train import DistributedDataParallel as DDP
+from elastirun.train import ModelMismatch, OutsideForward, ReductionFailed, TrainError
+from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
+from tests.train.worlds import Died, run
+
+
+class Faulty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Any) -> Any:
+        raise MemoryError("on purpose")
+
+
+def interrupted(rank: int, world: int, transport: str) -> list[Any]:
+    ddp = DDP(make(), bucket_cap_mb=0.00001, transport=transport)
+    learn(ddp, rank)
+    told = []
+    for step in range(3):
+        ddp.zero_grad()
+        hidden = ddp.module[0](batch(step, rank)) if rank == 1 and step == 1 else None  # type: ignore[index]
+        try:
+            if hidden is not None:
+                handle = ddp.module[1].register_forward_hook(lambda m, i, o: Faulty.apply(o))  # type: ignore[index]
+            loss = ddp(batch(step, rank)).pow(2).mean()
+            if hidden is not None:
+                handle.remove()
+            loss.backward()
+            told.append("")
+        except MemoryError as error:
+            told.append(str(error))
+        except TrainError as error:
+            told.append(str(error)[:50])
+            assert all(p.grad is None for p in ddp.parameters())
+    return [told, close(grads(ddp.module), alone(ddp.module, [(1, batch(2, r)) for r in range(world)]))]
+
+
+@pytest.mark.parametrize("transport", ["group", "auto"])
+def test_an_exception_in_a_backward_drops_the_step_everywhere(transport: str) -> None:
+    results = run(2, interrupted, transport)
+    assert results[0] == [["", "the backward of rank 1 ended with an exception, so", ""], True]
+    assert results[1] == [["", "on purpose", ""], True]
+
+
+def outside(rank: int, world: int) -> list[str]:
+    ddp, told = DDP(make()), []
+    try:
+        ddp.module(batch(0, rank)).sum().backward()
+    except OutsideForward as error:
+        told.append(str(error))
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp.module(batch(0, rank)).sum().backward()
+    ddp.zero_grad()
+    ddp(batch(0, rank)).pow(2).mean().backward()
+    assert close(grads(ddp.module), alone(ddp.module, [(1, batch(0, r)) for r in range(world)]))
+    return told
+
+
+def test_a_backward_outside_the_forward_is_one_clear_sentence() -> None:
+    for (text,) in run(2, outside):
+        assert "\n" not in text and "call the wrapped module, not .module" in text
+
+
+def mismatched(rank: int, world: int, kind: str) -> str:
+    module = make()
+    if kind == "shape" and rank == 1:
+        module[2] = nn.Linear(WIDTH, WIDTH, bias=False)  # type: ignore[operator]
+    if kind == "dtype" and rank == 1:
+        module[2].double()  # type: ignore[index]
+    try:
+        DDP(module)
+    except ModelMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_different_models_are_told_apart_by_name() -> None:
+    for text in run(3, mismatched, "shape"):
+        assert "2.bias (4,) torch.float32 on ranks 0, 2; 4.weight (1, 4) torch.float32 on rank 1" in text
+    for text in run(2, mismatched, "dtype"):
+        assert "2.weight (4, 4) torch.float32 on rank 0; 2.weight (4, 4) torch.float64 on rank 1" in text
+
+
+def killed(rank: int, world: int, transport: str) -> list[Any]:
+    group = dist.new_group(timeout=timedelta(seconds=5))  # gloo tells the peer's neighbours at once, the others after this
+    ddp = DDP(make(), process_group=group, transport=transport)
+    learn(ddp, rank)
+    told = []
+    others = dist.new_group([0, 2])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        try:
+            ddp(batch(0, rank)).pow(2).mean().backward()
+        except ReductionFailed as error:
+            told.append((type(error).__name__, str(error)))
+    ddp.set_group(others)
+    ddp.zero_grad()
+    ddp(batch(0, rank)).pow(2).mean().backward()
+    return [told, close(grads(ddp.module), alone(ddp.module, [(1, batch(0, r)) for r in (0, 2)]))]
+
+
+@pytest.mark.parametrize("transport", ["group", "auto"])
+def test_after_a_peer_is_lost_the_module_lives_on_in_a_new_group(transport: str) -> None:
+    first, gone, last = run(3, killed, transport, died=True)
+    assert gone == Died(-signal.SIGKILL)
+    for told, right in (first, last):
+        assert right and len(told) == 2 and all("\n" not in text for _, text in told)
+        if transport == "auto":
+            assert all(name == "PeerLost" and "rank 1" in text for name, text in told)
+
+
+def no_group(rank: int, world: int) -> list[str]:
+    told = []
+    subgroup = dist.new_group([0])
+    if rank == 1:
+        try:
+            DDP(make(), process_group=subgroup)
+        except TrainError as error:
+            told.append(str(error))
+    dist.destroy_process_group()
+    for arguments in ({}, {"mean_over": "me"}, {"bucket_cap_mb": -1}, {"device_ids": [0, 1]}):
+        try:
+            DDP(make(), **arguments)  # type: ignore[arg-type]
+        except TrainError as error:
+            told.append(str(error))
+    return told
+
+
+def test_wrong_use_is_one_clear_sentence() -> None:
+    zero, one = run(2, no_group)
+    assert len(zero) == 4 and len(one) == 5 and all("\n" not in text for text in zero + one)
+    assert zero[0].startswith("there is no process group")
+
+
+def destroyed(rank: int, world: int) -> str:
+    ddp = DDP(make(), transport="group")
+    learn(ddp, rank)
+    dist.destroy_process_group()
+    try:
+        ddp(batch(0, rank)).sum().backward()
+    except ReductionFailed as error:
+        return str(error)
+    return ""
+
+
+def test_a_destroyed_group_is_one_clear_sentence() -> None:
+    assert all("set_group()" in text and "\n" not in text for text in run(2, destroyed))
