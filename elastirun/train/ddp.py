@@ -22,7 +22,7 @@ from .optimizer import BucketSteps
 from .outputs import find_tensors, to_device, with_prefix, without_prefix
 from .reducer import Options, Reducer
 from .stats import report
-from .transport import choose
+from .transport import choose, reduction
 
 T = TypeVar("T")
 
@@ -110,8 +110,9 @@ class DistributedDataParallel(nn.Module):
         device = self._trainable[0][1].device
         if init_sync:
             lines = [f"{name} {tuple(t.shape)} {t.dtype}" + strides(t) for name, t in (*self._named, *self._copied)]
-            verify_same(lines, "parameters and buffers", self.process_group, device)
-            copy_from_first([tensor.detach() for _, tensor in (*self._named, *self._copied)], self.process_group)
+            with reduction("comparing and copying the replicas"):
+                verify_same(lines, "parameters and buffers", self.process_group, device)
+                copy_from_first([tensor.detach() for _, tensor in (*self._named, *self._copied)], self.process_group)
         self._transport = choose(self.process_group, device, self._wanted)
         self._make_reducer()
 

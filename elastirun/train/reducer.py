@@ -33,7 +33,7 @@ from .group import gather, ranks
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
 from .stats import StepTimes
-from .transport import Storage, Transport
+from .transport import Storage, Transport, reduction
 
 log = logging.getLogger("elastirun.train")
 
@@ -73,6 +73,7 @@ class Reducer:
         self._hook: tuple[Hook, Any] | None = None
         self._broken: ReductionFailed | None = None
         self._statistics = list(statistics)  # buffers of which rank 0's values travel with the words
+        self._arrived: list[Tensor] = []  # … as the last reduction brought them
         self._nodes = [get_gradient_edge(param).node for param in self.params]
         self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
         self._handles: list[Any] = []
@@ -290,19 +291,18 @@ class Reducer:
                         self._wait(self.buckets[index - 1])
                     self._launch(index, late)
                 self._arrive(late)
+            self.times.exposed = time.perf_counter() - begun
+            self.last_times, self.times = self.times, StepTimes()
+            self.said.requests, self.said.status = set(), 0
+            if self._all_watched or late:
+                self._fired = [expected - left for expected, left in zip(self._expected, self._left, strict=True)]
+            self._seen.clear()
+            self._reset()
+            if not self._lazy:
+                self.conclude()
         except ReductionFailed as error:
             self._broken = error
             raise
-        self.times.exposed = time.perf_counter() - begun
-        self.last_times, self.times = self.times, StepTimes()
-        self.said.requests, self.said.status = set(), 0
-        if self._all_watched or late:
-            self._fired = [expected - left for expected, left in zip(self._expected, self._left, strict=True)]
-        self._seen.clear()
-        lazy = self._lazy
-        self._reset()
-        if not lazy:
-            self.conclude()
 
     def _arrive(self, late: Sequence[int]) -> None:
         """Wait for the buckets and set the gradients."""
@@ -318,11 +318,12 @@ class Reducer:
         )
         lacking = any(bucket.lacking for bucket in self.buckets)
         agreed = None if self._lazy and not lacking else self.reading.agreement
+        late = agreed.late if agreed and not self._lazy else ()
         correction = self._total / agreed.samples if agreed and agreed.samples else 1.0
         users = agreed.users or (None if agreed.with_data else [0] * len(self.params)) if agreed else None
         for index, bucket in enumerate(self.buckets):
             self._wait(bucket)
-            if agreed and index in agreed.late:
+            if index in late:
                 self._add_late(bucket)
             if correction != 1.0:
                 bucket.flat.mul_(correction)
@@ -332,16 +333,18 @@ class Reducer:
             self._optimize(bucket.params, agreed)
         for index in self._sparse:
             if users is None or users[index]:
-                reduce_sparse(self.params[index], self._scale(False) * correction, self._group)
+                with reduction("the reduction of a sparse gradient"):
+                    reduce_sparse(self.params[index], self._scale(False) * correction, self._group)
             self._optimize([self.params[index]], agreed)
         if agreed and agreed.samples:
             self._total = agreed.samples
+        self._arrived = self._carried
 
     def adopt_statistics(self) -> None:
         """Take over rank 0's running statistics as of the last reduction, which brought them along."""
         if self.reading is not None and self.rank != 0 and self._statistics:
             factor = self.world if self._transport.averages else 1
-            for buffer, carried in zip(self._statistics, self._carried, strict=True):
+            for buffer, carried in zip(self._statistics, self._arrived, strict=True):
                 buffer.copy_(carried * factor)
 
     def _optimize(self, params: Sequence[nn.Parameter], agreed: Agreement | None) -> None:
@@ -369,8 +372,9 @@ class Reducer:
             return
         if agreement.users:
             self.planner.lacked(agreement.users, agreement.with_data)
-        self._learn(bool(agreement.late))
-        self.after(agreement)
+        with reduction("what follows a reduction"):
+            self._learn(bool(agreement.late))
+            self.after(agreement)
 
     @property
     def _lazy(self) -> bool:
@@ -381,7 +385,8 @@ class Reducer:
     def _report(self) -> None:
         """Say once which parameters lack a gradient, and where."""
         self._reported = True
-        lacked = gather([int(index in self._lacked) for index in range(len(self.params))], self._group, self.planner.device)
+        with reduction("the report of parameters without a gradient"):
+            lacked = gather([int(index in self._lacked) for index in range(len(self.params))], self._group, self.planner.device)
         where = {name: [r for r in range(self.world) if lacked[r][index]] for index, name in enumerate(self.names)}
         found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
         if self.rank == 0:
@@ -403,7 +408,8 @@ class Reducer:
 
     def _add_late(self, bucket: Bucket) -> None:
         extra = bucket.take_late(self._scale(False))
-        dist.all_reduce(extra, group=self._group)
+        with reduction("the reduction of late gradients"):
+            dist.all_reduce(extra, group=self._group)
         bucket.flat.add_(extra)
 
     def _spread(self, bucket: Bucket, users: Sequence[int], with_data: int) -> None:

@@ -65,6 +65,8 @@ def reduction(what: str) -> Iterator[None]:
     """What backends raise (connection lost, timeout, aborted) is a ReductionFailed."""
     try:
         yield
+    except TrainError:
+        raise
     except (RuntimeError, ValueError) as error:
         first = (str(error).splitlines() or ["no reason given"])[0]
         raise ReductionFailed(f"{what} failed: {first}; a peer may be gone. {AGAIN}") from error

@@ -52,10 +52,10 @@ def test_buffers_are_rank_0s_when_asked_for(each: bool) -> None:
     assert start == start1 and weight == weight1 and own != own1 and synced == synced1 == own
 
 
-def statistics(rank: int, world: int, how: str) -> list[Any]:
+def statistics(rank: int, world: int, how: str, steps: int) -> list[Any]:
     torch.manual_seed(rank)
     ddp = DDP(Normed())
-    for step in range(6):
+    for step in range(steps):
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
     own = ddp.module.norm.running_mean.clone()
@@ -64,10 +64,10 @@ def statistics(rank: int, world: int, how: str) -> list[Any]:
     return [own.tolist(), ddp.module.norm.running_mean.tolist(), ddp.module.norm.running_var.tolist()]
 
 
-@pytest.mark.parametrize("how", ["all", "one", "state"])
-def test_running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint(how: str) -> None:
-    """On whichever rank, alone or together: they came with the gradients."""
-    results = run(3, statistics, how)
+@pytest.mark.parametrize(("how", "steps"), [("all", 6), ("one", 6), ("state", 6), ("all", 1), ("all", 4)])
+def test_running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint(how: str, steps: int) -> None:
+    """On whichever rank, alone or together: they came with the gradients. After the steps that end with a new plan, too."""
+    results = run(3, statistics, how, steps)
     first, last = results[0], results[-1]
     assert first[0] == first[1] == last[1] and last[0] != last[1] and last[2] == first[2]
     assert (results[1][1] == first[1]) == (how == "all")
