@@ -101,23 +101,22 @@ def status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def memory_rank(rank: int, world: int, key: str, variant: str) -> tuple[float, float]:
+def memory_rank(rank: int, world: int, key: str, variant: str) -> tuple[int, int]:
     """(steady peak, highest since the start) above the model, in bytes of this rank.
 
-    Memory that ranks share is resident in each of them; here a rank counts for the part that it brought. The steady peak is the kernel's
-    high-water mark of resident memory (VmHWM; 5 in clear_refs sets it back) of three steps. The highest is sampled, for what is shared
-    changes with the plan: it may be more.
+    Memory that ranks share is resident in each of them; here a rank counts for the part that it brought. Pages of files, which are code
+    that is used for the first time, do not count. The steady peak is the kernel's high-water mark of resident memory (VmHWM; 5 in
+    clear_refs sets it back) of three steps. The highest is sampled, for what is shared changes with the plan: it may be more.
     """
     case = CASES[key]
     model, batch = case.build(), case.batch()
     gc.collect()
     model_only = Case(case.label, lambda: model, lambda: batch)
-    before, samples, over = status("VmRSS"), [0], threading.Event()
+    before, samples, over = status("RssAnon"), [0], threading.Event()
 
     def sample() -> None:
         while not over.wait(0.002):
-            shared = status("RssShmem")
-            samples.append(status("VmRSS") - shared + shared // world)
+            samples.append(status("RssAnon") + status("RssShmem") // world)
 
     watch = threading.Thread(target=sample)
     watch.start()
@@ -129,8 +128,8 @@ def memory_rank(rank: int, world: int, key: str, variant: str) -> tuple[float, f
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(3):
         step()
-    shared = status("RssShmem")
-    return status("VmHWM") - shared + shared // world - before, max(samples) - before
+    others = status("RssShmem") // world * (world - 1)
+    return status("VmHWM") - status("RssFile") - others - before, max(samples) - before
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
