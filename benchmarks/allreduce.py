@@ -4,7 +4,8 @@
 
 One bucket of float32 at a time; sizes are in KiB. The two take turns, in another order each round, each after a barrier; a reduction took
 as long as on the slowest rank, and its CPU time is the sum over the ranks, gloo's threads included. "in a row" is one of ten without a
-barrier between them. Medians over the rounds; in brackets the fastest round, which other work on the machine disturbs least. With ``--hosts``, the ranks of this machine are told that they are on as many hosts.
+barrier between them. Medians over the rounds; in brackets the fastest round, which other work on the machine disturbs least. With
+``--hosts``, the ranks of this machine are told that they are on as many hosts.
 """
 
 from __future__ import annotations
