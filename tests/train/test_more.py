@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import Diverged, TrainError
+from elastirun.train.stats import stragglers
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
 from tests.train.worlds import run
 
@@ -395,3 +396,9 @@ def pipelined(rank: int, world: int) -> list[bool]:
 
 def test_a_stage_of_a_pipeline_reduces_once_per_step() -> None:
     assert run(4, pipelined) == [[True] * 7] * 4
+
+
+def test_who_computes_much_longer_than_the_median_is_named() -> None:
+    assert stragglers((1.0, 1.1, 1.0, 2.5)) == {3: 2.5}
+    assert stragglers((1.0, 1.5)) == {1: 1.5}
+    assert stragglers((1.0, 1.1)) == stragglers((2.0,)) == stragglers((0.0, 0.0)) == {}

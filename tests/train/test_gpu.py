@@ -1,0 +1,57 @@
+"""The same rules on a GPU, in a world of one over NCCL. Skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastirun.train import DistributedDataParallel as DDP
+from tests.train.test_ddp import WIDTH, batch
+from tests.train.worlds import run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.one, self.two = nn.Linear(64, 3), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        out: Tensor = (self.two if second else self.one)(self.layers(x))
+        return out
+
+
+def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
+    device = torch.device("cuda", 0)
+    group = dist.new_group([0], backend="nccl")
+    plain, wrapped = Net().to(device), Net().to(device)
+    ddp = DDP(wrapped, device_ids=[0], process_group=group)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (plain, wrapped)]
+    found: list[Any] = []
+    for step in range(10):
+        x = batch(step, rank, 8)
+        for net, optimizer in zip((plain, ddp), optimizers, strict=True):
+            optimizer.zero_grad()
+            net(x.to(device), changing and step % 2 == 1).pow(2).mean().backward()
+        same = [
+            a.grad is b.grad is None or torch.allclose(a.grad, b.grad)
+            for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True)
+        ]
+        found.append(all(same))
+        for optimizer in optimizers:
+            optimizer.step()
+    ddp.check_replicas()
+    return [*found, ddp.agreement.with_data == 1, ddp._reducer._lazy is not changing]
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_gradients_on_a_gpu(changing: bool) -> None:
+    """While nothing changes the host does not wait for the control words; once a parameter lacked a gradient, it does."""
+    assert run(1, on_gpu, changing) == [[True] * 12]
