@@ -32,6 +32,9 @@ def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
     device = torch.device("cuda", 0)
     group = dist.new_group([0], backend="nccl")
     plain, wrapped = Net().to(device), Net().to(device)
+    if not changing:
+        plain.two.requires_grad_(False)
+        wrapped.two.requires_grad_(False)
     ddp = DDP(wrapped, device_ids=[0], process_group=group)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (plain, wrapped)]
     found: list[Any] = []
