@@ -2,9 +2,8 @@
 
 A rank's buckets lie in a file in memory (memfd; /dev/shm has 64 MB in a container) that its neighbours on the host map, too. When all of
 them have come with a bucket, each adds up one slice of it, in the order of the ranks, and writes the sum to everybody: the same bits on
-every rank and for any layout of the buckets. How far a rank is with a bucket is one word in its own file, which nobody else writes and
-which only grows. There is no thread: who begins, asks or waits pushes on whatever is pending. On several hosts, the sums of the hosts are
-added up over a gloo group of one leader each.
+every rank and for any layout of the buckets. How far a rank is with a bucket is a word in its own file, which only it writes and which only
+grows. There is no thread: who begins, asks or waits pushes on what is pending. On several hosts, a leader of each adds up over gloo.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class SharedMemory:
 
     def __init__(self, group: dist.ProcessGroup, host: str | None = None, willing: bool = True) -> None:
         self._group, self.rank = group, dist.get_rank(group)
-        self._ended = select.poll()  # of processes: sockets would live on in a fork, such as a DataLoader's worker
-        self._processes: dict[int, int] = {}  # the ranks of the descriptors in it
+        self._processes: dict[int, int] = {}  # ranks by descriptor; a socket would live on in a fork, such as a DataLoader's worker
+        self._ended = select.poll()
         self._closed: list[memoryview] = []  # a word of each rank of this host
         self.between: list[Any] = []  # on the leaders of several hosts: their gloo group
         options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # which backends need not have
@@ -143,8 +142,7 @@ class SharedArena:
 
     def __init__(self, transport: SharedMemory, storages: Sequence[Storage]) -> None:
         self.transport, self._mine = transport, transport.ranks.index(transport.rank)
-        self._rounds = [0] * len(storages)
-        self._handed_on = 0  # reductions that have gone to the other leaders
+        self._rounds, self._handed_on = [0] * len(storages), 0  # how often each has begun; how many in all went to the other leaders
         self._pending: list[Reduction] = []
         lengths = (8 * len(storages) + 1, *(storage.numel * storage.dtype.itemsize for storage in storages))
         *offsets, size = itertools.accumulate(-(-length // PAGESIZE) * PAGESIZE for length in lengths)
@@ -194,7 +192,6 @@ class SharedArena:
         yield True
 
     def _meet(self, index: int, word: int) -> Iterator[bool]:
-        """Until all ranks have come to ``word``."""
         # x86-64 shows others this after all that was stored before; past the cache, too: torch's operations end with locked instructions.
         self._words[self._mine][index] = word
         while self._behind(index, word):
