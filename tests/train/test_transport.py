@@ -185,11 +185,16 @@ def test_subgroups_do_not_need_each_other() -> None:
 # Memory
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def elastirun_maps() -> int:
     return sum("memfd:elastirun" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def memory(rank: int, ranks: int) -> None:
+    nothing = descriptors(), 0
     transport = SharedMemory(world())
     arena: Any = transport.allocate(storages(5_000, 3))
     arena.buffers[0].fill_(rank + 1)
@@ -202,30 +207,30 @@ def memory(rank: int, ranks: int) -> None:
     arena.all_reduce(0).wait()
     assert gradient.eq(3).all() and arena.buffers[0].eq(200).all()
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
-    before = len(os.listdir("/proc/self/fd")), elastirun_maps()
+    before = descriptors(), elastirun_maps()
     for _ in range(50):
         arena = transport.allocate(storages(5_000, 3))
         arena.all_reduce(0).wait()
-    assert (len(os.listdir("/proc/self/fd")), elastirun_maps()) == before
+    assert (descriptors(), elastirun_maps()) == before
     assert gradient.eq(3).all()
     dist.barrier()
     transport.close()
     del arena, gradient, transport
-    assert elastirun_maps() == 0
+    assert (descriptors(), elastirun_maps()) == nothing
 
 
 def test_memory_lives_as_long_as_its_tensors_and_no_longer() -> None:
     run(2, memory)
 
 
+def full(*arguments: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
 def no_memory(rank: int, ranks: int) -> str:
     transport = SharedMemory(world())
-
-    def full(file: int, offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
-
     if rank == 1:
-        os.posix_fallocate = full  # to really ask for more than there is could cost other processes their lives
+        os.posix_fallocate = full  # to ask for more than there is could cost other processes their lives
     with pytest.raises(TrainError) as caught:
         transport.allocate(storages(10))
     return str(caught.value)
@@ -250,8 +255,7 @@ arena.buffers[0].fill_(1)
 arena.all_reduce(0).wait()
 assert arena.buffers[0].tolist() == [2.0] * 10
 os.write(1, f"{rank} fine\\n".encode())
-if rank:
-    os.wait()
+rank and os.wait()
 os._exit(0)
 """
 
@@ -403,7 +407,8 @@ def test_a_rank_may_leave_as_soon_as_it_has_its_sum(hosts: str) -> None:
 def lost_on_a_host(rank: int, ranks: int, hosts: str, victim: int, moment: Path) -> Any:
     transport = SharedMemory(world(), host=hosts[rank])
     arena = transport.allocate(storages(1_000))
-    arena.all_reduce(0).wait()
+    (earlier := arena.all_reduce(0)).wait()
+    assert earlier.done()
     dist.barrier()
     if rank == victim:
         die(moment)
@@ -429,11 +434,7 @@ def test_a_killed_rank_is_an_error_on_every_host(victim: int, tmp_path: Path) ->
 
 def chosen(rank: int, ranks: int, wanted: list[str], without: int | None) -> str:
     if rank == without:
-
-        def none_here(name: str) -> int:
-            raise OSError("none here")
-
-        os.memfd_create = none_here  # type: ignore[assignment]
+        os.memfd_create = full  # type: ignore[assignment]
     dist.barrier()  # gloo is still connecting where a rank ends at once
     try:
         transport = choose(world(), CPU, wanted[rank])
@@ -459,7 +460,10 @@ def test_shared_memory_is_chosen_where_it_can_be_had_unless_it_is_switched_off()
 def test_the_ranks_agree_when_one_of_them_cannot_share_memory_or_does_not_want_to() -> None:
     assert run(3, chosen, ["auto"] * 3, 1) == ["ProcessGroup"] * 3
     assert run(2, chosen, ["auto", "group"], None) == ["ProcessGroup"] * 2
-    assert run(2, chosen, ["shared memory"] * 2, 1) == ["ranks [1] cannot share memory", "ranks [1] cannot share memory: none here"]
+    assert run(2, chosen, ["shared memory"] * 2, 1) == [
+        "ranks [1] cannot share memory",
+        "ranks [1] cannot share memory: [Errno 28] No space left on device",
+    ]
 
 
 def choice_for_other_devices(rank: int, ranks: int) -> None:
