@@ -337,6 +337,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives_on(tmp_path: Path) -> N
 
 def stopped(rank: int, ranks: int, folder: Path) -> Any:
     transport = SharedMemory(world())
+    assert transport.timeout == timedelta(seconds=60)  # that of the group
     if rank == 0:
         transport.timeout = timedelta(seconds=0.3)
     arena = transport.allocate(storages(10))
@@ -357,17 +358,6 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_the_others_learn_who_gave_u
     assert (kind, rank) == (ReductionFailed, None)
     assert text.startswith("ranks [1] did not come with bucket 0 in 0.3") and "set_group" in text
     assert (others_kind, others_rank) == (PeerLost, 0) and "closed its transport, as after an error: ranks [1] did not" in others_text
-
-
-def timeout_of_the_group(rank: int, ranks: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=77))
-    transport = SharedMemory(group)
-    assert transport.timeout == timedelta(seconds=77)
-    transport.close()
-
-
-def test_the_deadline_is_the_groups() -> None:
-    run(2, timeout_of_the_group)
 
 
 def closed(rank: int, ranks: int) -> Any:
