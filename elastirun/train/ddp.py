@@ -113,7 +113,8 @@ class DistributedDataParallel(nn.Module):
             with reduction("comparing and copying the replicas"):
                 verify_same(lines, "parameters and buffers", self.process_group, device)
                 copy_from_first([tensor.detach() for _, tensor in (*self._named, *self._copied)], self.process_group)
-        self._transport = choose(self.process_group, device, self._wanted)
+        several = len({param.device for _, param in self._trainable}) > 1
+        self._transport = choose(self.process_group, device, "group" if several else self._wanted)
         self._make_reducer()
 
     def _check_trainable(self) -> None:

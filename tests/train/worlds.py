@@ -41,7 +41,10 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str,
     except BaseException:
         out.send(("error", traceback.format_exc()))
     out.close()
-    os._exit(0)  # gloo's threads are not waited for
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])  # until run() kills this rank: gloo's connections stay for ranks that are slower
+    os._exit(0)
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, died: bool = False) -> list[Any]:
