@@ -16,7 +16,8 @@ import torch
 MIB = 1 << 20
 FIRST_CAP = 1 * MIB  # torch's: the first bucket is small, so that the link has something to do early
 CAP = 25 * MIB
-BLOCKS = 256  # what the planner cuts a model into at most; its cost grows with the square
+BLOCKS = 128  # what the planner cuts a model into at most; its cost grows with the square
+MOST = 32  # buckets that are planned of one kind
 
 Buckets = tuple[tuple[int, ...], ...]
 
@@ -41,10 +42,11 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce costs: ``latency`` s, and ``per_byte`` s for each byte of the bucket."""
+    """What an all-reduce costs: ``latency`` s, and ``per_byte`` s for each byte of the bucket; ``host`` s of computing are lost to each."""
 
     latency: float
     per_byte: float
+    host: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
         return self.latency + nbytes * self.per_byte
@@ -140,26 +142,30 @@ def blocks(gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[
 
 
 def _cut(parts: Sequence[Block], link: Link) -> list[tuple[int, ...]]:
-    """Dynamic programming: ``end[j]`` is the earliest moment at which the first ``j`` blocks can be reduced.
+    """Dynamic programming: ``ends[j]`` is the earliest moment at which the first ``j`` blocks can be reduced in ``count`` buckets.
 
-    The bucket of blocks i…j-1 starts when the link is free (``end[i]``) and its last gradient is there. Of plans that end equally
-    early (within 1 % of a latency) the one with fewer buckets is taken.
+    The bucket of blocks i…j-1 starts when the link is free (``ends[i]``) and its last gradient is there, which each bucket before it has
+    put off by ``link.host``. Of plans that end equally early (within 1 % of a latency) the one with fewer buckets is taken.
     """
-    upto = [0]
+    upto = [0.0]
     for part in parts:
         upto.append(upto[-1] + part.nbytes)
-    end, buckets, cut = [0.0], [0], [0]
-    for j in range(1, len(parts) + 1):
-        ready = parts[j - 1].ready
-        options = [(max(end[i], ready) + link.seconds(upto[j] - upto[i]), buckets[i] + 1, i) for i in range(j)]
-        best = min(options)[0]
-        finish, count, i = min((o for o in options if o[0] <= best + 0.01 * link.latency), key=lambda o: (o[1], o[0]))
-        end.append(finish)
-        buckets.append(count)
-        cut.append(i)
+    ends = [0.0] + [float("inf")] * len(parts)
+    totals, cuts = [], []
+    for count in range(1, min(len(parts), MOST) + 1):
+        before, ends, cut = ends, [float("inf")] * (len(parts) + 1), [0] * (len(parts) + 1)
+        for j in range(count, len(parts) + 1):
+            ready = parts[j - 1].ready + link.host * (count - 1)
+            for i in range(count - 1, j):
+                end = max(before[i], ready) + link.seconds(upto[j] - upto[i])
+                if end < ends[j]:
+                    ends[j], cut[j] = end, i
+        totals.append(ends[-1])
+        cuts.append(cut)
+    best = next(at for at, total in enumerate(totals) if total <= min(totals) + 0.01 * link.latency)
     made: list[tuple[int, ...]] = []
     j = len(parts)
-    while j:
+    for cut in cuts[best::-1]:
         made.append(tuple(index for part in parts[cut[j] : j] for index in part.members))
         j = cut[j]
     return made[::-1]

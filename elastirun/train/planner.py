@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -26,6 +27,7 @@ MEASURED = 3  # backwards whose times the plan is made from
 REPLAN = (10, 100, 1000, 10_000)  # steps after which a plan is made anew for parameters that were seen to lack a gradient
 PROBES = (1 << 14, 1 << 20)  # float32 elements of the reductions that the link is measured with
 ROUNDS = 4
+LAUNCH = 2e-4  # seconds that a bucket costs the computing thread in our own code: hooks, copies, views, waiting
 
 
 class Planner:
@@ -117,9 +119,11 @@ def measure(transport: Transport, device: torch.device) -> Link:
     """Time a few reductions of two sizes; every rank calls it."""
     arena = transport.allocate([Storage(numel, torch.float32, device) for numel in PROBES])
     best = {numel: float("inf") for numel in PROBES}
+    busy = float("inf")  # CPU time of this process for the smallest, its communication threads included: they may want the same cores
     for _ in range(ROUNDS):
         for at, numel in enumerate(PROBES):
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             arena.all_reduce(at).wait()
             best[numel] = min(best[numel], time.perf_counter() - begun)
-    return plans.fit([(numel * 4, seconds) for numel, seconds in best.items()])
+            busy = min(busy, time.process_time() - used) if at == 0 else busy
+    return replace(plans.fit([(numel * 4, seconds) for numel, seconds in best.items()]), host=busy + LAUNCH)

@@ -190,3 +190,12 @@ def test_neither_latency_nor_bytes_ever_cost_less_than_nothing(samples: list[tup
 def test_a_plan_survives_the_way_to_the_other_ranks(plan: Buckets) -> None:
     assert decode(encode(plan)) == plan
     assert len(encode(plan)) == 2 * sum(map(len, plan))  # known to those that wait for it
+
+
+def test_what_a_bucket_costs_the_host_is_weighed() -> None:
+    """2,000 small gradients in 30 ms: were launching free, dozens of buckets would end earliest. Over a fast link a few do in any case."""
+    small = [Gradient(1024, torch.float32, torch.device("cpu"))] * 2000
+    ready = [index * 15e-6 for index in range(2000)]
+    free, dear, fast = Link(30e-6, 3.5e-9), Link(30e-6, 3.5e-9, host=5e-4), Link(30e-6, 1e-10)
+    many, few, least = (len(planned(small, range(2000), ready, link)) for link in (free, dear, fast))
+    assert many > 2 * few and least <= 3
