@@ -27,7 +27,7 @@ MEASURED = 3  # backwards whose times the plan is made from
 REPLAN = (10, 100, 1000, 10_000)  # steps after which a plan is made anew for parameters that were seen to lack a gradient
 PROBES = (1 << 14, 1 << 20)  # float32 elements of the reductions that the link is measured with
 ROUNDS = 4
-LAUNCH = 2e-4  # seconds that a bucket costs the computing thread in our own code: hooks, copies, views, waiting
+LAUNCH = 1e-4  # seconds that a bucket costs the computing thread in our own code: hooks, copies, views, waiting
 
 
 class Planner:
