@@ -275,15 +275,19 @@ def source(root: Path, one: Mutant) -> Path:
 
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
 def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
-    path = source(copy, one)
+    is_missed(copy, source(copy, one), one.old, one.new, one.test)
+
+
+def is_missed(copy: Path, path: Path, old: str, new: str, test: str) -> None:
+    """With ``new`` for ``old`` in ``path``, which is in ``copy``, ``test`` fails."""
     original = path.read_text()
-    assert original.count(one.old) == 1, f"{one.module}.py has changed: say anew how the rule is broken there"
-    path.write_text(original.replace(one.old, one.new))
+    assert original.count(old) == 1, f"{path.name} has changed: say anew how the rule is broken there"
+    path.write_text(original.replace(old, new))
     try:
-        found = run(copy, one.test)
+        found = run(copy, test)
     finally:
         path.write_text(original)
-    assert found.returncode == 1 and "1 failed" in found.stdout, f"{one.test} does not notice\n{found.stdout[-2000:]}"
+    assert found.returncode == 1 and "1 failed" in found.stdout, f"{test} does not notice\n{found.stdout[-2000:]}"
     assert "SyntaxError" not in found.stdout and "NameError" not in found.stdout, f"the mutant does not run\n{found.stdout[-2000:]}"
 
 

@@ -1,6 +1,6 @@
 """What is asked of torch's autograd engine, some of it by names with an underscore: all of them stand here.
 
-FSDP2 and torch.utils.checkpoint use the same ones; they are there in torch 2.6 to 2.13.
+Tried with torch 2.13. Another version that lacks one of them fails at the first backward, with an AttributeError that names it.
 """
 
 from __future__ import annotations
