@@ -275,8 +275,8 @@ class DistributedDataParallel(nn.Module):
         """Where the last reducing step's time went, in seconds as the host saw them (on a GPU: of launching); can be written as JSON.
 
         ``steps`` so far; ``forward``, ``backward``, ``exposed`` (waiting at its end); ``bytes`` of gradients; ``buckets`` in the order of
-        launching, each with its ``parameters``, ``bytes`` and when it was ``launched`` and ``ready`` after the backward began; ``plan``, its
-        number; ``link``, its ``latency`` and ``bytes_per_second``, None while not measured; ``seconds_by_rank`` of computing;
+        launching, each with its ``parameters``, ``bytes`` and when it was ``launched`` and ``ready`` after the backward began; ``plan``,
+        its number; ``link``, its ``latency`` and ``bytes_per_second``, None while not measured; ``seconds_by_rank`` of computing;
         ``stragglers``, the ranks that took more than 1.2 times the median, and how many times.
         """
         return report(self._reducer)
