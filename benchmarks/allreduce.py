@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lab import machine, table
+from elastirun.train.flat import Storage
 from elastirun.train.shared_memory import SharedMemory
-from elastirun.train.transport import ProcessGroup, Storage
+from elastirun.train.transport import ProcessGroup
 from tests.train import worlds
 
 ROW = 10

@@ -42,8 +42,7 @@ class Option:
 
 _BACKEND_RULE = "static: fixed node ranks. Not given: c10d for MIN:MAX or an endpoint without --node-rank."
 _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
-    f"{time:g}"
-    for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
+    f"{time:g}" for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
 )
 
 RUN = "What to run"

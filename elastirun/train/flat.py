@@ -3,14 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .transport import Work
+if TYPE_CHECKING:
+    from .transport import Work
 
 LARGE = 16384  # elements: from here one operation per gradient costs less than another pass over the bucket
+ALIGNED = 64  # elements; buckets and slices of them begin at cache lines, whatever the dtype
+PORTION = 1 << 20  # bytes that a core's cache still holds when their last gradient has come
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What one bucket needs: ``numel`` elements of ``dtype`` on ``device``."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def zeros(storages: Sequence[Storage]) -> list[Tensor]:
+    """Memory for buckets, in one piece as far as their types are the same: a large piece goes back to the system when there is a new plan,
+    small ones would stay in the heap."""
+    buffers: list[Tensor] = []
+    for (dtype, device), run in groupby(storages, lambda storage: (storage.dtype, storage.device)):
+        sizes = [storage.numel for storage in run]
+        padded = [-(-numel // ALIGNED) * ALIGNED for numel in sizes]
+        parts = torch.split(torch.zeros(sum(padded), dtype=dtype, device=device), padded)
+        buffers += [part[:numel] for part, numel in zip(parts, sizes, strict=True)]
+    return buffers
+
+
+class Portion:
+    """Neighbours in a bucket, gathered as soon as they are all there: while they are in the cache, and so that the memory which they came
+    in is free again. ``first`` is the position of the first of them in the bucket, ``indices[i]`` the number of ``params[i]``."""
+
+    def __init__(self, first: int, indices: Sequence[int], params: Sequence[nn.Parameter], views: Sequence[Tensor], flat: Tensor) -> None:
+        self.first, self.indices, self.params, self.views, self.flat = first, indices, params, list(views), flat
+        self.large = flat.numel() >= LARGE * max(len(params), 1)
+        self.watched = 0  # how many of the parameters have a hook
+        self.pending = 0  # of these, how many are still to fire in this backward
+        self.taken = False
+        self.lacking: list[int] = []  # positions in the bucket that had no gradient
+
+    def take(self, scale: float) -> None:
+        """Gather the gradients, times ``scale``, in ``flat``."""
+        self.taken, self.lacking = True, []
+        grads = [param.grad for param in self.params]
+        if self.large and scale != 1.0 or not self._copy(grads):
+            self._copy_each(grads, scale)
+        elif scale != 1.0:
+            self.flat.mul_(scale)
+        for param in self.params:
+            param.grad = None
+
+    def _copy(self, grads: Sequence[Tensor | None]) -> bool:
+        """The usual case in one call: to look at each gradient would cost more than to copy it."""
+        try:
+            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):  # one is missing, or sparse
+            return False
+        return True
+
+    def _copy_each(self, grads: Sequence[Tensor | None], scale: float) -> None:
+        for at, (grad, view) in enumerate(zip(grads, self.views, strict=True), self.first):
+            if grad is None:
+                self.lacking.append(at)
+                view.zero_()
+            elif grad is view:
+                view.mul_(scale)
+            elif grad.dtype == view.dtype and not grad.is_sparse:
+                torch.mul(grad.detach(), scale, out=view)
+            else:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad).mul_(scale)
+
+    def take_more(self, scale: float) -> None:
+        """Add what came after ``take``: another use of a parameter, or a gradient that came later than those around it."""
+        for at, (param, view) in enumerate(zip(self.params, self.views, strict=True), self.first):
+            if param.grad is not None:
+                view.add_(param.grad.to_dense() if param.grad.is_sparse else param.grad, alpha=scale)
+                param.grad = None
+                self.lacking = [other for other in self.lacking if other != at]
 
 
 class Bucket:
@@ -19,41 +98,36 @@ class Bucket:
     def __init__(self, label: str, indices: Sequence[int], params: Sequence[nn.Parameter], flat: Tensor) -> None:
         self.label, self.indices, self.params, self.flat = label, indices, params, flat
         self.views = make_views(params, flat)
-        self.large = flat.numel() >= LARGE * max(len(params), 1)
-        self.watched = 0  # how many of the parameters have a hook
-        self.pending = 0  # of these, how many are still to fire in this backward
+        self.portions: list[Portion] = []
+        first = begun = at = 0
+        for position, view in enumerate(self.views, 1):
+            at += view.numel() * (2 if view.is_complex() else 1)
+            full = (at - begun) * flat.element_size() >= PORTION and not flat.is_cuda  # there, what counts is the number of kernels
+            if full or position == len(params):
+                part = slice(first, position)
+                self.portions.append(Portion(first, indices[part], params[part], self.views[part], flat[begun:at]))
+                first, begun = position, at
+        self.pending = 0  # portions that are still to be taken in this backward
         self.lacking: list[int] = []  # positions that had no gradient when the bucket was launched
         self.work: Work | None = None
 
     def take(self, scale: float) -> None:
-        """Gather the gradients, times ``scale``, in ``flat``."""
+        """Gather what is not in ``flat`` yet, times ``scale``."""
         if scale == 0.0:  # no data: not even a NaN
             self.lacking = list(range(len(self.params)))
             self.flat.zero_()
             for param in self.params:
                 param.grad = None
             return
-        self.lacking = []
-        views, grads = [], []
-        for at, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            grad = param.grad
-            if grad is None:
-                self.lacking.append(at)
-                view.zero_()
-            elif grad is not view:
-                views.append(view)
-                grads.append(grad.detach() if not grad.is_sparse else grad.to_dense())
-            elif self.large and scale != 1.0:
-                view.mul_(scale)
-        if self.large and scale != 1.0:
-            for view, grad in zip(views, grads, strict=True):
-                torch.mul(grad, scale, out=view) if grad.dtype == view.dtype else view.copy_(grad).mul_(scale)
-        elif grads:
-            torch._foreach_copy_(views, grads)
-        if not self.large and scale != 1.0:
-            self.flat.mul_(scale)
-        for param in self.params:
-            param.grad = None
+        for portion in self.portions:
+            portion.take_more(scale) if portion.taken else portion.take(scale)
+        self.lacking = [at for portion in self.portions for at in portion.lacking]
+
+    def reset(self) -> None:
+        """Ready for the next backward."""
+        self.work, self.pending = None, len(self.portions)
+        for portion in self.portions:
+            portion.pending, portion.taken = portion.watched, False
 
     def has_late(self) -> bool:
         """Did a gradient come after the launch?"""

@@ -20,8 +20,9 @@ from torch import nn
 
 from . import buckets as plans
 from .buckets import MIB, Gradient, Link
+from .flat import Storage
 from .group import broadcast
-from .transport import Storage, Transport
+from .transport import Transport
 
 MEASURED = 3  # backwards whose times the plan is made from
 REPLAN = (10, 100, 1000, 10_000)  # steps after which a plan is made anew for parameters that were seen to lack a gradient

@@ -1,12 +1,12 @@
 """What happens during a backward: gradients fill buckets, full buckets are reduced while the backward goes on.
 
     begin     an output's gradient is computed: the outermost backward has begun; ask the engine to call ``_end`` when it is over
-    fired     a watched parameter's gradient is accumulated; when all that a bucket watches have fired as often as they are known to,
-              the bucket is launched, in plan order
-    launch    take what gradients there are (none: zeros), copy those that are not views of the bucket already, set ``grad`` to None
+    fired     a watched parameter's gradient is accumulated; when all that a portion of a bucket watches have fired as often as they are
+              known to, the portion takes its gradients: copies them into the bucket and sets ``grad`` to None
+    launch    when all portions are taken, in plan order; what has come since is added, what has not come is zero
     finish    launch what is left, wait for all, set every ``grad`` to its view
 
-Launching early is a guess about the order in which gradients come; that the result is right never depends on it. Because ``grad`` is None
+Taking early is a guess about the order in which gradients come; that the result is right never depends on it. Because ``grad`` is None
 while a bucket travels, a gradient that comes after all (another use, a recomputation nobody had seen before) lies in a tensor of its own
 at the end. Every rank is told by the control words, and all reduce these late ones once more.
 """
@@ -28,12 +28,12 @@ from torch.autograd.profiler import record_function
 from . import engine
 from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
 from .errors import OutsideForward, ReductionFailed, TrainError
-from .flat import Bucket, make_views, reduce_sparse
+from .flat import Bucket, Portion, Storage, make_views, reduce_sparse
 from .group import gather, ranks
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
 from .stats import StepTimes
-from .transport import Storage, Transport, reduction
+from .transport import Arena, Transport, reduction
 
 log = logging.getLogger("elastirun.train")
 
@@ -76,7 +76,7 @@ class Reducer:
         self._arrived: list[Tensor] = []  # … as the last reduction brought them
         self._nodes = [get_gradient_edge(param).node for param in self.params]
         self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}  # by parameter: the hooks that tell of its gradient
         self._samples = 1.0  # of this rank, in the reduction under way
         self._total = float(self.world)  # samples of all ranks that gradients are scaled for: those of the last step
         self.step = self.backwards = 0
@@ -85,11 +85,13 @@ class Reducer:
         self._concluded = 0
         self._reported = False
         self._lacked: set[int] = set()  # parameters without a gradient in the last reduction
-        self._anywhere = self._begun = self._reducing = self._certain = self._draining = False
+        self._anywhere = self._begun = self._reducing = self._certain = self._draining = self._outdated = False
         self._versions: list[Any] | None = None
         self._seen: set[int] = set()  # parameters that have fired since the last reduction, where all are watched
         self._expected = [UNKNOWN] * len(self.params)
         self._fired = [0] * len(self.params)  # how often, in the last reduction
+        self.buckets: list[Bucket] = []
+        self._arena: Arena | None = None  # where they lie
         self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
         self._install()
 
@@ -108,6 +110,7 @@ class Reducer:
             sizes = [*storages, Storage(extra, torch.float32, self.planner.device)]
         else:
             sizes = [*storages[:-1], Storage(storages[-1].numel + extra, torch.float32, storages[-1].device)]
+        self._let_go()
         self._arena = self._transport.allocate(sizes)
         self._words, self._tail = words, self._arena.buffers[-1][-extra:]
         self._carried = make_views(self._statistics, self._tail[words.size :])
@@ -115,29 +118,49 @@ class Reducer:
             Bucket(f"elastirun: bucket {at}", plan[at], [self.params[i] for i in plan[at]], self._arena.buffers[at][: storage.numel])
             for at, storage in enumerate(storages)
         ]
-        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
+        self._home = {index: (bucket, part) for bucket in self.buckets for part in bucket.portions for index in part.indices}
+        self._outdated = False
         self._watch()
-        self._reset()
+        self._rewind()
+
+    def _let_go(self) -> None:
+        """Give up the memory of the present plan; what gradients lie in it is theirs as long as they live."""
+        self.buckets, self._home, self._arena = [], {}, None
+        self._tail, self._carried = torch.empty(0), []
+        self._arrived = [carried.clone() for carried in self._arrived]
+
+    def _renew(self) -> None:
+        """Install a new plan, if there is one. That waits for a backward that reduces: then the gradients of the last step are mostly gone,
+        and with them the former memory. Every rank comes here before the first bucket of the same reduction."""
+        if self._outdated:
+            with reduction("the memory of a new plan"):
+                self._install()
 
     def _watch(self) -> None:
-        """A hook on every parameter while the order is learnt; later, on the last of each bucket: a hook costs a microsecond."""
-        for handle in self._handles:
-            handle.remove()
+        """A hook on every parameter while the order is learnt; later, on the last of each portion: a hook costs a microsecond."""
         self._all_watched = self.planner.learning or self._options.mean_over_users or self.planner.surprised
-        self._handles = []
+        wanted = set(self._sparse)
         for bucket in self.buckets:
-            watched = bucket.indices if self._all_watched else bucket.indices[-1:]
-            bucket.watched = len(watched)
-            self._handles += [engine.after_accumulation(self.params[i], self, i) for i in watched]
-        self._handles += [engine.after_accumulation(self.params[i], self, i) for i in self._sparse]
+            for portion in bucket.portions:
+                watched = portion.indices if self._all_watched else portion.indices[-1:]
+                portion.watched = len(watched)
+                wanted.update(watched)
+        for index in self._handles.keys() - wanted:
+            self._handles.pop(index).remove()
+        for index in wanted - self._handles.keys():
+            self._handles[index] = engine.after_accumulation(self.params[index], self, index)
 
     def _reset(self) -> None:
         """Ready for the next backward."""
         self._begun = self._reducing = False
+        self._rewind()
+
+    def _rewind(self) -> None:
+        """Nothing of this backward has come yet."""
         self._next = 0
         self._left = self._expected.copy()
         for bucket in self.buckets:
-            bucket.pending, bucket.work = bucket.watched, None
+            bucket.reset()
 
     def set_hook(self, hook: Hook | None, state: Any) -> None:
         self._hook = None if hook is None else (hook, state)
@@ -149,9 +172,9 @@ class Reducer:
 
     def close(self) -> None:
         """Leave the parameters alone."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
 
     # -- during the backward --------------------------------------------------------------------------------------
 
@@ -180,6 +203,8 @@ class Reducer:
         self.backwards += 1
         self._reducing = self.sync and self.backwards % self.every == 0
         self._samples = self.said.samples
+        if self._reducing and self._certain:
+            self._renew()
         self.times.begin()
 
     def fired(self, index: int) -> None:
@@ -192,14 +217,23 @@ class Reducer:
         self._seen.add(index)
         if not self._reducing:
             return
+        self._renew()
         self._left[index] -= 1
         if self.planner.learning:
             self.planner.note(index, time.perf_counter() - self.times.begun)
-        if self._left[index] == 0 and index in self._bucket_of:
-            bucket = self._bucket_of[index]
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                self._launch_full()
+        if self._left[index] == 0 and index in self._home:
+            bucket, portion = self._home[index]
+            portion.pending -= 1
+            if portion.pending == 0:
+                self._take(bucket, portion)
+
+    def _take(self, bucket: Bucket, portion: Portion) -> None:
+        if self._samples:
+            with torch.no_grad():
+                portion.take(self._scale(self._averages))
+        bucket.pending -= 1
+        if bucket.pending == 0:
+            self._launch_full()
 
     def _unannounced(self, index: int) -> None:
         if self.sync:
@@ -226,18 +260,24 @@ class Reducer:
         bucket, last = self.buckets[index], index == len(self.buckets) - 1
         self._next = index + 1
         with torch.no_grad(), record_function(bucket.label):
-            bucket.take(self._scale(self._transport.averages or self._hook is not None))
+            bucket.take(self._scale(self._averages))
             if self._options.check_finite and not bool(torch.isfinite(bucket.flat).all()):
                 self.said.status |= NOT_FINITE
             if last and not self._apart:
                 self._write(late)
             if self._hook is None:
+                assert self._arena is not None
                 bucket.work = self._arena.all_reduce(index)
             else:
                 hook, state = self._hook
                 future = hook(state, GradBucket(index, bucket.flat, bucket.views, bucket.params, last))
                 bucket.work = HookWork(future, bucket.flat, f"the communication hook of bucket {index}")
         self.times.launched()
+
+    @property
+    def _averages(self) -> bool:
+        """Does what a bucket is given to, the transport or a hook, make the mean and not the sum?"""
+        return self._transport.averages or self._hook is not None
 
     def _scale(self, mean: bool) -> float:
         """What gradients are multiplied with before they are added up (``mean``: averaged) over the ranks."""
@@ -284,6 +324,7 @@ class Reducer:
         """Reduce what is not reduced yet and wait for all of it; the gradients are there when this returns."""
         begun = time.perf_counter()
         try:
+            self._renew()
             with torch.no_grad():
                 late = [index for index in range(self._next) if self.buckets[index].has_late()]
                 for index in range(self._next, len(self.buckets)):
@@ -307,6 +348,7 @@ class Reducer:
     def _arrive(self, late: Sequence[int]) -> None:
         """Wait for the buckets and set the gradients."""
         if self._apart:
+            assert self._arena is not None
             self._write(late)
             self._arena.all_reduce(len(self.buckets)).wait()
         else:
@@ -425,9 +467,8 @@ class Reducer:
                 self._expected[index] = max(fired, 1 if expected == UNKNOWN else expected)
         surprised = late and not self.planner.surprised
         self.planner.surprised = self.planner.surprised or surprised
-        if self.planner.advance():
-            self._install()
-        elif surprised:
+        self._outdated = self.planner.advance() or self._outdated
+        if surprised:
             self._watch()
         self._reset()
 

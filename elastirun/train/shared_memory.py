@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from .errors import PeerLost, ReductionFailed, TrainError
-from .transport import AGAIN, GroupWork, Storage, reduction
+from .flat import ALIGNED, Storage
+from .transport import AGAIN, GroupWork, reduction
 
 BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still there when it is written to the others
-ALIGNED = 64  # elements; slices begin at cache lines, whatever the dtype
 SPIN, NAP = 2e-4, 5e-4  # seconds: a wait looks again and again for so long; later it sleeps an eighth of what it has waited, at most a nap
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,17 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import ReductionFailed, TrainError
+from .flat import Storage, zeros
 
 AGAIN = "Use set_group() with a new process group"
-
-
-@dataclass(frozen=True)
-class Storage:
-    """What one bucket needs: ``numel`` elements of ``dtype`` on ``device``."""
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Work(Protocol):
@@ -87,7 +78,7 @@ class GroupWork:
 class GroupArena:
     def __init__(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, storages: Sequence[Storage]) -> None:
         self._group, self._op = group, op
-        self.buffers = [torch.zeros(s.numel, dtype=s.dtype, device=s.device) for s in storages]
+        self.buffers = zeros(storages)
 
     def all_reduce(self, index: int) -> GroupWork:
         what = f"the reduction of bucket {index}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import TrainError
+from elastirun.train import TrainError, flat
+from elastirun.train.planner import PROBES
 from tests.train.worlds import run
 
 WIDTH = 4
@@ -227,8 +230,9 @@ class Twice(nn.Module):
         return out
 
 
-def late(rank: int, world: int) -> list[bool]:
-    ddp, found = DDP(Twice(), bucket_cap_mb=0.00001), []  # a bucket for each parameter
+def late(rank: int, world: int, cap: float, portion: int) -> list[bool]:
+    flat.PORTION = portion
+    ddp, found = DDP(Twice(), bucket_cap_mb=cap), []
     for step in range(12):
         again = rank == 1 and step in (6, 9, 10)  # after everything was learnt: the third layer fires once more than known, on one rank
         ddp.zero_grad()
@@ -244,8 +248,9 @@ def late(rank: int, world: int) -> list[bool]:
     return found
 
 
-def test_a_gradient_that_comes_after_its_bucket_left_is_added() -> None:
-    assert all(map(all, run(2, late)))
+@pytest.mark.parametrize(("cap", "portion"), [(0.00001, flat.PORTION), (25, 1)], ids=["bucket", "portion"])  # of a parameter each
+def test_a_gradient_that_comes_after_it_was_looked_for_is_added(cap: float, portion: int) -> None:
+    assert all(map(all, run(2, late, cap, portion)))
 
 
 def lacking(rank: int, world: int, mean_over: str) -> list[Any]:
@@ -323,6 +328,77 @@ def test_on_a_gpu_the_words_are_read_a_step_later() -> None:
     assert run(2, lazily, "lacking") == [["lazy"] * 8 + ["looks"] * 2] * 2, "only who lacks a gradient has to look"
     for what in ("late", "samples"):
         assert run(2, lazily, what) == [["lazy"] * 8 + ["the gradients of step 8 were not whole and ha", "looks"]] * 2
+
+
+def probed(rank: int, world: int) -> bool:
+    """Rank 0 asks for gradients of its own after each step, also where the next backward is to begin with a new plan."""
+    ddp = DDP(make(), transport="group")
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        if rank == 0:
+            before = ddp._reducer.buckets
+            torch.autograd.grad(ddp(batch(step, rank)).sum(), list(ddp.parameters()))
+            assert ddp._reducer.buckets is before
+    return close(grads(ddp.module), alone(ddp.module, [(1, batch(5, r)) for r in range(world)]))
+
+
+def test_a_new_plan_waits_for_a_backward_that_every_rank_has() -> None:
+    assert all(run(2, probed))
+
+
+class Answer:
+    """What the module cannot see into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def opaque(rank: int, world: int) -> list[int]:
+    """How often the last step's parameters were seen to fire."""
+
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x: Tensor) -> Answer:
+            return Answer(self.inner(x))
+
+    ddp = DDP(Opaque())
+    learn_from = [ddp(batch(step, rank)).value.pow(2).mean().backward() for step in range(6)]
+    assert len(learn_from) == 6
+    return ddp._reducer._expected
+
+
+def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
+    assert run(2, opaque) == [[1] * 6] * 2
+
+
+def memory(rank: int, world: int, transport: str) -> list[int]:
+    """How many former buckets are still there when memory for new ones is asked for."""
+    ddp, found = DDP(make(), transport=transport), []
+    reducer, allocate = ddp._reducer, ddp._transport.allocate
+    former: list[StorageWeakRef] = []
+
+    def look(storages: Sequence[flat.Storage]) -> Any:
+        if storages[0].numel < PROBES[0]:  # it is not the link that is measured
+            found.append(sum(not ref.expired() for ref in former))
+        return allocate(storages)
+
+    ddp._transport.allocate = look  # type: ignore[method-assign]
+    for step in range(6):
+        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.buckets]
+        loss = ddp(batch(step, rank)).pow(2).mean()
+        ddp.zero_grad()
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["group", "shared memory"])
+def test_the_memory_of_a_plan_is_given_up_before_there_is_more(transport: str) -> None:
+    for found in run(2, memory, transport):
+        assert len(found) > 1 and not any(found), found
 
 
 def named(rank: int, world: int) -> list[str]:

@@ -24,13 +24,28 @@ class Mutant:
     test: str
 
 
-LATE = "a_gradient_that_comes_after_its_bucket_left_is_added"
+LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 MUTANTS = (
     Mutant("late gradients are reduced once more", "reducer", "if index in late:", "if False:", "ddp", LATE),
     Mutant(
         "a travelling bucket is nobody's gradient",
-        *("flat", "            param.grad = None\n\n    def has_late", "            pass\n\n    def has_late"),
+        *("flat", "            param.grad = None\n\n    def _copy(", "            pass\n\n    def _copy("),
         *("ddp", LATE),
+    ),
+    Mutant(
+        "what comes after its portion is added",
+        *("flat", "            if param.grad is not None:\n                view.add_", "            if False:\n                view.add_"),
+        *("ddp", "a_gradient_that_comes_after_it_was_looked_for_is_added[portion]"),
+    ),
+    Mutant(
+        "a new plan waits for a backward of all ranks",
+        *("reducer", "if self._reducing and self._certain:", "if self._reducing:"),
+        *("ddp", "a_new_plan_waits_for_a_backward_that_every_rank_has"),
+    ),
+    Mutant(
+        "the former memory is given up first",
+        *("reducer", "        self._let_go()\n        self._arena", "        self._arena"),
+        *("ddp", "the_memory_of_a_plan_is_given_up_before_there_is_more[group]"),
     ),
     Mutant(
         "the words leave when everything is known",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
+from elastirun.train import flat
 from tests.train.worlds import run
 
 WIDTH, STEPS = 4, 8
@@ -57,6 +58,7 @@ def batch(seed: int, step: int, micro: int, rank: int) -> Tensor:
 
 def trial(rank: int, world: int, seed: int) -> list[str]:
     rng = random.Random(seed)  # the same on all ranks
+    flat.PORTION = (1, 64, 1 << 20)[seed % 3]
     layers, stable = rng.randint(1, 6), rng.random() < 0.5
     net = Net(layers, seed)
     ddp = DDP(net, bucket_cap_mb=rng.choice([None, 1e-5, 2e-4]), transport=rng.choice(["auto", "group"]))

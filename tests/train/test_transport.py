@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
+from elastirun.train.flat import Storage
 from elastirun.train.shared_memory import SharedArena, SharedMemory
-from elastirun.train.transport import ProcessGroup, Storage, choose
+from elastirun.train.transport import ProcessGroup, choose
 from tests.train.worlds import Died, run
 
 CPU = torch.device("cpu")
@@ -245,7 +246,8 @@ WITHOUT_NUMPY = """
 import os, sys
 sys.modules["numpy"] = None
 import torch, torch.distributed as dist
-from elastirun.train.transport import Storage, choose
+from elastirun.train.flat import Storage
+from elastirun.train.transport import choose
 rank = 1 if os.fork() else 0
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
