@@ -17,7 +17,7 @@ MIB = 1 << 20
 FIRST_CAP = 1 * MIB  # torch's: the first bucket is small, so that the link has something to do early
 CAP = 25 * MIB
 BLOCKS = 128  # what the planner cuts a model into at most; its cost grows with the square
-MOST = 32  # buckets that are planned of one kind, unless it is too large for so few
+MOST = 32  # buckets that are planned of one kind; the cost of planning grows with it
 
 Buckets = tuple[tuple[int, ...], ...]
 
@@ -153,15 +153,11 @@ def _cut(parts: Sequence[Block], link: Link) -> list[tuple[int, ...]]:
     ends = [0.0] + [float("inf")] * len(parts)
     totals: list[float] = []
     cuts: list[list[int]] = []
-    for count in range(1, len(parts) + 1):
-        if count > max(MOST, 4 * upto[-1] / CAP) and totals[-1] < float("inf"):
-            break
+    for count in range(1, min(len(parts), MOST) + 1):
         before, ends, cut = ends, [float("inf")] * (len(parts) + 1), [0] * (len(parts) + 1)
         for j in range(count, len(parts) + 1):
             ready = parts[j - 1].ready + link.host * (count - 1)
             for i in range(count - 1, j):
-                if upto[j] - upto[i] > CAP and j - i > 1:  # more than torch holds at once would be held twice while it is copied
-                    continue
                 end = max(before[i], ready) + link.seconds(upto[j] - upto[i])
                 if end < ends[j]:
                     ends[j], cut[j] = end, i

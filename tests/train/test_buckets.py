@@ -49,11 +49,6 @@ def is_partition(plan: Buckets, found: Sequence[Gradient]) -> bool:
     return one_kind and sorted(index for bucket in plan for index in bucket) == list(range(len(found)))
 
 
-def is_small(plan: Buckets, found: Sequence[Gradient]) -> bool:
-    """Larger buckets might be faster, but their gradients' own memory lives longer."""
-    return all(len(bucket) == 1 or sum_bytes(found, bucket) <= CAP for bucket in plan)
-
-
 # -- by size ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +122,7 @@ def test_no_other_boundaries_are_better(seed: int) -> None:
     found, order, ready, link = instance(chance, chance.randint(1, 9))
     plan = planned(found, order, ready, link)
     assert is_partition(plan, found) and [index for bucket in plan for index in bucket] == order
-    best = min(finish(found, other, ready, link) for other in cuts(order) if is_small(other, found))
+    best = min(finish(found, other, ready, link) for other in cuts(order))
     assert finish(found, plan, ready, link) <= best + slack(found, order, ready, link)
 
 
@@ -138,8 +133,7 @@ def test_a_plan_is_never_behind_one_of_a_fixed_size(seed: int) -> None:
     plan = finish(found, planned(found, order, ready, link), ready, link)
     for cap in (CAP, 8 * MIB, 4 * MIB, MIB, 1):
         fixed = by_size(found, order, cap, min(cap, FIRST_CAP))
-        if is_small(fixed, found):
-            assert plan <= finish(found, fixed, ready, link) + slack(found, order, ready, link)
+        assert plan <= finish(found, fixed, ready, link) + slack(found, order, ready, link)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
