@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -345,6 +346,54 @@ def probed(rank: int, world: int) -> bool:
 
 def test_a_new_plan_waits_for_a_backward_that_every_rank_has() -> None:
     assert all(run(2, probed))
+
+
+class Sum(torch.autograd.Function):
+    """Of all ranks' tensors; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Centred(nn.Module):
+    """Layers with the mean over all ranks' samples taken off: collectives in forward and backward, as SyncBatchNorm has them on a GPU."""
+
+    def __init__(self, group: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.group = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5)), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            mean = x.mean(0)
+            x = x - (Sum.apply(mean) / dist.get_world_size() if self.group else mean)
+        return x
+
+
+def centred(rank: int, world: int, transport: str) -> list[bool]:
+    ddp, found = DDP(Centred(group=True), bucket_cap_mb=0.0001, transport=transport), []
+    for step in range(7):
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        alone = Centred(group=False)
+        alone(torch.cat([batch(step, r) for r in range(world)])).pow(2).mean().backward()
+        found.append(close(grads(ddp.module), [p.grad for p in alone.parameters() if p.grad is not None]))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["group", "shared memory"])
+def test_a_module_may_have_collectives_of_its_own(transport: str) -> None:
+    assert all(map(all, run(2, centred, transport)))
 
 
 class Answer:
