@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .buckets import CAP, FIRST_CAP, MIB
 from .control import REQUESTS, Agreement
-from .divergence import check
 from .errors import TrainError
 from .group import copy_from_first, find, verify_same
 from .hooks import Hook
@@ -79,7 +78,6 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.broadcast_buffers = broadcast_buffers
-        self.check_replicas_every = check_replicas_every
         if device_ids is not None and len(device_ids) != 1:
             raise TrainError(f"device_ids must be None or name one device, not {len(device_ids)}: start one process per device")
         if mean_over not in ("world", "users"):
@@ -87,7 +85,7 @@ class DistributedDataParallel(nn.Module):
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise TrainError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
         self._inputs_to = None if device_ids is None else torch.device(device_ids[0])
-        self._options = Options(bucket_cap_mb, mean_over == "users", check_finite)
+        self._options = Options(bucket_cap_mb, mean_over == "users", check_finite, check_replicas_every)
         self._wanted = transport
         self.bucket_bytes_cap = max(int((bucket_cap_mb or CAP / MIB) * MIB), FIRST_CAP)  # torch.compile splits graphs by it
         self._hook: tuple[Hook | None, Any] = (None, None)
@@ -132,7 +130,6 @@ class DistributedDataParallel(nn.Module):
         normalizing = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         statistics = [b for m in normalizing for b in (m.running_mean, m.running_var) if b is not None and b.dtype == torch.float32]
         self._reducer = Reducer(self._trainable, sparse, self.process_group, self._transport, self._options, statistics)
-        self._reducer.after = self._after_step
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
         if self._optimizer is not None:
@@ -302,13 +299,7 @@ class DistributedDataParallel(nn.Module):
 
     def check_replicas(self) -> None:
         """Compare all ranks' trained parameters; every rank calls it. Raises Diverged, naming the first parameter that differs."""
-        buckets = self._reducer.buckets
-        names = [[self._reducer.names[index] for index in bucket.indices] for bucket in buckets]
-        check(names, [bucket.params for bucket in buckets], self.process_group, self._reducer.planner.device)
-
-    def _after_step(self, agreement: Agreement) -> None:
-        if self.check_replicas_every and agreement.step % self.check_replicas_every == 0:
-            self.check_replicas()
+        self._reducer.check_replicas()
 
     # -- extensions -----------------------------------------------------------------------------------------------------
 

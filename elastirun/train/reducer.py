@@ -27,6 +27,7 @@ from torch.autograd.profiler import record_function
 
 from . import engine
 from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
+from .divergence import check
 from .errors import OutsideForward, ReductionFailed, TrainError
 from .flat import Bucket, Portion, Storage, make_views, reduce_sparse
 from .group import gather, ranks
@@ -47,6 +48,7 @@ class Options:
     bucket_cap_mb: float | None = None
     mean_over_users: bool = False
     check_finite: bool = False
+    check_replicas_every: int = 1000
 
 
 class Reducer:
@@ -67,7 +69,6 @@ class Reducer:
         self.said = Said()
         self.reading: Reading | None = None  # of the last reduction's control words
         self.times, self.last_times = StepTimes(), StepTimes()
-        self.after: Callable[[Agreement], None] = lambda agreement: None
         self._optimizer_step: Callable[[Sequence[nn.Parameter]], None] | None = None
         self._group, self._transport, self._options = group, transport, options
         self._hook: tuple[Hook, Any] | None = None
@@ -416,7 +417,12 @@ class Reducer:
             self.planner.lacked(agreement.users, agreement.with_data)
         with reduction("what follows a reduction"):
             self._learn(bool(agreement.late))
-            self.after(agreement)
+            if self._options.check_replicas_every and agreement.step % self._options.check_replicas_every == 0:
+                self.check_replicas()
+
+    def check_replicas(self) -> None:
+        names = [[self.names[index] for index in bucket.indices] for bucket in self.buckets]
+        check(names, [bucket.params for bucket in self.buckets], self._group, self.planner.device)
 
     @property
     def _lazy(self) -> bool:
