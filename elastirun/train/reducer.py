@@ -33,7 +33,7 @@ from .flat import Bucket, Portion, Storage, make_views, reduce_sparse
 from .group import gather, ranks
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
-from .stats import StepTimes
+from .stats import StepTimes, lacking
 from .transport import Arena, Transport, reduction
 
 log = logging.getLogger("elastirun.train")
@@ -435,17 +435,8 @@ class Reducer:
         self._reported = True
         with reduction("the report of parameters without a gradient"):
             lacked = gather([int(index in self._lacked) for index in range(len(self.params))], self._group, self.planner.device)
-        where = {name: [r for r in range(self.world) if lacked[r][index]] for index, name in enumerate(self.names)}
-        found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
         if self.rank == 0:
-            more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-            log.warning(
-                "in step %d these parameters had no gradient, which counts as zero where other ranks had one: %s%s. "
-                "Nothing needs to be done if that is meant; it is said once",
-                self.step,
-                ", ".join(found[:8]),
-                more,
-            )
+            log.warning("in step %d %s", self.step, lacking(self.names, lacked))
 
     def _wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:

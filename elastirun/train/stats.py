@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .group import ranks
+
 if TYPE_CHECKING:
     from .reducer import Reducer
 
@@ -42,6 +44,17 @@ def stragglers(seconds: Sequence[float]) -> dict[int, float]:
     """Ranks that computed much longer than the median rank, and how many times as long."""
     middle = sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
     return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
+
+
+def lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:
+    """A sentence on the parameters without a gradient; ``lacked[rank][i]`` says whether ``names[i]`` had none on a rank."""
+    where = {name: [rank for rank, theirs in enumerate(lacked) if theirs[index]] for index, name in enumerate(names)}
+    found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return (
+        f"these parameters had no gradient, which counts as zero where other ranks had one: {', '.join(found[:8])}{more}. Nothing needs to "
+        "be done if that is meant; it is said once"
+    )
 
 
 def report(reducer: Reducer) -> dict[str, Any]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import TrainError, flat
-from elastirun.train.planner import PROBES
 from tests.train.worlds import run
 
 WIDTH = 4
@@ -331,23 +328,6 @@ def test_on_a_gpu_the_words_are_read_a_step_later() -> None:
         assert run(2, lazily, what) == [["lazy"] * 8 + ["the gradients of step 8 were not whole and ha", "looks"]] * 2
 
 
-def probed(rank: int, world: int) -> bool:
-    """Rank 0 asks for gradients of its own after each step, also where the next backward is to begin with a new plan."""
-    ddp = DDP(make(), transport="group")
-    for step in range(6):
-        ddp.zero_grad()
-        ddp(batch(step, rank)).pow(2).mean().backward()
-        if rank == 0:
-            before = ddp._reducer.buckets
-            torch.autograd.grad(ddp(batch(step, rank)).sum(), list(ddp.parameters()))
-            assert ddp._reducer.buckets is before
-    return close(grads(ddp.module), alone(ddp.module, [(1, batch(5, r)) for r in range(world)]))
-
-
-def test_a_new_plan_waits_for_a_backward_that_every_rank_has() -> None:
-    assert all(run(2, probed))
-
-
 class Sum(torch.autograd.Function):
     """Of all ranks' tensors; its gradient is the sum of theirs."""
 
@@ -396,60 +376,6 @@ def test_a_module_may_have_collectives_of_its_own(transport: str) -> None:
     assert all(map(all, run(2, centred, transport)))
 
 
-class Answer:
-    """What the module cannot see into."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-def opaque(rank: int, world: int) -> list[int]:
-    """How often the last step's parameters were seen to fire."""
-
-    class Opaque(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make()
-
-        def forward(self, x: Tensor) -> Answer:
-            return Answer(self.inner(x))
-
-    ddp = DDP(Opaque())
-    learn_from = [ddp(batch(step, rank)).value.pow(2).mean().backward() for step in range(6)]
-    assert len(learn_from) == 6
-    return ddp._reducer._expected
-
-
-def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
-    assert run(2, opaque) == [[1] * 6] * 2
-
-
-def memory(rank: int, world: int, transport: str) -> list[int]:
-    """How many former buckets are still there when memory for new ones is asked for."""
-    ddp, found = DDP(make(), transport=transport), []
-    reducer, allocate = ddp._reducer, ddp._transport.allocate
-    former: list[StorageWeakRef] = []
-
-    def look(storages: Sequence[flat.Storage]) -> Any:
-        if storages[0].numel < PROBES[0]:  # it is not the link that is measured
-            found.append(sum(not ref.expired() for ref in former))
-        return allocate(storages)
-
-    ddp._transport.allocate = look  # type: ignore[method-assign]
-    for step in range(6):
-        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.buckets]
-        loss = ddp(batch(step, rank)).pow(2).mean()
-        ddp.zero_grad()
-        loss.backward()
-    return found
-
-
-@pytest.mark.parametrize("transport", ["group", "shared memory"])
-def test_the_memory_of_a_plan_is_given_up_before_there_is_more(transport: str) -> None:
-    for found in run(2, memory, transport):
-        assert len(found) > 1 and not any(found), found
-
-
 def named(rank: int, world: int) -> list[str]:
     said: list[str] = []
     logging.getLogger("elastirun.train").addFilter(lambda record: said.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
@@ -460,33 +386,6 @@ def named(rank: int, world: int) -> list[str]:
 def test_unused_parameters_are_named_once() -> None:
     (text,), nothing = run(2, named)
     assert nothing == [] and "second.weight (rank 1), second.bias (rank 1), third.weight (rank 1)" in text and "first" not in text
-
-
-def recomputed(rank: int, world: int) -> list[float]:
-    """Every layer is computed again in the backward, one at a time."""
-    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=True)
-            return x
-
-    ddp = DDP(Again(), bucket_cap_mb=0.00001)
-    for step in range(6):
-        ddp.zero_grad()
-        ddp(batch(step, rank).requires_grad_()).pow(2).mean().backward()
-    stats = ddp.stats()
-    return [sum(bucket["launched"] < stats["backward"] for bucket in stats["buckets"]), len(stats["buckets"])]
-
-
-def test_overlap_is_kept_under_reentrant_recomputation() -> None:
-    for early, buckets in run(2, recomputed):
-        assert early == buckets - 1 > 4
 
 
 def no_nan(rank: int, world: int) -> list[bool]:

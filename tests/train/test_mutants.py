@@ -40,12 +40,12 @@ MUTANTS = (
     Mutant(
         "a new plan waits for a backward of all ranks",
         *("reducer", "if self._reducing and self._certain:", "if self._reducing:"),
-        *("ddp", "a_new_plan_waits_for_a_backward_that_every_rank_has"),
+        *("plans", "a_new_plan_waits_for_a_backward_that_every_rank_has"),
     ),
     Mutant(
         "the former memory is given up first",
         *("reducer", "        self._let_go()\n        self._arena", "        self._arena"),
-        *("ddp", "the_memory_of_a_plan_is_given_up_before_there_is_more[group]"),
+        *("plans", "the_memory_of_a_plan_is_given_up_before_there_is_more[group]"),
     ),
     Mutant(
         "the words leave when everything is known",
@@ -116,7 +116,7 @@ MUTANTS = (
     Mutant(
         "overlap under recomputation",
         *("reducer", "max(fired, 1 if expected == UNKNOWN else expected)", "UNKNOWN"),
-        *("ddp", "overlap_is_kept_under_reentrant_recomputation"),
+        *("plans", "overlap_is_kept_under_reentrant_recomputation"),
     ),
     Mutant(
         "the weight of a step is remembered",

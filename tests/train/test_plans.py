@@ -1,0 +1,116 @@
+"""How plans come about in a living module: when they are taken over, what memory they need, what overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from elastirun.train import DistributedDataParallel as DDP
+from elastirun.train import flat
+from elastirun.train.planner import PROBES
+from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
+from tests.train.worlds import run
+
+
+def probed(rank: int, world: int) -> bool:
+    """Rank 0 asks for gradients of its own after each step, also where the next backward is to begin with a new plan."""
+    ddp = DDP(make(), transport="group")
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        if rank == 0:
+            before = ddp._reducer.buckets
+            torch.autograd.grad(ddp(batch(step, rank)).sum(), list(ddp.parameters()))
+            assert ddp._reducer.buckets is before
+    return close(grads(ddp.module), alone(ddp.module, [(1, batch(5, r)) for r in range(world)]))
+
+
+def test_a_new_plan_waits_for_a_backward_that_every_rank_has() -> None:
+    assert all(run(2, probed))
+
+
+class Answer:
+    """What the module cannot see into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def opaque(rank: int, world: int) -> list[int]:
+    """How often the last step's parameters were seen to fire."""
+
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x: Tensor) -> Answer:
+            return Answer(self.inner(x))
+
+    ddp = DDP(Opaque())
+    learn_from = [ddp(batch(step, rank)).value.pow(2).mean().backward() for step in range(6)]
+    assert len(learn_from) == 6
+    return ddp._reducer._expected
+
+
+def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
+    assert run(2, opaque) == [[1] * 6] * 2
+
+
+def memory(rank: int, world: int, transport: str) -> list[int]:
+    """How many former buckets are still there when memory for new ones is asked for."""
+    ddp, found = DDP(make(), transport=transport), []
+    reducer, allocate = ddp._reducer, ddp._transport.allocate
+    former: list[StorageWeakRef] = []
+
+    def look(storages: Sequence[flat.Storage]) -> Any:
+        if storages[0].numel < PROBES[0]:  # it is not the link that is measured
+            found.append(sum(not ref.expired() for ref in former))
+        return allocate(storages)
+
+    ddp._transport.allocate = look  # type: ignore[method-assign]
+    for step in range(6):
+        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.buckets]
+        loss = ddp(batch(step, rank)).pow(2).mean()
+        ddp.zero_grad()
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["group", "shared memory"])
+def test_the_memory_of_a_plan_is_given_up_before_there_is_more(transport: str) -> None:
+    for found in run(2, memory, transport):
+        assert len(found) > 1 and not any(found), found
+
+
+def recomputed(rank: int, world: int) -> list[float]:
+    """Every layer is computed again in the backward, one at a time."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    ddp = DDP(Again(), bucket_cap_mb=0.00001)
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank).requires_grad_()).pow(2).mean().backward()
+    stats = ddp.stats()
+    return [sum(bucket["launched"] < stats["backward"] for bucket in stats["buckets"]), len(stats["buckets"])]
+
+
+def test_overlap_is_kept_under_reentrant_recomputation() -> None:
+    for early, buckets in run(2, recomputed):
+        assert early == buckets - 1 > 4
