@@ -19,8 +19,11 @@ from tests.train import worlds
 
 WIDTH, LAYERS, ROWS = 768, 8, 256
 LEFT, ACROSS, LANE = 150, 800, 34  # pixels
-COLOURS = {"forward": "#7aa6d8", "backward": "#8fbf8f", "fill": "#e0a030", "reduce": "#c0605a", "wait": "#999999"}
-NAMES = {"forward": "forward", "backward": "backward", "fill": "fill and launch a bucket", "reduce": "all-reduce (gloo)", "wait": "wait"}
+COLOURS = {"forward": "#7aa6d8", "backward": "#8fbf8f", "take": "#e8c890", "launch": "#e0a030", "reduce": "#c0605a", "wait": "#999999"}
+NAMES = {
+    **{"forward": "forward", "backward": "backward", "take": "take gradients", "launch": "launch a bucket"},
+    **{"reduce": "all-reduce (gloo)", "wait": "wait"},
+}
 
 
 def step(rank: int, world: int, path: str) -> None:
@@ -46,12 +49,15 @@ def ranges(events: list[dict[str, Any]]) -> list[tuple[str, int, float, float, s
     spans = [event for event in events if event.get("ph") == "X"]
     main = next(event["tid"] for event in spans if event["name"].startswith("elastirun: bucket"))
     threads = sorted({event["tid"] for event in spans if event["name"] == "gloo:all_reduce"})
+    arrivals = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["name"] == "torch::autograd::AccumulateGrad"]
     found, reduced = [], 0
     backward = min(event["ts"] for event in spans if "MeanBackward" in event["name"])
     for event in sorted(spans, key=lambda event: event["ts"]):
         begin, end, name = event["ts"], event["ts"] + event["dur"], event["name"]
         if name.startswith("elastirun: bucket"):
-            found.append(("fill", 1, begin, end, name.split()[-1]))
+            found.append(("launch", 1, begin, end, name.split()[-1]))
+        elif name in ("aten::mul", "aten::_foreach_copy_") and any(first <= begin <= last for first, last in arrivals):
+            found.append(("take", 1, begin, end, ""))
         elif name.startswith("elastirun: wait") and event["dur"] > 20:
             found.append(("wait", 0, begin, end, ""))
         elif name == "gloo:all_reduce":
@@ -84,7 +90,7 @@ def draw(found: list[tuple[str, int, float, float, str]]) -> str:
         x = LEFT + at / 5 * ACROSS
         out.append(f'<text x="{x:.0f}" y="{LANE * lanes + 18}" text-anchor="middle" fill="#555555">{at / 5 * total:.0f} ms</text>')
     for at, (kind, name) in enumerate(NAMES.items()):
-        x = LEFT + at * 160
+        x = LEFT + at * 140
         out.append(f'<rect x="{x}" y="{LANE * (lanes + 1)}" width="12" height="12" fill="{COLOURS[kind]}"/>')
         out.append(f'<text x="{x + 16}" y="{LANE * (lanes + 1) + 11}">{name}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
