@@ -21,8 +21,12 @@ WIDTH, LAYERS, ROWS = 768, 8, 256
 LEFT, ACROSS, LANE = 150, 800, 34  # pixels
 COLOURS = {"forward": "#7aa6d8", "backward": "#8fbf8f", "take": "#e8c890", "launch": "#e0a030", "reduce": "#c0605a", "wait": "#999999"}
 NAMES = {
-    **{"forward": "forward", "backward": "backward", "take": "take gradients", "launch": "launch a bucket"},
-    **{"reduce": "all-reduce (gloo)", "wait": "wait"},
+    "forward": "forward",
+    "backward": "backward",
+    "take": "take gradients",
+    "launch": "launch a bucket",
+    "reduce": "all-reduce (gloo)",
+    "wait": "wait",
 }
 
 
