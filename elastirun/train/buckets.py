@@ -20,24 +20,26 @@ BLOCKS = 128  # what the planner cuts a model into at most; its cost grows with 
 MOST = 32  # buckets that are planned of one kind; the cost of planning grows with it
 
 Buckets = tuple[tuple[int, ...], ...]
+Kind = tuple[torch.dtype, torch.device, bool]
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """One parameter's gradient as the plan sees it. ``dtype`` is a real one: a complex gradient counts as twice as many reals."""
+    """One parameter's gradient as the plan sees it. ``dtype`` is a real one: a complex gradient counts as twice as many reals, in pairs."""
 
     numel: int
     dtype: torch.dtype
     device: torch.device
+    pairs: bool = False
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     @property
-    def kind(self) -> tuple[torch.dtype, torch.device]:
+    def kind(self) -> Kind:
         """Only gradients of one kind can share a bucket."""
-        return self.dtype, self.device
+        return self.dtype, self.device, self.pairs
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ def by_size(gradients: Sequence[Gradient], order: Sequence[int], cap: int = CAP,
     The buckets come in the order in which they are complete. A gradient larger than the cap completes the bucket that it joins.
     """
     position = {index: at for at, index in enumerate(order)}
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    filling: dict[Kind, list[int]] = {}
+    room: dict[Kind, int] = {}
     full: list[list[int]] = []
     for index in order:
         kind = gradients[index].kind

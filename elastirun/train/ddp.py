@@ -62,6 +62,7 @@ class DistributedDataParallel(nn.Module):
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -80,6 +81,8 @@ class DistributedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         if device_ids is not None and len(device_ids) != 1:
             raise TrainError(f"device_ids must be None or name one device, not {len(device_ids)}: start one process per device")
+        if output_device is not None and (device_ids is None or torch.device(output_device) != torch.device(device_ids[0])):
+            raise TrainError(f"output_device must be None or the device of device_ids, not {output_device}: outputs stay where they are")
         if mean_over not in ("world", "users"):
             raise TrainError(f'mean_over must be "world" or "users", not {mean_over!r}')
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
@@ -150,31 +153,36 @@ class DistributedDataParallel(nn.Module):
     def _adapt(self) -> None:
         """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now."""
         old = self._reducer
+        old.conclude()
         old.close()
         self._check_trainable()
         names = [name for name, _ in self._trainable]
         verify_same(names, "parameters to train", self.process_group, self._trainable[0][1].device)
         self._make_reducer()
-        self._reducer.sync, self._reducer.every, self._reducer.said = old.sync, old.every, old.said
+        self._reducer.go_on_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._active():  # first of all: the compiler gives this function up here, and compiles what it calls
             begun = time.perf_counter()
-            self._prepare()
+            trained = self._prepare()
             if self.broadcast_buffers and self.training and torch.is_grad_enabled():
                 self.sync_buffers()
             output = self.module(*to_device(inputs, self._inputs_to), **to_device(kwargs, self._inputs_to))
-            if torch.is_grad_enabled():
+            if trained:
                 self._reducer.announce(find_tensors(output))
                 self._reducer.times.forward += time.perf_counter() - begun
             return output
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> bool:
+        """Is a backward to be expected, one that reduces gradients?"""
         self._reducer.before_forward()
-        if self._needs != [param.requires_grad for _, param in self._named]:
+        needs = [param.requires_grad for _, param in self._named]
+        trained = torch.is_grad_enabled() and any(needs)
+        if trained and needs != self._needs:
             self._adapt()
+        return trained
 
     @contextmanager
     def _active(self) -> Iterator[None]:
@@ -283,7 +291,7 @@ class DistributedDataParallel(nn.Module):
         without communication, so it may be done on one rank alone."""
         if not mode and self.training:
             with torch.no_grad():
-                self._reducer.adopt_statistics()
+                self._reducer.running.adopt()
         super().train(mode)
         return self
 
@@ -332,4 +340,4 @@ def strides(tensor: Tensor) -> str:
 
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
     with torch.no_grad():
-        ddp._reducer.adopt_statistics()
+        ddp._reducer.running.adopt()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Listener(Protocol):
@@ -34,15 +34,18 @@ def before_backward(outputs: Sequence[Tensor], listener: Listener) -> bool:
     return bool(nodes)
 
 
-def after_accumulation(param: nn.Parameter, listener: Listener, index: int) -> Any:
-    """Have ``listener.fired(index)`` called when a gradient has been added to ``param.grad``. Returns a handle with ``remove()``."""
+def after_accumulation(node: Any, listener: Listener, index: int) -> Any:
+    """Have ``listener.fired(index)`` called when ``node`` has added to a parameter's ``grad``. Returns a handle with ``remove()``.
+
+    The user's hooks on the parameter (``register_post_accumulate_grad_hook``) have run by then; a hook of that kind would run among them.
+    """
     ref = weakref.ref(listener)
 
-    def fired(_: Tensor) -> None:
+    def fired(*_: Any) -> None:
         if (listening := ref()) is not None:
             listening.fired(index)
 
-    return param.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
+    return node.register_hook(fired)
 
 
 def running() -> bool:

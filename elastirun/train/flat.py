@@ -46,7 +46,7 @@ class Portion:
 
     def __init__(self, first: int, indices: Sequence[int], params: Sequence[nn.Parameter], views: Sequence[Tensor], flat: Tensor) -> None:
         self.first, self.indices, self.params, self.views, self.flat = first, indices, params, list(views), flat
-        self.large = flat.numel() >= LARGE * max(len(params), 1)
+        self.large = flat.numel() >= LARGE * len(params)
         self.watched = 0  # how many of the parameters have a hook
         self.pending = 0  # of these, how many are still to fire in this backward
         self.taken = False
@@ -150,6 +150,12 @@ class Bucket:
         for at in self.lacking:
             if users is not None and users[self.indices[at]] == 0:
                 self.params[at].grad = None
+
+    def spread(self, users: Sequence[int], with_data: int) -> None:
+        """From the mean over all ranks to the mean over those that used the parameter."""
+        for index, view in zip(self.indices, self.views, strict=True):
+            if 0 < users[index] < with_data:
+                view.mul_(with_data / users[index])
 
 
 def reduce_sparse(param: nn.Parameter, scale: float, group: dist.ProcessGroup) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,20 +14,28 @@ from torch.utils._pytree import tree_map_only
 DEPTH = 8  # objects within objects that are looked into for tensors
 
 
-def find_tensors(value: Any, depth: int = DEPTH) -> list[Tensor]:
+def find_tensors(value: Any) -> list[Tensor]:
     """The tensors that need a gradient, anywhere in ``value``: in containers, data classes and other objects' attributes."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    inside: Iterable[Any] = ()
-    if depth and isinstance(value, (list, tuple, set)):
-        inside = value
-    elif depth and isinstance(value, dict):
-        inside = value.values()
-    elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        inside = vars(value).values()
-    return [tensor for part in inside for tensor in find_tensors(part, depth - 1)]
+    found: list[Tensor] = []
+    layer, seen = [value], {id(value)}
+    for _ in range(DEPTH + 1):
+        found += [part for part in layer if isinstance(part, Tensor) and part.requires_grad]
+        inside = {id(part): part for whole in layer for part in _parts(whole)}
+        layer = [part for number, part in inside.items() if number not in seen]
+        seen |= inside.keys()
+    return found
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if isinstance(value, (list, tuple, set)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType, Tensor)):
+        return list(vars(value).values())
+    return ()
 
 
 def to_device(values: Any, device: torch.device | None) -> Any:

@@ -43,7 +43,8 @@ class Planner:
         transport: Transport,
     ) -> None:
         self.gradients = [
-            Gradient(p.numel() * (2 if p.is_complex() else 1), p.dtype.to_real() if p.is_complex() else p.dtype, p.device) for p in params
+            Gradient(p.numel() * 2, p.dtype.to_real(), p.device, True) if p.is_complex() else Gradient(p.numel(), p.dtype, p.device)
+            for p in params
         ]
         self.device = params[0].device
         self.epoch = 0

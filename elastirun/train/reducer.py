@@ -29,10 +29,11 @@ from . import engine
 from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
 from .divergence import check
 from .errors import OutsideForward, ReductionFailed, TrainError
-from .flat import Bucket, Portion, Storage, make_views, reduce_sparse
+from .flat import Bucket, Portion, Storage, reduce_sparse
 from .group import gather, ranks
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
+from .running import RunningStatistics
 from .stats import StepTimes, lacking
 from .transport import Arena, Transport, reduction
 
@@ -73,8 +74,7 @@ class Reducer:
         self._group, self._transport, self._options = group, transport, options
         self._hook: tuple[Hook, Any] | None = None
         self._broken: ReductionFailed | None = None
-        self._statistics = list(statistics)  # buffers of which rank 0's values travel with the words
-        self._arrived: list[Tensor] = []  # … as the last reduction brought them
+        self.running = RunningStatistics(statistics, self.rank == 0)
         self._nodes = [get_gradient_edge(param).node for param in self.params]
         self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
         self._handles: dict[int, Any] = {}  # by parameter: the hooks that tell of its gradient
@@ -86,6 +86,7 @@ class Reducer:
         self._concluded = 0
         self._reported = False
         self._lacked: set[int] = set()  # parameters without a gradient in the last reduction
+        self._forwards = 0  # that have been announced since the last reduction, more or less
         self._anywhere = self._begun = self._reducing = self._certain = self._draining = self._outdated = False
         self._versions: list[Any] | None = None
         self._seen: set[int] = set()  # parameters that have fired since the last reduction, where all are watched
@@ -106,7 +107,7 @@ class Reducer:
         storages = [Storage(sum(grads[i].numel for i in bucket), grads[bucket[0]].dtype, grads[bucket[0]].device) for bucket in plan]
         # The words need float32 and may not be compressed; where they must be known before the last gradients, they travel alone, too.
         self._apart = self._hook is not None or self._optimizer_step is not None or not plan or storages[-1].dtype != torch.float32
-        extra = words.size + sum(buffer.numel() for buffer in self._statistics)
+        extra = words.size + self.running.numel
         if self._apart:
             sizes = [*storages, Storage(extra, torch.float32, self.planner.device)]
         else:
@@ -114,7 +115,7 @@ class Reducer:
         self._let_go()
         self._arena = self._transport.allocate(sizes)
         self._words, self._tail = words, self._arena.buffers[-1][-extra:]
-        self._carried = make_views(self._statistics, self._tail[words.size :])
+        self.running.lay(self._tail[words.size :])
         self.buckets = [
             Bucket(f"elastirun: bucket {at}", plan[at], [self.params[i] for i in plan[at]], self._arena.buffers[at][: storage.numel])
             for at, storage in enumerate(storages)
@@ -127,8 +128,8 @@ class Reducer:
     def _let_go(self) -> None:
         """Give up the memory of the present plan; what gradients lie in it is theirs as long as they live."""
         self.buckets, self._home, self._arena = [], {}, None
-        self._tail, self._carried = torch.empty(0), []
-        self._arrived = [carried.clone() for carried in self._arrived]
+        self._tail = torch.empty(0)
+        self.running.lay(torch.empty(self.running.numel))
 
     def _renew(self) -> None:
         """Install a new plan, if there is one. That waits for a backward that reduces: then the gradients of the last step are mostly gone,
@@ -149,7 +150,7 @@ class Reducer:
         for index in self._handles.keys() - wanted:
             self._handles.pop(index).remove()
         for index in wanted - self._handles.keys():
-            self._handles[index] = engine.after_accumulation(self.params[index], self, index)
+            self._handles[index] = engine.after_accumulation(self._nodes[index], self, index)
 
     def _reset(self) -> None:
         """Ready for the next backward."""
@@ -189,7 +190,9 @@ class Reducer:
             self._drain()
 
     def announce(self, outputs: Sequence[Tensor]) -> None:
-        """A backward may begin at one of ``outputs``; if there is none (they hide in some object), at any parameter."""
+        """A backward may begin: at one of ``outputs``, or, if the engine takes it first, at a parameter. If there is no output with a graph
+        (they hide in some object), all backwards begin at parameters."""
+        self._forwards += 1
         self._anywhere = not engine.before_backward(outputs, self) or self._anywhere
 
     def begin(self) -> None:
@@ -211,10 +214,11 @@ class Reducer:
     def fired(self, index: int) -> None:
         """The gradient of parameter ``index`` has been accumulated."""
         if not self._begun:
-            if not self._anywhere:
+            if not (self._anywhere or self._forwards):
                 self._unannounced(index)
                 return
             self.begin()
+            self._certain = True
         self._seen.add(index)
         if not self._reducing:
             return
@@ -285,16 +289,16 @@ class Reducer:
         return self._samples * (self.world if mean else 1) / self._total
 
     def _write(self, late: Sequence[int]) -> None:
+        sparse = [grad for index in self._sparse if (grad := self.params[index].grad) is not None]
+        if self._options.check_finite and not all(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all() for g in sparse):
+            self.said.status |= NOT_FINITE
         lacking = [bucket.indices[at] for bucket in self.buckets for at in bucket.lacking]
         if self._all_watched and self._options.mean_over_users:
             lacking = [index for index in range(len(self.params)) if index not in self._seen]
         lacking += [index for index in self._sparse if self.params[index].grad is None]
         self._lacked = set(lacking) if self._samples else set()
         self._words.write(self._tail[: self._words.size], self.said, self._samples, self.times.busy, late, sorted(set(lacking)))
-        if self.rank == 0 and self._statistics:
-            torch._foreach_copy_(self._carried, self._statistics)
-        else:
-            self._tail[self._words.size :].zero_()
+        self.running.write()
 
     # -- its end --------------------------------------------------------------------------------------------------
 
@@ -336,6 +340,7 @@ class Reducer:
             self.times.exposed = time.perf_counter() - begun
             self.last_times, self.times = self.times, StepTimes()
             self.said.requests, self.said.status = set(), 0
+            self._forwards = max(self._forwards - 1, 0)
             if self._all_watched or late:
                 self._fired = [expected - left for expected, left in zip(self._expected, self._left, strict=True)]
             self._seen.clear()
@@ -372,23 +377,24 @@ class Reducer:
                 bucket.flat.mul_(correction)
             bucket.land(users)
             if agreed and users and self._options.mean_over_users:
-                self._spread(bucket, users, agreed.with_data)
+                bucket.spread(users, agreed.with_data)
             self._optimize(bucket.params, agreed)
         for index in self._sparse:
             if users is None or users[index]:
+                share = agreed.with_data / users[index] if agreed and users and self._options.mean_over_users else 1.0
                 with reduction("the reduction of a sparse gradient"):
-                    reduce_sparse(self.params[index], self._scale(False) * correction, self._group)
+                    reduce_sparse(self.params[index], self._scale(False) * correction * share, self._group)
             self._optimize([self.params[index]], agreed)
         if agreed and agreed.samples:
             self._total = agreed.samples
-        self._arrived = self._carried
+        self.running.arrive(float(self.world) if self._transport.averages else 1.0)
 
-    def adopt_statistics(self) -> None:
-        """Take over rank 0's running statistics as of the last reduction, which brought them along."""
-        if self.reading is not None and self.rank != 0 and self._statistics:
-            factor = self.world if self._transport.averages else 1
-            for buffer, carried in zip(self._statistics, self._arrived, strict=True):
-                buffer.copy_(carried * factor)
+    def go_on_from(self, old: Reducer) -> None:
+        """Take the place of ``old``, which reduced other parameters of the same module."""
+        self.sync, self.every, self.said, self.looks = old.sync, old.every, old.said, old.looks
+        self.step, self.backwards, self._total = old.step, old.backwards, old._total
+        self.reading, self._concluded, self.last_times = old.reading, old._concluded, old.last_times
+        self.running.go_on_from(old.running)
 
     def _optimize(self, params: Sequence[nn.Parameter], agreed: Agreement | None) -> None:
         if self._optimizer_step is not None and not (agreed and agreed.failed):
@@ -421,8 +427,9 @@ class Reducer:
                 self.check_replicas()
 
     def check_replicas(self) -> None:
-        names = [[self.names[index] for index in bucket.indices] for bucket in self.buckets]
-        check(names, [bucket.params for bucket in self.buckets], self._group, self.planner.device)
+        parts = [*self.planner.buckets, *((index,) for index in self._sparse)]
+        names = [[self.names[index] for index in part] for part in parts]
+        check(names, [[self.params[index] for index in part] for part in parts], self._group, self.planner.device)
 
     @property
     def _lazy(self) -> bool:
@@ -450,12 +457,6 @@ class Reducer:
         with reduction("the reduction of late gradients"):
             dist.all_reduce(extra, group=self._group)
         bucket.flat.add_(extra)
-
-    def _spread(self, bucket: Bucket, users: Sequence[int], with_data: int) -> None:
-        """From the mean over all ranks to the mean over those that used the parameter."""
-        for index, view in zip(bucket.indices, bucket.views, strict=True):
-            if 0 < users[index] < with_data:
-                view.mul_(with_data / users[index])
 
     def _learn(self, late: bool) -> None:
         """How often each parameter fires, and whether there is a new plan."""

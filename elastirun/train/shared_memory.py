@@ -15,6 +15,7 @@ import platform
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from mmap import MAP_POPULATE, MAP_SHARED, PAGESIZE, mmap
@@ -46,6 +47,7 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup, host: str | None = None, willing: bool = True) -> None:
         self._group, self.rank = group, dist.get_rank(group)
         self._processes: dict[int, int] = {}  # ranks by descriptor; a socket would live on in a fork, such as a DataLoader's worker
+        weakref.finalize(self, _close_all, self._processes)
         self._ended = select.poll()
         self._closed: list[memoryview] = []  # a word of each rank of this host
         self.between: list[Any] = []  # on the leaders of several hosts: their gloo group
@@ -77,9 +79,8 @@ class SharedMemory:
         """Neighbours who wait for this rank get a PeerLost. Buffers stay as they are for as long as they are used."""
         if self._closed:
             self._closed[self.ranks.index(self.rank)][0] = 1
-        for descriptor in self._processes:
-            os.close(descriptor)
-        self._ended, self._processes = select.poll(), {}
+        self._ended = select.poll()
+        _close_all(self._processes)
         between, self.between = self.between, []
         if between:  # its end closes the connections, so that the other leaders learn it; but not before a sum under way has its deadline
             threading.Thread(target=between.clear, daemon=True).start()
@@ -125,6 +126,11 @@ class SharedMemory:
         closed = [(rank, "closed its transport, as after an error") for rank, word in zip(self.ranks, self._closed, strict=True) if word[0]]
         ended = [(self._processes[descriptor], "ended") for descriptor, _ in self._ended.poll(0)]
         return next(((rank, f"rank {rank} (pid {self._pids[rank]}) {how}") for rank, how in ended + closed), None)
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[0])
 
 
 def _host(name: str | None, willing: bool) -> int:

@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     Mutant(
         "the mean over users",
-        *("reducer", "if 0 < users[index] < with_data:", "if False:"),
+        *("flat", "if 0 < users[index] < with_data:", "if False:"),
         *("ddp", "a_parameter_that_a_rank_does_not_use[users]"),
     ),
     Mutant(
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0's statistics are taken over",
-        *("reducer", "buffer.copy_(carried * factor)", "pass"),
+        *("running", "buffer.copy_(value * self._factor)", "pass"),
         *("more", "running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint[all-6]"),
     ),
     Mutant(
