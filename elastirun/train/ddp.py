@@ -33,11 +33,12 @@ class DistributedDataParallel(nn.Module):
     difference is a ModelMismatch that names the parameter) and rank 0's parameters and buffers are copied to the others. Use it in place of
     ``torch.nn.parallel.DistributedDataParallel``; arguments of torch's names mean what they mean there:
 
-    device_ids            None, or the one device that tensors among the inputs are moved to
+    device_ids            None, or the one device that tensors among the inputs are moved to; outputs stay on it (``output_device``)
     bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link
     broadcast_buffers     copy rank 0's buffers to the others before each forward in training. Default False: they are copied at
                           construction and by ``sync_buffers()``; the running statistics of normalizing layers (BatchNorm) travel
-                          with the gradients, and become rank 0's on all ranks in ``eval()`` and ``state_dict()``
+                          with the gradients, and become rank 0's on all ranks in ``eval()`` and ``state_dict()``. torch 2.13 calls the
+                          same ``forward_sync_buffers``; that name may be used, too
     init_sync             compare and copy at construction; default True
     find_unused_parameters, static_graph, gradient_as_bucket_view
                           accepted and not needed: unused parameters, any number of uses or recomputations of a parameter, and
@@ -47,7 +48,7 @@ class DistributedDataParallel(nn.Module):
 
     transport             "auto" (default), "group", "shared memory": see ``transport.choose``
     mean_over             "world" (default, as torch): a rank that did not use a parameter counts as a gradient of zero;
-                          "users": the mean is over the ranks that used it
+                          "users": the mean is over the ranks that used it (zero the gradients before: what was kept would be scaled, too)
     check_finite          tell in ``agreement.not_finite`` which ranks had an infinite or undefined gradient; costs a pass over them
     check_replicas_every  compare the replicas' parameters every so many reductions (default 1000; 0: never); see ``check_replicas``
 
@@ -67,6 +68,7 @@ class DistributedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool = False,
+        forward_sync_buffers: bool = False,
         init_sync: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -78,7 +80,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers or forward_sync_buffers
         if device_ids is not None and len(device_ids) != 1:
             raise TrainError(f"device_ids must be None or name one device, not {len(device_ids)}: start one process per device")
         if output_device is not None and (device_ids is None or torch.device(output_device) != torch.device(device_ids[0])):

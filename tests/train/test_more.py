@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,73 @@ def pipelined(rank: int, world: int) -> list[bool]:
 
 def test_a_stage_of_a_pipeline_reduces_once_per_step() -> None:
     assert run(4, pipelined) == [[True] * 7] * 4
+
+
+def unfrozen(rank: int, world: int) -> list[Any]:
+    """What a module knows outlives that other parameters are trained: the step, the samples to come, the phase of an accumulation."""
+    module = make()
+    module[0].requires_grad_(False)  # type: ignore[index]
+    ddp, steps = DDP(module), []
+    for at, x in enumerate(ddp.batches([batch(step, rank) for step in range(6)])):
+        module[0].requires_grad_(at != 0)  # type: ignore[index]
+        ddp(x).pow(2).mean().backward()
+        steps.append(ddp.agreement.step)
+    ddp.accumulate(2)
+    for frozen in (False, True, False, False):
+        module[0].requires_grad_(not frozen)  # type: ignore[index]
+        ddp(batch(0, rank)).pow(2).mean().backward()
+        steps.append(ddp.agreement.step)
+    return steps
+
+
+def test_freezing_does_not_begin_anew() -> None:
+    assert run(2, unfrozen) == [[1, 2, 3, 4, 5, 6, 6, 7, 7, 8]] * 2
+
+
+class Table(nn.Module):
+    """Nothing but a sparse parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, used: bool) -> Tensor:
+        out: Tensor = self.rows(torch.tensor([1])) if used else torch.ones(1, requires_grad=True) * 1
+        return out.sum()
+
+
+def sparsely(rank: int, world: int) -> list[Any]:
+    module, found = Table(), []
+    ddp = DDP(module, mean_over="users", check_finite=True, check_replicas_every=2)
+    for step in range(4):
+        ddp.zero_grad()
+        (ddp(step != 3 or rank == 0) * (float("inf") if step == 2 and rank == 1 else 1.0)).backward()
+        assert module.rows.weight.grad is not None
+        found.append((ddp.agreement.not_finite, module.rows.weight.grad.to_dense()[1, 0].item()))
+    with torch.no_grad():
+        module.rows.weight[3] += rank
+    with pytest.raises(Diverged, match=r"rows\.weight"):
+        ddp.check_replicas()
+    return found
+
+
+def test_sparse_parameters_are_looked_at_like_others() -> None:
+    assert run(2, sparsely) == [[((), 1.0), ((), 1.0), ((1,), float("inf")), ((), 1.0)]] * 2
+
+
+def wrapped_often(rank: int, world: int) -> int:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    DDP(make(), transport="shared memory")
+    before = descriptors()
+    for _ in range(5):
+        DDP(make(), transport="shared memory")
+    return descriptors() - before
+
+
+def test_wrappers_leave_no_descriptors() -> None:
+    assert run(2, wrapped_often) == [0, 0]
 
 
 def test_who_computes_much_longer_than_the_median_is_named() -> None:
