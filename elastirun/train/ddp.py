@@ -212,7 +212,10 @@ class DistributedDataParallel(nn.Module):
             self._reducer.sync = before
 
     def accumulate(self, n: int) -> None:
-        """From now on reduce in each ``n``-th backward only (1: in each one). Micro-batches of a pipeline need no no_sync() then."""
+        """From now on reduce in each ``n``-th backward only (1: in each one). Micro-batches of a pipeline need no no_sync() then.
+
+        Gradients of backwards that are left over when the data end stay local: choose ``n`` so that it divides their number.
+        """
         if n < 1:
             raise TrainError(f"accumulate() takes a number of backwards, 1 or more, not {n}")
         self._reducer.every, self._reducer.backwards = n, 0
