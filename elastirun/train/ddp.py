@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -99,6 +102,7 @@ class DistributedDataParallel(nn.Module):
         self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(with_prefix)  # type: ignore[no-untyped-call]
         self._join(process_group, init_sync)
+        _living[self] = os.getpid()
 
     # -- the world --------------------------------------------------------------------------------------------------
 
@@ -336,6 +340,19 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TrainError("a data-parallel module cannot be copied or pickled: it is tied to its group; take ddp.module or ddp.state_dict()")
+
+
+_living: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # and the process that made them
+
+
+@atexit.register
+def _let_go() -> None:
+    """Let the process groups go while the interpreter still works: gloo's threads end with their group, and those that outlive the
+    interpreter may abort it (pytorch issue 190489). Modules of a script's top level would hold the groups for too long."""
+    for ddp, pid in list(_living.items()):
+        if pid == os.getpid():
+            ddp._reducer.close()
+            del ddp._reducer, ddp._transport, ddp.process_group
 
 
 def strides(tensor: Tensor) -> str:

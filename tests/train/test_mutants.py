@@ -109,6 +109,21 @@ MUTANTS = (
         *("torch_cases", "a_case_of_torchs_own[goes_away]"),
     ),
     Mutant(
+        "groups are let go before the interpreter ends",
+        *("ddp", "        if pid == os.getpid():", "        if False:"),
+        *("torch_cases", "a_case_of_torchs_own[lets_go_at_exit]"),
+    ),
+    Mutant(
+        "what is known outlives another choice of parameters",
+        *("ddp", "        self._reducer.go_on_from(old)\n", ""),
+        *("more", "freezing_does_not_begin_anew"),
+    ),
+    Mutant(
+        "statistics that were written stay",
+        *("running", " and self._versions == [buffer._version for buffer in self._buffers]:", ":"),
+        *("beside_torch", "the_same_numbers[statistics_written]"),
+    ),
+    Mutant(
         "a checksum weighs each place",
         *("divergence", "weights[: part.numel()]).sum()", "weights[0]).sum()"),
         *("more", "two_changes_that_cancel_in_a_sum_are_found"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import copy
 import gc
@@ -248,6 +249,18 @@ def goes_away(rank: int, world: int) -> bool:
     return gone
 
 
+def lets_go_at_exit(rank: int, world: int) -> bool:
+    """A module that lives until the interpreter's end holds the process group no longer than that."""
+    ddp = DDP(make())
+    learn(ddp, rank)
+    parts = [weakref.ref(part) for part in (ddp._reducer, ddp._transport)]
+    gc.disable()
+    atexit._run_exitfuncs()
+    gone = all(part() is None for part in parts)
+    gc.enable()
+    return gone and not hasattr(ddp, "process_group")
+
+
 def after_an_error_in_the_forward(rank: int, world: int) -> bool:
     module = make()
     ddp = DDP(module)
@@ -276,7 +289,16 @@ def inference(rank: int, world: int) -> bool:
 
 CASES = [
     *(outputs, ignored_output, keyword_and_nested_inputs, packed_sequence, create_graph, no_rows, stateless, users_hooks, zero_redundancy),
-    *(strides_differ, nothing_to_train, ignored_parameters, two_modules, goes_away, after_an_error_in_the_forward, inference),
+    *(
+        strides_differ,
+        nothing_to_train,
+        ignored_parameters,
+        two_modules,
+        goes_away,
+        lets_go_at_exit,
+        after_an_error_in_the_forward,
+        inference,
+    ),
 ]
 
 
