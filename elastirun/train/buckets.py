@@ -174,14 +174,6 @@ def _cut(parts: Sequence[Block], link: Link) -> list[tuple[int, ...]]:
     return made[::-1]
 
 
-def finish(gradients: Sequence[Gradient], buckets: Buckets, ready: Sequence[float], link: Link) -> float:
-    """When the last of ``buckets`` is reduced, in seconds since the backward began: what ``planned`` makes small."""
-    free = 0.0
-    for bucket in buckets:
-        free = max(free, max(ready[index] for index in bucket)) + link.seconds(sum_bytes(gradients, bucket))
-    return free
-
-
 def encode(buckets: Buckets) -> list[int]:
     """``buckets`` as two integers per gradient, to be sent to the other ranks: all in order, then which of them begin a bucket."""
     return [index for bucket in buckets for index in bucket] + [int(at == 0) for bucket in buckets for at in range(len(bucket))]

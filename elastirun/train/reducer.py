@@ -289,7 +289,7 @@ class Reducer:
         return self._samples * (self.world if mean else 1) / self._total
 
     def _write(self, late: Sequence[int]) -> None:
-        sparse = [grad for index in self._sparse if (grad := self.params[index].grad) is not None]
+        sparse = [grad for index in self._sparse if (grad := self.params[index].grad) is not None and self._samples]
         if self._options.check_finite and not all(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all() for g in sparse):
             self.said.status |= NOT_FINITE
         lacking = [bucket.indices[at] for bucket in self.buckets for at in bucket.lacking]
@@ -427,6 +427,7 @@ class Reducer:
                 self.check_replicas()
 
     def check_replicas(self) -> None:
+        """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""
         parts = [*self.planner.buckets, *((index,) for index in self._sparse)]
         names = [[self.names[index] for index in part] for part in parts]
         check(names, [[self.params[index] for index in part] for part in parts], self._group, self.planner.device)

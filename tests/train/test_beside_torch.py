@@ -21,6 +21,16 @@ def norms(module: nn.Module) -> list[float]:
     return [-1.0 if p.grad is None else p.grad.norm().item() for p in module.parameters()]
 
 
+def learn(ddp: nn.Module, loss: Callable[[int], Tensor]) -> list[Any]:
+    """What the gradients of ``loss(step)`` are in each of seven steps: more than it takes until the plan is made."""
+    found = []
+    for step in range(7):
+        ddp.zero_grad()
+        loss(step).backward()
+        found += norms(ddp)
+    return found
+
+
 class Returns(nn.Module):
     """A parameter itself is among the outputs, so that its gradient may come before that of any other output."""
 
@@ -33,14 +43,14 @@ class Returns(nn.Module):
 
 
 def returned_parameter(rank: int, wrap: Wrap) -> list[Any]:
-    module, found = Returns(), []
-    ddp = wrap(module)
-    for step in range(7):
-        ddp.zero_grad()
+    ddp = wrap(Returns())
+
+    def loss(step: int) -> Tensor:
         out = ddp(batch(step, rank))
-        (out["out"].pow(2).mean() + (out["bias"] - rank).pow(2)).backward()
-        found += norms(module)
-    return found
+        value: Tensor = out["out"].pow(2).mean() + (out["bias"] - rank).pow(2)
+        return value
+
+    return learn(ddp, loss)
 
 
 class Auxiliary(nn.Module):
@@ -59,38 +69,27 @@ class Auxiliary(nn.Module):
 
 
 def loss_aside(rank: int, wrap: Wrap) -> list[Any]:
-    module, found = Auxiliary(), []
+    module = Auxiliary()
     module.unused.requires_grad_(False)
     ddp = wrap(module)
-    for step in range(7):
-        ddp.zero_grad()
-        out = ddp(batch(step, rank))
-        (out.pow(2).mean() + module.loss).backward()
-        found += norms(module)
-    return found
+    return learn(ddp, lambda step: ddp(batch(step, rank)).pow(2).mean() + module.loss)
 
 
 def decay_in_the_loss(rank: int, wrap: Wrap) -> list[Any]:
-    module, found = Auxiliary(), []
+    module = Auxiliary()
     ddp = wrap(module)
-    for step in range(7):
-        ddp.zero_grad()
-        out = ddp(batch(step, rank))
-        (out.pow(2).mean() + module.loss * 0 + 0.1 * sum(p.pow(2).sum() for p in ddp.parameters())).backward()
-        found += norms(module)
-    return found
+    return learn(ddp, lambda step: ddp(batch(step, rank)).pow(2).mean() + 0 * module.loss + sum(p.pow(2).sum() for p in ddp.parameters()))
 
 
 def penalty_alone(rank: int, wrap: Wrap) -> list[Any]:
-    module, found = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 1, bias=False)), []
-    ddp = wrap(module)
-    for step in range(7):
-        ddp.zero_grad()
+    ddp = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 1, bias=False)))
+
+    def loss(step: int) -> Tensor:
         x = batch(step, rank).requires_grad_()
         (grad,) = torch.autograd.grad(ddp(x).sum(), x, create_graph=True)
-        grad.pow(2).mean().backward()
-        found += norms(module)
-    return found
+        return grad.pow(2).mean()
+
+    return learn(ddp, loss)
 
 
 def two_in_turn(rank: int, wrap: Wrap) -> list[Any]:
@@ -109,20 +108,21 @@ def two_in_turn(rank: int, wrap: Wrap) -> list[Any]:
 
 
 def hooks_of_the_user(rank: int, wrap: Wrap) -> list[Any]:
+    """On parameters, before the wrapper's own and after them."""
     module, seen = make(), []
-    ddp = wrap(module)
 
     def double(param: Tensor) -> None:
         assert param.grad is not None
         seen.append(param.grad.norm().item())
         param.grad.mul_(2)
 
-    for param in module.parameters():
+    params = list(module.parameters())
+    for param in params[::2]:
         param.register_post_accumulate_grad_hook(double)  # type: ignore[no-untyped-call]
-    for step in range(6):
-        ddp.zero_grad()
-        ddp(batch(step, rank)).pow(2).mean().backward()
-    return [*norms(module), *sorted(seen)]
+    ddp = wrap(module)
+    for param in params[1::2]:
+        param.register_post_accumulate_grad_hook(double)  # type: ignore[no-untyped-call]
+    return learn(ddp, lambda step: ddp(batch(step, rank)).pow(2).mean()) + sorted(seen)
 
 
 def frozen_evaluation(rank: int, wrap: Wrap) -> list[Any]:
@@ -170,12 +170,8 @@ class Odd(nn.Module):
 
 
 def complex_after_real(rank: int, wrap: Wrap) -> list[Any]:
-    module = Odd()
-    ddp = wrap(module)
-    for step in range(6):
-        ddp.zero_grad()
-        ddp(batch(step, rank)[0, :3]).backward()
-    return norms(module)
+    ddp = wrap(Odd())
+    return learn(ddp, lambda step: ddp(batch(step, rank)[0, :3]))
 
 
 class Node:
@@ -195,12 +191,8 @@ def objects_that_know_each_other(rank: int, wrap: Wrap) -> list[Any]:
                 node.others = nodes
             return nodes[0]
 
-    module = Graph()
-    ddp = wrap(module)
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(batch(step, rank)).value.pow(2).mean().backward()
-    return norms(module)
+    ddp = wrap(Graph())
+    return learn(ddp, lambda step: ddp(batch(step, rank)).value.pow(2).mean())
 
 
 CASES = [

@@ -440,6 +440,13 @@ def sparsely(rank: int, world: int) -> list[Any]:
         (ddp(step != 3 or rank == 0) * (float("inf") if step == 2 and rank == 1 else 1.0)).backward()
         assert module.rows.weight.grad is not None
         found.append((ddp.agreement.not_finite, module.rows.weight.grad.to_dense()[1, 0].item()))
+    ddp.zero_grad()
+    with ddp.no_sync():
+        (ddp(True) * (float("nan") if rank == 1 else 1.0)).backward()
+    ddp.set_samples(1 - rank)  # rank 1 has no data: not even a NaN
+    ddp(True).backward()
+    assert module.rows.weight.grad is not None
+    found.append((ddp.agreement.not_finite, module.rows.weight.grad.to_dense()[1, 0].item()))
     with torch.no_grad():
         module.rows.weight[3] += rank
     with pytest.raises(Diverged, match=r"rows\.weight"):
@@ -448,7 +455,7 @@ def sparsely(rank: int, world: int) -> list[Any]:
 
 
 def test_sparse_parameters_are_looked_at_like_others() -> None:
-    assert run(2, sparsely) == [[((), 1.0), ((), 1.0), ((1,), float("inf")), ((), 1.0)]] * 2
+    assert run(2, sparsely) == [[((), 1.0), ((), 1.0), ((1,), float("inf")), ((), 1.0), ((), 2.0)]] * 2
 
 
 def wrapped_often(rank: int, world: int) -> int:

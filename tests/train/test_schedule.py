@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.ddp_schedule import ELASTIRUN, LINKS, PLAIN, Layout, backward, even, hidden, link_for, trained, uneven
 from elastirun.train import DistributedDataParallel
-from elastirun.train.buckets import CAP, Gradient, Link, by_size, finish, sum_bytes
+from elastirun.train.buckets import CAP, Gradient, Link, by_size, sum_bytes
+from tests.train.test_buckets import finish
 
 from .worlds import run
 
