@@ -10,11 +10,11 @@ import math
 import os
 import selectors
 import signal
-import time
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 
+from elastirun import clock
 from elastirun.agent import cpus, failures, lodgers, net
 from elastirun.agent.blame import Blame
 from elastirun.agent.console import Console
@@ -108,13 +108,13 @@ class Agent:
             self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
         )
         self._worker_store: WorkerStore | None = None
-        self._machine = Machine(rules(config), row, time.monotonic())
+        self._machine = Machine(rules(config), row, clock.now())
         codec = Codec(config.token)
         self._place = Place(config)
         stack.callback(self._place.close)
         if self._place.private:
             self._family.remove_at_the_end(self._place.private.folder)
-        exchange = Exchange(self._place.prefix, self._id, codec, time.monotonic)
+        exchange = Exchange(self._place.prefix, self._id, codec, clock.now)
         self._driver = Driver(self._place.connect, exchange, self._place.exchange_limit)
         stack.callback(self._driver.close)
         self._selector.register(self._driver, selectors.EVENT_READ, self._on_store)
@@ -146,14 +146,14 @@ class Agent:
         self._console.hurry()
         while self._workers.running:
             due = self._workers.deadline
-            ready = self._selector.select(None if due is None else max(0.0, min(due - time.monotonic(), 0.5)))
+            ready = self._selector.select(None if due is None else max(0.0, min(due - clock.now(), 0.5)))
             for key, mask in ready:
                 key.data(mask)
-            self._renew(time.monotonic())
-            self._workers.tick(time.monotonic())
+            self._renew(clock.now())
+            self._workers.tick(clock.now())
 
     def _loop(self) -> int:
-        self._looked = time.monotonic()
+        self._looked = clock.now()
         self._events.append(Tick(self._looked))
         while True:
             self._work_off()
@@ -165,7 +165,7 @@ class Agent:
             self._look_for_standstill(due=math.inf if wait is None else wait)
             for key, mask in ready:
                 key.data(mask)
-            self._on_time(time.monotonic())
+            self._on_time(clock.now())
 
     def _look_for_standstill(self, due: float) -> None:
         """Before anything else is looked at: a worker that the guard has ended did not fail.
@@ -173,7 +173,7 @@ class Agent:
         ``due``: the seconds that may have passed since the last look. Between two looks no moment is left out, so
         that a standstill is seen wherever it falls.
         """
-        now = time.monotonic()
+        now = clock.now()
         overdue, self._looked = now - self._looked - due, now
         ended = bool(self._workers.running) and self._family.lease_is_over(now)
         if ended or overdue > STANDSTILL:
@@ -196,9 +196,9 @@ class Agent:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
         if self._events:
             return 0.0
-        dues = (self._machine.wake, self._workers.deadline, self._driver.deadline, self._logs.tick(time.monotonic()), self._blame.tell_at)
+        dues = (self._machine.wake, self._workers.deadline, self._driver.deadline, self._logs.tick(clock.now()), self._blame.tell_at)
         due = min(d for d in dues if d is not None)
-        return None if due == math.inf else max(0.0, due - time.monotonic())
+        return None if due == math.inf else max(0.0, due - clock.now())
 
     def _on_time(self, now: float) -> None:
         deadline = self._workers.deadline
@@ -254,7 +254,7 @@ class Agent:
         while self._place.notices:
             self._console.say(self._place.notices.popleft())
         if self._place.hopeless:
-            self._events.append(Leave(time.monotonic(), self._place.hopeless))
+            self._events.append(Leave(clock.now(), self._place.hopeless))
         self._events.extend(self._driver.answers())
 
     def _on_signal(self, signum: int, count: int) -> None:
@@ -265,7 +265,7 @@ class Agent:
             self._signum = signum
             hurry = f"; its workers have {self._config.timing.grace:g} s, again to hurry" if self._workers.running else ""
             self._console.say(f"{name}: this node leaves{hurry}")
-            self._events.append(Leave(time.monotonic(), name))
+            self._events.append(Leave(clock.now(), name))
         elif self._workers.running:
             grace = SECOND_SIGNAL_GRACE if count == 2 else 0.0
             self._console.say(f"{name}: its workers have {grace:g} s")
@@ -285,17 +285,17 @@ class Agent:
         """A worker that SIGKILL does not end holds its GPU, and would hold the next one's: this node is of no use."""
         self._console.say(text)
         self._sick = True
-        self._events.append(Leave(time.monotonic(), "a worker hangs in the kernel"))
+        self._events.append(Leave(clock.now(), "a worker hangs in the kernel"))
 
     def _on_workers_idle(self) -> None:
         self._lone = False
         self._family.end_leftovers()
         if self._over_since is not None:
-            self._events_log.write("stopped", round=self._attempt + 1, after=round(time.monotonic() - self._over_since, 3))
+            self._events_log.write("stopped", round=self._attempt + 1, after=round(clock.now() - self._over_since, 3))
         if self._blame.stopped:
-            self._events.append(WorkersStopped(time.monotonic(), self._blame.worst))
+            self._events.append(WorkersStopped(clock.now(), self._blame.worst))
         elif not self._blame.worst:  # else the machine is told, if not yet, and asks to stop
-            self._events.append(WorkersSucceeded(time.monotonic()))
+            self._events.append(WorkersSucceeded(clock.now()))
 
     # -- what is asked for ----------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Agent:
         self._perform_all(self._machine.step(Reachable(now, self._address, self._worker_store.port)))
 
     def _worker_store_failed(self, why: str) -> None:
-        self._events.append(Leave(time.monotonic(), why))  # called in another thread: the loop sees it at its next beat
+        self._events.append(Leave(clock.now(), why))  # called in another thread: the loop sees it at its next beat
 
     def _start(self, action: Start) -> None:
         record, node_rank = action.record, action.node_rank
@@ -314,7 +314,7 @@ class Agent:
         self._world_size = record.world_size
         self._attempt = record.round - 1
         self._lone = len(record.members) == 1 and not self._config.standalone
-        self._renew(time.monotonic())
+        self._renew(clock.now())
         self._blame.begin(self._attempt, alone=record.world_size == 1)
         try:
             specs = self._specs(record, node_rank)
@@ -326,7 +326,7 @@ class Agent:
             self._started = True
             if node_rank == 0:  # after them: the import of torch would hold them up, and their first connections can wait
                 self._worker_store.serve()
-                self._events.append(Reachable(time.monotonic(), self._address, self._worker_store.port))
+                self._events.append(Reachable(clock.now(), self._address, self._worker_store.port))
         except (OSError, StartError) as error:
             rank = sum(m.slots for m in record.members[:node_rank])
             self._blame.add(ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
@@ -338,7 +338,7 @@ class Agent:
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
         nodes, workers = len(record.members), record.world_size
-        after = None if self._over_since is None else round(time.monotonic() - self._over_since, 3)
+        after = None if self._over_since is None else round(clock.now() - self._over_since, 3)
         place = {"node_rank": node_rank, "ranks": [spec.rank for spec in specs]}
         shape = {"round": record.round, "reason": record.reason, "nodes": nodes, "world_size": workers}
         self._events_log.write("round", **shape, **place, formed_after=after)
@@ -356,7 +356,7 @@ class Agent:
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace
         grace = grace if action.within is None else min(grace, action.within)
-        self._over_since = time.monotonic()
+        self._over_since = clock.now()
         self._events_log.write("stop", round=self._attempt + 1, planned=action.planned, reason=action.reason, grace=grace)
         if not self._workers.running:
             self._on_workers_idle()

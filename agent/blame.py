@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterable
 
+from elastirun import clock
 from elastirun.agent import memory
 from elastirun.agent.failures import VICTIM, explain, has_failed, make_record, read_error_file
 from elastirun.agent.logs import RunLogs
@@ -24,7 +25,7 @@ MAX_TOLD = 8  # failures of one node and round that the other nodes are told of
 
 
 class Blame:
-    """``tell_at``: when ``worst`` is to be told, on the monotonic clock; ``began``: when the set was started, seconds since the epoch."""
+    """``tell_at``: when ``worst`` is to be told, on ``elastirun.clock``; ``began``: when the set was started, seconds since the epoch."""
 
     def __init__(self, node: str, logs: RunLogs) -> None:
         self._node, self._logs = node, logs
@@ -50,7 +51,7 @@ class Blame:
     def add(self, record: ExitRecord) -> None:
         self._records.append(record)
         if not self.stopped:
-            self.tell_at = min(self.tell_at, time.monotonic() + HOLD * (record.blame == VICTIM))
+            self.tell_at = min(self.tell_at, clock.now() + HOLD * (record.blame == VICTIM))
 
     def ended(self, end: WorkerExit) -> None:
         """A worker has ended."""

@@ -13,9 +13,10 @@ import os
 import select
 import selectors
 import stat
-import time
 from collections.abc import Callable
 from contextlib import suppress
+
+from elastirun import clock
 
 _CHUNK = 4096  # PIPE_BUF: a pipe that polls writable takes so much at once, and whole
 LIMIT = 1 << 20  # bytes in a buffer from which on the log pumps stop reading
@@ -162,13 +163,13 @@ class Console:
 
         False when something is left unwritten.
         """
-        end = time.monotonic() + timeout
+        end = clock.now() + timeout
         while pending := [s for s in (self.out, self.err) if s.pending]:
             poller = select.poll()
             streams = {s.fileno(): s for s in pending}
             for fd in streams:
                 poller.register(fd, select.POLLOUT)
-            ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
+            ready = poller.poll(max(0.0, end - clock.now()) * 1000)
             if not ready:
                 return False
             for fd, _ in ready:

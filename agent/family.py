@@ -8,11 +8,11 @@ import secrets
 import selectors
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from elastirun import clock
 from elastirun.agent import guard
 from elastirun.agent.cpus import cgroup_folders
 from elastirun.errors import StartError
@@ -31,7 +31,7 @@ class Family:
         self.lease = lease
         self._selector = selector
         self._say = say
-        self.renewed = time.monotonic()  # when the guard last heard that the agent is well
+        self.renewed = clock.now()  # when the guard last heard that the agent is well
         self._held = 0.0  # the moment until which the workers may run, where the agent's being well is not enough
         self._folders: set[str] = set()
         self._own = guard.identity(os.getpid(), secrets.token_hex(8))

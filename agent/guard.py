@@ -137,6 +137,11 @@ def _start_time(pid: int) -> str:
     return "" if state in (b"Z", b"X") else fields[18].decode()
 
 
+def _now() -> float:
+    """As ``elastirun.clock.now``, which this program cannot import."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def remove(group: str) -> None:
     """The control group and those that workers have made in it. The last of the dead may still be leaving."""
     for _ in range(PASSES):
@@ -158,11 +163,11 @@ def main(agent: str, lease: float, group: str = "") -> None:
     poller.register(0, select.POLLIN)
     folders: list[bytes] = []
     rest = b""
-    deadline = time.monotonic() + lease if lease else None
+    deadline = _now() + lease if lease else None
     while True:
-        if not poller.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
+        if not poller.poll(None if deadline is None else max(0.0, deadline - _now()) * 1000):
             # An agent that stirs meanwhile may start new workers at once: those are not meant.
-            end_all(agent, group, before=time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+            end_all(agent, group, before=_now() * os.sysconf("SC_CLK_TCK"))
             poller.poll(None)  # until it stirs again, or dies
         data = os.read(0, 4096)
         if not data:
@@ -172,7 +177,7 @@ def main(agent: str, lease: float, group: str = "") -> None:
         folders += [line for line in lines if not line.startswith(LEASE)]
         if leases or b"\0" in data:
             lease = leases[-1] if leases else lease
-            deadline = time.monotonic() + lease if lease else None
+            deadline = _now() + lease if lease else None
     end_all(agent, group)
     remove(group)
     for folder in folders:

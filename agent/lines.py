@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from elastirun import clock
 from elastirun.agent.console import Console
 
 LAST_LINES = 30
@@ -113,7 +113,7 @@ class WholeLines:
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write
         self._open = b""
-        self.due = math.inf  # on the monotonic clock: when ``flush`` is to be called
+        self.due = math.inf  # on ``elastirun.clock``: when ``flush`` is to be called
         self.late = False  # was due at the last look
 
     def feed(self, data: bytes) -> None:
@@ -126,7 +126,7 @@ class WholeLines:
             self.due = math.inf
         self._open = data[end:]
         if self._open and self.due == math.inf:
-            self.due = time.monotonic() + HOLD
+            self.due = clock.now() + HOLD
 
     def flush(self) -> None:
         self._write(self._open)

@@ -179,7 +179,7 @@ class RoundLogs:
         return not any(pump.open for worker in self._workers.values() for pump in worker.pumps)
 
     def tick(self, now: float) -> float:
-        """Show what was begun long enough ago and has no end yet. Returns when to be called next, on the monotonic clock."""
+        """Show what was begun long enough ago and has no end yet. Returns when to be called next, on ``elastirun.clock``."""
         for lines in self._raw:
             if now >= lines.due and self._console.err.full:
                 lines.due = now + HOLD  # the end may be what is held up

@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
+from elastirun import clock
 from elastirun.config import Endpoint
 from elastirun.errors import StartError
 
@@ -119,10 +119,10 @@ def probe(address: str, port: int, timeout: float) -> str | None:
     numbers = resolve(address)
     if not numbers:
         return "name does not resolve"
-    deadline = time.monotonic() + timeout
+    deadline = clock.now() + timeout
     reasons = []
     for i, number in enumerate(numbers):
-        left = max(0.001, (deadline - time.monotonic()) / (len(numbers) - i))  # a silent address must not use up the others' time
+        left = max(0.001, (deadline - clock.now()) / (len(numbers) - i))  # a silent address must not use up the others' time
         reason = _probe_one(number, port, left)
         if reason is None:
             return None

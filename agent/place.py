@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from elastirun import clock
 from elastirun.agent import lodgers, net
 from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.config import Endpoint, Etcd, LaunchConfig
@@ -83,7 +83,7 @@ class Place:
     @property
     def hopeless(self) -> str:
         """Why the store that is ours to host will not be served; empty while there is hope."""
-        tried = self._cannot_host is not None and self.reached is None and time.monotonic() > self._cannot_host[0] + HOST_TRIES
+        tried = self._cannot_host is not None and self.reached is None and clock.now() > self._cannot_host[0] + HOST_TRIES
         return self._cannot_host[1] if tried and self._cannot_host else ""
 
     def own_address(self) -> str:
@@ -138,7 +138,7 @@ class Place:
             try:
                 listening = net.open_host_socket(endpoint, self.config.is_host)
             except StartError as error:
-                self._cannot_host = self._cannot_host or (time.monotonic(), str(error))
+                self._cannot_host = self._cannot_host or (clock.now(), str(error))
                 raise StoreError(str(error)) from None
             if listening is not None:
                 found = net.resolve(endpoint.host)

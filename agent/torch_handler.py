@@ -12,13 +12,13 @@ import selectors
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from elastirun import clock
 from elastirun.agent.place import Place, introduction, rules
 from elastirun.agent.worker_store import WorkerStore
 from elastirun.config import LaunchConfig
@@ -50,7 +50,7 @@ class TorchrunNode:
     def __init__(self, config: LaunchConfig, reach: Reach, error: Callable[[str, str], Exception]) -> None:
         self._reach, self._error = reach, error
         self._place = Place(config)
-        self._machine = Machine(rules(config), introduction(config), time.monotonic())
+        self._machine = Machine(rules(config), introduction(config), clock.now())
         self._events: deque[events.Event] = deque()
         self._worker_store: WorkerStore | None = None
         self._round: Start | None = None  # the one that is on
@@ -106,7 +106,7 @@ class TorchrunNode:
     # -- in our thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        exchange = Exchange(self._place.prefix, self._machine.row.id, Codec(None), time.monotonic)
+        exchange = Exchange(self._place.prefix, self._machine.row.id, Codec(None), clock.now)
         self._driver = Driver(self._place.connect, exchange, self._place.exchange_limit)
         try:
             self._loop()
@@ -120,12 +120,12 @@ class TorchrunNode:
         selector = selectors.PollSelector()
         selector.register(self._driver, selectors.EVENT_READ)
         selector.register(self._bell, selectors.EVENT_READ)
-        looked = time.monotonic()
+        looked = clock.now()
         while not self._machine.finished:
             wait = max(0.0, min(self._machine.wake, self._driver.deadline or looked + LONGEST_WAIT) - looked)
             if any(key.fileobj is self._bell for key, _ in selector.select(wait)):
                 self._bell.recv(4096)
-            overdue, looked = time.monotonic() - looked - wait, time.monotonic()
+            overdue, looked = clock.now() - looked - wait, clock.now()
             if overdue > STANDSTILL:
                 self._events.append(events.StoodStill(looked, overdue, workers_ended=False))
             while not self._asked.empty():
@@ -157,7 +157,7 @@ class TorchrunNode:
             _say(f"round {self._machine.row.round} is over: {action.reason}")
             self._round = None
             if not self._known:
-                self._events.append(events.WorkersStopped(time.monotonic()))
+                self._events.append(events.WorkersStopped(clock.now()))
         else:
             never_met = action.outcome is Outcome.TIMEOUT and self._worker_store is None
             self._end("Connection" if never_met else _ERRORS.get(action.outcome, ""), action.reason)
@@ -165,7 +165,7 @@ class TorchrunNode:
     def _start(self, start: Start, record: RoundRecord) -> None:
         count = len(record.members)
         _say(f"round {record.round}: {count} node{'s' * (count > 1)}, here node rank {start.node_rank} ({record.reason})")
-        self._round, self._known, self._began = start, False, time.monotonic()
+        self._round, self._known, self._began = start, False, clock.now()
         if start.node_rank == 0 and self._worker_store is not None:
             self._worker_store.serve()
             self._events.append(events.Reachable(self._began, self._machine.row.address, self._worker_store.port))

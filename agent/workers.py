@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import selectors
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from elastirun import clock
 from elastirun.agent.logs import RoundLogs
 from elastirun.agent.process import Process, WorkerSpec
 
@@ -42,7 +42,7 @@ class Workers:
         on_exit: Callable[[WorkerExit], None],
         on_idle: Callable[[], None],
         on_stuck: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.now,
     ) -> None:
         self._selector = selector
         self._on_exit, self._on_idle, self._on_stuck = on_exit, on_idle, on_stuck

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from elastirun import clock
+
 if TYPE_CHECKING:
     from elastirun.config import LaunchConfig
 
@@ -83,7 +85,7 @@ def reach(record: Any, node_rank: int, is_on: Callable[[], bool]) -> Any:
 
     c10d, api = importlib.import_module("torch.distributed"), importlib.import_module(API)
     head, own = record.members[0], record.members[node_rank]
-    limit = time.monotonic() + STORE_LIMIT
+    limit = clock.now() + STORE_LIMIT
     while is_on():
         try:
             at = {"host_name": head.address, "port": head.port, "timeout": timedelta(seconds=STORE_LIMIT)}
@@ -91,7 +93,7 @@ def reach(record: Any, node_rank: int, is_on: Callable[[], bool]) -> Any:
             info = api.RendezvousStoreInfo.build(node_rank, store, own.address)
             return api.RendezvousInfo(store, node_rank, len(record.members), info)
         except (RuntimeError, OSError, ValueError) as error:  # torch's Dist*Error are RuntimeErrors
-            if time.monotonic() > limit:
+            if clock.now() > limit:
                 where = f"the store of round {record.round} at {head.name} {head.address}:{head.port}"
                 return api.RendezvousConnectionError(f"{where} is out of reach: {str(error).partition(chr(10))[0]}")
             time.sleep(TRY_AGAIN)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elastirun import clock
 from elastirun.errors import ElastirunError, StoreRefused
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import clip
@@ -77,10 +77,10 @@ class Driver:
 
     @property
     def deadline(self) -> float | None:
-        """When ``give_up`` is to be called, on the monotonic clock; None while nothing is under way."""
+        """When ``give_up`` is to be called, on ``elastirun.clock``; None while nothing is under way."""
         if not self._pending:
             return None
-        look_again = time.monotonic() + LOOK_AGAIN
+        look_again = clock.now() + LOOK_AGAIN
         return min(self._line.deadline or look_again, look_again)
 
     def give_up(self, now: float) -> list[Synced | SyncFailed]:
@@ -113,10 +113,10 @@ class Driver:
         while (sync := line.requests.get()) is not None:
             try:
                 if store is None:
-                    line.connected, line.deadline = False, time.monotonic() + self._connect_limit
+                    line.connected, line.deadline = False, clock.now() + self._connect_limit
                     store = self._connect()
-                    store.watch(self._exchange.round_key, lambda: self._tell(line, Changed(time.monotonic())))
-                started = time.monotonic()
+                    store.watch(self._exchange.round_key, lambda: self._tell(line, Changed(clock.now())))
+                started = clock.now()
                 line.connected, line.deadline = True, started + self._time_limit
                 answer: Answer = self._exchange.carry_out(store, sync, started)
             except Exception as error:  # whatever it was: if this thread died, the agent would wait for ever
@@ -124,7 +124,7 @@ class Driver:
                     store.close()
                     store = None
                 why = str(error) if isinstance(error, ElastirunError) else f"{type(error).__name__}: {error}"
-                answer = SyncFailed(time.monotonic(), clip(why), refused=isinstance(error, StoreRefused))
+                answer = SyncFailed(clock.now(), clip(why), refused=isinstance(error, StoreRefused))
             line.deadline = None
             self._tell(line, answer)
         if store is not None:

@@ -29,8 +29,8 @@ class Layer:
 
 
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
-EFFECTS += ("threading", "time")
-SHARED = ("elastirun.errors", "elastirun.__version__")
+EFFECTS += ("threading", "time", "elastirun.clock")
+SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.__version__")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
     Layer("elastirun.rendezvous.driver", ("elastirun.rendezvous", *SHARED)),

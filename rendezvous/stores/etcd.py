@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastirun import clock
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd_access import Access
 from elastirun.rendezvous.stores.etcd_client import DEADLINE, LARGEST, Client, Cluster, LeaseNotFound
@@ -43,7 +43,7 @@ class Held:
 class Lease:
     id: int
     ttl: float  # seconds, as etcd has granted it
-    renewed: float  # when it was kept alive last, on the monotonic clock
+    renewed: float  # when it was kept alive last, on ``elastirun.clock``
 
 
 class Leases:
@@ -60,7 +60,7 @@ class Leases:
         """The lease to write under: kept alive if it is a third over, a new one if there is none. Errors: ``StoreError``."""
         with self._lock:
             lease = self._lease
-        now = time.monotonic()
+        now = clock.now()
         if lease is not None and now > lease.renewed + lease.ttl / 3:
             request = client.messages.LeaseKeepAliveRequest(ID=lease.id)
             if client.call_stream("Lease/LeaseKeepAlive", request).TTL > 0:

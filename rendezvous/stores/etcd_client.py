@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from elastirun import clock
 from elastirun.errors import StoreError, StoreRefused
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.stores.etcd_access import Access
@@ -140,7 +140,7 @@ class Client:
 
     def attempt(self, act: Act[T]) -> T:
         """The result of ``act`` at the first endpoint that answers. Errors: ``StoreError``, after the last try."""
-        end = time.monotonic() + self.cluster.deadline
+        end = clock.now() + self.cluster.deadline
         count = len(self.cluster.endpoints)
         problems: dict[int, tuple[str, str]] = {}  # by position: gRPC's code, and words
         renewals = 0
@@ -148,7 +148,7 @@ class Client:
             link = self.link()
             hurried = SHORT_TRY if link.answered and count > 1 else TRY if link.answered else FIRST_TRY
             limit = hurried if tried <= count else TRY
-            limit = max(0.1, min(limit, end - time.monotonic()))
+            limit = max(0.1, min(limit, end - clock.now()))
             try:
                 metadata = self._metadata(link.channel, limit)
                 result = act(link.channel, limit, metadata)
@@ -161,7 +161,7 @@ class Client:
                     continue
                 problems[link.position] = code, details
                 self.leave(link)
-            if time.monotonic() >= end:
+            if clock.now() >= end:
                 break
             if tried % count == 0:
                 pause = min(PAUSE * 2 ** (tried // count - 1), LONGEST_PAUSE)
