@@ -7,7 +7,9 @@ The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's st
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from elastirun.rendezvous import events, forming
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
@@ -84,25 +86,8 @@ class Machine:
         self._now = event.now
         self._actions = []
         self.wake = math.inf
-        if isinstance(event, events.Synced):
-            self._on_synced(event)
-        elif isinstance(event, events.SyncFailed):
-            self._on_sync_failed(event)
-        elif isinstance(event, events.StoodStill):
-            self._on_stood_still(event)
-        elif isinstance(event, events.Changed):
-            self._urgent = True
-        elif isinstance(event, events.Reachable):
-            self.row = replace(self.row, address=event.address, port=event.port)
-            self._urgent = True
-        elif isinstance(event, events.Leave):
-            self._end(Outcome.LEFT, event.reason)
-        elif isinstance(event, events.WorkersSucceeded) and self.state is RUNNING:
-            self._go(Trigger.SUCCEEDED, succeeded=self.row.round)
-        elif isinstance(event, events.WorkersFailed) and self.state is RUNNING:
-            self._on_failed(event)
-        elif isinstance(event, events.WorkersStopped) and self.state is DRAINING:
-            self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
+        if event_handler := self._ON.get(type(event)):
+            event_handler(self, event)
         # a Tick brings only the time; workers that end while they are stopped are told of by WorkersStopped
         before: object = None
         while before != (self.state, self._outcome) and not self.finished:
@@ -112,6 +97,24 @@ class Machine:
             self._DECIDE[self.state](self)
         self._sync_if_due()
         return self._actions
+
+    def _on_changed(self, event: events.Changed) -> None:
+        self._urgent = True
+
+    def _on_reachable(self, event: events.Reachable) -> None:
+        self.row = replace(self.row, address=event.address, port=event.port)
+        self._urgent = True
+
+    def _on_leave(self, event: events.Leave) -> None:
+        self._end(Outcome.LEFT, event.reason)
+
+    def _on_succeeded(self, event: events.WorkersSucceeded) -> None:
+        if self.state is RUNNING:
+            self._go(Trigger.SUCCEEDED, succeeded=self.row.round)
+
+    def _on_stopped(self, event: events.WorkersStopped) -> None:
+        if self.state is DRAINING:
+            self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
 
     def _on_synced(self, event: events.Synced) -> None:
         self._syncing = False
@@ -171,6 +174,8 @@ class Machine:
             self._end(Outcome.TIMEOUT, event.why)
 
     def _on_failed(self, event: events.WorkersFailed) -> None:
+        if self.state is not RUNNING:
+            return
         reason = forming.describe(forming.root_cause(event.failures)[0])
         self._break = Broken(Cause.FAILURE, reason, self.row.id)
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
@@ -185,6 +190,18 @@ class Machine:
             self._break = Broken(Cause.LOST, reason, self.row.id)
             self._stop(Trigger.ROUND_OVER, planned=False, reason=reason)
 
+    _ON: ClassVar[dict[type, Callable[[Machine, Any], None]]] = {
+        events.Synced: _on_synced,
+        events.SyncFailed: _on_sync_failed,
+        events.StoodStill: _on_stood_still,
+        events.Changed: _on_changed,
+        events.Reachable: _on_reachable,
+        events.Leave: _on_leave,
+        events.WorkersSucceeded: _on_succeeded,
+        events.WorkersFailed: _on_failed,
+        events.WorkersStopped: _on_stopped,
+    }
+
     # -- the states: what this node concludes from what it knows ----------------------------------------------------
 
     def _in_joining(self) -> None:
@@ -197,7 +214,12 @@ class Machine:
             return
         if self._contact is None or (self._trouble and not self._formed):
             self._wait(f"waiting for the rendezvous store: {self._trouble or 'connecting'}")
-        elif record is not None and record.open:
+        else:
+            self._join(record)
+
+    def _join(self, record: RoundRecord | None) -> None:
+        """The store answers: take part in the round that names this node, wait beside it, or form the next one."""
+        if record is not None and record.open:
             self._waiting_since = self._now
             if self._place(record) is not None and record.round > self.row.done_round:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())

@@ -1,4 +1,4 @@
-"""The layers (who may import whom) and the sizes the code must keep."""
+"""The layers (who may import whom) and the names the code must keep. Branches per function are counted by ruff."""
 
 from __future__ import annotations
 
@@ -151,16 +151,6 @@ def test_nothing_is_unpickled() -> None:
     assert found == []
 
 
-def count_lines(path: Path) -> int:
-    return len(path.read_text().splitlines())
-
-
-def test_files_are_short() -> None:
-    files = [path for _, path in sources()]
-    files += [path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    assert {str(path): lines for path in files if (lines := count_lines(path)) > 500} == {}
-
-
 def test_functions_are_short_and_classes_well_named() -> None:
     found = []
     for path in [path for _, path in sources()] + list((ROOT / "examples").rglob("*.py")):
@@ -170,11 +160,3 @@ def test_functions_are_short_and_classes_well_named() -> None:
             if isinstance(node, ast.ClassDef) and node.name.endswith(BANNED_SUFFIXES):
                 found.append(f"{path}:{node.lineno}: a class called {node.name}")
     assert found == []
-
-
-@pytest.mark.parametrize(("folder", "limit"), [("rendezvous", 1600), ("agent", 3050), ("elastirun/train", 2500)])
-def test_the_whole_stays_small(folder: str, limit: int) -> None:
-    """Lines with something on them: what somebody new has to read. Of the stores, one is enough."""
-    files = [path for path in (ROOT / folder).rglob("*.py") if path.parent.name != "stores"]
-    lines = [line for path in files for line in path.read_text().splitlines()]
-    assert sum(bool(line.strip()) for line in lines) <= limit
