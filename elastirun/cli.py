@@ -30,6 +30,7 @@ from elastirun.options import GROUPS, OPTIONS, RUN, Option, normalise
 from elastirun.parse import quote
 from elastirun.reading import Facts, Reading, Row
 from elastirun.resolve import resolve
+from elastirun.secret_files import read_secret_file
 
 TOKEN_BYTES = range(16, 4097)  # how long a secret may be
 
@@ -212,17 +213,17 @@ def _token(reading: Reading) -> bytes | None:
     if path is None:
         return None
     try:
-        with open(path, "rb") as file:
-            token, mode = file.read(TOKEN_BYTES.stop + 1).strip(), os.fstat(file.fileno()).st_mode
+        file = read_secret_file(path, TOKEN_BYTES.stop + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise UsageError(f"{label}: {quote(path)} cannot be read ({reason}); give a file with a secret") from None
+    token = file.content.strip()
     if len(token) not in TOKEN_BYTES:
         size = "too short" if len(token) < TOKEN_BYTES.start else "too long"
         limits = f"{TOKEN_BYTES.start} to {TOKEN_BYTES.stop - 1} bytes"
         raise UsageError(f"{label}: the secret in {quote(path)} is {size}; give one of {limits}, such as openssl rand -hex 32 makes")
-    if mode & 0o077:
-        reading.warn(f"{label}: others on this node can read {quote(path)}; chmod 600 it")
+    if file.advice:
+        reading.warn(f"{label}: {quote(path)}: {file.advice}")
     return token
 
 

@@ -29,8 +29,8 @@ class Layer:
 
 
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
-EFFECTS += ("threading", "time", "elastirun.clock")
-SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.__version__")
+EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.secret_files")
+SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
     Layer("elastirun.rendezvous.driver", ("elastirun.rendezvous", *SHARED)),
@@ -38,6 +38,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.train", ("torch",)),
     Layer("elastirun.errors", never=EFFECTS),
+    Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.config", SHARED, never=EFFECTS),
     Layer("elastirun", ("click",), in_functions=("torch", "psutil"), never=("elastirun.rendezvous", "elastirun.train")),  # the command line
 )

@@ -24,7 +24,7 @@ from typing import Any
 
 from elastirun.errors import StartError
 
-INSTALL = "pip install 'elastirun[etcd]'"
+INSTALL = "pip install 'etcd3==0.12.0' grpcio protobuf"
 FILES = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # in the order in which they need each other
 PACKAGE = "etcdserverpb"
 _STRING = r"""b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
