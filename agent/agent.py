@@ -23,6 +23,7 @@ from elastirun.agent.family import Family
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.place import Place, introduction, rules
 from elastirun.agent.process import WorkerSpec
+from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
 from elastirun.agent.worker_store import WorkerStore
@@ -32,7 +33,19 @@ from elastirun.errors import ExitCode, StartError, StoreError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.driver import Driver
-from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import (
+    Changed,
+    Event,
+    Leave,
+    Reachable,
+    StoodStill,
+    Synced,
+    SyncFailed,
+    Tick,
+    WorkersFailed,
+    WorkersStopped,
+    WorkersSucceeded,
+)
 from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, RoundRecord
@@ -97,6 +110,12 @@ class Agent:
         self._lease = 0.0 if config.max_nodes == 1 else max(MIN_LEASE, 2 * config.timing.expire)
         self._family = Family(config.run_id, self._lease, self._selector, self._console.say)
         stack.callback(self._family.close)
+        self._round_check = RoundCheck(self._id, self._selector, lambda: self._events.append(Changed(clock.now())))
+        stack.callback(self._round_check.close)
+        if self._round_check.folder:
+            self._family.remove_at_the_end(self._round_check.folder)
+        else:
+            self._console.say(self._round_check.trouble)
         self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector)
         stack.callback(self._logs.close)
         self._events_log = self._open_events()
@@ -216,6 +235,8 @@ class Agent:
             event = self._events.popleft()
             if isinstance(event, Synced) and self._worker_store is None:
                 self._become_reachable(event.now)
+            if isinstance(event, Synced | SyncFailed):
+                self._round_check.settle(event)
             actions = self._machine.step(event)
             self._record_news(event.now)
             self._perform_all(actions)
@@ -332,7 +353,8 @@ class Agent:
             self._blame.add(ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
 
     def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
-        here = Surroundings(self._environ, cpus.usable_cpus(), net.interface_of(self._address), self._cpu_sets, self._family.mark)
+        interface, mark = net.interface_of(self._address), self._family.mark
+        here = Surroundings(self._environ, cpus.usable_cpus(), interface, self._cpu_sets, mark, self._round_check.path)
         specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
         return [replace(spec, group=self._family.group) for spec in specs]
 

@@ -26,6 +26,7 @@ class Surroundings:
     interface: str | None  # of the route to the other nodes
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
     mark: str = ""  # ELASTIRUN_AGENT: by it the guard knows what belongs to the agent
+    socket: str = ""  # ELASTIRUN_SOCKET: where workers ask whether their round is current; empty: nowhere
 
 
 def worker_specs(
@@ -95,6 +96,7 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Sur
         "ELASTIRUN_ROUND": str(record.round),
         "ELASTIRUN_ROUND_REASON": record.reason,
         "ELASTIRUN_FENCE": record.fence,
+        "ELASTIRUN_SOCKET": here.socket,
         "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
     unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -26,6 +26,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastirun.train import is_current
+
 HELD_OUT = 450  # images that are never trained on
 
 
@@ -76,12 +78,18 @@ def make_model() -> nn.Module:
 
 
 def save(path: Path, state: dict[str, object]) -> None:
-    """Replace the checkpoint in one step: a crash at any moment leaves the old one or the new one, whole and on the disk."""
+    """Replace the checkpoint in one step: a crash at any moment leaves the old one or the new one, whole and on the disk.
+
+    A node that was cut off may not know yet that the others went on without it. Then its checkpoint is not the job's any more.
+    """
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # no two writers share it
     with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+    if not is_current(timeout=60.0):
+        temporary.unlink()
+        raise RuntimeError("another round has taken the place of this one; its checkpoint is not published")
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)  # the new name, too

@@ -37,6 +37,7 @@ EVERYWHERE = {
     "ELASTIRUN_ROUND": "5",
     "ELASTIRUN_ROUND_REASON": "c joined",
     "ELASTIRUN_FENCE": "store:5",
+    "ELASTIRUN_SOCKET": "/tmp/socket",
     "ELASTIRUN_DEADLINE": "30",
 }
 PER_NODE = {"LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS"}
@@ -62,7 +63,7 @@ def specs(
     """The workers of a node with ``config`` fitted to its place in the round."""
     member = record.members[node_rank]
     config = replace(config, nproc=member.slots, role=member.role)
-    here = Surroundings(environ or {}, cpus, "eth1", cpu_sets=cpu_sets, mark="run-1")
+    here = Surroundings(environ or {}, cpus, "eth1", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket")
     return worker_specs(config, record, node_rank, here, lambda local: f"/logs/{local}/error.json")
 
 

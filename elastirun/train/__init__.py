@@ -1,8 +1,9 @@
 """The training core: what a worker may use to train on changing worlds. It needs torch, and knows nothing of the launcher."""
 
 from .control import Agreement
+from .current import is_current
 from .ddp import DistributedDataParallel
-from .errors import Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, TrainError
+from .errors import Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 
 __all__ = [
     "Agreement",
@@ -12,5 +13,7 @@ __all__ = [
     "OutsideForward",
     "PeerLost",
     "ReductionFailed",
+    "RoundUnknown",
     "TrainError",
+    "is_current",
 ]

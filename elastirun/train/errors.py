@@ -4,6 +4,7 @@
     ├── ModelMismatch      the ranks do not hold the same parameters: which one, and what each rank has
     ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's forward
     ├── Diverged           the replicas' parameters are no longer the same: the first one, and the ranks
+    ├── RoundUnknown       nobody could tell whether this worker's round is still the current one (``is_current``)
     └── ReductionFailed    the ranks could not add up their gradients; the module wants a new process group (``set_group``)
         └── PeerLost       … because a process is gone: which rank
 
@@ -27,6 +28,10 @@ class OutsideForward(TrainError):
 
 class Diverged(TrainError):
     """Replicas that must be equal are not."""
+
+
+class RoundUnknown(TrainError):
+    """The agent, or the rendezvous store behind it, did not answer in time: the round may be current or not."""
 
 
 class ReductionFailed(TrainError):
