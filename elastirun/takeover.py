@@ -1,0 +1,123 @@
+"""Run another launcher with elastirun in torchrun's place: ``python -m elastirun.takeover accelerate launch ... train.py``.
+
+Some launchers call torchrun from inside: ``accelerate launch``, ``fabric run``, ``tune run``. They build its arguments and call
+``torch.distributed.run.run(args)`` or ``main(argv)`` in their own process. Here these two functions replace the process by elastirun
+with the same arguments, and everything before them (configuration files, environment variables) stays the launcher's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from elastirun.errors import ExitCode, UsageError
+
+_USAGE = "usage: python -m elastirun.takeover (COMMAND | -m MODULE | FILE.py) [ARGUMENTS...]"
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # where the package elastirun is
+# Unlike "-m elastirun", without the working folder in sys.path: a user's module there must not stand in for one of the launcher's.
+_START = f"import sys; sys.path[:] = [*filter(None, sys.path), {_FOLDER!r}]; from elastirun.__main__ import main; main()"
+_SCRIPT = ("training_script", "training_script_args")  # positional; the second takes all the rest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the launcher named in ``argv`` (None: this process' arguments). Returns only when it did not call torchrun."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        start = _entry(arguments)
+        take_over()
+        start()
+    except UsageError as error:
+        print(f"elastirun.takeover: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    print(f"elastirun.takeover: {arguments[0]} ended without calling torch.distributed.run, so elastirun did not run", file=sys.stderr)
+    return ExitCode.OK
+
+
+def take_over() -> None:
+    """From now on ``run`` and ``main`` of ``torch.distributed.run`` replace this process by elastirun.
+
+    Call it before a launcher is imported: ``from torch.distributed.run import run`` keeps what it finds. Raises UsageError without torch.
+    """
+    try:
+        from torch.distributed import run as torchrun
+    except ImportError as error:
+        raise UsageError(f"torch cannot be imported ({error}); pip install torch") from None
+    parser = torchrun.get_args_parser  # type: ignore[attr-defined,unused-ignore]
+
+    def run(args: argparse.Namespace) -> NoReturn:
+        environ = dict(os.environ)
+        _become_elastirun(arguments(args, parser(), environ), environ)
+
+    def main(args: Sequence[str] | None = None) -> NoReturn:
+        _become_elastirun(list(sys.argv[1:] if args is None else args), dict(os.environ))
+
+    torchrun.run, torchrun.main = run, main  # type: ignore[attr-defined,unused-ignore]
+
+
+def arguments(args: argparse.Namespace, parser: argparse.ArgumentParser, environ: dict[str, str]) -> list[str]:
+    """The command line that ``parser`` reads as ``args``: only what differs from its defaults, so that defaults stay elastirun's.
+
+    A flag that a variable sets and ``args`` does not cannot be written on a command line: its variable in ``environ`` becomes 0.
+    """
+    line: list[str] = []
+    for action in parser._actions:  # there is no public way to ask a parser for its options
+        value = getattr(args, action.dest, action.default)
+        if not action.option_strings or action.dest == "help" or value is None or value == action.default:
+            continue
+        if action.nargs != 0:
+            if str(value) != str(action.default):
+                line.append(f"{_longest(action)}={_text(value)}")
+        elif value:
+            line.append(_longest(action))
+        else:
+            environ[f"PET_{action.dest.upper()}"] = "0"
+    script, rest = (getattr(args, name, None) for name in _SCRIPT)
+    local_rank = [] if getattr(args, "use_env", True) else ["--local-rank=${local_rank}"]  # torch.distributed.launch
+    return [*line, str(script), *local_rank, *map(str, rest or ())]
+
+
+def _longest(action: argparse.Action) -> str:
+    return max(action.option_strings, key=len).replace("_", "-")
+
+
+def _text(value: Any) -> str:
+    """A value as it stands on a command line; lists are comma-separated there, and a comma in an item is doubled."""
+    if isinstance(value, list | tuple):
+        return ",".join(str(item).replace(",", ",,") for item in value)
+    return str(value)
+
+
+def _become_elastirun(line: list[str], environ: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-c", _START, *line], environ)
+
+
+def _entry(arguments: list[str]) -> Callable[[], object]:
+    """What starts the launcher. Sets ``sys.argv`` to what it would find there. Raises UsageError when there is no such launcher."""
+    if not arguments or arguments == ["-m"]:
+        raise UsageError(f"no launcher is named; {_USAGE}")
+    name, rest = arguments[0], arguments[1:]
+    if name == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = rest
+        return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    sys.argv = arguments
+    if name.endswith(".py") and os.path.isfile(name):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
+        return lambda: runpy.run_path(name, run_name="__main__")
+    found = importlib.metadata.entry_points(group="console_scripts", name=name)
+    if not found:
+        raise UsageError(f"no package of {sys.executable} installs a command {name!r}; give one that does, -m MODULE, or a file.py")
+    return lambda: next(iter(found)).load()()
+
+
+if __name__ == "__main__":
+    if sys.path[0] == os.getcwd():  # "python -m" put it there; the launcher's own command would not have it
+        del sys.path[0]
+    sys.exit(main())
