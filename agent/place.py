@@ -47,6 +47,7 @@ def rules(config: LaunchConfig) -> Rules:
         fixed_ranks=config.fixed_ranks,
         private=config.standalone,
         lasting=config.etcd is not None,
+        hosted=config.etcd is None and config.endpoint is not None,
         join_timeout=timing.join_timeout,
         last_call=timing.last_call,
         debounce=timing.debounce,

@@ -148,7 +148,13 @@ def _float(value: Any) -> float:
     return value
 
 
-_SCALARS: dict[Any, Build] = {str: _text, int: _int, float: _float}
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise BadRecord(": not true or false")
+    return value
+
+
+_SCALARS: dict[Any, Build] = {str: _text, int: _int, float: _float, bool: _flag}
 
 
 def _int_in(allowed: range) -> Build:

@@ -29,6 +29,7 @@ class Rules:
     fixed_ranks: bool = False
     private: bool = False  # no other agent can reach the store
     lasting: bool = False  # the store outlives its jobs
+    hosted: bool = False  # one of the job's agents should serve the store
     join_timeout: float = 600.0
     last_call: float = 5.0
     debounce: float = 1.0
@@ -130,6 +131,9 @@ def form(
     if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
         return _give_up(rules, record, causes)
     ready = candidates(record, rows, silent)
+    waiting = _without_host(rules, record, rows, ready, silent, now, over_since)
+    if waiting is not None:
+        return waiting
     chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
     missing = _missing(rules, chosen, ready)
     if missing:
@@ -173,6 +177,31 @@ def _may_still_work(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow],
     if len(record.members) < 2 or any(_has_said_over(m, record, rows) for m in record.members):
         return 0.0
     return rules.longest_alone - min(quiet(m.id) for m in record.members)
+
+
+def _without_host(
+    rules: Rules,
+    record: RoundRecord,
+    rows: dict[str, NodeRow],
+    ready: list[NodeRow],
+    silent: Callable[[str], bool],
+    now: float,
+    over_since: float,
+) -> Forming | None:
+    """The decision to wait for the node whose agent serves the store; None when it can take part, or no node says that it is the host.
+
+    Every round includes the store's host, so no round goes on once its store is gone: see docs/decisions/0009.
+    """
+    hosts = [row for row in rows.values() if row.hosts]
+    if not hosts:
+        until = over_since + rules.expire
+        first = rules.hosted and not rules.private and record.round == 0
+        return Forming(None, "waiting for the node that hosts the store", check_again=until) if first and now < until else None
+    if any(row in ready for row in hosts):
+        return None
+    host = hosts[0]
+    state = "has left" if host.status is Status.LEFT else "is silent" if silent(host.id) else "is not ready yet"
+    return Forming(None, f"waiting for {names([host])}, which hosts the store and {state}")
 
 
 def _missing(rules: Rules, chosen: list[NodeRow], ready: list[NodeRow]) -> str:

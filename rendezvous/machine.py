@@ -119,6 +119,7 @@ class Machine:
     def _on_synced(self, event: events.Synced) -> None:
         self._syncing = False
         self.hosting = event.hosting
+        self.row = replace(self.row, hosts=event.hosting and not self.rules.private)
         self._failed = 0
         if self._trouble or event.now - event.started > self.rules.expire / 2:
             self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))
@@ -243,7 +244,7 @@ class Machine:
         if holder is not None and self._now >= beside + 2 * self.rules.expire:
             place = f"--node-rank={self.row.node_rank} is held by {forming.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
-        elif len(record.members) >= self.rules.max_nodes:
+        elif len(record.members) >= self.rules.max_nodes and not self.row.hosts:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
         elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
@@ -462,9 +463,12 @@ class Machine:
         return {**self.rows, self.row.id: self.row}
 
     def _rows_that_count(self, record: RoundRecord) -> dict[str, NodeRow]:
-        """All rows but those that an agent may have left behind when it died while it waited: they prove to be alive first."""
+        """All rows but those that an agent may have left behind when it died while it waited: they prove to be alive first.
+
+        The store's host need not: its store answers.
+        """
         members = {m.id for m in record.members} | {self.row.id}
-        return {i: row for i, row in self._with_own().items() if i in members or self._live.proven(i)}
+        return {i: row for i, row in self._with_own().items() if i in members or row.hosts or self._live.proven(i)}
 
     def _somebody_is_new(self, record: RoundRecord) -> bool:
         """A node waits of which we do not know yet whether it lives: its next keep-alive will show."""

@@ -23,7 +23,7 @@ def arrival_order(row: NodeRow) -> tuple[bool, int, list[tuple[int, int | str]],
 
 
 def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int, fixed: bool) -> list[NodeRow]:
-    """The rows that make the next round, in node rank order; at most ``limit``.
+    """The rows that make the next round, in node rank order; at most ``limit``, and the store's host among them.
 
     ``fixed``: the node rank is the wish and nothing else; of several nodes with one wish the one that had the place keeps it.
     """
@@ -32,12 +32,17 @@ def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int
     newcomers = sorted(rows.values(), key=arrival_order)
     if fixed:
         places: dict[int, NodeRow] = {}
-        for row in [s for s in survivors if s] + newcomers:
+        for row in sorted([s for s in survivors if s] + newcomers, key=lambda row: not row.hosts):
             if row.node_rank is not None and 0 <= row.node_rank < limit:
                 places.setdefault(row.node_rank, row)
         return [places[r] for r in sorted(places)]
     room = max(0, limit - sum(s is not None for s in survivors))
     waiting = newcomers[:room]
+    host = next((row for row in newcomers[room:] if row.hosts), None)
+    if host is not None and waiting:
+        waiting[-1] = host  # the store's host has a place in every round: the last newcomer yields
+    elif host is not None and survivors:
+        survivors[max(i for i, s in enumerate(survivors) if s is not None)] = host
     placed = [s if s is not None else (waiting.pop(0) if waiting else None) for s in survivors]
     return [row for row in placed + waiting if row is not None][:limit]
 

@@ -71,6 +71,7 @@ class NodeRow:
     succeeded: int = 0  # the round in which all its workers succeeded
     note: str = ""  # why it leaves or drains, for people
     failures: tuple[ExitRecord, ...] = ()  # of the round it was in last
+    hosts: bool = False  # its agent serves the store: every round includes it, see docs/decisions/0009
 
 
 @dataclass(frozen=True)

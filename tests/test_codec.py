@@ -56,6 +56,8 @@ def a_value(rng: random.Random, kind: Any, name: str = "") -> Any:
     if kind is int:
         allowed = RANGES.get(name, range(-MAX_INT, MAX_INT + 1))
         return rng.choice([allowed[0], allowed[-1], rng.choice(range(1, 4000)), allowed[0] + rng.randrange(allowed[-1] - allowed[0])])
+    if kind is bool:
+        return rng.random() < 0.5
     if kind is float:
         return rng.choice([0.0, -0.0, 0.1, 1e-300, -1.5, float(MAX_INT), rng.uniform(-1e9, 1e9), rng.random()])
     if kind is str:
@@ -86,7 +88,7 @@ def test_every_record_comes_back_as_it_was(cls: type[Any], using: Codec) -> None
 def test_the_spelling_is_what_other_versions_expect() -> None:
     """When this fails because a field was added or means something else, ``FORMAT`` must rise."""
     assert PLAIN.encode(KEY, NodeRow("i", "n", "a", 1, 2, node_rank=3)) == (
-        b'{"address":"a","done_round":0,"failures":[],"id":"i","name":"n","node_rank":3,"note":"","port":1,"role":"default",'
+        b'{"address":"a","done_round":0,"failures":[],"hosts":false,"id":"i","name":"n","node_rank":3,"note":"","port":1,"role":"default",'
         b'"round":0,"seq":1,"slots":2,"status":"joining","succeeded":0,"v":1}'
     )
     record = dataclasses.replace(ROUND, members=MEMBERS[:1], broken=Broken(Cause.LOST, "é", "i", ("j",)), closed=None)

@@ -112,6 +112,31 @@ MUTANTS = (
         *("forming", "    if left > 0:\n", "    if False:\n"),
         *("forming", "a_round_of_which_nothing_is_heard_is_given_the_time_to_stop_by_itself"),
     ),
+    mutant(
+        "no round without the node that hosts the store",
+        *("forming", "    if waiting is not None:\n", "    if False:\n"),
+        *("host", "nobody_takes_the_place_of_a_silent_host"),
+    ),
+    mutant(
+        "the store's host has a place in a full round, too",
+        *("ranks", "if row.hosts), None)", "if False), None)"),
+        *("host", "the_host_has_a_place_in_a_full_round_too"),
+    ),
+    mutant(
+        "of two nodes with one fixed rank the host has it",
+        *("ranks", "key=lambda row: not row.hosts", "key=lambda row: 0"),
+        *("host", "of_two_nodes_with_one_fixed_rank_the_host_has_it"),
+    ),
+    mutant(
+        "the first round waits for the row of the host",
+        *("forming", "if first and now < until else None", "if False else None"),
+        *("host", "the_first_round_waits_for_the_row_of_the_host_and_not_for_ever"),
+    ),
+    mutant(
+        "a host that comes late is no spare",
+        *("machine", ">= self.rules.max_nodes and not self.row.hosts:", ">= self.rules.max_nodes:"),
+        *("host", "a_host_that_comes_late_is_no_spare"),
+    ),
     # Who is silent.
     mutant(
         "a slow answer does not count against the others",
@@ -181,7 +206,7 @@ MUTANTS = (
     ),
     mutant(
         "a spare disturbs nobody",
-        *("machine", "if len(record.members) >= self.rules.max_nodes:", "if False:"),
+        *("machine", "if len(record.members) >= self.rules.max_nodes and not self.row.hosts:", "if False:"),
         *("machine", "a_spare_waits_without_disturbing_and_steps_in"),
     ),
     mutant(

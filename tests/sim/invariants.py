@@ -112,7 +112,7 @@ def _start(world: World, node: Node, start: Start) -> None:
     late = [m.name for m in record.members if record.round not in by_id[m.id].ready_for]
     _must(not late, f"round {record.round} starts before {late} were ready")
     complete = {n.working.fence for n in world.nodes if n.working and _complete(world, n.working)}
-    if not world.hosted:  # of a store that lost what it held nothing is promised; one that an agent hosts takes its round along
+    if not world.hosted:  # nothing is promised of a store that lost what it held; one that an agent hosts takes its round along
         complete = {fence for fence in complete if fence.startswith(record.store_id)}
     _must(len(complete) <= 1, f"{sorted(complete)} can both make progress")
 

@@ -272,7 +272,7 @@ class World:
     def __init__(self, seed: int = 0, rules: Rules | None = None, hosted: bool = False, **changes: object) -> None:
         self.t = 0.0
         self.random = random.Random(seed)
-        self.rules = replace(rules or Rules(1, 3), **changes)  # type: ignore[arg-type]
+        self.rules = replace(rules or Rules(1, 3), hosted=hosted, **changes)  # type: ignore[arg-type]
         self.hosted = hosted
         self.data: dict[str, bytes] = {}
         self.store_up = True
