@@ -13,6 +13,7 @@ import signal
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from elastirun import clock
 from elastirun.agent import cpus, failures, lodgers, net
@@ -20,7 +21,7 @@ from elastirun.agent.blame import Blame
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog, changes
 from elastirun.agent.family import Family
-from elastirun.agent.logs import RunLogs
+from elastirun.agent.logs import END_LIMIT, RunLogs
 from elastirun.agent.place import Place, introduction, rules
 from elastirun.agent.process import WorkerSpec
 from elastirun.agent.round_check import RoundCheck
@@ -55,6 +56,7 @@ SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was sig
 MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
 STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
 FLUSH = 5.0  # seconds to get the last words out
+LOGS_LIMIT = 2.0  # seconds for a round's log files, in which the loop waits; after STANDSTILL the others may miss this node
 
 _EXIT_CODES = {
     Outcome.SUCCEEDED: ExitCode.OK,
@@ -116,7 +118,8 @@ class Agent:
             self._family.remove_at_the_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
-        self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector)
+        logs_limit = min(LOGS_LIMIT, 0.4 * config.timing.expire)
+        self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector, logs_limit)
         stack.callback(self._logs.close)
         self._events_log = self._open_events()
         stack.callback(self._events_log.close)
@@ -143,9 +146,7 @@ class Agent:
     def _open_events(self) -> EventLog:
         policy = self._config.logs
         also = self._console.say if policy.event_log == "console" else None
-        directory = self._logs.directory if policy.log_dir is not None else None
-        path = f"{directory}/events.jsonl" if directory else None
-        return EventLog(self._id, self._name, path, also)
+        return EventLog(self._id, self._name, self._logs.events_file(), also)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -341,6 +342,8 @@ class Agent:
             specs = self._specs(record, node_rank)
             self._announce(record, node_rank, specs)
             logs = self._logs.open_round(self._attempt, specs, self._world_size)
+            if not self._logs.error_file(self._attempt, 0):
+                specs = self._specs(record, node_rank)  # once more, without the error files that could not be made
             if self._logs.temporary:
                 self._family.remove_at_the_end(self._logs.temporary)
             self._workers.start(specs, logs)
@@ -401,6 +404,7 @@ class Agent:
         elif finish.outcome is not Outcome.SUCCEEDED and not self._signum:
             self._console.say(f"giving up: {finish.reason}")
             self._leave_error_file(finish.reason, ())
+        self._logs.disk.drain(END_LIMIT)
         self._console.flush(FLUSH)
         if self._machine.hosting and not self._config.standalone and not self._signum:
             self._stay_for_lodgers()
@@ -428,7 +432,7 @@ class Agent:
     def _leave_error_file(self, reason: str, records: tuple[ExitRecord, ...]) -> None:
         if path := self._environ.get("TORCHELASTIC_ERROR_FILE"):
             try:
-                failures.write_error_file(path, reason, records)
+                self._logs.disk.call(partial(failures.write_error_file, path, reason, records), END_LIMIT)
             except OSError as error:
                 self._console.say(f"cannot write TORCHELASTIC_ERROR_FILE {path}: {error.strerror}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from functools import partial
 
 from elastirun import clock
 from elastirun.agent import memory
@@ -76,4 +77,4 @@ class Blame:
 
     def _error(self, local_rank: int) -> tuple[str, ...] | None:
         path = self._logs.error_file(self._attempt, local_rank)
-        return read_error_file(path) if path else None
+        return self._logs.in_time(partial(read_error_file, path), None) if path else None

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
+from elastirun.agent.log_files import LogFile
 from elastirun.rendezvous.records import RoundRecord
 
 FORMAT = 1  # raised when a field changes its meaning
 
 
 class EventLog:
-    """Appends to ``path`` (None: no file) and hands each line to ``also`` (the console, when asked for)."""
+    """Appends to ``file`` (None: no file) and hands each line to ``also`` (the console, when asked for)."""
 
-    def __init__(self, node: str, name: str, path: str | None = None, also: Callable[[str], None] | None = None) -> None:
+    def __init__(self, node: str, name: str, file: LogFile | None = None, also: Callable[[str], None] | None = None) -> None:
         self._who = {"node": node, "name": name}
-        self._also = also
-        self._fd = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file, self._also = file, also
 
     def write(self, event: str, **fields: object) -> None:
-        """One line; a full disk loses the line, not the job."""
+        """Write one line; a full or hanging disk loses the line, not the job."""
         line = json.dumps({"v": FORMAT, "time": time.time(), "mono": time.monotonic(), "event": event, **self._who, **fields})
-        if self._fd is not None:
-            with suppress(OSError):
-                os.write(self._fd, line.encode() + b"\n")
+        if self._file is not None:
+            self._file.write(line.encode() + b"\n")
         if self._also is not None:
             self._also(line)
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def changes(old: RoundRecord | None, new: RoundRecord) -> list[tuple[str, Mapping[str, object]]]:

@@ -1,20 +1,17 @@
-"""A worker's bytes as lines: the last ones kept, whole ones passed on, files that may be capped."""
+"""A worker's bytes as lines: the last ones kept, whole ones passed on."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from elastirun import clock
-from elastirun.agent.console import Console
+from elastirun.agent.log_files import MAX_LINE, LogFile
 
 LAST_LINES = 30
 LAST_LINE_BYTES = 500
-MAX_LINE = 64 * 1024  # bytes; a longer line may be cut
 HOLD = 0.5  # seconds that the beginning of a line may wait for its end
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 
@@ -43,64 +40,6 @@ class LastLines:
 
 def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2][:LAST_LINE_BYTES]
-
-
-class LogFile:
-    """An append-only file of the agent. A write that fails is told once and dropped: a full disk must not end a training.
-
-    ``limit`` (bytes, at least ``MAX_LINE``; 0: none): before it would grow beyond, it becomes ``<path>.1``, in place of an older
-    one, and a new one is begun; at the end of a line, unless that is longer than ``MAX_LINE``.
-    """
-
-    def __init__(self, path: str, console: Console, limit: int = 0) -> None:
-        self._path, self._console, self._limit = path, console, limit
-        self._fd = open_log(path)
-        self._size = self._line = 0  # where its end is, and where its last line begins
-        self._told = False
-
-    def write(self, data: bytes) -> None:
-        try:
-            while self._limit and self._size + len(data) > self._limit:
-                data = self._turn(data)
-            self._append(data)
-        except OSError as exc:
-            if not self._told:
-                self._told = True
-                self._console.say(f"cannot write {self._path}: {exc.strerror}; output that does not fit is lost there")
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _append(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            done = os.write(self._fd, view)
-            self._size += done
-            view = view[done:]
-        if end := data.rfind(b"\n") + 1:
-            self._line = self._size - len(data) + end
-
-    def _turn(self, data: bytes) -> bytes:
-        """Write the lines that still fit, begin a new file, and return what is to go there."""
-        room = self._limit - self._size
-        cut = data.rfind(b"\n", 0, room) + 1
-        begun = 0 if cut else self._size - self._line  # of the last line, to be taken along
-        if not cut and (begun == self._size or begun > MAX_LINE):
-            cut, begun = room, 0
-        self._append(data[:cut])
-        taken = os.pread(self._fd, begun, self._size - begun)
-        os.ftruncate(self._fd, self._size - begun)
-        with suppress(FileNotFoundError):  # somebody has taken it away
-            os.replace(self._path, f"{self._path}.1")
-        fd = open_log(self._path)
-        os.close(self._fd)
-        self._fd, self._size, self._line = fd, 0, 0
-        return taken + data[cut:]
-
-
-def open_log(path: str) -> int:
-    """A descriptor that appends to ``path``, which only the owner may read."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 class WholeLines:

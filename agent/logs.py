@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import selectors
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from string import Template
+from typing import Protocol, TypeVar
 
-from elastirun.agent.console import Console, Stream
-from elastirun.agent.lines import HOLD, LastLines, LogFile, PrefixedLines, WholeLines, open_log
+from elastirun.agent.console import Console
+from elastirun.agent.disk import DiskThread
+from elastirun.agent.lines import HOLD, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.log_files import LogFile, close_all, make_run_folder, open_all, tail
 from elastirun.agent.process import WorkerSpec
 from elastirun.config import LogPolicy, Std
 from elastirun.errors import StartError, UsageError
 
-_TAIL = 16 * 1024  # read of a redirected file for its last lines
+T = TypeVar("T")
+
+START_LIMIT = 10.0  # seconds for the run's folder, before this node takes part in anything
+END_LIMIT = 3.0  # seconds for what is still to be written when the agent ends
 _READ = 64 * 1024
 _MAX_DRAIN = 1 << 20  # read at a worker's exit, in case some other process keeps on writing
 _NOWHERE = Path(os.devnull)
+_NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 
 
 class Way(Enum):
@@ -56,8 +61,17 @@ def way_of(policy: LogPolicy, local_rank: int, stream: Std, shown: bool) -> Way:
     return Way.RAW if shown else Way.QUIET
 
 
+class Gate(Protocol):
+    """Where a worker's output goes, and which may ask the pumps to wait."""
+
+    @property
+    def full(self) -> bool: ...
+
+    def when_room(self, resume: Callable[[], None]) -> None: ...
+
+
 class Pump:
-    """The agent's end of one worker pipe: passes what comes to each of ``to``, and stops while ``console`` holds us back."""
+    """The agent's end of one worker pipe: passes what comes to each of ``to``, and stops while one of ``gates`` is full."""
 
     def __init__(
         self,
@@ -65,10 +79,10 @@ class Pump:
         fd: int,
         to: Sequence[Callable[[bytes], None]],
         lines: PrefixedLines | WholeLines | None,
-        console: Stream | None,
+        gates: Sequence[Gate],
         on_end: Callable[[], None],
     ) -> None:
-        self._selector, self._fd, self._to, self._lines, self._console = selector, fd, to, lines, console
+        self._selector, self._fd, self._to, self._lines, self._gates = selector, fd, to, lines, gates
         self._on_end = on_end
         self.open = True
         self._reading = False
@@ -76,7 +90,7 @@ class Pump:
         self._resume()
 
     def drain(self) -> None:
-        """Read what is there although the console may be full, up to a limit, and end the last line: the worker has ended."""
+        """Read what is there although a gate may be full, up to a limit, and end the last line: the worker has ended."""
         read = 0
         while self.open and read < _MAX_DRAIN and (count := self._read()):
             read += count
@@ -97,11 +111,12 @@ class Pump:
     def _ready(self, mask: int) -> None:
         if not self.open:
             return
-        if self._console is not None and self._console.full:
-            self._pause()
-            self._console.when_room(self._resume)
-        else:
-            self._read()
+        for gate in self._gates:
+            if gate.full:
+                self._pause()
+                gate.when_room(self._resume)
+                return
+        self._read()
 
     def _read(self) -> int:
         """Bytes read; 0 when there are none now, or no more ever."""
@@ -142,19 +157,30 @@ class _Worker:
 class RoundLogs:
     """The output of the workers of one round; made by ``RunLogs.open_round``."""
 
-    def __init__(self, policy: LogPolicy, console: Console, selector: selectors.BaseSelector, attempt_dir: str | None) -> None:
-        self._policy, self._console, self._selector = policy, console, selector
+    def __init__(
+        self,
+        policy: LogPolicy,
+        console: Console,
+        selector: selectors.BaseSelector,
+        disk: DiskThread,
+        opened: dict[str, int],
+        attempt_dir: str | None,
+    ) -> None:
+        """``opened``: a descriptor of every file of ``files_of``, ours from now on."""
+        self._policy, self._console, self._selector, self._disk = policy, console, selector, disk
+        self._opened = opened
         self._dir = attempt_dir
         self._workers: dict[int, _Worker] = {}
         self._raw: list[WholeLines] = []
-        self._opened: list[LogFile] = []
+        self._written: list[LogFile] = []
         self._filtered: dict[Std, LogFile] = {}
         self.on_drained: Callable[[], None] = lambda: None
 
-    def add(self, spec: WorkerSpec, prefix: str, files: str | None, shown: bool) -> None:
+    def add(self, spec: WorkerSpec, prefix: str, ways: Mapping[Std, Way]) -> None:
+        files = None if self._dir is None else f"{self._dir}/{spec.local_rank}"
         worker = self._workers[spec.local_rank] = _Worker(prefix.encode(errors="backslashreplace"), files)
-        for stream in (Std.OUT, Std.ERR):
-            self._route(worker, way_of(self._policy, spec.local_rank, stream, shown), stream)
+        for stream, way in ways.items():
+            self._route(worker, way, stream)
 
     def descriptors(self, local_rank: int) -> tuple[int | None, int | None]:
         """Standard output and error for a worker; None: the agent's own."""
@@ -196,26 +222,29 @@ class RoundLogs:
             for pump in worker.pumps:
                 pump.drain()
                 pump.close()
-        for file in self._opened:
+        for file in self._written:
             file.close()
-        self._opened.clear()
+        self._written.clear()
+        if self._opened:  # not needed after all
+            self._disk.submit(partial(close_all, self._opened))
+            self._opened = {}
         self._raw.clear()
         self._console.relax()
 
+    def stderr_file(self, local_rank: int) -> str | None:
+        """Where stderr goes without passing through us."""
+        return self._workers[local_rank].stderr_file
+
     def last_lines(self, local_rank: int) -> tuple[str, ...]:
-        worker = self._workers[local_rank]
-        if worker.stderr_file is not None:
-            worker.last = LastLines()
-            worker.last.feed(_tail(worker.stderr_file))
-        return worker.last.lines()
+        """The last lines of stderr that have passed through us."""
+        return self._workers[local_rank].last.lines()
 
     def _route(self, worker: _Worker, way: Way, stream: Std) -> None:
-        name = "stdout" if stream is Std.OUT else "stderr"
-        path = None if worker.files is None else f"{worker.files}/{name}.log"
+        path = None if worker.files is None else f"{worker.files}/{_NAMES[stream]}.log"
         if way is Way.DEVNULL:
             worker.given[stream] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        elif way is Way.FILE and path is not None:
-            worker.given[stream] = open_log(path)
+        elif way is Way.FILE and path in self._opened:
+            worker.given[stream] = self._opened.pop(path)
             worker.stderr_file = path if stream is Std.ERR else worker.stderr_file
         elif way is not Way.INHERIT:
             self._pipe(worker, way, stream, path)
@@ -233,54 +262,74 @@ class RoundLogs:
             lines = PrefixedLines(worker.prefix, screen.pass_on, [os.fsencode(needle) for needle in needles], copy)
         if lines is not None:
             to.append(lines.feed)
-        if way in (Way.TEE, Way.CAPPED) and path is not None:
-            to.append(self._open(path).write)
+        gates: list[Gate] = [] if lines is None else [screen]
+        if (file := self._log_file(path)) is not None:
+            to.append(file.write)
+            gates.append(self._disk)
         if stream is Std.ERR:
             to.append(worker.last.feed)
         ours, worker.given[stream] = os.pipe()
-        worker.pumps.append(Pump(self._selector, ours, to, lines, None if lines is None else screen, self._pump_ended))
+        worker.pumps.append(Pump(self._selector, ours, to, lines, gates, self._pump_ended))
 
     def _filter_file(self, stream: Std) -> LogFile | None:
-        if self._dir is not None and stream not in self._filtered:
-            self._filtered[stream] = self._open(f"{self._dir}/filtered_{'stdout' if stream is Std.OUT else 'stderr'}.log")
+        if stream not in self._filtered and (file := self._log_file(f"{self._dir}/filtered_{_NAMES[stream]}.log")) is not None:
+            self._filtered[stream] = file
         return self._filtered.get(stream)
 
-    def _open(self, path: str) -> LogFile:
-        self._opened.append(LogFile(path, self._console, self._policy.limit))
-        return self._opened[-1]
+    def _log_file(self, path: str | None) -> LogFile | None:
+        """The file at ``path``; None when none was opened there."""
+        if path not in self._opened:
+            return None
+        self._written.append(LogFile(path, self._opened.pop(path), self._disk, self._policy.limit))
+        return self._written[-1]
 
     def _pump_ended(self) -> None:
         if self.drained:
             self.on_drained()
 
 
+def files_of(policy: LogPolicy, attempt_dir: str, ways: Mapping[int, Mapping[Std, Way]]) -> tuple[list[str], list[str]]:
+    """Folders to make, outermost first, and files to open for the workers whose streams go these ``ways``, by local rank. Pure."""
+    folders = [attempt_dir, *(f"{attempt_dir}/{local_rank}" for local_rank in ways)]
+    kept = (Way.FILE, Way.CAPPED, Way.TEE)
+    files = [f"{attempt_dir}/{i}/{_NAMES[stream]}.log" for i, own in ways.items() for stream, way in own.items() if way in kept]
+    filters = {Std.OUT: policy.stdout_filters, Std.ERR: policy.stderr_filters}
+    teed = {stream for own in ways.values() for stream, way in own.items() if way is Way.TEE and filters[stream]}
+    return folders, files + [f"{attempt_dir}/filtered_{_NAMES[stream]}.log" for stream in teed]
+
+
 class RunLogs:
-    """The logs of one agent's whole life: the directories, and the output of one round after the other.
+    """The logs of one agent's whole life: the folders, and the output of one round after the other.
 
-    ``<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``, for the owner's eyes only.
-    Without ``log_dir``: a directory under the system's temporary one, kept and told when something is redirected or teed,
-    else only for the error files and gone after ``close``. With ``log_dir`` /dev/null: no files at all.
-    ``<log_dir>/latest`` is a link to the run that has begun last.
+    ``<log_dir>/<run_id>_<node>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``, for the owner's eyes only
+    unless ``--log-mode`` says otherwise. Without ``log_dir``: a folder under the system's temporary one, kept and named in a line
+    when something is redirected or teed, else only for the error files and gone after ``close``. With ``log_dir`` /dev/null: no
+    files at all. ``<log_dir>/.latest/<node>`` is a link to that node's newest run.
 
-    Raises UsageError when ``log_dir`` cannot be a directory, StartError when one cannot be made.
+    A round whose files cannot be made, or not within ``limit`` seconds, has none; a line says so and the workers run all the same.
+    Raises UsageError when ``log_dir`` cannot be a folder.
     """
 
-    def __init__(self, policy: LogPolicy, run_id: str, host: str, console: Console, selector: selectors.BaseSelector) -> None:
-        self._policy, self._run_id, self._host = policy, run_id, host
+    def __init__(
+        self, policy: LogPolicy, run_id: str, host: str, console: Console, selector: selectors.BaseSelector, limit: float = 2.0
+    ) -> None:
+        self._policy, self._run_id, self._host, self._limit = policy, run_id, host, limit
         self._console, self._selector = console, selector
+        self.disk = DiskThread(selector, console.say)
         self._run_dir: str | None = None
-        self._private = False  # the run directory is for error files only, and temporary
+        self._begun = False
+        streams = (std for std_map in (policy.redirects, policy.tee) for std in (std_map.default, *dict(std_map.by_rank).values()))
+        self._private = policy.log_dir is None and not any(streams)  # the run's folder is for error files only, and temporary
         self._round: RoundLogs | None = None
         self._last_attempt_dir: str | None = None
+        self._without_files: int | None = None  # the attempt whose files could not be made
         log_dir = policy.log_dir
         if log_dir is not None and log_dir != _NOWHERE and log_dir.exists() and not log_dir.is_dir():
             raise UsageError(f"--log-dir {log_dir}: this is not a directory; name another one")
 
     @property
     def directory(self) -> str | None:
-        """Where this run's files are kept, made at the latest now when there is a ``log_dir``; None when nothing is kept."""
-        if self._policy.log_dir is not None:
-            self._make_run_dir()
+        """Where this run's files are kept; None when nothing is kept."""
         return None if self._private else self._run_dir
 
     @property
@@ -288,48 +337,107 @@ class RunLogs:
         """The folder of error files that nobody asked to keep."""
         return self._run_dir if self._private else None
 
+    def begin(self) -> None:
+        """Make the run's folder. Raises StartError when that fails: nothing runs yet, so nothing is lost by saying so."""
+        if self._begun or self._policy.log_dir == _NOWHERE:
+            return
+        make = partial(make_run_folder, self._policy.log_dir, self._run_id, self._host, self._policy.mode)
+        try:
+            self._run_dir = self.disk.call(make, START_LIMIT)
+        except OSError as exc:
+            if not self._private:  # else no error files then; stderr tells the story too
+                raise StartError(f"cannot make a directory for the workers' logs: {_why(exc)}; set --log-dir") from exc
+        self._begun = True
+        if self._policy.log_dir is None and not self._private:
+            self._console.say(f"no --log-dir given: the workers' logs are kept in {self._run_dir}")
+
+    def events_file(self) -> LogFile | None:
+        """Open events.jsonl; None: there is no ``log_dir``. Raises StartError as ``begin`` does."""
+        self.begin()
+        if self._policy.log_dir is None or self._run_dir is None:
+            return None
+        path = f"{self._run_dir}/events.jsonl"
+        try:
+            opened = self.disk.call(partial(open_all, (), (path,), self._policy.mode), START_LIMIT, close_all)
+        except OSError as exc:
+            raise StartError(f"cannot make {path}: {_why(exc)}; set --log-dir") from exc
+        return LogFile(path, opened[path], self.disk)
+
     def error_file(self, attempt: int, local_rank: int) -> str:
-        """The path for TORCHELASTIC_ERROR_FILE, in a directory that ``open_round`` makes; empty: there are no files."""
-        base = self._make_run_dir()
-        return "" if base is None else f"{base}/attempt_{attempt}/{local_rank}/error.json"
+        """The path for TORCHELASTIC_ERROR_FILE, in a folder that ``open_round`` makes; empty: there are no files."""
+        self.begin()
+        gone = self._run_dir is None or attempt == self._without_files
+        return "" if gone else f"{self._run_dir}/attempt_{attempt}/{local_rank}/error.json"
 
     def open_round(self, attempt: int, specs: Sequence[WorkerSpec], world_size: int | None = None) -> RoundLogs:
-        """Make the directories, files and pipes of a round. ``attempt`` must not have been used before.
+        """Make the folders, files and pipes of a round. ``attempt`` must not have been used before.
 
-        ``world_size``: of the whole job; None: these are all. Raises StartError when the system refuses one.
+        ``world_size``: of the whole job; None: these are all. Raises StartError when the system refuses a pipe.
         """
-        base = self._make_run_dir()
-        attempt_dir = None if base is None else f"{base}/attempt_{attempt}"
-        if self._private and self._last_attempt_dir is not None:
-            shutil.rmtree(self._last_attempt_dir, ignore_errors=True)  # its error files have been read
+        self.begin()
+        ways = {spec.local_rank: self._ways(spec, world_size or len(specs)) for spec in specs}
+        attempt_dir = None if self._run_dir is None else f"{self._run_dir}/attempt_{attempt}"
+        if self._private and self._last_attempt_dir is not None:  # its error files have been read
+            self.disk.submit(partial(shutil.rmtree, self._last_attempt_dir, ignore_errors=True))
+        opened: dict[str, int] = {}
+        if attempt_dir is not None:
+            folders, files = files_of(self._policy, attempt_dir, ways)
+            try:
+                opened = self.disk.call(partial(open_all, folders, files, self._policy.mode), self._limit, close_all)
+            except OSError as exc:
+                self._do_without(attempt, attempt_dir, exc)
+                attempt_dir = None
         self._last_attempt_dir = attempt_dir
-        self._round = logs = RoundLogs(self._policy, self._console, self._selector, attempt_dir)
+        self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, attempt_dir)
         try:
-            self._make_directory(attempt_dir)
             for spec in specs:
-                worker_dir = None if attempt_dir is None else f"{attempt_dir}/{spec.local_rank}"
-                self._make_directory(worker_dir)
-                shown = self._policy.shows(spec.local_rank, spec.rank, world_size or len(specs))
-                logs.add(spec, self._prefix(spec), worker_dir, shown)
+                logs.add(spec, self._prefix(spec), ways[spec.local_rank])
         except OSError as exc:
             logs.finish()
             raise StartError(f"cannot open the workers' logs: {exc}") from exc
         return logs
 
     def tick(self, now: float) -> float:
-        """See ``RoundLogs.tick``."""
-        return math.inf if self._round is None else self._round.tick(now)
+        """See ``RoundLogs.tick`` and ``DiskThread.tick``."""
+        due = self.disk.tick()
+        return min(math.inf if due is None else due, math.inf if self._round is None else self._round.tick(now))
 
     def last_lines(self, local_rank: int) -> tuple[str, ...]:
         """The last lines of stderr of that worker of the latest round, as far as they have been read."""
-        return self._round.last_lines(local_rank) if self._round is not None else ()
+        if self._round is None:
+            return ()
+        path = self._round.stderr_file(local_rank)
+        if path is None:
+            return self._round.last_lines(local_rank)
+        last = LastLines()
+        last.feed(self.in_time(partial(tail, path), b""))
+        return last.lines()
+
+    def in_time(self, read: Callable[[], T], default: T) -> T:
+        """Read from the disk; ``default`` when that fails or takes too long."""
+        try:
+            return self.disk.call(read, self._limit)
+        except OSError:
+            return default
 
     def close(self) -> None:
         """Close what is open; remove the error files that nobody asked to keep."""
         if self._round is not None:
             self._round.finish()
         if self._private and self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self.disk.submit(partial(shutil.rmtree, self._run_dir, ignore_errors=True))
+        self.disk.close(END_LIMIT)
+
+    def _do_without(self, attempt: int, attempt_dir: str, error: OSError) -> None:
+        """The workers run without the round's files: redirected streams keep their last lines only, teed ones the console."""
+        self._without_files = attempt
+        if not self._private or isinstance(error, TimeoutError):
+            lost = "" if self._private else "; their output is not kept in files, training goes on"
+            self._console.say(f"cannot make the workers' logs in {attempt_dir}: {_why(error)}{lost}")
+
+    def _ways(self, spec: WorkerSpec, world_size: int) -> dict[Std, Way]:
+        shown = self._policy.shows(spec.local_rank, spec.rank, world_size)
+        return {stream: way_of(self._policy, spec.local_rank, stream, shown) for stream in _NAMES}
 
     def _prefix(self, spec: WorkerSpec) -> str:
         if self._policy.prefix_template is None:
@@ -337,51 +445,6 @@ class RunLogs:
         role = spec.env.get("ROLE_NAME", "default")
         return Template(self._policy.prefix_template).safe_substitute(role_name=role, rank=spec.rank, local_rank=spec.local_rank)
 
-    def _make_run_dir(self) -> str | None:
-        """The run's directory, made when first needed; None: no files."""
-        policy = self._policy
-        if self._run_dir is not None or policy.log_dir == _NOWHERE:
-            return self._run_dir
-        wanted = any(std for std_map in (policy.redirects, policy.tee) for std in (std_map.default, *dict(std_map.by_rank).values()))
-        self._private = policy.log_dir is None and not wanted
-        name = re.sub(r"[^\w.-]", "_", self._run_id)[:100] + "_"
-        try:
-            base = Path(tempfile.gettempdir()) if policy.log_dir is None else policy.log_dir
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._run_dir = tempfile.mkdtemp(prefix=name if policy.log_dir else f"elastirun_{name}", dir=base.absolute())
-        except OSError as exc:
-            if self._private:
-                return None  # no error files then; stderr tells the story too
-            raise StartError(f"cannot make a directory for the workers' logs: {exc}; set --log-dir") from exc
-        if policy.log_dir is not None:
-            self._link_latest(self._run_dir)
-        elif wanted:
-            self._console.say(f"no --log-dir given: the workers' logs are kept in {self._run_dir}")
-        return self._run_dir
 
-    def _link_latest(self, run_dir: str) -> None:
-        """Point ``latest`` at this run; it may be missing, and what somebody else has put there stays."""
-        base, name = os.path.split(run_dir)
-        link = f"{base}/latest"
-        with suppress(OSError):
-            if os.path.islink(link) or not os.path.lexists(link):
-                os.symlink(name, f"{run_dir}/latest")
-                os.rename(f"{run_dir}/latest", link)  # there is always one, the old or the new
-
-    def _make_directory(self, path: str | None) -> None:
-        try:
-            if path is not None:
-                os.mkdir(path, 0o700)
-        except OSError:
-            if not self._private:
-                raise
-
-
-def _tail(path: str) -> bytes:
-    """The last ``_TAIL`` bytes of a file; nothing when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            return file.read(_TAIL)
-    except OSError:
-        return b""
+def _why(error: OSError) -> str:
+    return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)

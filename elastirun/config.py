@@ -96,6 +96,7 @@ class LogPolicy:
     event_log: str = "null"  # "null", "console", "jsonl"
     show: tuple[tuple[int, int], ...] | None = None  # first and last of the global ranks that reach the console; below 0: from the end
     limit: int = 0  # bytes beyond which no log file grows; 0: none
+    mode: int = 0o600  # permissions of log files; folders can be entered by those who may read
 
     def shows(self, local_rank: int, rank: int, world_size: int) -> bool:
         """Whether this worker's output reaches the console."""

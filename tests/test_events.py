@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from dataclasses import replace
@@ -38,7 +39,7 @@ def test_each_change_of_the_record_is_told_once() -> None:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "latest" / "events.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / ".latest" / os.uname().nodename / "events.jsonl").read_text().splitlines()]
 
 
 def test_a_life_with_a_failure_a_loss_and_a_signal_as_the_page_describes_it(nodes: Cluster) -> None:

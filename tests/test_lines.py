@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import selectors
 import time
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.console import Console
-from elastirun.agent.lines import HOLD, LAST_LINES, MAX_LINE, LastLines, LogFile, PrefixedLines, WholeLines
+from elastirun.agent.disk import DiskThread
+from elastirun.agent.lines import HOLD, LAST_LINES, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.log_files import MAX_LINE, LogFile, open_log
 
 
 def lines_of(*data: bytes) -> tuple[str, ...]:
@@ -91,19 +91,24 @@ def test_a_progress_bar_and_a_very_long_line_do_not_wait(data: bytes) -> None:
 
 
 @pytest.fixture
-def console() -> Iterator[Console]:
-    with selectors.PollSelector() as selector, open(os.devnull, "w") as nowhere:
-        made = Console(selector, nowhere.fileno(), nowhere.fileno())
+def disk() -> Iterator[DiskThread]:
+    with selectors.PollSelector() as selector:
+        made = DiskThread(selector, pytest.fail)
         yield made
-        made.close()
+        made.close(60)
+        assert not selector.get_map()
+
+
+def log_file(path: Path, disk: DiskThread, limit: int = 0) -> LogFile:
+    return LogFile(str(path), open_log(str(path)), disk, limit)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_file_with_a_limit_keeps_the_newest_lines_whole(console: Console, tmp_path: Path, seed: int) -> None:
+def test_a_file_with_a_limit_keeps_the_newest_lines_whole(disk: DiskThread, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     path, older = tmp_path / "log", tmp_path / "log.1"
     limit = rng.choice([MAX_LINE, MAX_LINE + 1, 100_000])
-    file = LogFile(str(path), console, limit)
+    file = log_file(path, disk, limit)
     sizes = rng.choice([[0, 1, 80], [2000], [30_000, 60_000, MAX_LINE - 20], [5, 40_000]])
     text = b"".join(b"%d " % i + b"x" * rng.choice(sizes) + b"\n" for i in range(5 * limit // (sum(sizes) // len(sizes) + 5)))
     at = 0
@@ -111,8 +116,10 @@ def test_a_file_with_a_limit_keeps_the_newest_lines_whole(console: Console, tmp_
         size = rng.choice([1, 100, 4096, 65536, 131072]) if len(text) - at < 300_000 else 65536
         file.write(text[at : at + size])
         at += size
+        disk.drain(60)
         assert path.stat().st_size <= limit and (not older.exists() or older.stat().st_size <= limit)
     file.close()
+    disk.drain(60)
     kept = older.read_bytes() + path.read_bytes()
     assert older.read_bytes().endswith(b"\n") and older.stat().st_size > limit - MAX_LINE
     assert text.endswith(kept) and kept[:1].isdigit() and text[-len(kept) - 1 :][:1] == b"\n", "nothing torn, nothing lost between"
@@ -120,43 +127,44 @@ def test_a_file_with_a_limit_keeps_the_newest_lines_whole(console: Console, tmp_
 
 
 @pytest.mark.parametrize("size", [1000, 65536, 1 << 20])
-def test_a_line_without_end_is_cut(console: Console, tmp_path: Path, size: int) -> None:
-    file = LogFile(str(tmp_path / "log"), console, 100_000)
+def test_a_line_without_end_is_cut(disk: DiskThread, tmp_path: Path, size: int) -> None:
+    file = log_file(tmp_path / "log", disk, 100_000)
     for _ in range((1 << 20) // size):
         file.write(b"x" * size)
     file.write(b"\nend\n")
     file.close()
+    disk.drain(60)
     kept = (tmp_path / "log.1").read_bytes() + (tmp_path / "log").read_bytes()
     assert kept == b"x" * (len(kept) - 5) + b"\nend\n" and 100_000 <= len(kept) <= 200_000
 
 
-def test_a_file_that_somebody_has_taken_away(console: Console, tmp_path: Path) -> None:
-    file = LogFile(str(tmp_path / "log"), console, MAX_LINE)
+def test_a_file_that_somebody_has_taken_away(disk: DiskThread, tmp_path: Path) -> None:
+    file = log_file(tmp_path / "log", disk, MAX_LINE)
     file.write(b"x" * 60_000 + b"\n")
+    disk.drain(60)
     (tmp_path / "log").unlink()
     file.write(b"y" * 60_000 + b"\n")
     file.close()
+    disk.drain(60)
     assert (tmp_path / "log").read_bytes() == b"y" * 60_000 + b"\n"
 
 
-def test_without_a_limit_a_file_grows(console: Console, tmp_path: Path) -> None:
-    file = LogFile(str(tmp_path / "log"), console)
+def test_without_a_limit_a_file_grows(disk: DiskThread, tmp_path: Path) -> None:
+    file = log_file(tmp_path / "log", disk)
     for _ in range(40):
         file.write(b"x" * 9999 + b"\n")
     file.close()
+    disk.drain(60)
     assert (tmp_path / "log").stat().st_size == 400_000 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_full_disk_is_told_once() -> None:
-    selector = selectors.PollSelector()
-    ours, theirs = os.pipe()
-    console = Console(selector, theirs, theirs)
-    file = LogFile("/dev/full", console)
-    file.write(b"x")
-    file.write(b"x")
-    file.close()
-    assert console.flush(5)
-    assert os.read(ours, 4096) == b"elastirun: cannot write /dev/full: No space left on device; output that does not fit is lost there\n"
-    console.close()
-    os.close(ours)
-    os.close(theirs)
+    said: list[str] = []
+    with selectors.PollSelector() as selector:
+        disk = DiskThread(selector, said.append)
+        file = log_file(Path("/dev/full"), disk)
+        file.write(b"x")
+        file.write(b"x")
+        file.close()
+        disk.close(60)
+    assert said == ["cannot write /dev/full: No space left on device; output that does not fit is lost there"]

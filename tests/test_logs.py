@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import math
 import os
 import re
@@ -69,7 +70,7 @@ def run(loop: Loop, *specs: Any) -> tuple[bytes, bytes]:
 
 def files(base: Path) -> dict[str, bytes]:
     """Every file of the one run below ``base``."""
-    (run_dir,) = (path for path in base.iterdir() if path.name != "latest")
+    (run_dir,) = (path for path in base.iterdir() if path.name != ".latest")
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
@@ -219,42 +220,51 @@ def test_each_round_has_its_own_directory_for_the_owner_alone(make: Callable[...
     found = files(tmp_path / "logs")
     assert [found[f"attempt_{n}/0/stdout.log"] for n in range(2)] == [b"round 0", b"round 1"]
     assert [found[f"attempt_{n}/0/error.json"] for n in range(2)] == [b"!", b"!"]
-    with pytest.raises(StartError, match="attempt_1"):
-        loop.logs.open_round(1, [spec("")])
     assert found == files(tmp_path / "logs")
-    (run_dir,) = (path for path in (tmp_path / "logs").iterdir() if path.name != "latest")
-    assert re.fullmatch(r"job_\w+", run_dir.name) and loop.logs.directory == str(run_dir)
-    assert os.readlink(tmp_path / "logs" / "latest") == run_dir.name
+    (run_dir,) = (path for path in (tmp_path / "logs").iterdir() if path.name != ".latest")
+    assert re.fullmatch(r"job_host_\w+", run_dir.name) and loop.logs.directory == str(run_dir)
+    assert (tmp_path / "logs" / ".latest" / "host").samefile(run_dir)
     for path in [tmp_path / "logs", *run_dir.parent.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0 or path.name == "error.json"  # that one is the worker's own
 
 
-def test_latest_is_a_link_to_the_run_that_has_begun_last(tmp_path: Path) -> None:
-    def begin() -> Path:
+def test_each_node_has_a_link_to_its_newest_run_where_no_glob_follows(tmp_path: Path) -> None:
+    def begin(node: str = "n0") -> Path:
         with selectors.PollSelector() as selector:
-            return Path(RunLogs(LogPolicy(log_dir=tmp_path), "job", "host", Console(selector), selector).error_file(0, 0)).parents[2]
+            logs = RunLogs(LogPolicy(log_dir=tmp_path), "job", node, Console(selector), selector)
+            run_dir = Path(logs.error_file(0, 0)).parents[2]
+            logs.close()
+            (run_dir / "stdout.log").touch()
+            return run_dir
 
-    latest = tmp_path / "latest"
-    for _ in range(3):
+    latest = tmp_path / ".latest" / "n0"
+    for _ in range(2):
         run_dir = begin()
-        assert os.readlink(latest) == run_dir.name and list(run_dir.iterdir()) == []
+        assert latest.samefile(run_dir)
+    other = begin("n/1")
+    assert other.name.startswith("job_n_1_") and latest.samefile(run_dir) and (latest.parent / "n_1").samefile(other)
+    assert len(glob.glob(f"{tmp_path}/**/*.log", recursive=True)) == 3, "no file twice"
     latest.unlink()
     latest.symlink_to("gone")
     assert begin().samefile(latest)
     latest.unlink()
     latest.write_text("mine")
-    begin()
+    assert [path.name for path in begin().iterdir()] == ["stdout.log"]
     assert latest.read_text() == "mine"
     latest.unlink()
     latest.mkdir()
-    assert list(begin().iterdir()) == [] and list(latest.iterdir()) == []
+    begin()
+    assert list(latest.iterdir()) == []
 
 
-def test_a_run_id_is_no_path(tmp_path: Path) -> None:
-    selector = selectors.PollSelector()
-    logs = RunLogs(LogPolicy(log_dir=tmp_path), "../a b" + "x" * 300, "host", Console(selector), selector)
-    path = Path(logs.error_file(0, 0))
-    assert path.parents[3] == tmp_path and path.parents[2].name.startswith(".._a_bxxx")
+@pytest.mark.parametrize("run_id", ["../a b" + "x" * 300, "\u8bad" * 90, "\udcff" * 90])
+def test_a_run_id_is_no_path_and_a_name_has_255_bytes(tmp_path: Path, run_id: str) -> None:
+    with selectors.PollSelector() as selector:
+        logs = RunLogs(LogPolicy(log_dir=tmp_path), run_id, "\u8bad" * 40, Console(selector), selector)
+        path = Path(logs.error_file(0, 0))
+        logs.close()
+    name = path.parents[2].name
+    assert path.parents[3] == tmp_path and name.startswith((".._a_bxxx", "\u8bad" * 33, "_" * 90))
 
 
 def test_without_a_directory_the_error_files_are_temporary(
@@ -294,17 +304,24 @@ def test_no_files_at_all(make: Callable[..., Loop], tmp_path: Path, monkeypatch:
 
 def test_directories_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    selector = selectors.PollSelector()
-    console = Console(selector)
     with pytest.raises(UsageError, match="file: this is not a directory"):
-        RunLogs(LogPolicy(log_dir=tmp_path / "file"), "job", "host", console, selector)
-    below = RunLogs(LogPolicy(log_dir=tmp_path / "file" / "below"), "job", "host", console, selector)
+        begin(LogPolicy(log_dir=tmp_path / "file"))
     with pytest.raises(StartError, match="cannot make a directory"):
-        below.error_file(0, 0)
+        begin(LogPolicy(log_dir=tmp_path / "file" / "below"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    assert RunLogs(LogPolicy(), "job", "host", console, selector).error_file(0, 0) == ""  # does without
+    assert begin(LogPolicy()) == ""  # does without
     with pytest.raises(StartError, match="cannot make a directory"):
-        RunLogs(LogPolicy(tee=ALL), "job", "host", console, selector).error_file(0, 0)
+        begin(LogPolicy(tee=ALL))
+
+
+def begin(policy: LogPolicy) -> str:
+    """The error file of a run that begins with ``policy``."""
+    with selectors.PollSelector() as selector:
+        logs = RunLogs(policy, "job", "host", Console(selector), selector)
+        try:
+            return logs.error_file(0, 0)
+        finally:
+            logs.close()
 
 
 # ---- the console

@@ -69,7 +69,7 @@ def script(nodes: Cluster, code: str) -> str:
 
 def one_run(folder: Path) -> dict[str, str]:
     """Every log file of the latest run below ``folder``."""
-    latest = folder / "latest"
+    (latest,) = (folder / ".latest").iterdir()
     return {str(path.relative_to(latest)): path.read_text() for path in latest.rglob("*.log*")}
 
 
@@ -152,7 +152,7 @@ def test_logs_are_for_the_owner_alone_and_each_round_has_its_own(nodes: Cluster)
     assert done.returncode == 0, done.stderr
     kept = one_run(folder)
     assert (kept["attempt_0/0/stdout.log"], kept["attempt_1/0/stdout.log"]) == ("1\n", "2\n")
-    assert (folder / "latest" / "events.jsonl").exists()
+    assert (folder / ".latest" / os.uname().nodename / "events.jsonl").exists()
     for path in [folder, *folder.rglob("*")]:
         if not path.is_symlink():
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path

@@ -64,6 +64,11 @@ class Loop:
         self.workers.start(specs, self.logs.open_round(self.attempt, specs))
         self.attempt += 1
 
+    @property
+    def watched(self) -> int:
+        """Descriptors that the selector watches, but for the one by which the disk's thread wakes the loop."""
+        return len(self.selector.get_map()) - 1
+
     def once(self, timeout: float) -> int:
         """One turn of the loop; the number of events."""
         events = self.selector.select(timeout)
@@ -79,12 +84,14 @@ class Loop:
             self.once(0.05 if deadline is None else min(0.05, max(0.0, deadline - self.clock())))
             if deadline is not None and self.clock() >= deadline:
                 self.workers.tick(self.clock())
+            self.logs.disk.tick()
 
     def run_all(self, *specs: WorkerSpec) -> list[WorkerExit]:
         """Start these, wait for all; their exits by local rank."""
         self.exits.clear()
         self.start(*specs)
         self.run(lambda: not self.workers.running)
+        self.logs.disk.drain(60)  # the files are complete
         return sorted(self.exits, key=lambda end: end.local_rank)
 
     def close(self) -> None:
@@ -395,7 +402,7 @@ def test_when_one_cannot_be_started_none_is_left(loop: Loop, monkeypatch: pytest
         with pytest.raises(OSError, match="cannot start local rank 2 of 4 workers: Resource temporarily unavailable") as caught:
             loop.start(*specs)
     assert caught.value.errno == errno.EAGAIN
-    assert not loop.workers.running and not loop.selector.get_map() and loop.exits == []
+    assert not loop.workers.running and loop.watched == 0 and loop.exits == []
     assert len(os.listdir("/proc/self/fd")) == fds
     with pytest.raises(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
@@ -425,7 +432,7 @@ def test_a_worker_that_survives_sigkill_is_reported_and_given_up(
     assert slow.idle == 1
     for survivor in (pid, other):  # when they die after all, they are reaped and nobody is told
         os.kill(survivor, signal.SIGKILL)
-    slow.run(lambda: not slow.selector.get_map())
+    slow.run(lambda: not slow.watched)
     assert len(slow.exits) == 3 and slow.idle == 1
 
 
