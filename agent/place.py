@@ -226,7 +226,7 @@ class Place:
         """Put the job on the store's list, and find out whether its workers may use the store too: only where it is the job's own."""
         host, job = lodgers.register(store, self.config.run_id), self.config.run_id
         if self.config.meet_at_endpoint and not host and self._here is None:
-            raise StoreError(f"the agent that hosts the store at {endpoint} has only just begun")
+            raise StoreError(f"no agent has said yet that it hosts the store at {endpoint}")
         if host not in ("", job):
             known = f"the store is hosted by the agent of job {host!r}"
             self.notices.append(f"warning: {known}: should that agent die, this job ends with it")
