@@ -69,15 +69,28 @@ def listen_on(address: str) -> socket.socket:
         raise StartError(_why_not(error)) from error
 
 
+def host_address(endpoint: Endpoint, is_host: bool | None) -> str | None:
+    """The address that ``open_host_socket`` would listen on: "" for every interface, None for nowhere."""
+    if is_host is False:
+        return None
+    addresses, hidden = _look_up(endpoint.host)
+    own = "" if hidden else next((address for address in addresses if is_own(address)), None)
+    return "" if own is None and is_host else own
+
+
+def local_address(host: str) -> str:
+    """The first address of ``host`` that is ours, else the loopback."""
+    return next((address for address in resolve(host) if is_own(address)), "127.0.0.1")
+
+
 def open_local_socket(endpoint: Endpoint, option: str) -> socket.socket:
     """The listening socket for a job of one node: on the first address of ``endpoint`` that is ours, else on the loopback.
 
     Raises StartError when the port may not be used.
     """
     try:
-        for address in (*resolve(endpoint.host), "127.0.0.1"):
-            if (listener := _listen(address, endpoint.port)) is not None:
-                return listener
+        if (listener := _listen(local_address(endpoint.host), endpoint.port)) is not None:
+            return listener
     except OSError as error:
         raise StartError(_why_not(error, option)) from error
     raise StartError(f"cannot listen on {endpoint}: this machine has no such address, and no loopback")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from elastirun import clock
 from elastirun.agent import lodgers, net
+from elastirun.agent.listening import EVERYWHERE
 from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.agent.worker_store import SharedStore, WorkerStore
 from elastirun.config import Endpoint, Etcd, LaunchConfig
@@ -59,7 +60,7 @@ def rules(config: LaunchConfig) -> Rules:
     )
 
 
-_EVERYWHERE = "listens on every interface of this machine"
+_EVERYWHERE = f"listens on {EVERYWHERE}"
 
 
 @dataclass(frozen=True)

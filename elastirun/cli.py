@@ -114,9 +114,11 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     for warning in reading.warnings:
         _say(f"warning: {warning}")
     if dry_run:
+        from elastirun.agent import listening
         from elastirun.agent.spec import command_line
 
-        return _show(report(config, reading.rows(), command_line(config.command, reading.environ)))
+        argv = command_line(config.command, reading.environ)
+        return _show(report(config, reading.rows(), argv, listening.describe(config)))
     return config
 
 
@@ -263,8 +265,8 @@ def count_devices(kind: str) -> int | None:
 # --- --dry-run
 
 
-def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str]) -> str:
-    """The resolved configuration and a worker's ``argv`` as a table for people; no secret in it."""
+def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str], listening: Sequence[str] = ()) -> str:
+    """The resolved configuration, where this node would listen and a worker's ``argv``, for people; no secret in it."""
     shown = [row for row in rows if row.option not in ("--dry-run", "--version")]
     widths = [max(len(row.option) for row in shown), min(40, max(len(row.value) for row in shown))]
     groups = {option.name: title for title, options in GROUPS.items() for option in options}
@@ -274,5 +276,6 @@ def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str]) -> st
         if title not in lines:
             lines += ["", title]
         lines.append(f"  {row.option:{widths[0]}}  {row.value:{widths[1]}}  {row.source}")
+    lines += ["", *(f"listens: {line}" for line in listening)]
     each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"
-    return "\n".join([*lines, "", f"{each}: {shlex.join(argv)}", "Nothing was started."])
+    return "\n".join([*lines, f"{each}: {shlex.join(argv)}", "Nothing was started."])
