@@ -22,7 +22,7 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from elastirun import __version__, early
+from elastirun import __version__, early, standard_streams
 from elastirun.agent.cpus import usable_cpus
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import ElastirunError, ExitCode, StartError, UsageError
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         status = ExitCode.signalled(signal.SIGINT)
     except Exception:
-        traceback.print_exc()
+        standard_streams.write("stderr", traceback.format_exc())
         _say("this is a bug in elastirun; please report it with the lines above")
         status = ExitCode.BUG
     if isinstance(prepared, LaunchConfig):
         # The interpreter's own way out would wait for, or abort on, threads that torch's store is still busy in.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        standard_streams.flush()
         os._exit(status)
+    standard_streams.flush()
     sys.exit(status)
 
 
@@ -123,19 +123,15 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
 
 
 def _say(text: str) -> None:
-    print("elastirun: " + " ".join(text.splitlines()), file=sys.stderr, flush=True)
+    standard_streams.write("stderr", f"elastirun: {' '.join(text.splitlines())}\n")
 
 
 def _show(text: str) -> int:
     """Print what was asked for, and return the exit status."""
-    try:
-        print(text, flush=True)
-    except OSError as error:  # elastirun --help | head, a full disk
-        sys.stdout = open(os.devnull, "w")  # so that nothing is flushed once more at exit
-        if not isinstance(error, BrokenPipeError):
-            _say(f"cannot write to stdout: {error.strerror}")
-        return ExitCode.FAILED
-    return ExitCode.OK
+    error = standard_streams.write("stdout", f"{text}\n")
+    if error is not None and not isinstance(error, BrokenPipeError):  # not elastirun --help | head
+        _say(f"cannot write to stdout: {error.strerror}")
+    return ExitCode.OK if error is None else ExitCode.FAILED
 
 
 # --- click
