@@ -38,6 +38,10 @@ class PrivateEtcd:
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen([*ties, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def check(self) -> None:
         """Raises ``StoreError`` with its last words when it has ended."""
         code = self._process.poll()

@@ -1,9 +1,8 @@
-from elastirun import early, standard_streams
+from elastirun import early
 
 
 def main() -> None:
     early.obey()
-    standard_streams.open_closed()
     from elastirun import cli  # imports click and much else
 
     cli.main()

@@ -15,7 +15,6 @@ import pytest
 
 from benchmarks.lab import ELASTIRUN
 from benchmarks.orphans import MOMENTS, PHASES, Case, run
-from elastirun.agent import guard
 from elastirun.agent.family import _own_group
 from elastirun.rendezvous.stores import tcp
 from tests.cluster import PATIENCE, Cluster, Worker, cluster, dies, kill
@@ -210,22 +209,3 @@ def test_an_emptied_environment_hides_nothing_where_there_are_control_groups(nod
     while own.exists():
         assert time.monotonic() < deadline, "the control group is still there"
         time.sleep(0.01)
-
-
-def test_a_process_in_the_middle_of_exec_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For that moment its environment is empty."""
-    process = subprocess.Popen(["sleep", "1000"], env={**os.environ, "ELASTIRUN_AGENT": "1-2-exec"})
-    empty, read = [process.pid], guard._read
-    monkeypatch.setattr(guard, "_read", lambda pid, name: b"" if pid in empty and not empty.remove(pid) else read(pid, name))
-    try:
-        assert guard.end_all("1-2-exec", group="") == 1
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
-
-
-def test_marks_name_every_agent_above_and_a_reused_pid_is_another_agent() -> None:
-    own = guard.identity(os.getpid(), "r")
-    assert guard.is_alive(own) and not guard.is_alive(own.replace(str(os.getpid()) + "-", f"{os.getpid()}-9", 1))
-    assert guard.marks(b"A=1\0ELASTIRUN_AGENT=1-2-x,3-4-y\0B=2\0") == ["1-2-x", "3-4-y"]
-    assert guard.marks(b"XELASTIRUN_AGENT=1\0") == [] and guard.value_of("A", b"") == ""

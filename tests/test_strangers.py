@@ -1,0 +1,316 @@
+"""What an agent ends is what its workers started, however well hidden, and nothing else. Real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastirun.agent.family import _own_group
+from tests.cluster import Cluster, Worker, cluster, dies, kill
+
+root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
+REPORT = """
+import ctypes, json, os, signal, socket, subprocess, sys, threading
+s = socket.socket(socket.AF_UNIX)
+s.connect(os.environ["TEST_SOCKET"])
+def report(**more):
+    s.sendall(json.dumps({**os.environ, "pid": os.getpid(), **more}).encode() + bytes([10]))
+"""
+WORKER = REPORT + "report()\nsys.exit(int(s.makefile().readline()))"
+
+# Each is a child of a worker that reads itself, and says when it has hidden.
+TITLED = """
+import os, signal, sys
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+start, end = int(fields[47]), int(fields[48])  # env_start, env_end
+memory = os.open("/proc/self/mem", os.O_WRONLY)
+os.pwrite(memory, b"\\0" * (end - start), start)  # as setproctitle does
+"""
+THREAD = """
+import ctypes, signal, threading, os, sys
+def wait():
+    os.write(1, b"x")
+    while True: signal.sigtimedwait([], 1000)
+threading.Thread(target=wait).start()
+ctypes.CDLL(None).syscall(93 if os.uname().machine == "aarch64" else 60, 0)  # exit, of this thread alone
+"""
+HIDING = {
+    "titled": TITLED + "os.write(1, b'x')\nsignal.pause()",
+    "titled, in a session of its own": TITLED + "os.setsid()\nos.write(1, b'x')\nsignal.pause()",
+    "main thread ended": THREAD,
+    "2 MiB of environment": "import os, signal\nos.setsid()\nos.write(1, b'x')\nsignal.pause()",
+}
+HIDER = REPORT + """
+mark = os.environ.pop("ELASTIRUN_AGENT")
+big = {f"BIG{i}": "x" * 100_000 for i in range(20)} if sys.argv[1].startswith("2 MiB") else {}
+child = subprocess.Popen([sys.executable, "-c", sys.argv[2]], stdout=subprocess.PIPE, env={**os.environ, **big, "ELASTIRUN_AGENT": mark})
+child.stdout.read(1)
+report(child=child.pid)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        made.script.write_text(WORKER)
+        yield made
+
+
+def ungrouped() -> tuple[str, ...]:
+    """A prefix for commands that must not be able to make a control group."""
+    if _own_group() is None or not os.access(_own_group() or "", os.W_OK):
+        return ()
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("control groups can be made here, and taken away by root only")
+    mount = "for m in $(awk '$3 == \"cgroup2\" {print $2}' /proc/mounts); do mount -o bind,remount,ro $m; done"
+    return ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
+
+
+def guard_of(agent: subprocess.Popen[str]) -> int:
+    pids = map(int, Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split())
+    (pid,) = (pid for pid in pids if "guard.py" in Path(f"/proc/{pid}/cmdline").read_text())
+    return pid
+
+
+def kill_with_guard(agent: subprocess.Popen[str]) -> None:
+    """Both die at once, so that the guard ends nothing."""
+    guard = guard_of(agent)
+    os.kill(guard, signal.SIGSTOP)
+    kill(agent)
+    os.kill(guard, signal.SIGKILL)
+
+
+def environment_of(worker: Worker) -> dict[str, str]:
+    return {name: value for name, value in worker.env.items() if name != "pid"}
+
+
+def dies_or_is_ended(pid: int, timeout: float) -> bool:
+    died = dies(pid, timeout)
+    if not died:
+        os.kill(pid, signal.SIGKILL)  # so that a failed test leaves nothing
+    return died
+
+
+# -- what is ours, hidden
+
+
+@pytest.mark.parametrize("way", [way for way in HIDING if way != "titled, in a session of its own"])
+def test_what_hides_ends_with_its_agent(nodes: Cluster, way: str) -> None:
+    nodes.script.write_text(HIDER)
+    agent = nodes.launch(1, str(nodes.script), way, HIDING[way], before=ungrouped())
+    child = int(nodes.worker().env["child"])
+    kill(agent)
+    assert dies_or_is_ended(child, 10)
+
+
+@pytest.mark.parametrize("way", list(HIDING))
+def test_what_hides_ends_with_the_lease_of_a_frozen_agent(nodes: Cluster, way: str) -> None:
+    nodes.script.write_text(HIDER)
+    options = ("--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=t", "--last-call=0.1", "--expire=1")
+    agent = nodes.launch(1, *options, "--local-addr=127.0.0.1", str(nodes.script), way, HIDING[way], before=ungrouped())
+    child = int(nodes.worker().env["child"])
+    agent.send_signal(signal.SIGSTOP)
+    assert dies_or_is_ended(child, 20)
+
+
+# -- what is not ours
+
+
+@pytest.mark.parametrize("way", ["ends", "is killed"])
+def test_what_a_worker_submits_elsewhere_lives_on_when_its_agent(nodes: Cluster, way: str) -> None:
+    """As Slurm's sbatch does: the environment goes along, but another daemon starts it. Here this test is that daemon."""
+    agent = nodes.launch(1, "--rdzv-id=submits", "--standalone", str(nodes.script))
+    worker = nodes.worker()
+    submitted = subprocess.Popen(["sleep", "1000"], env=environment_of(worker), start_new_session=True)
+    try:
+        if way == "ends":
+            worker.tell("0")
+            assert nodes.ends(agent) == 0
+        else:
+            guard = guard_of(agent)
+            kill(agent)
+            assert dies(worker.pid) and dies(guard)
+        assert not dies(submitted.pid, 0)
+    finally:
+        submitted.kill()
+        submitted.wait()
+
+
+BATCH = """
+setsid sh -c 'echo $$ > "$1/daemon"; exec sleep 1000' sh "$1" &
+while ! [ -s "$1/daemon" ]; do sleep 0.01; done
+sleep 1000 & echo $! > "$1/child"
+"$2" -m elastirun --standalone --rdzv-id=again "$1/worker.py"
+echo $? > "$1/code"
+kill $!
+"""
+
+
+def test_a_batch_script_with_a_workers_environment_starts_the_next_job(nodes: Cluster) -> None:
+    agent = nodes.launch(1, "--rdzv-id=again", "--standalone", str(nodes.script))
+    worker = nodes.worker()
+    kill_with_guard(agent)
+    assert dies(worker.pid)
+    arguments = ["sh", "-c", BATCH, "sh", str(nodes.tmp_path), sys.executable]
+    batch = subprocess.Popen(arguments, env=environment_of(worker), start_new_session=True, cwd=Path(__file__).parent.parent)
+    daemon = None
+    try:
+        nodes.worker().tell("0")
+        daemon = int((nodes.tmp_path / "daemon").read_text())
+        assert batch.wait(60) == 0
+        assert (nodes.tmp_path / "code").read_text() == "0\n"
+        assert not dies(daemon, 0), "and so does what it started besides"
+    finally:
+        batch.kill()
+        for name in ("daemon", "child"):
+            pid = int((nodes.tmp_path / name).read_text())
+            if not dies(pid, 0):
+                os.kill(pid, signal.SIGKILL)
+
+
+@root
+def test_a_live_agent_in_another_pid_namespace_keeps_its_workers(nodes: Cluster) -> None:
+    inside = nodes.launch(1, "--rdzv-id=both", "--standalone", str(nodes.script), before=("unshare", "--pid", "--fork", "--mount-proc"))
+    there = nodes.worker()
+    outside = nodes.launch(2, "--rdzv-id=both", "--standalone", str(nodes.script))
+    nodes.worker().tell("0")
+    assert nodes.ends(outside) == 0
+    assert "an earlier run" not in nodes.out(2)
+    there.tell("0")
+    assert nodes.ends(inside) == 0
+
+
+def static(nodes: Cluster, rank: int) -> subprocess.Popen[str]:
+    where = ("--master-addr=127.0.0.1", f"--master-port={nodes.port}")
+    return nodes.launch(rank, "--nnodes=2", f"--node-rank={rank}", *where, str(nodes.script))
+
+
+def test_an_id_that_nobody_chose_names_no_earlier_run(nodes: Cluster) -> None:
+    """Every static job without an id has the id ``none``."""
+    stray = Path(nodes.tmp_path, "stray.py")
+    stray.write_text("""import os
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+    os.close(1)
+    os.execvp("sleep", ["sleep", "1000"])
+""")
+    first = [static(nodes, rank) for rank in (0, 1)]
+    environment = [environment_of(nodes.worker()) for _ in first][0]
+    assert environment["TORCHELASTIC_RUN_ID"] == "none"
+    for agent in first:
+        kill_with_guard(agent)
+    pid = int(subprocess.run([sys.executable, str(stray)], env=environment, stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        again = [static(nodes, rank) for rank in (0, 1)]
+        for worker in [nodes.worker() for _ in again]:
+            worker.tell("0")
+        assert [nodes.ends(agent) for agent in again] == [0, 0]
+        assert not dies(pid, 0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@root
+def test_another_user_cannot_have_anything_ended_by_an_environment(nodes: Cluster) -> None:
+    demand = {"ELASTIRUN_AGENT": f"{2**22 - 1}-1-x", "TORCHELASTIC_RUN_ID": "attacked"}
+    stranger = subprocess.Popen(["setpriv", "--reuid=65534", "sleep", "1000"], env={**os.environ, **demand})
+    try:
+        agent = nodes.launch(1, "--rdzv-id=attacked", "--standalone", str(nodes.script))
+        nodes.worker().tell("0")
+        assert nodes.ends(agent) == 0
+        assert not dies(stranger.pid, 0)
+        assert "earlier run" not in nodes.out(1)
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_line_break_in_a_temporary_folder_ends_no_name(nodes: Cluster) -> None:
+    precious, odd = nodes.tmp_path / "precious", nodes.tmp_path / "precious\nx"
+    for folder in (precious, odd):
+        folder.mkdir()
+    nodes.env["TMPDIR"] = str(odd)
+    agent = nodes.launch(1, str(nodes.script))
+    nodes.worker()
+    guard = guard_of(agent)
+    assert list(odd.iterdir()), "the folder for error files"
+    kill(agent)
+    assert dies(guard)
+    assert precious.exists() and list(odd.iterdir()) == []
+
+
+# -- the guard
+
+
+def test_a_stopped_guard_does_not_hold_up_the_end(nodes: Cluster) -> None:
+    agent = nodes.launch(1, str(nodes.script))
+    worker = nodes.worker()
+    guard = guard_of(agent)
+    os.kill(guard, signal.SIGUSR1)  # which a batch system sends to all processes
+    os.kill(guard, signal.SIGSTOP)
+    worker.tell("0")
+    assert nodes.ends(agent, timeout=20) == 0
+    assert dies(guard) and "guard" not in nodes.out(1)
+
+
+WITHOUT_GUARD = """
+import os, selectors, signal, sys
+from elastirun.agent import family
+family.TRY_AGAIN = 0.0
+python, selector = sys.executable, selectors.PollSelector()
+own = family.Family("job", 0.0, selector, lambda line: print(line, flush=True))
+sys.executable = sys.argv[1]
+(guard,) = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
+os.kill(guard, signal.SIGKILL)
+for key, mask in selector.select():
+    key.data(mask)
+own.renew(own.renewed + 1)
+if sys.argv[2] == "again":
+    sys.executable = python
+    own.renew(own.renewed + 2)
+    assert open(f"/proc/self/task/{os.getpid()}/children").read()
+own.close()
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("python", ["/nonexistent", "true"])
+@pytest.mark.parametrize("then", ["again", "end"])
+def test_without_a_guard_the_agent_goes_on_and_tries_again(python: str, then: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_GUARD, shutil.which(python) or python, then]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=60)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "closed", done
+    assert done.stdout.count("the guard cannot be started") == 1
+
+
+# -- control groups of the dead
+
+
+def test_empty_groups_of_dead_agents_go_whatever_their_job(nodes: Cluster) -> None:
+    own = _own_group()
+    if own is None or not os.access(own, os.W_OK):
+        pytest.skip("no control group can be made here")
+    namespace, random = os.stat("/proc/self/ns/pid").st_ino, os.urandom(8).hex()
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    dead, strange = own / f"elastirun-{2**22 - 1}-1-{namespace}-{random}-00000000", own / f"elastirun-{random}"
+    alive, elsewhere = (own / f"elastirun-{os.getpid()}-{started}-{ns}-{random}-00000000" for ns in (namespace, 1))
+    for group in (dead, strange, alive, elsewhere):
+        group.mkdir()
+    try:
+        agent = nodes.launch(1, str(nodes.script))
+        nodes.worker().tell("0")
+        assert nodes.ends(agent) == 0
+        assert not dead.exists()
+        assert strange.exists() and alive.exists() and elsewhere.exists()
+    finally:
+        for group in filter(Path.exists, (dead, strange, alive, elsewhere)):
+            group.rmdir()
