@@ -360,7 +360,7 @@ class RunLogs:
         try:
             opened = self.disk.call(partial(open_all, (), (path,), self._policy.mode), START_LIMIT, close_all)
         except OSError as exc:
-            raise StartError(f"cannot make {path}: {_why(exc)}; set --log-dir") from exc
+            raise StartError(f"cannot make {path}: {exc.strerror}; set --log-dir") from exc
         return LogFile(path, opened[path], self.disk)
 
     def error_file(self, attempt: int, local_rank: int) -> str:
@@ -433,7 +433,7 @@ class RunLogs:
         self._without_files = attempt
         if not self._private or isinstance(error, TimeoutError):
             lost = "" if self._private else "; their output is not kept in files, training goes on"
-            self._console.say(f"cannot make the workers' logs in {attempt_dir}: {_why(error)}{lost}")
+            self._console.say(f"cannot make the workers' logs in {attempt_dir}: {error.strerror}{lost}")
 
     def _ways(self, spec: WorkerSpec, world_size: int) -> dict[Std, Way]:
         shown = self._policy.shows(spec.local_rank, spec.rank, world_size)

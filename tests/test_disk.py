@@ -176,7 +176,7 @@ def test_a_round_whose_folders_cannot_be_made_runs_without_files(loop: Loop, mon
     said = drained(loop).splitlines()
     where = f"{loop.logs.directory}/attempt_1"
     assert said == [
-        f"elastirun: cannot make the workers' logs in {where}: No space left on device ({where}); "
+        f"elastirun: cannot make the workers' logs in {where}: No space left on device; "
         "their output is not kept in files, training goes on",
         "host:0> err",
     ]
@@ -271,6 +271,36 @@ def test_a_log_disk_that_hangs_for_longer_than_expire_costs_nothing(nodes: Clust
     assert [nodes.ends(agent) for agent in agents] == [0, 0], nodes.everything()
     assert "round 2" not in nodes.everything()
     assert "hello" in next(logs.glob("test_*/attempt_0/0/stdout.log")).read_text()
+
+
+# Fills the disk of the logs in the first round and fails, as a worker does whose own output filled it.
+FILLS = """
+import os, sys
+if os.environ["ELASTIRUN_ROUND"] == "1":
+    for i in range(10**6):
+        try:
+            open(f"{sys.argv[1]}/{i}", "w")
+        except OSError:
+            sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("inodes", "code"), [(2, 3), (40, 0)])
+def test_a_full_log_disk_is_an_error_at_the_very_start_and_later_costs_no_restart(nodes: Cluster, inodes: int, code: int) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    nodes.script.write_text(FILLS)
+    logs = nodes.tmp_path / "logs"
+    logs.mkdir()
+    mount = f'mount -t tmpfs -o nr_inodes={inodes} tmpfs {logs} && exec "$@"'
+    arguments = ("--max-restarts=1", "--redirects=3", f"--log-dir={logs}", str(nodes.script), str(logs))
+    agent = nodes.launch(1, *arguments, before=("unshare", "-m", "sh", "-c", mount, "sh"))
+    assert nodes.ends(agent) == code, nodes.out(1)
+    if code:
+        (line,) = nodes.out(1).splitlines()
+        assert line.startswith("elastirun: cannot make ") and "No space left on device" in line and line.endswith("; set --log-dir")
+    else:
+        assert "elastirun: cannot make the workers' logs in " in nodes.out(1) and "Traceback" not in nodes.out(1)
 
 
 def test_an_agent_ends_although_its_log_disk_hangs(nodes: Cluster) -> None:

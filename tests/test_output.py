@@ -146,14 +146,14 @@ def test_where_the_logs_are_is_said_when_no_folder_was_named(nodes: Cluster, opt
 
 def test_logs_are_for_the_owner_alone_and_each_round_has_its_own(nodes: Cluster) -> None:
     code = "import os, sys\nprint(os.environ['ELASTIRUN_ROUND'])\nsys.exit(os.environ['ELASTIRUN_ROUND'] == '1')"
-    folder = nodes.tmp_path / "logs"
+    folder = nodes.tmp_path / "new" / "logs"
     nodes.env["PET_LOG_LIMIT"] = "64K"
     done = run(nodes, "--max-restarts=1", "-r3", f"--log-dir={folder}", script(nodes, code))
     assert done.returncode == 0, done.stderr
     kept = one_run(folder)
     assert (kept["attempt_0/0/stdout.log"], kept["attempt_1/0/stdout.log"]) == ("1\n", "2\n")
     assert (folder / ".latest" / os.uname().nodename / "events.jsonl").exists()
-    for path in [folder, *folder.rglob("*")]:
+    for path in [folder.parent, folder, *folder.rglob("*")]:
         if not path.is_symlink():
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
