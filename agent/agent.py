@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import cpus, failures, lodgers, net
+from elastirun.agent import cpus, failures, lodgers
 from elastirun.agent.blame import Blame
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog, changes
@@ -27,7 +27,7 @@ from elastirun.agent.process import WorkerSpec
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
-from elastirun.agent.worker_store import WorkerStore
+from elastirun.agent.worker_store import SharedStore, WorkerStore
 from elastirun.agent.workers import WorkerExit, Workers
 from elastirun.config import LaunchConfig
 from elastirun.errors import ExitCode, StartError, StoreError
@@ -49,7 +49,7 @@ from elastirun.rendezvous.events import (
 )
 from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
-from elastirun.rendezvous.records import ExitRecord, RoundRecord
+from elastirun.rendezvous.records import ExitRecord, RoundRecord, Status
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
@@ -129,7 +129,7 @@ class Agent:
         self._workers = Workers(
             self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
         )
-        self._worker_store: WorkerStore | None = None
+        self._worker_store: WorkerStore | SharedStore | None = None
         self._machine = Machine(rules(config), row, clock.now())
         codec = Codec(config.token)
         self._place = Place(config)
@@ -259,7 +259,7 @@ class Agent:
     def _perform_all(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Sync):
-                self._driver.submit(action)
+                self._driver.submit(self._with_clearing(action))
             elif isinstance(action, Start):
                 self._start(action)
             elif isinstance(action, Stop):
@@ -325,9 +325,17 @@ class Agent:
 
     def _become_reachable(self, now: float) -> None:
         """The store was reached, so the route to it and with it our address are known."""
-        self._address = self._place.own_address()
-        self._worker_store = WorkerStore(self._address, self._worker_store_failed)
+        self._address = self._place.here.address
+        self._worker_store = self._place.worker_store(self._worker_store_failed)
         self._perform_all(self._machine.step(Reachable(now, self._address, self._worker_store.port)))
+
+    def _with_clearing(self, sync: Sync) -> Sync:
+        """The exchange, clearing the store first where workers meet on it and node 0 is about to say that it is ready for a round."""
+        record, put = self._machine.record, sync.put
+        if put is None or put.row.status is not Status.READY or self._place.shared is None or record is None:
+            return sync
+        known = put.base is not None and (put.base.status, put.base.round) == (Status.READY, put.row.round)
+        return replace(sync, fresh=record.index(self._id) == 0 and not known)
 
     def _worker_store_failed(self, why: str) -> None:
         self._events.append(Leave(clock.now(), why))  # called in another thread: the loop sees it at its next beat
@@ -348,6 +356,7 @@ class Agent:
                 specs = self._specs(record, node_rank)  # once more, without the error files that could not be made
             if self._logs.temporary:
                 self._family.remove_at_the_end(self._logs.temporary)
+            self._worker_store.end_round()
             self._workers.start(specs, logs)
             self._family.watch(self._workers.pids)
             self._started = True
@@ -359,8 +368,16 @@ class Agent:
             self._blame.add(ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
 
     def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
-        interface, mark = net.interface_of(self._address), self._family.mark
-        here = Surroundings(self._environ, cpus.usable_cpus(), interface, self._cpu_sets, mark, self._round_check.path)
+        here = Surroundings(
+            environ=self._environ,
+            cpus=cpus.usable_cpus(),
+            interface=self._place.here.interface,
+            loopback=self._place.here.loopback,
+            store=self._place.shared,
+            cpu_sets=self._cpu_sets,
+            mark=self._family.mark,
+            socket=self._round_check.path,
+        )
         specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
         return [replace(spec, group=self._family.group) for spec in specs]
 

@@ -16,27 +16,26 @@ from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.stores.base import Store
 
 ROOT = "elastirun/"
+JOBS = ROOT + "job/"  # the keys of the jobs, apart from the list of jobs: a job may be named "jobs" or "host"
+LIST, HOST = ROOT + "jobs/", ROOT + "host"
 QUIET = 10.0  # seconds without any change in a job's rows, after which it is taken to be over
 LOOK_EVERY = 0.5
 
 
 def prefix(job: str) -> str:
     """What every key of the job begins with."""
-    return f"{ROOT}{urllib.parse.quote(job, safe='')}/"
+    return f"{JOBS}{urllib.parse.quote(job, safe='')}/"
 
 
-def register(store: Store, job: str) -> str | None:
-    """Put the job on the store's list. Returns the line to warn with when another job's agent hosts the store."""
+def register(store: Store, job: str) -> str:
+    """Put the job on the store's list. Returns the job whose agent hosts the store; empty while that agent has not written it."""
     name = urllib.parse.quote(job, safe="").encode()
-    store.put_if(f"{ROOT}jobs/{name.decode()}", None, name)
+    store.put_if(LIST + name.decode(), None, name)
     if store.hosting:
-        store.put_if(f"{ROOT}host", None, name)
-        return None
-    host = store.get([f"{ROOT}host"]).get(f"{ROOT}host", name)
-    if host == name:
-        return None
-    other = urllib.parse.unquote(host[:600].decode(errors="replace"))
-    return f"the store is hosted by the agent of job {other!r}: should that agent die, this job ends with it"
+        store.put_if(HOST, None, name)
+        return job
+    host = store.get([HOST]).get(HOST, b"")
+    return job if host == name else urllib.parse.unquote(host[:600].decode(errors="replace"))
 
 
 def wait_for_lodgers(store: Store, job: str, pause: Callable[[float], bool], say: Callable[[str], None]) -> None:
@@ -47,8 +46,8 @@ def wait_for_lodgers(store: Store, job: str, pause: Callable[[float], bool], say
     with suppress(StoreError):
         while True:
             alive = []
-            for key in store.under(f"{ROOT}jobs/"):  # read each time: a job may come while we stay for another
-                other = f"{ROOT}{key.rpartition('/')[2]}/"
+            for key in store.under(LIST):  # read each time: a job may come while we stay for another
+                other = f"{JOBS}{key.rpartition('/')[2]}/"
                 if other == prefix(job):
                     continue
                 rows = store.under(f"{other}node/")
@@ -58,7 +57,7 @@ def wait_for_lodgers(store: Store, job: str, pause: Callable[[float], bool], say
                     alive.append(other)
             if set(alive) - said:
                 said.update(alive)
-                names = ", ".join(clip(urllib.parse.unquote(other[len(ROOT) : -1]), 200) for other in alive[:4])
+                names = ", ".join(clip(urllib.parse.unquote(other[len(JOBS) : -1]), 200) for other in alive[:4])
                 say(f"this job is over; its store stays up for the nodes of job {names} (a signal ends this agent at once)")
             if not alive or pause(LOOK_EVERY):
                 return

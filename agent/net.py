@@ -35,13 +35,13 @@ def resolve(host: str) -> tuple[str, ...]:
     return _look_up(host)[0]
 
 
-def open_host_socket(endpoint: Endpoint, is_host: bool | None) -> socket.socket | None:
+def open_host_socket(endpoint: Endpoint, is_host: bool | None, option: str = "--rdzv-endpoint") -> socket.socket | None:
     """The listening socket for the store when this machine owns an address of ``endpoint``; None when we are a client of it.
 
     ``is_host`` None: host if we own an address and nobody beside us took it. True: host, on every interface when the
     address is not ours (a service address, translated). False: a client. Port 0 is a free port.
     One address is bound; except that a name hidden behind the loopback (see ``resolve``) needs every interface, since
-    which of our addresses the others get for it cannot be known here.
+    which of our addresses the others get for it cannot be known here. ``option`` is where the port was given.
     Raises StartError when the port may not be used, or ``is_host`` is True and it is in use.
     """
     if is_host is False:
@@ -54,7 +54,7 @@ def open_host_socket(endpoint: Endpoint, is_host: bool | None) -> socket.socket 
     except OSError as error:
         if error.errno == errno.EADDRINUSE and is_host is None:
             return None
-        raise StartError(_why_not(error)) from error
+        raise StartError(_why_not(error, option)) from error
 
 
 def listen_on(address: str) -> socket.socket:
@@ -67,6 +67,38 @@ def listen_on(address: str) -> socket.socket:
         return listener if listener is not None else _listen_everywhere(resolve(address), 0)
     except OSError as error:
         raise StartError(_why_not(error)) from error
+
+
+def host_address(endpoint: Endpoint, is_host: bool | None) -> str | None:
+    """The address that ``open_host_socket`` would listen on: "" for every interface, None for nowhere."""
+    if is_host is False:
+        return None
+    addresses, hidden = _look_up(endpoint.host)
+    own = "" if hidden else next((address for address in addresses if is_own(address)), None)
+    return "" if own is None and is_host else own
+
+
+def local_address(host: str) -> str:
+    """The first address of ``host`` that is ours, else the loopback."""
+    return next((address for address in resolve(host) if is_own(address)), "127.0.0.1")
+
+
+def open_local_socket(endpoint: Endpoint, option: str) -> socket.socket:
+    """The listening socket for a job of one node: on the first address of ``endpoint`` that is ours, else on the loopback.
+
+    Raises StartError when the port may not be used.
+    """
+    try:
+        if (listener := _listen(local_address(endpoint.host), endpoint.port)) is not None:
+            return listener
+    except OSError as error:
+        raise StartError(_why_not(error, option)) from error
+    raise StartError(f"cannot listen on {endpoint}: this machine has no such address, and no loopback")
+
+
+def is_everywhere(listener: socket.socket) -> bool:
+    """Whether the socket listens on every interface."""
+    return ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_unspecified
 
 
 def advertised_address(endpoint_addresses: Sequence[str], port: int, local_addr: str | None) -> str:
@@ -101,7 +133,9 @@ def who_am_i(hosts: Path = Path("/etc/hosts")) -> tuple[tuple[str, ...], tuple[s
     return tuple(dict.fromkeys(n for n in names if n and not _is_localhost(n))) or (name,), addresses
 
 
-def explain_no_host(endpoint: Endpoint, names: Iterable[str], addresses: Iterable[str]) -> str:
+def explain_no_host(
+    endpoint: Endpoint, names: Iterable[str], addresses: Iterable[str], option: str = "--rdzv-endpoint"
+) -> str:
     """One line for "nobody hosts the store": what the endpoint is, who we are (see ``who_am_i``), what to do."""
     host = endpoint.host
     found = resolve(host)
@@ -109,7 +143,7 @@ def explain_no_host(endpoint: Endpoint, names: Iterable[str], addresses: Iterabl
     return (
         f"nobody hosts the store at {endpoint}{'' if found == (host,) else ': ' + what}; "
         f"this machine is {', '.join(names) or 'nameless'} with {', '.join(addresses) or 'no address'}; "
-        "start the node that owns the endpoint, or correct --rdzv-endpoint; when its address is translated (NAT, a service), "
+        f"start the node that owns the endpoint, or correct {option}; when its address is translated (NAT, a service), "
         "give that one node --rdzv-conf is_host=1, and --local-addr with the address the others reach it by"
     )
 
@@ -214,7 +248,7 @@ def _real_addresses() -> tuple[str, ...]:
     return tuple(sorted(real, key=lambda a: (ipaddress.ip_address(a).version, a not in default, _order(a))))
 
 
-def _owns(address: str) -> bool:
+def is_own(address: str) -> bool:
     """Whether an interface has ``address``. All of 127/8 is ours without being listed."""
     number = ipaddress.ip_address(address)
     return number.is_loopback or number.is_unspecified or any(_same(number, own) for _, own in _interfaces())
@@ -267,7 +301,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
     listener = None
     try:
         family, sockaddr = _sockaddr(address, port)
-        if _nonlocal_bind(family) and not _owns(address):
+        if _nonlocal_bind(family) and not is_own(address):
             return None
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -280,7 +314,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
         if listener is not None:
             listener.close()
         # IPv6 looks at the port before the address, so "permission denied" may speak of somebody else's address.
-        if error.errno in _NOT_OURS or (isinstance(error, PermissionError) and not _owns(address)):
+        if error.errno in _NOT_OURS or (isinstance(error, PermissionError) and not is_own(address)):
             return None
         raise OSError(error.errno, error.strerror, str(Endpoint(address, port))) from error
 
@@ -294,13 +328,13 @@ def _nonlocal_bind(family: socket.AddressFamily, proc: Path = Path("/proc")) -> 
         return False
 
 
-def _why_not(error: OSError) -> str:
+def _why_not(error: OSError, option: str = "--rdzv-endpoint") -> str:
     where = error.filename or "this machine"
     if error.errno == errno.EADDRINUSE:
-        return f"cannot listen on {where}: another process has that port; end it, or choose another port in --rdzv-endpoint"
+        return f"cannot listen on {where}: another process has that port; end it, or choose another with {option}"
     if isinstance(error, PermissionError):
-        return f"cannot listen on {where}: not permitted; ports below 1024 need privileges, choose a higher one in --rdzv-endpoint"
-    return f"cannot listen on {where}: {error.strerror}; check the address in --rdzv-endpoint or --local-addr"
+        return f"cannot listen on {where}: not permitted; ports below 1024 need privileges, choose a higher one with {option}"
+    return f"cannot listen on {where}: {error.strerror}; check the address in {option} or --local-addr"
 
 
 def _probe_one(address: str, port: int, timeout: float) -> str | None:

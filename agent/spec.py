@@ -24,6 +24,8 @@ class Surroundings:
     environ: Mapping[str, str]  # the agent's own, as it was when it started
     cpus: int  # usable by this process
     interface: str | None  # of the route to the other nodes
+    loopback: str | None = None  # the interface of 127.0.0.1
+    store: tuple[str, int] | None = None  # address and port by which this node reaches the rendezvous store
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
     mark: str = ""  # ELASTIRUN_AGENT: by it the guard knows what belongs to the agent
     socket: str = ""  # ELASTIRUN_SOCKET: where workers ask whether their round is current; empty: nowhere
@@ -80,15 +82,18 @@ def _threads(usable: int, workers: int, cpus: frozenset[int] | None) -> int:
 
 def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Surroundings) -> dict[str, str]:
     """The variables that are the same for all workers of this node."""
-    master, member = record.members[0], record.members[node_rank]
+    member = record.members[node_rank]
+    master_addr, master_port = record.members[0].address, record.members[0].port
+    if here.store and master_port == here.store[1]:  # the workers meet on the rendezvous store, see agent/worker_store.py
+        master_addr = here.store[0]
     env = {
         "WORLD_SIZE": str(record.world_size),
         "LOCAL_WORLD_SIZE": str(member.slots),
         "GROUP_RANK": str(node_rank),
         "GROUP_WORLD_SIZE": str(len(record.members)),
         "ROLE_NAME": config.role,
-        "MASTER_ADDR": master.address,
-        "MASTER_PORT": str(master.port),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(record.round - 1),  # the same on every node, and new in every round
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
@@ -102,7 +107,9 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Sur
         "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
     unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if len(record.members) > 1 and here.interface:
+    if len(record.members) == 1 and here.loopback:
+        unless_set["GLOO_SOCKET_IFNAME"] = here.loopback  # else gloo listens on the address that the host name resolves to
+    elif len(record.members) > 1 and here.interface:
         unless_set |= {"GLOO_SOCKET_IFNAME": here.interface, "NCCL_SOCKET_IFNAME": f"={here.interface}"}  # =: not eth10 for eth1
     return env | {name: value for name, value in unless_set.items() if name not in here.environ}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.agent.place import Place, introduction, rules
-from elastirun.agent.worker_store import WorkerStore
+from elastirun.agent.worker_store import SharedStore, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.errors import ElastirunError
 from elastirun.rendezvous import events
@@ -52,7 +52,7 @@ class TorchrunNode:
         self._place = Place(config)
         self._machine = Machine(rules(config), introduction(config), clock.now())
         self._events: deque[events.Event] = deque()
-        self._worker_store: WorkerStore | None = None
+        self._worker_store: WorkerStore | SharedStore | None = None
         self._round: Start | None = None  # the one that is on
         self._began = 0.0  # when it did
         self._known = False  # torchrun knows of it, and may have workers
@@ -138,9 +138,8 @@ class TorchrunNode:
 
     def _step(self, event: events.Event) -> None:
         if isinstance(event, events.Synced) and self._worker_store is None:  # the store was reached, so our address is known
-            address = self._place.own_address()
-            self._worker_store = WorkerStore(address, lambda why: self._ask(lambda now: self._go(now, why)))
-            self._step(events.Reachable(event.now, address, self._worker_store.port))
+            self._worker_store = self._place.worker_store(lambda why: self._ask(lambda now: self._go(now, why)))
+            self._step(events.Reachable(event.now, self._place.here.address, self._worker_store.port))
         for action in self._machine.step(event):
             self._perform(action)
 

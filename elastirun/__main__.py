@@ -1,8 +1,9 @@
-from elastirun import early
+from elastirun import early, standard_streams
 
 
 def main() -> None:
     early.obey()
+    standard_streams.open_closed()
     from elastirun import cli  # imports click and much else
 
     cli.main()

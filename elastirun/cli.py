@@ -22,7 +22,7 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from elastirun import __version__, early
+from elastirun import __version__, early, standard_streams
 from elastirun.agent.cpus import usable_cpus
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import ElastirunError, ExitCode, StartError, UsageError
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         status = ExitCode.signalled(signal.SIGINT)
     except Exception:
-        traceback.print_exc()
+        standard_streams.write("stderr", traceback.format_exc())
         _say("this is a bug in elastirun; please report it with the lines above")
         status = ExitCode.BUG
     if isinstance(prepared, LaunchConfig):
         # The interpreter's own way out would wait for, or abort on, threads that torch's store is still busy in.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        standard_streams.flush()
         os._exit(status)
+    standard_streams.flush()
     sys.exit(status)
 
 
@@ -114,26 +114,24 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     for warning in reading.warnings:
         _say(f"warning: {warning}")
     if dry_run:
+        from elastirun.agent import listening
         from elastirun.agent.spec import command_line
 
-        return _show(report(config, reading.rows(), command_line(config.command, reading.environ)))
+        argv = command_line(config.command, reading.environ)
+        return _show(report(config, reading.rows(), argv, listening.describe(config)))
     return config
 
 
 def _say(text: str) -> None:
-    print("elastirun: " + " ".join(text.splitlines()), file=sys.stderr, flush=True)
+    standard_streams.write("stderr", f"elastirun: {' '.join(text.splitlines())}\n")
 
 
 def _show(text: str) -> int:
     """Print what was asked for, and return the exit status."""
-    try:
-        print(text, flush=True)
-    except OSError as error:  # elastirun --help | head, a full disk
-        sys.stdout = open(os.devnull, "w")  # so that nothing is flushed once more at exit
-        if not isinstance(error, BrokenPipeError):
-            _say(f"cannot write to stdout: {error.strerror}")
-        return ExitCode.FAILED
-    return ExitCode.OK
+    error = standard_streams.write("stdout", f"{text}\n")
+    if error is not None and not isinstance(error, BrokenPipeError):  # not elastirun --help | head
+        _say(f"cannot write to stdout: {error.strerror}")
+    return ExitCode.OK if error is None else ExitCode.FAILED
 
 
 # --- click
@@ -263,8 +261,8 @@ def count_devices(kind: str) -> int | None:
 # --- --dry-run
 
 
-def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str]) -> str:
-    """The resolved configuration and a worker's ``argv`` as a table for people; no secret in it."""
+def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str], listening: Sequence[str] = ()) -> str:
+    """The resolved configuration, where this node would listen and a worker's ``argv``, for people; no secret in it."""
     shown = [row for row in rows if row.option not in ("--dry-run", "--version")]
     widths = [max(len(row.option) for row in shown), min(40, max(len(row.value) for row in shown))]
     groups = {option.name: title for title, options in GROUPS.items() for option in options}
@@ -274,5 +272,6 @@ def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str]) -> st
         if title not in lines:
             lines += ["", title]
         lines.append(f"  {row.option:{widths[0]}}  {row.value:{widths[1]}}  {row.source}")
+    lines += ["", *(f"listens: {line}" for line in listening)]
     each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"
-    return "\n".join([*lines, "", f"{each}: {shlex.join(argv)}", "Nothing was started."])
+    return "\n".join([*lines, f"{each}: {shlex.join(argv)}", "Nothing was started."])

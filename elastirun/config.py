@@ -113,7 +113,9 @@ class LaunchConfig:
     run_id: str
     endpoint: Endpoint | None  # of the store that one of the agents serves; without it and etcd: a private one inside this agent
     etcd: Etcd | None = None
+    endpoint_option: str = "--rdzv-endpoint"  # with which the port of ``endpoint`` was given
     is_host: bool | None = None  # None: host the store when an address of the endpoint is ours
+    meet_at_endpoint: bool = False  # the workers' MASTER_PORT is the endpoint's port, as with torchrun's static backend
     fixed_ranks: bool = False  # the static backend: node rank r is the node started with --node-rank r
     node_rank: int | None = None  # a wish, binding with fixed_ranks
     local_addr: str | None = None
@@ -132,5 +134,7 @@ class LaunchConfig:
 
     @property
     def standalone(self) -> bool:
-        """Nobody but this agent can reach the store."""
-        return self.endpoint is None and (self.etcd is None or not self.etcd.endpoints)
+        """Nobody but this agent can reach the store: one node, without an endpoint or with the static backend's."""
+        if self.etcd is not None:
+            return not self.etcd.endpoints
+        return self.endpoint is None or (self.fixed_ranks and self.max_nodes == 1 and self.is_host is True)

@@ -5,6 +5,7 @@
     ├── StartError         a valid command that this machine cannot carry out              exit 3
     ├── StoreError         the rendezvous store did not answer, or answered with an error  (retried; exit 201 when it stays)
     │   └── StoreRefused   … or does not let us in: waiting does not help
+    ├── JobFailed          ``elastirun.launch``: the job ended without success; with the root cause and the exit code
     └── BadRecord          bytes in the store that are not one of our records
         └── BadSignature   … or that were not signed with our token
 
@@ -67,6 +68,15 @@ class StoreError(ElastirunError):
 
 class StoreRefused(StoreError):
     """The store is there and will not have us: a wrong password, no permission, an expired certificate. Only people can mend that."""
+
+
+class JobFailed(ElastirunError):
+    """The job that ``elastirun.launch`` ran has failed. ``exit_code``: the launcher's. ``cause``: one line; ``details``: its traceback."""
+
+    def __init__(self, exit_code: int, cause: str = "", details: str = "") -> None:
+        self.exit_code, self.cause, self.details = exit_code, cause, details
+        text = f"the job ended with exit code {exit_code}: {cause or 'see the report on stderr'}"
+        super().__init__(f"{text}\n{details}" if details else text)
 
 
 class BadRecord(ElastirunError):

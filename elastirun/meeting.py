@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 
 from elastirun import parse
-from elastirun.config import Endpoint, Etcd
+from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import UsageError
 from elastirun.reading import COMMAND_LINE, Facts, Reading
 
 C10D_PORT, STATIC_PORT = 29400, 29500
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's: "1" gives the workers a store and a port of their own
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Meeting:
     high: int
     endpoint: Endpoint | None
     etcd: Etcd | None
+    endpoint_option: str
+    meet_at_endpoint: bool
     static: bool
     node_rank: int | None
     is_host: bool | None
@@ -49,7 +52,11 @@ def meeting(r: Reading, conf: parse.RdzvConf, facts: Facts) -> Meeting:
     node_rank = _node_rank(r, conf, static, high)
     is_host = node_rank == 0 if conf.is_host is None and static else conf.is_host
     where = ", ".join(map(str, etcd.endpoints)) if etcd else str(endpoint)
-    return Meeting(low, high, endpoint, etcd, static, node_rank, is_host, _run_id(r, high, where, static, facts))
+    option = "rdzv_endpoint" if (r.text("rdzv_endpoint") or "").strip() else "master_port"
+    at_endpoint = endpoint is not None and (static or option == "master_port") and r.environ.get(OWN_STORE) != "1"
+    run_id = _run_id(r, high, where, static, facts)
+    given_with = r.label(option) if endpoint else LaunchConfig.endpoint_option
+    return Meeting(low, high, endpoint, etcd, given_with, at_endpoint, static, node_rank, is_host, run_id)
 
 
 def _alone_backend(r: Reading) -> str:

@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from elastirun.errors import ExitCode, UsageError
+from elastirun.start_command import start_command
 
 _USAGE = "usage: python -m elastirun.takeover (COMMAND | -m MODULE | FILE.py) [ARGUMENTS...]"
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # where the package elastirun is
-# Unlike "-m elastirun", without the working folder in sys.path: a user's module there must not stand in for one of the launcher's.
-_START = f"import sys; sys.path[:] = [*filter(None, sys.path), {_FOLDER!r}]; from elastirun.__main__ import main; main()"
 _SCRIPT = ("training_script", "training_script_args")  # positional; the second takes all the rest
 
 
@@ -95,7 +93,7 @@ def _text(value: Any) -> str:
 def _become_elastirun(line: list[str], environ: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-c", _START, *line], environ)
+    os.execve(sys.executable, start_command(line), environ)
 
 
 def _entry(arguments: list[str]) -> Callable[[], object]:

@@ -28,12 +28,14 @@ class Change:
 class Sync:
     """One exchange with the store, in this order: ``put``, ``change``, read the round, read ``rows`` (None: all).
 
+    ``fresh``: the store is cleared of all keys but the agents' before the row is written.
     Answered by exactly one ``Synced`` or ``SyncFailed``; never asked for while another is under way.
     """
 
     put: Put | None = None
     change: Change | None = None
     rows: tuple[str, ...] | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True)

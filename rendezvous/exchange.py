@@ -11,8 +11,10 @@ from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Member, MemberList, NodeRow, RoundRecord
+from elastirun.rendezvous.records import Member, MemberList, NodeRow, RoundRecord, Status
 
+KEPT = "elastirun/"  # what every key of the agents begins with in a store that workers share
+CLEAR_LIMIT = 1.5  # seconds; less than an exchange may take, so that one that was given up deletes nothing any more
 MAX_ROW = 256 << 10  # bytes; a row with 30 stderr lines of several failed workers
 
 Operation = Callable[[Any], Any]  # of a ``stores.base.Store``
@@ -64,7 +66,7 @@ class Exchange:
         """The exchange, in the order ``Sync`` names, as operations to be carried out one after the other."""
         ignored: list[str] = []
         if sync.put is not None:
-            yield from self._put_row(sync.put)
+            yield from self._put_fresh(sync.put) if sync.fresh else self._put_row(sync.put)
         if sync.change is not None:
             yield from self._put_round(sync.change)
         key, everything = self.round_key, sync.rows is None
@@ -75,17 +77,32 @@ class Exchange:
         rows = self._parse_rows(found, everything, ignored)
         return Synced(self._clock(), started, record, rows, rows.get(self._me), ignored=tuple(ignored[:4]))
 
+    def _put_fresh(self, put: Put) -> Steps:
+        """Clear the store of keys that are not the agents', then write the row that says that this node is ready.
+
+        Nobody may have started workers for the round. So a row is written first that keeps an earlier write of the same
+        row, whose answer was lost, from still arriving; if that one has arrived, nothing is cleared. What is not cleared
+        in time is left to the next exchange.
+        """
+        fence = replace(put.base or put.row, seq=put.row.seq, status=put.base.status if put.base else Status.JOINING)
+        if not (yield from self._put_row(Put(put.base, fence))):
+            return
+        if (yield lambda store: store.clear(KEPT, CLEAR_LIMIT)):
+            yield from self._put_row(Put(fence, replace(put.row, seq=fence.seq + 1)))
+
     def _put_row(self, put: Put) -> Steps:
+        """Returns whether the row stands in the store now."""
         key = self._key(self._me)
         expected = None if put.base is None else self._encode(key, put.base)
         value = self._encode(key, put.row)
         found = yield _put_if(key, expected, value)
         if found is None or found == value:
-            return
+            return found is not None
         try:
             self._parse_row(key, found)  # an earlier write of ours that was thought lost: the machine adopts it
         except BadRecord:
-            yield _put_if(key, found, value)  # somebody else has written into our row
+            return (yield _put_if(key, found, value)) == value  # somebody else has written into our row
+        return False
 
     def _put_round(self, change: Change) -> Steps:
         """By compare-and-set. A new list of members is there before the record that names it; the old one is of no use then."""

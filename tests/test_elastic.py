@@ -221,9 +221,9 @@ def test_with_a_token_a_stranger_cannot_join(anywhere: Cluster, tmp_path: Path) 
 
 
 def test_the_host_stays_for_another_job_on_its_store(nodes: Cluster) -> None:
-    first = nodes.agent(1, nnodes="1")
+    first = nodes.agent(1, "--rdzv-backend=c10d", nnodes="1")
     (worker,) = nodes.round(1)
-    where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2")
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2")
     second = nodes.launch(2, "--nnodes=1", *where, "--rdzv-id=other", str(nodes.script))
     (other,) = nodes.round(1)
     assert "hosted by the agent of job 'test'" in nodes.out(2)

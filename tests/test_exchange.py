@@ -253,3 +253,46 @@ def test_rows_that_are_gone_are_not_remembered() -> None:
     assert len(exchanging._known) == 1
 
 
+
+
+# --- a round whose workers meet on the agents' store
+
+
+class Clearable(Watched):
+    """A store that can be cleared, in as many calls as ``parts``."""
+
+    parts = 1
+
+    def clear(self, keep: str, limit: float) -> bool:
+        self._note(f"clear all but {keep}")
+        self.parts -= 1
+        return self.parts <= 0
+
+
+BEFORE, READY = row("me", 4), row("me", 5, status=Status.READY, round=3)
+FRESH = Sync(Put(BEFORE, READY), rows=(), fresh=True)
+
+
+def test_a_store_is_cleared_before_the_node_says_that_it_is_ready() -> None:
+    store = Clearable({key("me"): CODEC.encode(key("me"), BEFORE)})
+    found = exchange(store, FRESH)
+    assert store.asked[:3] == ["put node/me", "clear all but elastirun/", "put node/me"]
+    assert found.row == replace(READY, seq=6)
+
+
+def test_nothing_is_cleared_where_an_earlier_write_has_arrived_after_all() -> None:
+    store = Clearable({key("me"): CODEC.encode(key("me"), READY)})
+    assert exchange(store, FRESH).row == READY, "others may have started workers since"
+    assert not [what for what in store.asked if what.startswith("clear")]
+
+
+def test_an_earlier_write_cannot_arrive_while_the_store_is_cleared() -> None:
+    data = {key("me"): CODEC.encode(key("me"), BEFORE)}
+    store = Clearable(data)
+    store.parts = 2
+    found = exchange(store, FRESH).row
+    assert found == replace(BEFORE, seq=5), "not ready: the clearing goes on in the next exchange"
+    ready = CODEC.encode(key("me"), READY)
+    assert store.put_if(key("me"), CODEC.encode(key("me"), BEFORE), ready) != ready
+    again = exchange(store, Sync(Put(found, replace(READY, seq=6)), rows=(), fresh=True)).row
+    assert again == replace(READY, seq=7)

@@ -28,7 +28,7 @@ from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, Node
 from elastirun.rendezvous.stores.tcp import TcpStore, tcp_store_class
 from tests.cluster import PATIENCE, Cluster, Worker
 
-JOB = "elastirun/test/"
+JOB = "elastirun/job/test/"
 TOKEN = b"0123456789abcdef"
 ROOM = 160 << 10  # KiB that an agent may grow by: the largest value in these tests is 7 MiB, and each is read several times
 
@@ -207,7 +207,7 @@ def test_with_a_token_a_forged_round_ends_nothing_and_the_job_goes_on_when_the_t
     closed, over = Closed(Verdict.FAILED, "forged", "stranger"), Broken(Cause.LEAVE, "forged", "stranger")
     stranger.put(key, Codec().encode(key, dataclasses.replace(record, version=99, closed=closed)))
     for i in (1, 2):
-        nodes.says(i, "the round record is unreadable: elastirun/test/round: not signed with this node's token")
+        nodes.says(i, "the round record is unreadable: elastirun/job/test/round: not signed with this node's token")
     stranger.put(key, Codec(b"another token 16").encode(key, dataclasses.replace(record, version=99, broken=over)))
     stranger.put(key, true)
     for i in (1, 2):

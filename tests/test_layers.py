@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"elastirun": ROOT / "elastirun", "elastirun.agent": ROOT / "agent", "elastirun.rendezvous": ROOT / "rendezvous"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BANNED_SUFFIXES = ("Manager", "Handler", "Executor", "Holder", "Helper", "Util", "Utils", "Impl", "Base")
+SPAWNERS = ("elastirun.functions", "elastirun.function_worker")  # the standard library's spawn, between processes of one user; no agent
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
@@ -39,6 +40,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.train", ("torch",)),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
+    Layer("elastirun.standard_streams"),
     Layer("elastirun.config", SHARED, never=EFFECTS),
     Layer("elastirun", ("click",), in_functions=("torch", "psutil"), never=("elastirun.rendezvous", "elastirun.train")),  # the command line
 )
@@ -147,7 +149,7 @@ def test_nothing_is_unpickled() -> None:
         f"{path}:{line}"
         for module, path in sources()
         for name, _, line in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
-        if name.split(".")[0] in UNPICKLERS
+        if name.split(".")[0] in UNPICKLERS or (name.startswith("multiprocessing") and module not in SPAWNERS)
     ]
     assert found == []
 

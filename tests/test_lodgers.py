@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from elastirun.agent import lodgers
 from elastirun.rendezvous.stores.memory import MemoryStore
 
@@ -59,3 +61,12 @@ def test_does_not_stay_for_one_that_is_silent() -> None:
     put(store, "dead", RUNNING % 1)
     looks, _ = stay(store, [])
     assert looks * lodgers.LOOK_EVERY == lodgers.QUIET
+
+
+@pytest.mark.parametrize("name", ["jobs", "host"])
+def test_a_job_may_have_the_name_of_the_list_of_jobs(name: str) -> None:
+    store = MemoryStore()
+    lodgers.register(store, "mine")
+    lodgers.register(store, name)
+    assert stay(store, [lambda: put(store, name, LEFT)])[0] == 1
+    assert [key for key in store.under(lodgers.prefix(name)) if "/node/" not in key] == [], "nothing else is among the job's keys"

@@ -102,7 +102,7 @@ def test_of_many_agents_at_once_one_hosts() -> None:
 def test_told_to_host_where_the_port_is_taken() -> None:
     with hosting("127.0.0.3") as first:
         port = first.getsockname()[1]
-        with pytest.raises(StartError, match=rf"127\.0\.0\.3:{port}: another process has that port.*another port"):
+        with pytest.raises(StartError, match=rf"127\.0\.0\.3:{port}: another process has that port.*another with --rdzv-endpoint"):
             open_host_socket(Endpoint("127.0.0.3", port), True)
 
 

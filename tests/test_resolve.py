@@ -85,6 +85,26 @@ def test_meeting_place(line: str, endpoint: Endpoint | None, static: bool) -> No
 
 
 @pytest.mark.parametrize(
+    ("line", "shared", "alone"),
+    [
+        ("t.py", False, True),
+        ("--master-port=7 t.py", True, True),
+        ("--rdzv-endpoint=h:7 t.py", True, True),
+        ("--rdzv-endpoint=h:7 --rdzv-conf=is_host=0 t.py", True, False),
+        ("--rdzv-endpoint=h:7 --rdzv-backend=c10d t.py", False, False),
+        ("--nnodes=2 --node-rank=1 --master-addr=h t.py", True, False),
+        ("--nnodes=2 --node-rank=1 --rdzv-endpoint=h t.py", True, False),
+        ("--nnodes=1:2 --rdzv-id=j --master-addr=h t.py", True, False),
+        ("--nnodes=1:2 --rdzv-id=j --rdzv-endpoint=h t.py", False, False),
+    ],
+)
+def test_where_workers_meet_and_whether_others_can_come(line: str, shared: bool, alone: bool) -> None:
+    config = config_of(line)
+    assert (config.meet_at_endpoint, config.standalone) == (shared, alone)
+    assert not config_of(line, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}).meet_at_endpoint
+
+
+@pytest.mark.parametrize(
     ("line", "run_id"),
     [
         ("t.py", "new-id"),

@@ -63,7 +63,7 @@ def specs(
     """The workers of a node with ``config`` fitted to its place in the round."""
     member = record.members[node_rank]
     config = replace(config, nproc=member.slots, role=member.role)
-    here = Surroundings(environ or {}, cpus, "eth1", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket")
+    here = Surroundings(environ or {}, cpus, "eth1", "lo", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket")
     return worker_specs(config, record, node_rank, here, lambda local: f"/logs/{local}/error.json")
 
 
@@ -125,8 +125,20 @@ def test_what_the_user_set_stays() -> None:
     assert env["NCCL_SOCKET_IFNAME"] == "=eth1", "each is decided for itself"
 
 
-def test_a_single_node_has_no_need_of_an_interface() -> None:
-    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & envs(round_of(2))[0].keys()
+def test_gloo_of_a_single_node_stays_on_the_loopback() -> None:
+    (env, _) = envs(round_of(2))
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in env, "NCCL of one node may still speak to processes that others started"
+    assert envs(round_of(2), 0, {"GLOO_SOCKET_IFNAME": "mine"})[0]["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_workers_that_meet_on_the_rendezvous_store_reach_it_as_their_agent_does() -> None:
+    record, here = round_of(1, 1), Surroundings({}, 1, None, store=("10.9.9.9", 4001))
+    for node in (0, 1):
+        (spec,) = worker_specs(replace(CONFIG, nproc=1), record, node, here, str)
+        assert (spec.env["MASTER_ADDR"], spec.env["MASTER_PORT"]) == ("10.9.9.9", "4001")
+    (spec,) = worker_specs(replace(CONFIG, nproc=1), record, 0, replace(here, store=("10.9.9.9", 4999)), str)
+    assert (spec.env["MASTER_ADDR"], spec.env["MASTER_PORT"]) == ("10.0.0.1", "4001"), "node 0 serves a store of its own"
 
 
 def test_no_interface_is_made_up() -> None:

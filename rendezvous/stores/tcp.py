@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from elastirun import clock
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
@@ -91,6 +92,17 @@ class TcpStore:
         with _translated("delete"):
             self._known.discard(key)
             self._store.delete_key(key)
+
+    def clear(self, keep: str, limit: float) -> bool:
+        """Delete every key that does not begin with ``keep``; False when that is not done within ``limit`` seconds."""
+        until = clock.now() + limit
+        with _translated("clear"):
+            for key in self._store.list_keys():
+                if clock.now() > until:
+                    return False
+                if not key.startswith(keep):
+                    self._store.delete_key(key)
+        return clock.now() <= until
 
     def under(self, prefix: str) -> dict[str, bytes]:
         with _translated("list"):

@@ -1,0 +1,136 @@
+"""``elastirun.launch``: the command line's counterpart for a function, in scripts and notebooks.
+
+The launcher is started as a process of its own; its workers run ``function_worker.py`` with a folder that only this user can enter. The
+folder holds the call and takes the results, both written and read by the standard library's own rules for spawned processes
+(multiprocessing's ForkingPickler), never by anybody else's bytes: what is read there was written by this user's processes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import spawn
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from elastirun.errors import ExitCode, JobFailed, UsageError
+from elastirun.options import normalise
+from elastirun.start_command import start_command
+
+WORKER = str(Path(__file__).with_name("function_worker.py"))
+
+
+class ByValue(ForkingPickler):
+    """Pickles as for a spawned process, but with nothing shared: torch's tensors would else be handles to this process' memory."""
+
+    _extra_reducers: dict[type, Callable[..., Any]] = {}
+
+
+def launch_function(fn: Callable[..., Any], args: Sequence[object], options: Mapping[str, object]) -> dict[int, Any]:
+    """See ``elastirun.launch``."""
+    with tempfile.TemporaryDirectory(prefix="elastirun_launch_") as folder:  # 0700
+        line = [*command_line(options), WORKER, folder]
+        normalise(line)  # an unknown option is an error here, not in another process
+        _write(folder, "preparation", _preparation())
+        _write(folder, "call", _pickled_call(fn, args))
+        error_file = f"{folder}/error.json"
+        environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": error_file}
+        code = _run(start_command(line, tied=True), environ)
+        if code == ExitCode.OK:
+            return _results(folder)
+        if code == ExitCode.USAGE:
+            raise UsageError("launch: elastirun refused these options, see its line on stderr")
+        raise JobFailed(code, *_cause(error_file))
+
+
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """``nproc_per_node=2, fail_fast=True`` as options of the command line. None and False leave an option out."""
+    line = []
+    for name, value in options.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            line.append(option)
+        elif value is not None and value is not False:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            line.append(f"{option}={text}")
+    return line
+
+
+def _preparation() -> bytes:
+    """What a spawned process sets up before it looks for a function: sys.path, sys.argv, the working folder, the script as a module."""
+    chosen: str | None = multiprocessing.get_start_method(allow_none=True)
+    data = spawn.get_preparation_data("elastirun worker")
+    multiprocessing.set_start_method(chosen, force=True)  # asking for it has fixed it
+    data.pop("authkey", None)  # a secret of this process; the workers are no children of it
+    if chosen is None:
+        del data["start_method"]
+    return bytes(ByValue.dumps(data))
+
+
+def _pickled_call(fn: Callable[..., Any], args: Sequence[object]) -> bytes:
+    name, main = getattr(fn, "__qualname__", repr(fn)), sys.modules["__main__"]
+    interactive = getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
+    if getattr(fn, "__module__", "") == "__main__" and interactive:
+        where = "a notebook's cell or an interactive session, where new processes cannot find it"
+        what_to_do = "write it to a module (%%writefile my_training.py) and import it from there"
+        raise UsageError(f"launch: {name} is defined in {where}; {what_to_do}")
+    try:
+        return bytes(ByValue.dumps((fn, tuple(args))))
+    except Exception as error:  # whatever a class's own __reduce__ raises
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"launch: {name} and its arguments cannot be sent to new processes ({why}); give a function of a module") from None
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    with open(f"{folder}/{name}", "wb") as file:
+        file.write(data)
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit code. Ctrl-C is passed on once for each time it is pressed, and raised again when the launcher has ended.
+
+    It has a session of its own, so that the terminal does not signal it a second time.
+    """
+    interrupted: KeyboardInterrupt | None = None
+    with subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+                process.send_signal(signal.SIGINT)
+            except BaseException:
+                process.terminate()
+                raise
+    if interrupted is not None:
+        raise interrupted
+    return code if code >= 0 else ExitCode.signalled(-code)
+
+
+def _results(folder: str) -> dict[int, Any]:
+    """By global rank. Files are named ROUND-RANK; workers of a round that did not succeed as a whole may have left some, too."""
+    rounds: dict[int, dict[int, Path]] = {}
+    for path in Path(folder).glob("result-*"):
+        number, rank = map(int, path.name.split("-")[1:])
+        rounds.setdefault(number, {})[rank] = path
+    last = rounds[max(rounds)] if rounds else {}
+    return {rank: ForkingPickler.loads(path.read_bytes()) for rank, path in sorted(last.items())}
+
+
+def _cause(error_file: str) -> tuple[str, str]:
+    """What the launcher left for whoever started it: one line, and the traceback or the last lines of the worker to blame."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        message = json.loads(Path(error_file).read_text())["message"]
+        if isinstance(message, str):
+            return message, ""
+        return str(message["message"]), str(message["extraInfo"].get("py_callstack", ""))
+    return "", ""
