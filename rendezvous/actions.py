@@ -26,7 +26,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Sync:
-    """One exchange with the store, in this order: ``put``, ``change``, read the round, read ``rows`` (None: all).
+    """One exchange with the store, in this order: ``keep_alive``, ``put``, ``change``, read the round, read ``rows`` (None: all).
+
+    ``keep_alive``: renew the lease of this node's row; only in a store that has leases.
 
     ``fresh``: the store is cleared of all keys but the agents' before the row is written.
     Answered by exactly one ``Synced`` or ``SyncFailed``; never asked for while another is under way.
@@ -36,6 +38,7 @@ class Sync:
     change: Change | None = None
     rows: tuple[str, ...] | None = None
     fresh: bool = False
+    keep_alive: bool = False
 
 
 @dataclass(frozen=True)

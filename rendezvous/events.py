@@ -26,6 +26,7 @@ class Synced:
     row: NodeRow | None = None  # this node's own row as stored; None: there is none
     hosting: bool = False  # this agent hosts the store
     ignored: tuple[str, ...] = field(default=())  # what was unreadable, and why
+    kept_alive: bool = False  # the lease of this node's row was renewed, and the row is there
 
 
 @dataclass(frozen=True)

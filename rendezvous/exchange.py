@@ -29,6 +29,10 @@ def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
     return lambda store: store.put_if(key, expected, value)
 
 
+def _keep_alive(key: str) -> Operation:
+    return lambda store: store.keep_alive(key)
+
+
 def _delete(key: str) -> Operation:
     return lambda store: store.delete(key)
 
@@ -65,6 +69,7 @@ class Exchange:
     def steps(self, sync: Sync, started: float) -> Steps:
         """The exchange, in the order ``Sync`` names, as operations to be carried out one after the other."""
         ignored: list[str] = []
+        kept_alive = sync.keep_alive and (yield _keep_alive(self._key(self._me)))
         if sync.put is not None:
             yield from self._put_fresh(sync.put) if sync.fresh else self._put_row(sync.put)
         if sync.change is not None:
@@ -75,7 +80,8 @@ class Exchange:
         if everything:
             found = yield _under(self._job + "node/")
         rows = self._parse_rows(found, everything, ignored)
-        return Synced(self._clock(), started, record, rows, rows.get(self._me), ignored=tuple(ignored[:4]))
+        row = rows.get(self._me)
+        return Synced(self._clock(), started, record, rows, row, ignored=tuple(ignored[:4]), kept_alive=kept_alive and row is not None)
 
     def _put_fresh(self, put: Put) -> Steps:
         """Clear the store of keys that are not the agents', then write the row that says that this node is ready.

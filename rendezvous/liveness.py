@@ -2,6 +2,9 @@
 
 A node is silent when a read that *started* more than ``expire`` after this node *received* its last change still shows
 the old ``seq``. The idea is that of Kubernetes' leader election: time is what I observed locally.
+
+In a store with leases (etcd) a keep-alive changes no row, it renews the lease of the row. There the row itself is the sign of life:
+it vanishes with its lease, and its owner is silent when it has stayed away for ``Lease.absence`` (docs/decisions/0006).
 """
 
 from __future__ import annotations
@@ -10,20 +13,38 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+SHORTEST_LEASE = 2  # seconds; etcd grants none that is shorter
+LEASED, ABSENT = 0.6, 0.4  # fractions of ``expire``: the time to live of a row's lease, and how long the row must then stay away
+
+
+@dataclass(frozen=True)
+class Lease:
+    """How long a row outlives its last keep-alive, in seconds. ``ttl + absence`` is never less than ``expire``."""
+
+    ttl: int  # etcd's leases have whole seconds
+    absence: float  # a living node whose lease was over, or was revoked by mistake, has written its row anew by then
+
+    @staticmethod
+    def of(expire: float) -> Lease:
+        ttl = max(SHORTEST_LEASE, math.floor(LEASED * expire))
+        return Lease(ttl, max(expire - ttl, ABSENT * expire))
+
 
 @dataclass
 class _Seen:
     seq: int
-    changed: float  # when this node received the change to ``seq``, seconds of its monotonic clock
+    changed: float  # when this node received the change to ``seq``, seconds of its monotonic clock; with leases: see ``_observe_leased``
     silent: bool = False
     proven: bool = False  # it has changed before our eyes
+    looked: float = 0.0  # when this node received the last read of it
 
 
 class Liveness:
-    """What this node has observed of the others. ``expire`` in seconds."""
+    """What this node has observed of the others. ``expire`` in seconds; ``lease``: of the rows, in a store that has leases."""
 
-    def __init__(self, expire: float) -> None:
+    def __init__(self, expire: float, lease: Lease | None = None) -> None:
         self.expire = expire
+        self._lease = lease
         self._seen: dict[str, _Seen] = {}
         self._excused = -math.inf  # nobody's silence until then counts
 
@@ -31,6 +52,9 @@ class Liveness:
         """Take in a read asked for at ``started`` and answered by ``received``. A row that is not there has seq -1."""
         for node_id, seq in seqs.items():
             seen = self._seen.get(node_id)
+            if self._lease is not None:
+                self._observe_leased(self._lease, node_id, seq, started, received)
+                continue
             if seen is None or (seen.seq != seq and seq >= 0):
                 self._seen[node_id] = _Seen(seq, received, proven=seen is not None)
                 continue
@@ -39,6 +63,28 @@ class Liveness:
                 seen.silent = True
         for node_id in self._seen.keys() - seqs.keys():
             self._seen[node_id].silent = False  # it may have come back; who is not read is not called silent
+
+    def _observe_leased(self, lease: Lease, node_id: str, seq: int, started: float, received: float) -> None:
+        """``changed`` is when the row was last seen to be there, or first seen to be away.
+
+        Between two looks that are further apart than a lease lasts it may have been there again: then only ``expire`` is long enough.
+        """
+        seen = self._seen.get(node_id)
+        if seq >= 0:
+            self._seen[node_id] = _Seen(seq, received, proven=True, looked=received)
+        elif seen is None or seen.seq >= 0:
+            self._seen[node_id] = _Seen(seq, received, proven=seen is not None, looked=received)
+        else:
+            patience = lease.absence if started - seen.looked <= lease.ttl else self.expire
+            seen.silent = seen.silent or started > max(seen.changed + patience, self._excused + self.expire)
+            seen.looked = received
+
+    def next_look(self) -> float | None:
+        """When a node whose row has vanished could be found silent, if all is well; None: no row is away."""
+        if self._lease is None:
+            return None
+        away = [seen.changed + self._lease.absence for seen in self._seen.values() if seen.seq < 0 and not seen.silent]
+        return min(away, default=None)
 
     def excuse(self, until: float) -> None:
         """The store was in trouble here, perhaps for everyone: nobody's silence until then counts.

@@ -15,7 +15,7 @@ from elastirun.rendezvous import events, forming
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.forming import Rules
-from elastirun.rendezvous.liveness import Liveness, Since
+from elastirun.rendezvous.liveness import Lease, Liveness, Since
 from elastirun.rendezvous.reading import Reading
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
@@ -26,6 +26,7 @@ PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
 # What is left is for clocks that run apart.
 LONE_LIMIT, LONE_GRACE = 0.6, 0.2
 LONE_LEASE = LONE_LIMIT + LONE_GRACE  # when the guard ends its workers, whatever the agent does
+LOOK_AGAIN = 0.01  # seconds after the moment at which a node could be found silent: the read must have begun later
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
 LAST_BACK = 5.0  # when a store that outlives its jobs was away for all, the last node may find it back so much later than the first
 GOODBYE = 2.0  # how long a node tries to write that it has left
@@ -47,9 +48,11 @@ class Machine:
         self.wake = now
         self._now = now
         self._actions: list[Action] = []
-        self._live = Liveness(rules.expire)
+        self._live = Liveness(rules.expire, Lease.of(rules.expire) if rules.lasting else None)
         self._stored: NodeRow | None = None  # this node's row as last seen in the store
         self._written_at = now  # when that was
+        self._sync = Sync()  # the last one asked for
+        self._doubts = 0  # with leases: how many exchanges in a row have not renewed that of this node's row
         self._syncing = False
         self._urgent = True  # something changed here that the store should know at once
         self._next_sync = now
@@ -139,8 +142,7 @@ class Machine:
             self._stale(self._earlier)
             return
         found = event.round if self._earlier is None else None
-        if event.row is not None and (self._stored is None or event.row.seq != self._stored.seq):
-            self.kept_alive = event.started
+        self._note_keep_alive(event)
         self._met = self._met or found is not None
         if found is not None and (how := forming.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
@@ -156,6 +158,19 @@ class Machine:
             self._reading.crowd = len(self.rows)
         if self._sees_all or self.state is RUNNING:
             self._live.forget_all_but(seqs.keys() | set(members))
+        if (look := self._live.next_look()) is not None:
+            self._next_sync = min(self._next_sync, max(look, event.now) + LOOK_AGAIN)
+
+    def _note_keep_alive(self, event: events.Synced) -> None:
+        """When the last acknowledged keep-alive was *sent*: that is when the exchange began."""
+        if not self.rules.lasting:
+            acknowledged = event.row is not None and (self._stored is None or event.row.seq != self._stored.seq)
+        else:
+            acknowledged = event.kept_alive
+            self._doubts = self._doubts + 1 if self._sync.keep_alive and not acknowledged else 0
+            self._urgent = self._urgent or self._doubts in (1, 2)  # at once, but not again and again
+        if acknowledged:
+            self.kept_alive = event.started
 
     def _stale(self, record: RoundRecord) -> None:
         """A newcomer met the store of a job that is over: its host is about to go, and ours to come."""
@@ -440,15 +455,19 @@ class Machine:
         self._next_sync = self._now + self._reading.interval(self.state, self.record)
         everything = self._earlier is not None
         self._asked = None if everything else self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
-        self._actions.append(Sync(self._put(), change, self._asked))
+        put = self._put()
+        self._sync = Sync(put, change, self._asked, keep_alive=self.rules.lasting and self._introduced)
+        self._actions.append(self._sync)
 
     def _put(self) -> Put | None:
-        """The keep-alive: this node's row, when it has something new to say or the beat is due."""
+        """This node's row, when it says something new. Where there are no leases it is the keep-alive, too, when the beat is due."""
         if self._contact is None or not self._met:
             return None  # look first: this may be the store of a job that is over
         base = self._stored
         new = replace(self.row, seq=base.seq + 1 if base else 1)
-        if base is not None and replace(new, seq=base.seq) == base and self._now - self._written_at < self.rules.beat:
+        lease_is_over = self._doubts > (self._sync.put is not None)  # a row that was just written is under a new one
+        due = lease_is_over if self.rules.lasting else self._now - self._written_at >= self.rules.beat
+        if base is not None and replace(new, seq=base.seq) == base and not due:
             return None
         self._written_at = self._now
         self._introduced = True

@@ -10,6 +10,7 @@ from elastirun.rendezvous import forming, ranks
 from elastirun.rendezvous.actions import Action, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.exchange import Exchange
+from elastirun.rendezvous.liveness import Lease
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
 from tests.sim.world import Node, World, read_round, write_round
@@ -62,8 +63,16 @@ class Stage(World):
         self.at(0.5, again)
 
     def silence(self, i: str) -> None:
-        """The puppet beats no more."""
+        """The puppet beats no more. Where rows have leases, its row goes some seconds later, but not while the store is down."""
         del self.puppets[i]
+        if self.rules.lasting:
+            self.at(Lease.of(self.rules.expire).ttl, lambda: self._end_lease_of(i))
+
+    def _end_lease_of(self, i: str) -> None:
+        if not self.store_up:
+            self.at(0.5, lambda: self._end_lease_of(i))
+        elif i not in self.puppets:
+            self.data.pop(f"job/node/{i}", None)
 
     @property
     def record(self) -> RoundRecord:

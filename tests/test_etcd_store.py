@@ -46,9 +46,8 @@ def test_rows_are_under_one_lease_for_all_connections_of_an_agent_and_nothing_el
         store.put_if(job + name, None, b"1")
     a, b, c, of_round = (lease_of(first, job + name) for name in ("node/a", "node/b", "node/c", "round"))
     assert a == b != 0 and c not in (0, a) and of_round == 0
-    assert ask(first, "Lease/LeaseTimeToLive", ID=a).grantedTTL == 23, "3 x expire, rounded up"
-    assert ask(first, "Lease/LeaseTimeToLive", ID=c).grantedTTL == 15
-    assert Leases(etcd_store.SHORTEST_LEASE).ttl == 10
+    assert ask(first, "Lease/LeaseTimeToLive", ID=a).grantedTTL == 4, "0.6 x expire, rounded down: the rest is for the row's absence"
+    assert ask(first, "Lease/LeaseTimeToLive", ID=c).grantedTTL == 3
 
 
 def test_the_row_of_an_agent_that_is_no_more_vanishes_and_a_living_one_writes_its_own_anew(server: Etcd, job: str) -> None:
@@ -58,21 +57,37 @@ def test_the_row_of_an_agent_that_is_no_more_vanishes_and_a_living_one_writes_it
     until(lambda: not other.get([key]))
     assert store.leases_lost == 0, "it does not know yet"
     assert store.put_if(key, b"1", b"2") is None, "the row is gone, and says so"
-    assert store.leases_lost == 1
-    assert store.put_if(key, None, b"2") == b"2"
+    assert not store.keep_alive(key) and store.leases_lost == 1
+    assert store.put_if(key, None, b"2") == b"2" and store.keep_alive(key)
     assert other.get([key]) == {key: b"2"} and store.leases_lost == 1
 
 
-def test_writing_keeps_the_lease(server: Etcd, job: str) -> None:
-    key, number = job + "node/a", 0
-    store, other = EtcdStore(Cluster(server.endpoints), Leases(1.0)), connector(server.endpoints)()
-    store.put_if(key, None, b"0")
-    lease, began = lease_of(store, key), time.monotonic()
-    while time.monotonic() < began + 2.5:  # its length more than twice
-        assert store.put_if(key, b"%d" % number, b"%d" % (number + 1)) == b"%d" % (number + 1)
-        number += 1
-        time.sleep(0.05)
-    assert lease_of(other, key) == lease and store.leases_lost == 0
+def test_keep_alives_keep_the_row_and_make_no_revision(job: str) -> None:
+    key = job + "node/a"
+    with etcd() as own:
+        store, other = EtcdStore(Cluster(own.endpoints), Leases(1.0)), connector(own.endpoints)()
+        assert not store.keep_alive(key), "it was not written yet"
+        store.put_if(key, None, b"0")
+        lease, began = lease_of(store, key), time.monotonic()
+        before = ask(other, "Maintenance/Status")
+        while time.monotonic() < began + 4.5:  # its length, which etcd has made 2 s, more than twice
+            assert store.keep_alive(key)
+            time.sleep(0.05)
+        after = ask(other, "Maintenance/Status")
+        assert lease_of(other, key) == lease and store.leases_lost == 0
+        assert after.header.revision == before.header.revision and after.dbSize == before.dbSize
+
+
+def test_a_row_whose_lease_is_not_known_is_not_called_alive(server: Etcd, job: str) -> None:
+    """Two connections of one agent may each have been granted a lease, or the answer to a write was lost."""
+    key, leases = job + "node/a", Leases(10.0)
+    store = EtcdStore(Cluster(server.endpoints), leases)
+    store.put_if(key, None, b"1")
+    assert store.keep_alive(key)
+    leases.forget(lease_of(store, key))
+    leases.current(store._client)
+    assert not store.keep_alive(key), "the row is under another one than that"
+    assert store.put_if(key, b"1", b"2") == b"2" and store.keep_alive(key)
 
 
 def test_a_lease_that_is_found_lost_in_the_middle_of_a_write_is_replaced(server: Etcd, job: str) -> None:

@@ -26,6 +26,12 @@ class Store(Protocol):
         Returns what the key holds afterwards: ``value`` when it was set, else the other value (None: no such key).
         """
 
+    def keep_alive(self, key: str) -> bool:
+        """Renew the lease under which this agent wrote ``key``, where a store has leases.
+
+        False: it is not known that the value is there for the whole time of a lease from now on, and should be written again.
+        """
+
     def delete(self, key: str) -> None:
         """What is under ``key``, if anything, is not needed any more."""
 

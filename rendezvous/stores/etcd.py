@@ -3,8 +3,8 @@
 Every operation is one transaction, so it happens at one moment. A write is bound to the ``mod_revision`` of what it
 replaces; of a write whose answer was lost, the next try tells what became of it, because no value is written twice.
 
-A node's row lives under a lease, which the writing of the row keeps alive: the rows of agents that are no more vanish. Whether a
-node is lost is decided by those who watch its row, long before.
+A node's row lives under a lease. The lease is renewed each beat, which makes no revision; the row is written only when it says something
+new: etcd keeps every revision until somebody compacts. The row vanishes some seconds after its agent: so the others know.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastirun import clock
 from elastirun.errors import StoreError
+from elastirun.rendezvous.liveness import Lease
 from elastirun.rendezvous.stores.etcd_access import Access
 from elastirun.rendezvous.stores.etcd_client import DEADLINE, LARGEST, Client, Cluster, LeaseNotFound
 from elastirun.rendezvous.stores.etcd_messages import check_installed
@@ -24,7 +24,6 @@ from elastirun.rendezvous.stores.etcd_watch import Watch
 
 PREFIX = "/elastirun/"
 LEASED = "/node/"  # keys with this in them are written under the lease
-SHORTEST_LEASE = 10.0  # seconds; longer than a change of leader with everything that can go wrong in it
 MOST_RANGES = 128  # in one transaction; etcd's limit
 PAGE = 1000  # keys in one answer
 MOST_HELD = 16  # keys whose revision is remembered; a node writes its row and the round again and again, others once
@@ -39,13 +38,6 @@ class Held:
     revision: int  # etcd's mod_revision
 
 
-@dataclass(frozen=True)
-class Lease:
-    id: int
-    ttl: float  # seconds, as etcd has granted it
-    renewed: float  # when it was kept alive last, on ``elastirun.clock``
-
-
 class Leases:
     """The lease of one agent, which outlives its connections. ``ttl`` in seconds; ``say`` gets lines for people."""
 
@@ -53,38 +45,46 @@ class Leases:
         self.ttl = ttl
         self._say = say
         self.lost = 0  # how many were over before their time: the agent stood still, or was cut off
-        self._lease: Lease | None = None
+        self._lease = 0  # the id of the newest one; 0: there is none
+        self._row_under = 0  # the lease of the row as far as is known; 0: not known
         self._lock = threading.Lock()  # a connection that was given up may still be at it
 
     def current(self, client: Client) -> int:
-        """The lease to write under: kept alive if it is a third over, a new one if there is none. Errors: ``StoreError``."""
+        """The lease to write under, a new one if there is none. Errors: ``StoreError``."""
         with self._lock:
             lease = self._lease
-        now = clock.now()
-        if lease is not None and now > lease.renewed + lease.ttl / 3:
-            request = client.messages.LeaseKeepAliveRequest(ID=lease.id)
-            if client.call_stream("Lease/LeaseKeepAlive", request).TTL > 0:
-                self._set(Lease(lease.id, lease.ttl, now))
-            else:
-                self.forget(lease.id)
-                lease = None
-        if lease is None:
-            granted = client.call("Lease/LeaseGrant", client.messages.LeaseGrantRequest(TTL=math.ceil(self.ttl)))
-            lease = Lease(granted.ID, granted.TTL, now)
-            self._set(lease)
-        return lease.id
+        if not lease:
+            lease = int(client.call("Lease/LeaseGrant", client.messages.LeaseGrantRequest(TTL=math.ceil(self.ttl))).ID)
+            with self._lock:
+                self._lease = lease
+        return lease
+
+    def keep_alive(self, client: Client) -> bool:
+        """Renew the lease of the row, which makes no revision at etcd. False: it is over, or not known. Errors: ``StoreError``."""
+        with self._lock:
+            lease = self._lease
+            if not lease or lease != self._row_under:
+                return False
+        if client.call_stream("Lease/LeaseKeepAlive", client.messages.LeaseKeepAliveRequest(ID=lease)).TTL > 0:
+            return True
+        self.forget(lease)
+        return False
+
+    def writing(self, lease_id: int, done: bool) -> None:
+        """The row is being written under that lease; until that is ``done``, it may be under another one."""
+        with self._lock:
+            if done:
+                self._row_under = lease_id
+            elif self._row_under != lease_id:
+                self._row_under = 0
 
     def forget(self, lease_id: int) -> None:
         """That lease is over."""
         with self._lock:
-            if self._lease is not None and self._lease.id == lease_id:
-                self._lease = None
+            if self._lease and self._lease == lease_id:
+                self._lease = 0
                 self.lost += 1
                 self._say("this node's lease at etcd was over, and with it its row was gone; it is written anew under another")
-
-    def _set(self, lease: Lease) -> None:
-        with self._lock:
-            self._lease = lease
 
 
 class EtcdStore:
@@ -138,6 +138,9 @@ class EtcdStore:
             if was_set:
                 return value
         return held.value if held else None
+
+    def keep_alive(self, key: str) -> bool:
+        return self._leases.keep_alive(self._client)
 
     def delete(self, key: str) -> None:
         self._held.pop(key, None)
@@ -203,6 +206,8 @@ class EtcdStore:
             success=[messages.RequestOp(request_put=messages.PutRequest(key=name, value=value, lease=lease))],
             failure=[messages.RequestOp(request_range=messages.RangeRequest(key=name))],
         )
+        if lease:
+            self._leases.writing(lease, done=False)
         try:
             answer = self._client.call("KV/Txn", request)
         except LeaseNotFound:
@@ -211,6 +216,8 @@ class EtcdStore:
                 raise
             return self._put(key, revision, value, again=False)
         if answer.succeeded:
+            if lease:
+                self._leases.writing(lease, done=True)
             return True, Held(value, answer.header.revision)
         return False, _held(answer.responses[0].response_range)
 
@@ -234,8 +241,8 @@ def connector(
 ) -> Callable[[], EtcdStore]:
     """A function that connects to the etcd cluster at ``endpoints``, each ``host:port``, IPv6 in brackets.
 
-    The connections it makes share what they learn of the endpoints, the token, and one lease: it lasts three times ``expire`` seconds,
-    after which a silent node is lost, and at least 10 s. ``deadline``: seconds for one operation. Certificates are read each time it
+    The connections it makes share what they learn of the endpoints, the token, and one lease, whose length follows from ``expire``, the
+    seconds after which a silent node is lost. ``deadline``: seconds for one operation. Certificates are read each time it
     connects, the password when a token is needed. It raises ``StoreError``, and ``StoreRefused`` where only people can help.
     ``say`` gets a line, in the thread of the store, when the lease was over although the agent lives.
 
@@ -243,5 +250,5 @@ def connector(
     """
     check_installed()
     cluster = Cluster(endpoints, access, deadline)
-    leases = Leases(max(SHORTEST_LEASE, 3 * expire), say)
+    leases = Leases(Lease.of(expire).ttl, say)
     return lambda: EtcdStore(cluster, leases, prefix)

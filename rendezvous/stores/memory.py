@@ -25,6 +25,10 @@ class MemoryStore:
                 self._data[key] = value
             return self._data.get(key)
 
+    def keep_alive(self, key: str) -> bool:
+        with self._lock:
+            return key in self._data  # for as long as the store
+
     def delete(self, key: str) -> None:
         with self._lock:
             self._data.pop(key, None)

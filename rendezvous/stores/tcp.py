@@ -88,6 +88,9 @@ class TcpStore:
                 self._indexed.add(key)
             return now
 
+    def keep_alive(self, key: str) -> bool:
+        return False  # there are no leases
+
     def delete(self, key: str) -> None:
         with _translated("delete"):
             self._known.discard(key)

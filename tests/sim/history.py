@@ -209,7 +209,7 @@ class History:
         world.resume_store()
         host_gone = self.plan.hosted and not next((n for n in reversed(world.nodes) if n.hosts), world.nodes[0]).alive
         if not host_gone:
-            world.store_up = True
+            self._store_is_back()
         for index in range(self.plan.nodes):
             node = self._current(index)
             if node is None or not node.up or (node.finish and node.outcome not in (Outcome.SUCCEEDED, Outcome.FAILED)):
@@ -288,7 +288,11 @@ class History:
     def _store_down(self, node: Node, fault: Fault) -> None:
         if not self.plan.hosted:
             self.world.store_up = False
-            self._for(fault, lambda: setattr(self.world, "store_up", True))
+            self._for(fault, self._store_is_back)
+
+    def _store_is_back(self) -> None:
+        self.world.store_up = True
+        self.world.lengthen_leases()
 
     def _replace_store(self, node: Node, fault: Fault) -> None:
         if not self.plan.hosted:

@@ -24,7 +24,7 @@ def _must(holds: bool, what: str) -> None:
 
 
 def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    if old is not None and old.closed and world.rules.lasting and new.store_id != old.store_id:
+    if old is not None and world.rules.lasting and new.store_id != old.store_id:
         _must(not _complete(world, old), f"the next run begins while round {old.round} of the last one goes on")
         old = None  # a rendezvous of its own
     for check in (_version_rises, _rounds, _members, _closing, _expulsion):

@@ -23,6 +23,7 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Changed, Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.exchange import Exchange, Operation, Steps
 from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.liveness import Lease
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores.memory import MemoryStore
@@ -30,6 +31,37 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 TIME_LIMIT = 3.0  # of one exchange, as the agent has it
 STANDSTILL = 2.0  # as the agent has it
 CODEC = Codec()
+LATE_EXPIRY = 1.0  # seconds by which a store with leases may notice late that one is over
+ELECTION = 1.0  # seconds by which a new leader of such a store lengthens every lease
+
+
+class LeasedStore(MemoryStore):
+    """The store as one operation of ``node`` finds it. Rows are under leases; ``learnt`` is what the agent learns with the answer."""
+
+    def __init__(self, world: World, node: Node) -> None:
+        super().__init__(world.data)
+        self._world, self._node = world, node
+        self.learnt: dict[str, int] = {}
+
+    def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        if "/node/" not in key:
+            return super().put_if(key, expected, value)
+        lease = self._node.row_lease if self._node.row_lease in self._world.leases else self._world.grant()
+        could = self._data.get(key) == expected
+        found = super().put_if(key, expected, value)
+        if could:
+            self._world.bound[key] = lease
+            self.learnt = {"row_lease": lease}
+        return found
+
+    def keep_alive(self, key: str) -> bool:
+        lease = self._node.row_lease
+        if lease not in self._world.leases:
+            self.learnt = {"row_lease": 0}
+            return False
+        self._world.renew(lease)
+        self._world.written_at.setdefault(self._node.id, []).append(self._world.t)  # as good as a row that changes
+        return True
 
 
 def read_round(data: dict[str, bytes]) -> RoundRecord | None:
@@ -106,6 +138,7 @@ class Node:
     finish: Finish | None = None
     syncs: int = 0
     call: Call | None = None
+    row_lease: int = 0  # what its agent knows of: the lease of its row
     waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what came while it was frozen
     _armed: int = 0
 
@@ -275,6 +308,11 @@ class World:
         self.rules = replace(rules or Rules(1, 3), hosted=hosted, **changes)  # type: ignore[arg-type]
         self.hosted = hosted
         self.data: dict[str, bytes] = {}
+        self.leases: dict[int, float] = {}  # in a store that outlives its jobs: when each is over
+        self.bound: dict[str, int] = {}  # by key: its lease
+        self.own_random = random.Random(~seed)  # the store's: its clock, and when it notices what
+        self.store_rate = self.own_random.uniform(0.9, 1.1)
+        self._lease_ids = itertools.count(1)
         self.store_up = True
         self.store_paused = False
         self.nodes: list[Node] = []
@@ -337,13 +375,15 @@ class World:
         call.given_up, call.node.call = True, None
         call.node.feed(make)
 
-    def _go_on(self, call: Call, found: Any) -> None:
+    def _go_on(self, call: Call, found: Any, store: MemoryStore | None = None) -> None:
         node = call.node
         if not node.up:
             return
         if node.frozen_at is not None:
-            node.waiting.append(lambda: self._go_on(call, found))
+            node.waiting.append(lambda: self._go_on(call, found, store))
             return
+        for name, what in store.learnt.items() if isinstance(store, LeasedStore) else ():
+            setattr(node, name, what)
         try:
             operation = call.steps.send(found)
         except StopIteration as done:
@@ -366,15 +406,16 @@ class World:
         if not self.store_up:
             self.at(0.002, lambda: self._answer(call, lambda now: SyncFailed(now, "connection refused")))
             return
-        found = self._apply(node, operation)
+        store = LeasedStore(self, node) if self.rules.lasting else MemoryStore(self.data)
+        found = self._apply(node, operation, store)
         lost = not node.hosts and (node.cut_in or self.random.random() < node.loss)
         if not lost:
-            self.at(0.0002 if node.hosts else self.random.uniform(*node.delay), lambda: self._go_on(call, found))
+            self.at(0.0002 if node.hosts else self.random.uniform(*node.delay), lambda: self._go_on(call, found, store))
 
-    def _apply(self, node: Node, operation: Operation) -> Any:
+    def _apply(self, node: Node, operation: Operation, store: MemoryStore | None = None) -> Any:
         key = f"job/node/{node.id}"
         round_before, row_before = self.data.get("job/round"), self.data.get(key)
-        found = operation(MemoryStore(self.data))
+        found = operation(store or MemoryStore(self.data))
         after = self.data.get("job/round")
         if self.data.get(key) != row_before:
             self.written_at.setdefault(node.id, []).append(self.t)
@@ -387,6 +428,33 @@ class World:
             if self.rules.lasting:
                 self._spread_the_word()
         return found
+
+    # -- its leases ---------------------------------------------------------------------------------------------------
+
+    def grant(self) -> int:
+        lease = next(self._lease_ids)
+        self.renew(lease)
+        return lease
+
+    def renew(self, lease: int, more: float = 0.0) -> None:
+        """It lasts for its whole time from now on, and ``more``, by the store's clock."""
+        deadline = self.leases[lease] = self.t + (Lease.of(self.rules.expire).ttl + more) / self.store_rate
+        late = self.own_random.uniform(0, LATE_EXPIRY)
+        self.at(deadline + late - self.t, lambda: self.end_lease(lease) if self.leases.get(lease) == deadline else None)
+
+    def end_lease(self, lease: int) -> None:
+        """What is under it goes with it. A store that does not work does not count time, either."""
+        if not self.store_up or self.store_paused:
+            return
+        self.leases.pop(lease, None)
+        for key in [key for key, under in self.bound.items() if under == lease]:
+            del self.bound[key]
+            self.data.pop(key, None)
+
+    def lengthen_leases(self) -> None:
+        """The store works again, with a new leader."""
+        for lease in self.leases:
+            self.renew(lease, ELECTION)
 
     def _spread_the_word(self) -> None:
         """Such a store tells those whom it can reach that the record has changed."""
@@ -413,13 +481,14 @@ class World:
 
     def resume_store(self) -> None:
         self.store_paused = False
+        self.lengthen_leases()
         paused, self._paused = self._paused, []
         for arrive in paused:
             arrive()
 
     def replace_store(self) -> None:
         """Another, empty one answers under the same address."""
-        self.data = {}
+        self.data, self.leases, self.bound = {}, {}, {}
         self.store_up = True
         self._paused.clear()
         self.store_paused = False
