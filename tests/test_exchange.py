@@ -296,3 +296,14 @@ def test_an_earlier_write_cannot_arrive_while_the_store_is_cleared() -> None:
     assert store.put_if(key("me"), CODEC.encode(key("me"), BEFORE), ready) != ready
     again = exchange(store, Sync(Put(found, replace(READY, seq=6)), rows=(), fresh=True)).row
     assert again == replace(READY, seq=7)
+
+
+def test_a_keep_alive_counts_only_with_its_row() -> None:
+    class Leased(MemoryStore):
+        def keep_alive(self, key: str) -> bool:
+            return True
+
+    data: dict[str, bytes] = {}
+    assert not exchange(Leased(data), Sync(rows=(), keep_alive=True)).kept_alive
+    assert exchange(Leased(data), Sync(Put(None, row("me")), rows=(), keep_alive=True)).kept_alive
+    assert not exchange(Leased(data), Sync(rows=())).kept_alive

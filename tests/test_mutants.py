@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     mutant(
         "time counts from when a change was received",
-        *("liveness", "_Seen(seq, received,", "_Seen(seq, started,"),
+        *("liveness", "_Seen(seq, received, proven=seen is not None)\n", "_Seen(seq, started, proven=seen is not None)\n"),
         *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
     ),
     mutant(
@@ -167,6 +167,31 @@ MUTANTS = (
         "a row that vanishes is no sign of life",
         *("liveness", "(seen.seq != seq and seq >= 0)", "seen.seq != seq"),
         *("silence", "rows_that_vanish_with_their_leases_make_nobody_wait_longer"),
+    ),
+    mutant(
+        "where rows have leases, one that is away for a moment makes nobody lost",
+        *("liveness", "patience = lease.absence if", "patience = 0.0 if"),
+        *("silence", "a_row_that_is_away_for_a_moment_makes_nobody_lost"),
+    ),
+    mutant(
+        "where rows have leases, one that has vanished makes its node lost in time",
+        *("liveness", "if self._lease is not None:\n                self._observe", "if False:\n                self._observe"),
+        *("silence", "where_rows_have_leases_a_node_is_lost_between_expire_and_two_seconds_later"),
+    ),
+    mutant(
+        "where rows have leases, a keep-alive writes nothing",
+        *("machine", "due = lease_is_over if self.rules.lasting else", "due ="),
+        *("silence", "where_rows_have_leases_a_node_that_has_nothing_new_to_say_writes_nothing"),
+    ),
+    mutant(
+        "a row whose lease may be over is written anew",
+        *("machine", "lease_is_over = self._doubts > (self._sync.put is not None)", "lease_is_over = False"),
+        *("silence", "a_node_writes_its_row_anew_when_its_lease_may_be_over"),
+    ),
+    mutant(
+        "a lease that is renewed while its row is gone is no keep-alive",
+        *("exchange", "kept_alive=kept_alive and row is not None", "kept_alive=kept_alive"),
+        *("exchange", "a_keep_alive_counts_only_with_its_row"),
     ),
     # What a node does.
     mutant(
