@@ -50,7 +50,7 @@ class Stage(World):
         before = self.puppets.get(i, NodeRow(i, f"name-{i}", f"10.0.1.{ord(i[0])}", 1000, 2, seq=0))
         self.puppets[i] = replace(before, seq=before.seq + 1, **fields)
         self.data[f"job/node/{i}"] = Codec().encode(f"job/node/{i}", self.puppets[i])
-        if new and beats:
+        if new and beats and not self.rules.lasting:  # there, a row that stays is a sign of life
             self._beat(i)
 
     def _beat(self, i: str) -> None:

@@ -304,6 +304,7 @@ def test_a_keep_alive_counts_only_with_its_row() -> None:
             return True
 
     data: dict[str, bytes] = {}
-    assert not exchange(Leased(data), Sync(rows=(), keep_alive=True)).kept_alive
-    assert exchange(Leased(data), Sync(Put(None, row("me")), rows=(), keep_alive=True)).kept_alive
-    assert not exchange(Leased(data), Sync(rows=())).kept_alive
+    node = Exchange(JOB, "me", CODEC, lambda: 7.0)
+    assert not node.carry_out(Leased(data), Sync(rows=(), keep_alive=True), 5.0).kept_alive
+    assert node.carry_out(Leased(data), Sync(Put(None, row("me")), rows=(), keep_alive=True), 5.0).kept_alive
+    assert not node.carry_out(Leased(data), Sync(rows=()), 5.0).kept_alive
