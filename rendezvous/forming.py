@@ -259,6 +259,17 @@ def disagreement(rules: Rules, record: RoundRecord) -> str:
     return f"this node was started with {ours}, the job runs with {theirs}; start all nodes with the same" if pairs else ""
 
 
+def untrue(rules: Rules, record: RoundRecord, row: NodeRow) -> str:
+    """What no honest node of this job would write, in words; empty when nothing is. ``row``: what this node says of itself."""
+    most = rules.max_nodes
+    if len(record.members) > most and not disagreement(rules, record):
+        return f"it names {len(record.members)} nodes, and --nnodes allows {most}"
+    closed = record.closed
+    if closed and closed.verdict is Verdict.SUCCEEDED and record.index(row.id) is not None and row.succeeded != record.round:
+        return f"it says that all workers of round {record.round} succeeded, but those of this node have not"
+    return ""
+
+
 def holder(rules: Rules, record: RoundRecord, row: NodeRow) -> Member | None:
     """Who has the fixed place of ``row`` in a round that runs without it."""
     rank = row.node_rank

@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from elastirun.rendezvous.records import NodeRow, Status
+
 SHORTEST_LEASE = 2  # seconds; etcd grants none that is shorter
 LEASED, ABSENT = 0.6, 0.4  # fractions of ``expire``: the time to live of a row's lease, and how long the row must then stay away
 
@@ -55,10 +57,9 @@ class Liveness:
             if self._lease is not None:
                 self._observe_leased(self._lease, node_id, seq, started, received)
                 continue
-            if seen is None or (seen.seq != seq and seq >= 0):
+            if seen is None or seq > seen.seq:  # an older row that is put back is no sign of life
                 self._seen[node_id] = _Seen(seq, received, proven=seen is not None)
                 continue
-            seen.seq = seq  # a row that vanishes is no sign of life: its lease is over
             if started - self._since(seen) > self.expire:
                 seen.silent = True
         for node_id in self._seen.keys() - seqs.keys():
@@ -120,6 +121,36 @@ class Liveness:
         """Memory must not grow with the number of agents that ever were."""
         for node_id in self._seen.keys() - ids:
             del self._seen[node_id]
+
+
+class Newest:
+    """The highest ``seq`` seen of each incarnation of a node: a row below it is an old one that somebody has put back.
+
+    ``LEFT`` is final: after it no other status is believed. Signatures do not help here, an old row is signed as well.
+    """
+
+    MOST = 20_000  # incarnations remembered, the most recently changed ones: memory must not grow without limit
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[int, bool]] = {}  # by id: its highest seq, and whether it has left
+
+    def without_old(self, rows: Mapping[str, NodeRow], me: str) -> tuple[dict[str, NodeRow], list[str]]:
+        """The rows that are not old, and a line on each that is. The own row ``me`` is judged by nobody."""
+        current: dict[str, NodeRow] = {}
+        notes: list[str] = []
+        for node_id, row in rows.items():
+            seq, left = self._newest.get(node_id, (-1, False))
+            has_left = row.status is Status.LEFT
+            if node_id != me and (row.seq < seq or (left and not has_left)):
+                notes.append(f"the row of {row.name} {row.address}: it is an old one, somebody has put it back")
+                continue
+            current[node_id] = row
+            if row.seq > seq:
+                self._newest.pop(node_id, None)
+                self._newest[node_id] = row.seq, has_left
+        while len(self._newest) > self.MOST:
+            del self._newest[next(iter(self._newest))]
+        return current, notes
 
 
 class Since:

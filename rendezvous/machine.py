@@ -15,7 +15,7 @@ from elastirun.rendezvous import events, forming
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.forming import Rules
-from elastirun.rendezvous.liveness import Lease, Liveness, Since
+from elastirun.rendezvous.liveness import Lease, Liveness, Newest, Since
 from elastirun.rendezvous.reading import Reading
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
@@ -49,7 +49,9 @@ class Machine:
         self._now = now
         self._actions: list[Action] = []
         self._live = Liveness(rules.expire, Lease.of(rules.expire) if rules.lasting else None)
+        self._newest = Newest()
         self._stored: NodeRow | None = None  # this node's row as last seen in the store
+        self._seq = 0  # of this node's row as written last: it rises also when an older row of ours was put back
         self._written_at = now  # when that was
         self._sync = Sync()  # the last one asked for
         self._doubts = 0  # with leases: how many exchanges in a row have not renewed that of this node's row
@@ -120,6 +122,12 @@ class Machine:
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
 
     def _on_synced(self, event: events.Synced) -> None:
+        if event.round is not None and (lie := forming.untrue(self.rules, event.round, self.row)):
+            self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {lie}"))
+            return
+        self._take_in(event)
+
+    def _take_in(self, event: events.Synced) -> None:
         self._syncing = False
         self.hosting = event.hosting
         self.row = replace(self.row, hosts=event.hosting and not self.rules.private)
@@ -130,9 +138,8 @@ class Machine:
             self._say(f"the store is back after {event.now - self._contact:.0f} s")
         self._trouble = ""
         self._contact = event.now
-        if event.ignored and event.now >= self._ignored_at:
-            self._ignored_at = event.now + PROGRESS_EVERY
-            self._actions += [Say(f"ignored: {note}") for note in event.ignored]
+        rows, old = self._newest.without_old(event.rows, self.row.id)
+        self._say_ignored([*event.ignored, *old])
         if self.record is not None and (event.round is None or event.round.store_id != self.record.store_id):
             lost, other = "lost this job: it began anew, or its keys were deleted", "was replaced by another one; its rounds are not ours"
             self._end(Outcome.STORE_LOST, f"the rendezvous store {other if event.round else lost}")
@@ -148,7 +155,7 @@ class Machine:
             self._end(Outcome.DISAGREES, how)
         self.record = found
         self._stored = event.row
-        self.rows = dict(event.rows)
+        self.rows = rows
         self._sees_all = self._asked is None
         members = tuple(m.id for m in found.members) if found else ()
         seqs = dict.fromkeys(members if self._asked is None else self._asked, -1) | {r.id: r.seq for r in self.rows.values()}
@@ -164,13 +171,18 @@ class Machine:
     def _note_keep_alive(self, event: events.Synced) -> None:
         """When the last acknowledged keep-alive was *sent*: that is when the exchange began."""
         if not self.rules.lasting:
-            acknowledged = event.row is not None and (self._stored is None or event.row.seq != self._stored.seq)
+            acknowledged = event.row is not None and (self._stored is None or event.row.seq > self._stored.seq)
         else:
             acknowledged = event.kept_alive
             self._doubts = self._doubts + 1 if self._sync.keep_alive and not acknowledged else 0
             self._urgent = self._urgent or self._doubts in (1, 2)  # at once, but not again and again
         if acknowledged:
             self.kept_alive = event.started
+
+    def _say_ignored(self, notes: list[str]) -> None:
+        if notes and self._now >= self._ignored_at:
+            self._ignored_at = self._now + PROGRESS_EVERY
+            self._actions += [Say(f"ignored: {note}") for note in notes[:4]]
 
     def _stale(self, record: RoundRecord) -> None:
         """A newcomer met the store of a job that is over: its host is about to go, and ours to come."""
@@ -464,11 +476,13 @@ class Machine:
         if self._contact is None or not self._met:
             return None  # look first: this may be the store of a job that is over
         base = self._stored
-        new = replace(self.row, seq=base.seq + 1 if base else 1)
+        new = replace(self.row, seq=max(self._seq, base.seq if base else 0) + 1)
         lease_is_over = self._doubts > (self._sync.put is not None)  # a row that was just written is under a new one
         due = lease_is_over if self.rules.lasting else self._now - self._written_at >= self.rules.beat
-        if base is not None and replace(new, seq=base.seq) == base and not due:
+        stands = base is not None and base.seq >= self._seq and replace(new, seq=base.seq) == base
+        if stands and not due:
             return None
+        self._seq = new.seq
         self._written_at = self._now
         self._introduced = True
         return Put(base, new)

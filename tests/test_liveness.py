@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.liveness import Liveness, Since
+from elastirun.rendezvous.liveness import Liveness, Newest, Since
+from elastirun.rendezvous.records import NodeRow, Status
 
 
 def silent_after(*reads: tuple[float, float, int], expire: float = 5.0) -> bool:
@@ -26,14 +27,15 @@ def silent_after(*reads: tuple[float, float, int], expire: float = 5.0) -> bool:
         ([(0, 4, 1), (5.1, 5.2, 1)], False),  # expire counts from when I received, not from when I asked
         ([(0, 4, 1), (9.1, 9.2, 1)], True),
         ([(0, 0, 1), (4, 4, 2), (8, 8, 2)], False),  # each change counts anew
-        ([(0, 0, 9), (6, 6, 3)], False),  # any other seq is a change, also a lower one (its row was lost)
+        ([(0, 0, 9), (6, 6, 3)], True),  # an old row that is put back is no sign of life
         ([(0, 0, 1), (6, 6, 1), (7, 7, 2)], False),  # it is back
         ([(0, 0, 1), (6, 6, 1), (7, 7, 1)], True),
         ([(0, 0, -1), (5.1, 5.1, -1)], True),  # a row that is not there
         ([(0, 0, 1), (1, 1, -1), (5.0, 5.0, -1)], False),
         ([(0, 0, 1), (1, 1, -1), (5.1, 5.1, -1)], True),  # that it has vanished was no sign of life
         ([(0, 0, 1), (6, 6, 1), (7, 7, -1)], True),
-        ([(0, 0, 1), (1, 1, -1), (5, 5, 1), (9, 9, 1)], False),  # that it is there again is one
+        ([(0, 0, 1), (1, 1, -1), (5, 5, 1), (9, 9, 1)], True),  # nor that it is there again as it was
+        ([(0, 0, 1), (1, 1, -1), (5, 5, 2), (9, 9, 2)], False),  # but written anew it is one
     ],
 )
 def test_silence_is_a_read_started_more_than_expire_after_the_last_change_was_received(
@@ -110,6 +112,21 @@ def test_memory_does_not_grow_with_the_agents_that_ever_were() -> None:
         live.observe({f"n{i}": 1}, i, i)
         live.forget_all_but({f"n{i}"})
     assert len(live._seen) == 1
+
+
+def test_old_rows_are_left_out_and_who_has_left_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = Newest()
+
+    def seen(seq: int, status: Status = Status.JOINING, i: str = "a") -> bool:
+        return i in newest.without_old({i: NodeRow(i, i, "", 0, 1, seq=seq, status=status)}, "me")[0]
+
+    assert [seen(seq) for seq in (3, 3, 2, 4, 3, 4)] == [True, True, False, True, False, True]
+    assert seen(5, Status.LEFT) and seen(6, Status.LEFT) and not seen(7) and not seen(5, Status.LEFT)
+    assert seen(9, i="me") and seen(8, i="me"), "what stands in the own row is written over, not left out"
+    monkeypatch.setattr(Newest, "MOST", 10)
+    for n in range(1000):
+        seen(1, i=f"n{n}")
+    assert len(newest._newest) == 10
 
 
 def test_since_is_when_it_became_what_it_is() -> None:

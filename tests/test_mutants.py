@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     mutant(
         "a row that vanishes is no sign of life",
-        *("liveness", "(seen.seq != seq and seq >= 0)", "seen.seq != seq"),
+        *("liveness", "seq > seen.seq:", "seq != seen.seq:"),
         *("silence", "rows_that_vanish_with_their_leases_make_nobody_wait_longer"),
     ),
     mutant(
@@ -192,6 +192,26 @@ MUTANTS = (
         "a lease that is renewed while its row is gone is no keep-alive",
         *("exchange", "kept_alive=kept_alive and row is not None", "kept_alive=kept_alive"),
         *("exchange", "a_keep_alive_counts_only_with_its_row"),
+    ),
+    mutant(
+        "an old row that is put back is no sign of life",
+        *("liveness", "(row.seq < seq or (left and not has_left))", "(left and not has_left)"),
+        *("liveness", "old_rows_are_left_out_and_who_has_left_does_not_come_back"),
+    ),
+    mutant(
+        "who has left does not come back",
+        *("liveness", "(row.seq < seq or (left and not has_left))", "row.seq < seq"),
+        *("replay", "old_joining_rows_are_taken_into_no_round"),
+    ),
+    mutant(
+        "only a rising seq is a sign of life",
+        *("liveness", "seq > seen.seq:", "seq != seen.seq:"),
+        *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+    ),
+    mutant(
+        "a node's own seq rises when an older row of it was put back",
+        *("machine", "max(self._seq, base.seq if base else 0) + 1", "(base.seq if base else 0) + 1"),
+        *("replay", "a_node_whose_own_old_row_is_put_back_goes_on_above_its_newest"),
     ),
     # What a node does.
     mutant(
@@ -270,6 +290,16 @@ MUTANTS = (
         *("scale", "no_node_but_those_first_in_line_reads_all_rows"),
     ),
     # What comes from outside.
+    mutant(
+        "no success while own workers run",
+        *("forming", "and row.succeeded != record.round:\n        return f\"it says", "and False:\n        return f\"it says"),
+        *("replay", "success_is_not_believed_while_own_workers_run"),
+    ),
+    mutant(
+        "a round of more nodes than --nnodes allows is refused",
+        *("forming", "if len(record.members) > most and", "if False and"),
+        *("replay", "a_record_with_more_members_than_nnodes_allows_is_refused"),
+    ),
     mutant(
         "members are those that the record names",
         *("exchange", "if hashlib.sha256(data).hexdigest() != digest:", "if False:"),

@@ -10,8 +10,14 @@ import pytest
 from elastirun.rendezvous import forming
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
 from elastirun.rendezvous.events import Changed, Leave, Reachable, SyncFailed, Tick, WorkersStopped
-from elastirun.rendezvous.records import Cause, RoundRecord, Status
+from elastirun.rendezvous.records import Cause, Closed, RoundRecord, Status, Verdict
 from tests.stage import ME, Stage, count, met, running, slow_answers
+
+
+def failed(record: RoundRecord) -> RoundRecord:
+    """The record with the job closed for good."""
+    return replace(record, version=record.version + 1, closed=Closed(Verdict.FAILED, "the restarts are spent", "b"))
+
 
 # -- how often, and never two at once -------------------------------------------------------------------------------------------
 
@@ -265,8 +271,8 @@ def test_a_verdict_that_is_still_read_overrules_a_lost_store() -> None:
     stage.store_up = False
     assert stage.run(15, lambda: bool(stage.me.stops))
     stage.store_up = True
-    stage.write(forming.succeed(stage.record, "b"))
-    assert stage.run(15, lambda: stage.me.finish is not None) and stage.me.outcome is Outcome.SUCCEEDED
+    stage.write(failed(stage.record))
+    assert stage.run(15, lambda: stage.me.finish is not None) and stage.me.outcome is Outcome.FAILED
 
 
 def test_before_its_first_round_a_node_waits_for_a_store_as_long_as_for_a_round() -> None:
@@ -314,6 +320,8 @@ def test_only_the_host_lingers_for_those_who_live_and_not_for_ever(hosting: bool
         stage.puppet("b", status=Status.DONE, succeeded=1)
         stage.silence("b")
         stage.run(10)
+    stage.me.succeed()
+    stage.run(1)
     stage.write(forming.succeed(stage.record, "b"))
     closed = stage.t
     assert stage.run(60, lambda: stage.me.finish is not None) and least <= stage.t - closed <= most
@@ -321,6 +329,8 @@ def test_only_the_host_lingers_for_those_who_live_and_not_for_ever(hosting: bool
 
 def test_when_all_is_said_a_store_that_is_gone_is_not_waited_for() -> None:
     stage = running("b")
+    stage.me.succeed()
+    stage.run(1)
     stage.write(forming.succeed(stage.record, "b"))
     assert stage.run(3, lambda: stage.me.machine.state is Status.LEFT)
     stage.me.feed(lambda now: SyncFailed(now, "connection reset"))
@@ -403,12 +413,12 @@ def test_who_fails_while_a_node_is_being_stopped_is_reported_too() -> None:
 
 def test_the_verdict_is_the_reason_of_the_stop() -> None:
     stage = running("b", "c")
-    stage.write(forming.succeed(stage.record, "b"))
+    stage.write(failed(stage.record))
     assert stage.run(2, lambda: bool(stage.me.stops))
-    assert stage.me.stops[0].reason == "all 6 workers of round 1 succeeded"
+    assert stage.me.stops[0].reason == "the restarts are spent"
     for i in "bc":
         stage.puppet(i, status=Status.LEFT)
-    assert stage.run(5, lambda: stage.me.outcome is Outcome.SUCCEEDED)
+    assert stage.run(5, lambda: stage.me.outcome is Outcome.FAILED)
 
 
 def test_who_is_not_let_in_does_not_wait_but_who_was_in_does() -> None:
