@@ -50,7 +50,7 @@ def select(evidence: Evidence, table: Table, parent: int, before: float = FOREVE
     trusted = parent == evidence.mark.pid and not evidence.strict
 
     def is_in_session(top: proc.Process, ours: Table) -> bool:
-        return known.get(top.session, FOREVER) <= before
+        return top.session in known and known[top.session] <= before
 
     def is_marked(top: proc.Process, ours: Table) -> bool:
         if top.session in known or not evidence.mark.started <= top.started <= before:

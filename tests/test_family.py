@@ -120,7 +120,7 @@ def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) ->
 @pytest.mark.parametrize("host", [1, 9], ids=["here", "elsewhere"])
 def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_wherever_its_store_is(nodes: Cluster, host: int) -> None:
     server = tcp.serve(socket.create_server(("127.0.0.9", nodes.port))) if host == 9 else None
-    agent = nodes.agent(1, "--expire=2", nnodes="1", host=host)
+    agent = nodes.agent(1, "--rdzv-backend=c10d", "--expire=2", nnodes="1", host=host)
     family = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)
     assert all(dies(w.pid) for w in family.values()), "on its own at a private store it would keep them for ever"
