@@ -8,7 +8,7 @@ import socket
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elastirun import clock
 from elastirun.agent import lodgers, net
@@ -99,7 +99,7 @@ class Place:
         self._served_at = ""  # the address that the rendezvous store is served on here; empty for every interface
         if config.etcd is not None:
             self.private = None if config.etcd.endpoints else PrivateEtcd()
-            self.connect = self._at_etcd(replace(config.etcd, endpoints=(self.private.endpoint,)) if self.private else config.etcd)
+            self.connect = self._at_etcd(config.etcd)
         elif config.endpoint is not None and not config.standalone:
             self.connect = self._at_endpoint(config.endpoint)
         else:
@@ -168,7 +168,7 @@ class Place:
         from elastirun.rendezvous.stores.etcd_access import Access
 
         access = Access(etcd.tls, etcd.ca_cert, etcd.cert, etcd.key, etcd.user, etcd.password_file)
-        names = [str(endpoint) for endpoint in etcd.endpoints]
+        names = [self.private.endpoint] if self.private else [str(endpoint) for endpoint in etcd.endpoints]
         connect = store.connector(names, access, etcd.prefix, self.config.timing.expire, say=self.notices.append)
 
         self.prefix = self.prefix.removeprefix(lodgers.ROOT)  # etcd's has its own
@@ -177,9 +177,12 @@ class Place:
             if self.private:
                 self.private.check()
             made = connect()
-            endpoint = etcd.endpoints[names.index(made.endpoint)]
-            found = net.resolve(endpoint.host)
-            self.reached = (found[0] if found else endpoint.host, endpoint.port)
+            if self.private:
+                self.reached = ("127.0.0.1", 0)
+            else:
+                endpoint = etcd.endpoints[names.index(made.endpoint)]
+                found = net.resolve(endpoint.host)
+                self.reached = (found[0] if found else endpoint.host, endpoint.port)
             self._look_around()
             return made
 

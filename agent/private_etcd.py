@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from elastirun.agent import exec_worker
-from elastirun.config import Endpoint
 from elastirun.errors import StartError, StoreError
 
 BINARY = "ELASTIRUN_ETCD_BINARY"  # names etcd's program where it is not on PATH
 PEER = "http://127.0.0.1:2380"  # what the only member calls itself; nobody listens there
+CLIENTS, PEERS = "clients:0", "peers:0"  # socket files in its folder; etcd wants a colon in the name
+LONGEST_TMPDIR = 70  # characters; a socket's path may have 107
 
 
 class PrivateEtcd:
-    """Listens on a free port of the loopback, and dies with this thread; ``folder`` holds its data."""
+    """An etcd server that only this user can reach: it listens on unix sockets in ``folder``, which has mode 0700.
+
+    ``folder`` also holds its data. The server dies with this thread. ``endpoint`` is its address as gRPC writes it.
+    """
 
     def __init__(self) -> None:
         binary = os.environ.get(BINARY) or shutil.which("etcd")
         if not binary or not os.access(binary, os.X_OK):
             what = f"{BINARY}={binary} cannot be run" if binary else f"etcd is not on PATH, and {BINARY} does not name it"
             raise StartError(f"--standalone --rdzv-backend=etcd starts a server, but {what}; install etcd, or leave the backend out")
-        self.folder = tempfile.mkdtemp(prefix="elastirun_etcd_")
+        place = tempfile.gettempdir()
+        self.folder = tempfile.mkdtemp(prefix="elastirun_etcd_", dir=place if len(os.fsencode(place)) <= LONGEST_TMPDIR else "/tmp")
         self._log = Path(self.folder, "log")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.endpoint = Endpoint("127.0.0.1", free.getsockname()[1])
-        url = f"http://{self.endpoint}"
-        command = [binary, "--data-dir", f"{self.folder}/data", "--listen-client-urls", url, "--advertise-client-urls", url]
-        command += ["--listen-peer-urls", "http://127.0.0.1:0", "--initial-advertise-peer-urls", PEER]
+        self.endpoint = f"unix:{self.folder}/{CLIENTS}"
+        command = [os.path.abspath(binary), "--data-dir", f"{self.folder}/data"]
+        command += ["--listen-client-urls", f"unix://{CLIENTS}", "--advertise-client-urls", f"unix://{CLIENTS}"]
+        command += ["--listen-peer-urls", f"unix://{PEERS}", "--initial-advertise-peer-urls", PEER]
         command += ["--initial-cluster", f"default={PEER}", "--heartbeat-interval=10", "--election-timeout=100", "--unsafe-no-fsync"]
         ties = [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), "-", "-"]
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen([*ties, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                [*ties, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
+            )
 
     @property
     def pid(self) -> int:

@@ -14,6 +14,7 @@ The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn (UCI's
 """
 
 import argparse
+import io
 import os
 import socket
 import time
@@ -101,13 +102,17 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
 
     Rank 0 reads and sends it to the others, so that all start from the same one, whatever each of them sees on its disk.
     """
-    state = None
-    if dist.get_rank() == 0 and path.exists():
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    box = [state]
-    dist.broadcast_object_list(box, src=0, device=device)
-    if (state := box[0]) is None:
+    data = path.read_bytes() if dist.get_rank() == 0 and path.exists() else b""
+    size = torch.tensor(len(data), device=device)
+    dist.broadcast(size, src=0)
+    if not size:
         return 0
+    buffer = bytearray(data or int(size))
+    content = torch.frombuffer(buffer, dtype=torch.uint8)
+    sent = content.to(device)
+    dist.broadcast(sent, src=0)  # as bytes: objects would be unpickled, which runs whatever their sender wants
+    content.copy_(sent)
+    state = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])  # moves its tensors to the parameters' device
     return int(state["epoch"])

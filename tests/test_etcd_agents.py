@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -212,6 +215,37 @@ def test_a_private_etcd_goes_with_its_agent(nodes: Cluster, killed: bool) -> Non
     while folder.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+TRY = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for path in sys.argv[1:]:
+    with socket.socket(socket.AF_UNIX) as s:
+        try:
+            s.connect(path)
+        except PermissionError:
+            continue
+        sys.exit(f"reached {path}")
+"""
+
+
+@pytest.mark.skipif(BINARY is None, reason=MISSING)
+def test_a_private_etcd_belongs_to_its_user(nodes: Cluster) -> None:
+    """It listens on unix sockets in a folder of mode 0700, and nowhere else."""
+    agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", str(nodes.script))
+    (worker,) = nodes.round(1)
+    pid, folder = private_etcd(nodes)
+    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
+    inodes = {link[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if (link := os.readlink(fd)).startswith("socket:[")}
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6", "udp", "udp6")]
+    assert not [line for table in tables for line in table if line.split()[9] in inodes], "no socket of the network"
+    sockets = sorted(folder.glob("*:0"))
+    assert len(sockets) == 2
+    if os.getuid() == 0:
+        subprocess.run([sys.executable, "-I", "-c", TRY, *map(str, sockets)], check=True)
+    worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
 
 
 def test_no_etcd_to_start_is_said_in_one_line(nodes: Cluster) -> None:
