@@ -339,7 +339,7 @@ class Machine:
     def _in_done(self) -> None:
         record = self._own_round()
         if record is None:
-            self._go(Trigger.ROUND_OVER, done_round=self.row.round)
+            self._go(Trigger.ROUND_OVER)  # that it will not run the round again is said where it joins the next one
         elif self._outcome is not None:
             self._go(Trigger.LEAVE)
         else:

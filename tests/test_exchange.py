@@ -308,3 +308,25 @@ def test_a_keep_alive_counts_only_with_its_row() -> None:
     assert not node.carry_out(Leased(data), Sync(rows=(), keep_alive=True), 5.0).kept_alive
     assert node.carry_out(Leased(data), Sync(Put(None, row("me")), rows=(), keep_alive=True), 5.0).kept_alive
     assert not node.carry_out(Leased(data), Sync(rows=()), 5.0).kept_alive
+
+
+def test_an_older_round_record_is_not_believed() -> None:
+    data: dict[str, bytes] = {}
+    store, node = Watched(data), Exchange(JOB, "me", CODEC, lambda: 7.0)
+    first = RoundRecord("s")
+    node.carry_out(store, Sync(change=Change(None, first), rows=()), 5.0)
+    old = data[JOB + "round"]
+    node.carry_out(store, Sync(change=Change(first, replace(first, version=2)), rows=()), 5.0)
+    data[JOB + "round"] = old
+    with pytest.raises(StoreError, match="an older round record: version 1 after 2"):
+        node.carry_out(store, Sync(rows=()), 5.0)
+
+
+def test_the_list_of_the_members_stays_when_the_record_is_not_written() -> None:
+    data: dict[str, bytes] = {}
+    one = RoundRecord("s", 1, 1, members=(MEMBER,))
+    exchange(data, Sync(change=Change(None, one)))
+    two = replace(one, version=2, broken=Broken(Cause.JOIN, "b joined", "b"))
+    exchange(data, Sync(change=Change(one, two)))
+    late = replace(one, version=2, round=2, members=(replace(MEMBER, id="b"),))
+    assert exchange(data, Sync(change=Change(one, late))).round == two, "somebody was faster, and its record names the old list"

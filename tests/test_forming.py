@@ -409,3 +409,10 @@ def test_a_round_of_which_nothing_is_heard_is_given_the_time_to_stop_by_itself(
     if not formed:
         assert decision.check_again == 100.5
         assert "nothing is heard of name-a 10.0.0.1, name-b 10.0.0.2: they may be cut off together" in decision.reason
+
+
+def test_of_a_round_that_is_cut_off_the_member_heard_of_last_counts() -> None:
+    quiet = {"a": 1e9, "b": 10.0}
+    record = after("ab", Cause.LOST)
+    decision = forming.form(RULES, record, rows([row("c")]), lambda i: i in "ab", 100.0, 0.0, 0.0, lambda i: quiet.get(i, 0.0))
+    assert decision.record is None and decision.check_again == 100.0 + RULES.longest_alone - 10.0

@@ -133,3 +133,12 @@ def test_since_is_when_it_became_what_it_is() -> None:
     since = Since(0.0)
     assert [since.see(what, now) for now, what in enumerate("aabbba", 1)] == [1, 1, 3, 3, 3, 6]
     assert since.since == 6
+
+
+def test_who_is_not_read_is_not_called_silent() -> None:
+    live = Liveness(5.0)
+    live.observe({"a": 1, "b": 1}, 0, 0)
+    live.observe({"a": 1, "b": 1}, 6, 6)
+    assert live.silent("a") and live.silent("b")
+    live.observe({"b": 1}, 7, 7)
+    assert not live.silent("a") and live.silent("b")

@@ -289,7 +289,52 @@ MUTANTS = (
         *("reading", "or self.is_first(record, away):", "or True:"),
         *("scale", "no_node_but_those_first_in_line_reads_all_rows"),
     ),
+    mutant(
+        "who is ready for another round is not ready for this one",
+        *("machine", "if row is not None and row.round == record.round]", "if row is not None]"),
+        *("steps", "a_member_that_is_ready_for_another_round_is_not_ready_for_this_one"),
+    ),
+    mutant(
+        "a node named with other slots takes no part",
+        *("machine", "place is not None and record.members[place].slots == self.row.slots", "place is not None"),
+        *("steps", "a_node_that_is_named_with_other_slots_takes_no_part"),
+    ),
+    mutant(
+        "a verdict does not overrule that a node leaves",
+        *("machine", "(overrule and self._outcome[0] is not Outcome.LEFT)", "overrule"),
+        *("steps", "a_verdict_does_not_overrule_that_this_node_leaves"),
+    ),
+    mutant(
+        "a lone round's time counts from when its keep-alive was sent",
+        *("machine", "            self.kept_alive = event.started", "            self.kept_alive = event.now"),
+        *("lone_round", "its_time_counts_from_when_the_keep_alive_was_sent_not_answered"),
+    ),
+    mutant(
+        "a lone round that drains is hurried when it is cut off",
+        *("machine", "self.row.round != self._hurried and self._alone_and_cut_off(record)", "self.row.round != self._hurried and False"),
+        *("lone_round", "it_is_hurried_when_it_is_cut_off_while_it_drains"),
+    ),
+    mutant(
+        "of a round that is cut off the shortest silence counts",
+        *("forming", "rules.longest_alone - min(", "rules.longest_alone - max("),
+        *("forming", "of_a_round_that_is_cut_off_the_member_heard_of_last_counts"),
+    ),
+    mutant(
+        "who is not read is not silent",
+        *("liveness", "for node_id in self._seen.keys() - seqs.keys():", "for node_id in ():"),
+        *("liveness", "who_is_not_read_is_not_called_silent"),
+    ),
     # What comes from outside.
+    mutant(
+        "an older round record is not believed",
+        *("exchange", "and record.version < newest.version:", "and False:"),
+        *("exchange", "an_older_round_record_is_not_believed"),
+    ),
+    mutant(
+        "the old list of members stays when the record was not written",
+        *("exchange", "if found == value and before is not None", "if before is not None"),
+        *("exchange", "the_list_of_the_members_stays_when_the_record_is_not_written"),
+    ),
     mutant(
         "no success while own workers run",
         *("forming", "and row.succeeded != record.round:\n        return f\"it says", "and False:\n        return f\"it says"),

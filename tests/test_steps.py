@@ -451,3 +451,33 @@ def test_what_is_ignored_is_told() -> None:
     stage.data["job/node/x"] = b"garbage"
     stage.run(25)
     assert any(line.startswith("ignored: job/node/x: not JSON") for line in stage.me.said)
+
+
+def test_a_member_that_is_ready_for_another_round_is_not_ready_for_this_one() -> None:
+    stage = met(min_nodes=2)
+    stage.puppet("b")
+    stage.form(ME, "b", number=2)
+    stage.puppet("b", status=Status.READY, round=1)
+    stage.run(5)
+    assert stage.mine.status is Status.READY and not stage.me.starts
+    stage.puppet("b", round=2)
+    assert stage.run(2, lambda: stage.me.starts == [(2, 0, 2)])
+
+
+def test_a_node_that_is_named_with_other_slots_takes_no_part() -> None:
+    stage = met(min_nodes=2)
+    stage.puppet("b")
+    stage.form(ME, "b")
+    me, b = stage.record.members
+    stage.write(replace(stage.record, members=(replace(me, slots=4096), b)))
+    stage.run(5)
+    assert not stage.me.starts and stage.mine.status is Status.JOINING
+
+
+def test_a_verdict_does_not_overrule_that_this_node_leaves() -> None:
+    stage = running("b", "c")
+    stage.me.stop_time = 3.0
+    stage.me.leave()
+    stage.run(1)
+    stage.write(failed(stage.record))
+    assert stage.run(10, lambda: stage.me.finish is not None) and stage.me.outcome is Outcome.LEFT
