@@ -22,6 +22,8 @@ from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.stores.base import Store
 
 CONNECT_LIMIT = 20.0  # seconds to be connected: names resolved, torch imported, the store served
+HANGING = 4  # abandoned threads that may hang before a new one is delayed: each further one has to wait twice as long
+LONGEST_DELAY = 2.0**7  # of ``connect_limit``
 LOOK_AGAIN = 1.0  # seconds after which the limit is asked for again: that to connect may have become that of the exchange
 
 
@@ -30,8 +32,10 @@ Answer = Synced | SyncFailed | Changed
 
 @dataclass
 class Line:
-    """One thread and its connection. Abandoned as a whole."""
+    """One thread, its connection and its ``exchange``. Abandoned as a whole."""
 
+    exchange: Exchange
+    thread: threading.Thread | None = None  # None: not started yet
     requests: queue.SimpleQueue[Sync | None] = field(default_factory=queue.SimpleQueue)
     answers: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
     connected: bool = False
@@ -47,12 +51,13 @@ class Driver:
 
     def __init__(self, connect: Callable[[], Store], exchange: Exchange, time_limit: float, connect_limit: float = CONNECT_LIMIT) -> None:
         self._connect = connect
-        self._exchange = exchange
         self._time_limit = time_limit
         self._connect_limit = connect_limit
         self._pending = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._line = self._new_line()
+        self._line = Line(exchange)
+        self._abandoned: list[threading.Thread] = []
+        self._started = 0.0  # when the last thread was started
 
     # -- in the agent's loop --------------------------------------------------------------------------------------------
 
@@ -61,7 +66,11 @@ class Driver:
 
     def submit(self, sync: Sync) -> None:
         self._pending = True
-        self._line.requests.put(sync)
+        why = self._start(self._line) if self._line.thread is None else ""
+        if why:
+            self._tell(self._line, SyncFailed(clock.now(), why))
+        else:
+            self._line.requests.put(sync)
 
     def answers(self) -> list[Answer]:
         """What has come back since the last call, without waiting."""
@@ -96,17 +105,32 @@ class Driver:
     def reconnect(self) -> None:
         """The next exchange uses a fresh connection."""
         self._line.requests.put(None)
-        self._line = self._new_line()
+        if self._line.thread is not None:
+            self._abandoned.append(self._line.thread)
+        self._line = Line(self._line.exchange.fresh())
 
     def close(self) -> None:
         self._line.requests.put(None)
 
-    # -- in the thread --------------------------------------------------------------------------------------------------
+    def _start(self, line: Line) -> str:
+        """Start the thread of ``line``; return why that is not possible now, or nothing.
 
-    def _new_line(self) -> Line:
-        line = Line()
-        threading.Thread(target=self._serve, args=(line,), name="store", daemon=True).start()
-        return line
+        A host that is stopped, not gone, holds up every thread that connects to it: they must not pile up.
+        """
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        hanging = len(self._abandoned)
+        delay = self._connect_limit * min(2.0 ** (hanging - HANGING), LONGEST_DELAY) if hanging >= HANGING else 0.0
+        if clock.now() < self._started + delay:
+            return f"{hanging} connections hang; the host of the store accepts them and does not answer"
+        thread = threading.Thread(target=self._serve, args=(line,), name="store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of processes is reached, for a while perhaps
+            return f"{error} (see ulimit -u, or pids.max of the control group)"
+        line.thread, self._started = thread, clock.now()
+        return ""
+
+    # -- in the thread --------------------------------------------------------------------------------------------------
 
     def _serve(self, line: Line) -> None:
         store: Store | None = None
@@ -115,10 +139,10 @@ class Driver:
                 if store is None:
                     line.connected, line.deadline = False, clock.now() + self._connect_limit
                     store = self._connect()
-                    store.watch(self._exchange.round_key, lambda: self._tell(line, Changed(clock.now())))
+                    store.watch(line.exchange.round_key, lambda: self._tell(line, Changed(clock.now())))
                 started = clock.now()
                 line.connected, line.deadline = True, started + self._time_limit
-                answer: Answer = self._exchange.carry_out(store, sync, started)
+                answer: Answer = line.exchange.carry_out(store, sync, started)
             except Exception as error:  # whatever it was: if this thread died, the agent would wait for ever
                 if store is not None:
                     store.close()

@@ -54,6 +54,12 @@ class Exchange:
         self._listed: tuple[str, tuple[Member, ...]] = ("", ())  # the member list read or written last, with its digest
         self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
 
+    def fresh(self) -> Exchange:
+        """One for another connection: it shares nothing that changes with this one, and knows the newest record that this one has read."""
+        other = Exchange(self._job, self._me, self._codec, self._clock)
+        other._newest = self._newest
+        return other
+
     def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
         """The whole exchange over ``store``. Errors: ``StoreError``."""
         steps = self.steps(sync, started)

@@ -244,6 +244,68 @@ def test_threads_and_descriptors_do_not_grow_with_reconnects(made: list[Driver])
     assert len(os.listdir("/proc/self/fd")) <= fds
 
 
+def test_without_a_thread_the_exchange_fails_and_the_next_one_tries_again(made: list[Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = new_driver(made, Watched)
+    assert isinstance(ask(driver), Synced)
+    driver.reconnect()
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        found = ask(driver)
+        assert isinstance(found, SyncFailed) and found.why.startswith("can't start new thread")
+    assert isinstance(ask(driver), Synced)
+
+
+def test_threads_that_hang_do_not_pile_up(made: list[Driver]) -> None:
+    go = threading.Event()
+
+    def connect() -> Watched:
+        assert go.wait(PATIENCE)
+        return Watched()
+
+    driver = new_driver(made, connect, connect_limit=0.02)
+    whys = [found.why for found in (ask(driver) for _ in range(60)) if isinstance(found, SyncFailed)]
+    assert sum(t.name == "store" for t in threading.enumerate()) <= driver_module.HANGING + 10
+    assert len(whys) == 60 and any("connections hang; the host of the store accepts them" in why for why in whys)
+    go.set()
+    await_threads(1)
+    assert isinstance(ask(driver), Synced)
+
+
+def test_lines_share_nothing_that_changes(made: list[Driver]) -> None:
+    """An abandoned thread may go on at any moment, beside the one that has taken its place."""
+    driver = new_driver(made, Watched)
+    ask(driver)
+    first = driver._line.exchange
+    driver.reconnect()
+    second = driver._line.exchange
+    assert second is not first and second._newest is first._newest
+    shared = [name for name, value in vars(first).items() if isinstance(value, dict | list | set) and vars(second)[name] is value]
+    assert shared == []
+
+
+def test_an_exchange_during_which_the_machine_was_suspended_is_given_up(made: list[Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Watched()
+    store.go.clear()
+    stores = [store, Watched()]
+    driver = new_driver(made, lambda: stores.pop(0))
+    driver.submit(Sync())
+    assert store.reached.wait(PATIENCE)
+    real = driver_module.clock.now
+    monkeypatch.setattr(driver_module.clock, "now", lambda: real() + 1000)
+    assert driver.deadline is not None and driver.deadline <= driver_module.clock.now()
+    (found,) = driver.give_up(driver_module.clock.now())
+    assert isinstance(found, SyncFailed)
+    driver.submit(Sync())
+    assert select.select([driver.fileno()], [], [], PATIENCE)[0]
+    assert isinstance(driver.answers()[0], Synced)
+    store.go.set()
+    await_threads(1)
+
+
 # -- a real store whose host stands still ---------------------------------------------------------------------------------------------
 
 HOST = """

@@ -21,6 +21,14 @@ def test_nodes_started_with_other_settings_are_told_so_and_change_nothing() -> N
     assert world.history == [(1, 2)] and not any(odd.id in key for key in world.data), "it has not even introduced itself"
 
 
+def test_times_on_which_safety_depends_are_compared() -> None:
+    """A node that waits longer than the others before it stops would go on beside the round that replaces its own."""
+    for settings in ({"expire": 60.0}, {"store_grace": 600.0}):
+        world = started(2)
+        odd = world.add(rules=Rules(1, 2, **settings))  # type: ignore[arg-type]
+        assert world.run(5, lambda odd=odd: odd.outcome is Outcome.DISAGREES)  # type: ignore[misc]
+
+
 def test_a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs() -> None:
     world = World(min_nodes=2, max_nodes=2, fixed_ranks=True)
     a, b = world.add(node_rank=0), world.add(node_rank=1)
