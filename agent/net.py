@@ -137,15 +137,21 @@ def explain_no_host(
     endpoint: Endpoint, names: Iterable[str], addresses: Iterable[str], option: str = "--rdzv-endpoint"
 ) -> str:
     """One line for "nobody hosts the store": what the endpoint is, who we are (see ``who_am_i``), what to do."""
+
     host = endpoint.host
     found = resolve(host)
     what = f"{host} is {', '.join(found)}" if found else f"{host} does not resolve on this machine"
     return (
         f"nobody hosts the store at {endpoint}{'' if found == (host,) else ': ' + what}; "
-        f"this machine is {', '.join(names) or 'nameless'} with {', '.join(addresses) or 'no address'}; "
-        f"start the node that owns the endpoint, or correct {option}; when its address is translated (NAT, a service), "
-        "give that one node --rdzv-conf is_host=1, and --local-addr with the address the others reach it by"
+        f"this machine is {_few(names) or 'nameless'} with {_few(addresses) or 'no address'}; start the node that owns the endpoint, "
+        f"or correct {option} (behind NAT or a service: --rdzv-conf=is_host=1 and --local-addr there)"
     )
+
+
+def _few(texts: Iterable[str]) -> str:
+    """The first two, and how many more there are: the line is said every 10 s."""
+    kept = list(texts)
+    return ", ".join(kept[:2]) + (f" and {len(kept) - 2} more" if len(kept) > 2 else "")
 
 
 def probe(address: str, port: int, timeout: float) -> str | None:

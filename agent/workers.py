@@ -91,7 +91,8 @@ class Workers:
                 self._alive[spec.local_rank] = Process(spec, self._selector, self._ended, out, err)
         except OSError as exc:
             self._undo()
-            raise OSError(exc.errno, f"cannot start local rank {spec.local_rank} of {len(specs)} workers: {exc.strerror}") from exc
+            among = f"{len(specs)} worker{'s' * (len(specs) > 1)}"
+            raise OSError(exc.errno, f"cannot start local rank {spec.local_rank} of {among}: {exc.strerror}") from exc
         finally:
             logs.close_worker_ends()
 

@@ -28,7 +28,7 @@ from elastirun.config import Command, LaunchConfig
 from elastirun.errors import ElastirunError, ExitCode, StartError, UsageError
 from elastirun.options import GROUPS, OPTIONS, RUN, Option, normalise
 from elastirun.parse import quote
-from elastirun.reading import Facts, Reading, Row
+from elastirun.reading import DEFAULT_SOURCE, Facts, Reading, Row
 from elastirun.resolve import resolve
 from elastirun.secret_files import read_secret_file
 
@@ -183,8 +183,9 @@ def _check_command(command: Command, python: str | None) -> None:
         return
     if command.no_python:
         if shutil.which(script) is None:
-            what = f"{quote(script)} is not executable; chmod +x it" if os.path.isfile(script) else f"there is no program {quote(script)}"
-            raise StartError(f"--no-python: {what}, or give the path of one that is")
+            if os.path.isfile(script):
+                raise StartError(f"--no-python: {quote(script)} is not executable; chmod +x it, or give the path of a program")
+            raise StartError(f"--no-python: there is no program {quote(script)}; give its path, or a name that is in PATH")
     elif os.path.isdir(script):
         if not os.path.isfile(os.path.join(script, "__main__.py")):
             raise StartError(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
@@ -262,9 +263,9 @@ def count_devices(kind: str) -> int | None:
 
 
 def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str], listening: Sequence[str] = ()) -> str:
-    """The resolved configuration, where this node would listen and a worker's ``argv``, for people; no secret in it."""
-    shown = [row for row in rows if row.option not in ("--dry-run", "--version")]
-    widths = [max(len(row.option) for row in shown), min(40, max(len(row.value) for row in shown))]
+    """Return what was given or derived, where this node would listen and a worker's ``argv``, for people; no secret in it."""
+    shown = [row for row in rows if row.option != "--dry-run" and row.source != DEFAULT_SOURCE]
+    widths = [max((len(row.option) for row in shown), default=0), min(40, max((len(row.value) for row in shown), default=0))]
     groups = {option.name: title for title, options in GROUPS.items() for option in options}
     lines = [f"elastirun {__version__}: what would be run, and where each value came from"]
     for row in shown:
@@ -272,6 +273,7 @@ def report(config: LaunchConfig, rows: Sequence[Row], argv: Sequence[str], liste
         if title not in lines:
             lines += ["", title]
         lines.append(f"  {row.option:{widths[0]}}  {row.value:{widths[1]}}  {row.source}")
-    lines += ["", *(f"listens: {line}" for line in listening)]
+    lines += ["", "Every other option has its default; elastirun --help shows them."]
+    lines += [f"listens: {line}" for line in listening]
     each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"
     return "\n".join([*lines, f"{each}: {shlex.join(argv)}", "Nothing was started."])

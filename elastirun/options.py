@@ -94,6 +94,7 @@ GROUPS = {
         Option("local_ranks_filter", "RANKS", "", "Only these local ranks reach the console, such as 0 or 0,1."),
         Option("show", "RANKS", "", "Only these ranks of the whole job reach the console: 0,-1 (the last), 0-3.", new=True),
         Option("log_limit", "BYTES", None, "No log file grows beyond this, such as 10M; one older part is kept as stdout.log.1.", new=True),
+        Option("log_mode", "MODE", "600", "Who may read log files, as for chmod: 640 lets the folder's group read them.", new=True),
         Option("duplicate_stdout_filters", "TEXT,...", "", "Teed lines with one of these go to filtered_stdout.log too; ,, is a comma."),
         Option("duplicate_stderr_filters", "TEXT,...", "", "The same for stderr and filtered_stderr.log."),
         Option("event_log_handler", "null|console|jsonl", "null", "Where events go; with --log-dir always to events.jsonl there."),
@@ -184,4 +185,10 @@ def _full_name(typed: str) -> str:
         return names[0]
     if names:
         raise UsageError(f"{typed} could be any of {', '.join(names)}; write it in full")
-    raise UsageError(f"no option {quote(typed)}{nearest(name, _BY_NAME)}; options of the script go after the script")
+    raise UsageError(f"no option {quote(typed)}{_close_to(name)}; options of the script go after the script")
+
+
+def _close_to(name: str) -> str:
+    """`` (did you mean X?)``: the one option that begins like ``name`` without its last letter, as ``--nprocs``, else the most similar."""
+    begun = [option for option in _BY_NAME if option.startswith(name[:-1])]
+    return nearest(name, begun if len(begun) == 1 else _BY_NAME, 0.0 if len(begun) == 1 else 0.6)

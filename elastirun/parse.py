@@ -28,9 +28,9 @@ def quote(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-def nearest(text: str, names: Iterable[str]) -> str:
-    """`` (did you mean X?)`` for the closest of ``names``, or nothing when none is close."""
-    close = difflib.get_close_matches(text, list(names), 1)
+def nearest(text: str, names: Iterable[str], similarity: float = 0.6) -> str:
+    """`` (did you mean X?)`` for the closest of ``names``, or nothing when none has the ``similarity``, from 0 to 1."""
+    close = difflib.get_close_matches(text, list(names), 1, similarity)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -138,7 +138,9 @@ def endpoint(text: str, default_port: int) -> Endpoint:
     where, colon, port = (given, "", "") if given.endswith("]") else given.rpartition(":")
     if not colon:
         return Endpoint(host(given), default_port)
-    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+    if re.fullmatch(r"[0-9]+", port) and (len(port) > 5 or int(port) > 65535):
+        raise ValueError(f"{quote(text)}: there is no port {quote(port)[1:-1]}; give one from 1 to 65535")
+    if not re.fullmatch(r"[0-9]{1,5}", port):
         raise ValueError(f"{quote(text)} has no port number after the colon; give HOST:PORT, such as node0:{default_port}")
     if not where:
         raise ValueError(f"{quote(text)} has no host; give HOST:PORT, such as node0:{port}")
@@ -219,6 +221,14 @@ def byte_size(least: int) -> Callable[[str], int]:
         return value
 
     return parser
+
+
+def file_mode(text: str) -> int:
+    """``640`` -> 0o640: the permissions of a file that its owner can read and write and nobody execute."""
+    match = re.fullmatch(r"\s*(?:0o?)?(6[0246]{2})\s*", text)
+    if match is None:
+        raise ValueError(f"{quote(text)} is not understood; give 600 (the owner alone), 640 (and the group) or 644 (everyone)")
+    return int(match[1], 8)
 
 
 def needles(text: str) -> tuple[str, ...]:

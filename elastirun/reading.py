@@ -13,6 +13,7 @@ from elastirun.options import BY_DEST, OPTIONS
 T = TypeVar("T")
 
 DEFAULT, ENVIRONMENT, COMMAND_LINE = range(3)  # how close to the user a value was given
+DEFAULT_SOURCE = "default"  # ``Row.source`` of an option that nobody gave
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Reading:
         found = []
         for option in OPTIONS:
             level = self.level(option.dest)
-            source = (f"environment {option.env}", "command line")[level - 1] if level else "default"
+            source = (f"environment {option.env}", "command line")[level - 1] if level else DEFAULT_SOURCE
             text = self.text(option.dest)
             shown = ("yes" if self.flag(option.dest) else "no") if option.flag else text or "-"
             value, source = self._derived.get(option.dest, (shown, source))

@@ -193,6 +193,7 @@ def _logs(r: Reading) -> LogPolicy:
         event_log=event_log,
         show=r.read("show", parse.ranks),
         limit=limit,
+        mode=r.read("log_mode", parse.file_mode),
     )
 
 
@@ -229,14 +230,15 @@ def _workers(r: Reading, facts: Facts) -> int:
 
 def _check_ranks(r: Reading, logs: LogPolicy, nproc: int, alone: bool) -> None:
     """Ranks that are named but do not exist, of which torchrun says nothing. ``alone``: there is no other node."""
+    among = f"among {nproc} worker{'s' * (nproc > 1)}"
     named = {"redirects": dict(logs.redirects.by_rank), "tee": dict(logs.tee.by_rank)}
     for dest, ranks in {**named, "local_ranks_filter": logs.local_ranks or ()}.items():
         beyond = [str(rank) for rank in sorted(ranks) if rank >= nproc]
         if beyond:
-            r.warn(f"{r.label(dest)}: there is no local rank {', '.join(beyond)} among {nproc} workers")
+            r.warn(f"{r.label(dest)}: there is no local rank {', '.join(beyond)} {among}")
     outside = [str(low) for low, _ in logs.show or () if alone and not -nproc <= low < nproc]
     if outside:
-        r.warn(f"{r.label('show')}: there is no rank {', '.join(outside)} among {nproc} workers")
+        r.warn(f"{r.label('show')}: there is no rank {', '.join(outside)} {among}")
 
 
 def _check_gpus(r: Reading, nproc: int, facts: Facts) -> None:

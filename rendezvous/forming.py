@@ -13,6 +13,7 @@ from elastirun.rendezvous.ranks import choose, member
 from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
 
 PROGRESS = 30.0  # seconds; a round that ran for so long has made some
+MOST_NAMES = 3  # nodes that a line names; it is said every 10 s
 QUICK = 10.0  # seconds; a round that failed sooner may do so again and again
 
 
@@ -101,9 +102,9 @@ def candidates(record: RoundRecord, rows: dict[str, NodeRow], silent: Callable[[
 
 
 def names(rows: Sequence[NodeRow | Member]) -> str:
-    """Who, for people; a long list is cut."""
-    shown = [f"{r.name} {r.address}" for r in sorted(rows, key=lambda r: (r.name, r.address))[:8]]
-    return ", ".join(shown) + (f", and {len(rows) - 8} more" if len(rows) > 8 else "")
+    """Who, for people; of a long list only ``MOST_NAMES``."""
+    shown = [f"{r.name} {r.address}" for r in sorted(rows, key=lambda r: (r.name, r.address))[:MOST_NAMES]]
+    return ", ".join(shown) + (f", and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else "")
 
 
 def form(

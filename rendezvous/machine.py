@@ -22,6 +22,7 @@ from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READ
 
 CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
 PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
+LONG_LINE = 200  # characters; a longer line is said in full once, then up to its first semicolon
 # Of ``expire``, from the last keep-alive that is known to have arrived: when a round of one begins to stop, and how long that may take.
 # What is left is for clocks that run apart.
 LONE_LIMIT, LONE_GRACE = 0.6, 0.2
@@ -543,10 +544,11 @@ class Machine:
             self._wake_at(self._waiting_since + self.rules.join_timeout)
 
     def _progress(self, text: str, at_once: bool = False) -> None:
-        """Say it once the wait has lasted, or ``at_once`` when it is new; then every ``PROGRESS_EVERY`` seconds."""
+        """Say it once the wait has lasted, or ``at_once`` when it is new; then every ``PROGRESS_EVERY`` seconds, a long one in short."""
         if self._now >= self._progress_at or (at_once and text != self._said_last):
-            self._progress_at, self._said_last = self._now + PROGRESS_EVERY, text
-            self._say(text)
+            again, self._said_last = text == self._said_last, text
+            self._progress_at = self._now + PROGRESS_EVERY
+            self._say(text.partition(";")[0] if again and len(text) > LONG_LINE else text)
 
     def _say(self, text: str) -> None:
         self._actions.append(Say(text))

@@ -173,6 +173,9 @@ def test_explanation_is_one_line_with_all_three() -> None:
     assert "\n" not in line
     for part in ("localhost:29500", "localhost is 127.0.0.1", "me, me.example", "10.0.0.1, fd00::1", "is_host=1", "--local-addr"):
         assert part in line
+    many = [f"a-rather-long-name-of-this-machine-{i}" for i in range(20)]
+    line = explain_no_host(Endpoint("localhost", 29500), many, many)
+    assert len(line) < 420 and line.count("-1 and 18 more") == 2
     assert f"{NO_NAME} does not resolve" in explain_no_host(Endpoint(NO_NAME, 1), ("me",), ())
     assert "[fd00::9]:29500; this machine is me with no address" in explain_no_host(Endpoint("fd00::9", 29500), ("me",), ())
 

@@ -158,6 +158,18 @@ def test_logs_are_for_the_owner_alone_and_each_round_has_its_own(nodes: Cluster)
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_logs_may_be_for_the_group_and_keep_the_folders_group(nodes: Cluster) -> None:
+    folder = nodes.tmp_path / "logs"
+    folder.mkdir(mode=0o2750)
+    folder.chmod(0o2750)
+    line = command("-r3", "--log-mode=640", f"--log-dir={folder}", script(nodes, "print(1)"))
+    done = subprocess.run(line, cwd=ROOT, env=nodes.env, umask=0o077, timeout=PATIENCE)
+    assert done.returncode == 0
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            assert path.stat().st_mode & 0o7777 == (0o2750 if path.is_dir() else 0o640), path
+
+
 @pytest.mark.parametrize("option", ["--redirects=3", "--tee=3"])
 def test_no_stream_takes_more_than_twice_the_limit(nodes: Cluster, option: str) -> None:
     code = """

@@ -60,7 +60,7 @@ def test_endpoint(text: str, expected: Endpoint) -> None:
     ("text", "hint"),
     [
         ("node0:", "HOST:PORT"),
-        ("node0:65536", "HOST:PORT"),
+        ("node0:65536", "there is no port 65536; give one from 1 to 65535"),
         ("node0:http", "HOST:PORT"),
         ("node0:-1", "HOST:PORT"),
         (":29400", "no host"),

@@ -185,6 +185,18 @@ def test_without_a_store_the_join_timeout_ends_the_wait_and_says_what_was_waited
     assert stage.me.finish.reason == "no round within 60 s: waiting for the rendezvous store: connection refused"
 
 
+def test_what_is_waited_for_is_said_in_full_once_and_then_in_short() -> None:
+    stage = Stage(join_timeout=60.0)
+    stage.store_up = False
+    me = stage.enter()
+    fail = me.machine.step
+    trouble = "connection refused; nobody hosts the store; start the node that owns the endpoint" + 100 * "."
+    me.machine.step = lambda event: fail(replace(event, why=trouble) if isinstance(event, SyncFailed) else event)  # type: ignore[method-assign]
+    stage.run(35)
+    short = "waiting for the rendezvous store: connection refused"
+    assert [line for line in me.said if "waiting" in line] == [f"waiting for the rendezvous store: {trouble}", short, short]
+
+
 def test_nobody_is_taken_in_while_a_round_is_finishing() -> None:
     stage = met(max_nodes=3)
     for i in "bc":
