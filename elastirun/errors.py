@@ -79,6 +79,10 @@ class JobFailed(ElastirunError):
         super().__init__(f"{text}\n{details}" if details else text)
 
 
+class UnreadableRound(StoreError):
+    """The round record does not parse: nodes have other tokens or versions, or somebody else has written there."""
+
+
 class BadRecord(ElastirunError):
     """Bytes from the store that do not parse as the record expected under that key."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elastirun import clock
-from elastirun.errors import ElastirunError, StoreRefused
+from elastirun.errors import ElastirunError, StoreRefused, UnreadableRound
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Synced, SyncFailed
@@ -148,7 +148,7 @@ class Driver:
                     store.close()
                     store = None
                 why = str(error) if isinstance(error, ElastirunError) else f"{type(error).__name__}: {error}"
-                answer = SyncFailed(clock.now(), clip(why), refused=isinstance(error, StoreRefused))
+                answer = SyncFailed(clock.now(), clip(why), isinstance(error, StoreRefused), isinstance(error, UnreadableRound))
             line.deadline = None
             self._tell(line, answer)
         if store is not None:

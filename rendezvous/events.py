@@ -36,6 +36,7 @@ class SyncFailed:
     now: float
     why: str
     refused: bool = False  # waiting does not help
+    unreadable: bool = False  # there is a round record, which this node cannot read
 
 
 @dataclass(frozen=True)

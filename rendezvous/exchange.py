@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
-from elastirun.errors import BadRecord, StoreError
+from elastirun.errors import BadRecord, StoreError, UnreadableRound
 from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced
@@ -135,6 +135,9 @@ class Exchange:
         newest = self._newest
         try:
             record = None if data is None else self._decode(self.round_key, data, self._parse_short)
+        except BadRecord as error:
+            raise UnreadableRound(f"the round record is unreadable: {error}") from None
+        try:
             if record and newest and record.store_id == newest.store_id and record.version < newest.version:
                 raise StoreError(f"somebody has put back an older round record: version {record.version} after {newest.version}")
             if record is not None and record.members_digest:

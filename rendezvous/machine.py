@@ -82,6 +82,7 @@ class Machine:
         self._ignored_at = now
         self._trouble, self._failed = "", 0  # why the last exchange failed, and how many did in a row
         self._said_last = ""
+        self._unreadable_since: float | None = None  # since when no exchange has failed for another reason
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Machine:
         self._syncing = False
         self.hosting = event.hosting
         self.row = replace(self.row, hosts=event.hosting and not self.rules.private)
-        self._failed = 0
+        self._failed, self._unreadable_since = 0, None
         if self._trouble or event.now - event.started > self.rules.expire / 2:
             self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))
         if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
@@ -201,6 +202,9 @@ class Machine:
         self._next_sync = event.now + self.rules.beat * 2 ** (self._failed - 1)  # a store that is overloaded must get out of it
         if event.refused and self._contact is None:
             self._end(Outcome.TIMEOUT, event.why)
+        self._unreadable_since = self._unreadable_since or event.now if event.unreadable and not self._met else None
+        if self._unreadable_since is not None and event.now - self._unreadable_since >= 2 * self.rules.expire + LINGER:
+            self._end(Outcome.DISAGREES, event.why)  # a newcomer; longer than the host of an earlier run lingers
 
     def _on_failed(self, event: events.WorkersFailed) -> None:
         if self.state is not RUNNING:

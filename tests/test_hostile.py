@@ -219,6 +219,22 @@ def test_with_a_token_a_forged_round_ends_nothing_and_the_job_goes_on_when_the_t
 # -- without one, or beyond what it can do ----------------------------------------------------------------------------------------
 
 
+def test_a_node_with_another_token_or_none_ends_soon_and_the_job_goes_on(nodes: Cluster) -> None:
+    secrets = {2: nodes.tmp_path / "first", 3: nodes.tmp_path / "second"}
+    for i, path in secrets.items():
+        path.write_bytes(b"%d" % i * 16)
+        path.chmod(0o600)
+    nodes.agent(1, f"--token-file={secrets[2]}", "--last-call=0", "--expire=1")
+    (worker,) = nodes.round(1)
+    other = nodes.agent(2, f"--token-file={secrets[3]}", "--expire=1")
+    none = nodes.agent(3, "--expire=1")
+    assert [nodes.ends(other), nodes.ends(none)] == [3, 3]
+    assert "not signed with this node's token (is --token-file the same on every node?)" in nodes.out(2)
+    assert "signed, but this node has no token (give the job's --token-file)" in nodes.out(3)
+    worker.tell("exit 0")
+    assert nodes.ends(nodes.agents[0]) == 0
+
+
 @pytest.mark.parametrize("token", [TOKEN, None], ids=["token", "no token"])
 def test_a_round_record_that_stays_unreadable_ends_the_job_after_the_store_grace(nodes: Cluster, token: bytes | None) -> None:
     job = start(nodes, "--store-grace=2", token=token)

@@ -446,6 +446,24 @@ def test_who_is_not_let_in_does_not_wait_but_who_was_in_does() -> None:
     assert stage.run(30, lambda: stage.me.outcome is Outcome.STORE_LOST)
 
 
+def test_a_newcomer_that_can_never_read_the_round_gives_up_and_who_has_read_it_does_not() -> None:
+    def unreadable(stage: Stage) -> None:
+        fail = lambda now: SyncFailed(now, "not signed with our token", unreadable=True)  # noqa: E731
+        stage.begin = lambda node, sync: stage.at(0.1, lambda: node.feed(fail))  # type: ignore[method-assign]
+
+    stage = Stage(expire=5.0)
+    unreadable(stage)
+    stage.enter()
+    stage.run(10)
+    assert stage.me.outcome is None, "it may be the last breath of an earlier run"
+    assert stage.run(5, lambda: stage.me.outcome is Outcome.DISAGREES)
+    stage = running("b", "c", expire=5.0, store_grace=60.0)
+    unreadable(stage)
+    stage.run(50)
+    assert stage.me.outcome is None and not stage.me.stops
+    assert stage.run(30, lambda: stage.me.outcome is Outcome.STORE_LOST)
+
+
 def test_a_node_that_hears_of_a_change_looks_at_once() -> None:
     stage = running("b", "c")
     stage.run(0.2)
