@@ -1,8 +1,9 @@
 # make train      set up .venv (once) and train the example under elastirun with two workers
 # make test       every check and test
 # make failover   three nodes on this machine: one is killed, one is added; a table of what happened
+# make nightly    public frameworks under elastirun (accelerate, Lightning, ...): installs them in .nightly and uses the network
 # make lint       ruff and mypy alone
-# make clean      remove what was built (.venv and the checkpoints in runs/ stay)
+# make clean      remove what was built (.venv, .nightly and the checkpoints in runs/ stay)
 #
 # PYTHON=python3.12 chooses the interpreter. On Linux pip brings the torch that includes CUDA, some gigabytes; the one for
 # CPUs alone is much smaller: PIP_EXTRA_INDEX_URL=<the CPU index that pytorch.org/get-started names> make train
@@ -13,7 +14,7 @@ BIN := .venv/bin
 # The stamp's name changes with what the environment is made from, and is written last: a half-made .venv is never taken for a whole one.
 STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c 1-16)
 
-.PHONY: train test failover lint venv clean
+.PHONY: train test failover nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
@@ -24,6 +25,11 @@ test: lint
 
 failover: venv
 	$(BIN)/python examples/failover.py
+
+nightly: venv
+	$(PYTHON) -m venv .nightly
+	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . accelerate lightning transformers wandb numpy
+	.nightly/bin/python -m tests.nightly.frameworks
 
 lint: venv
 	$(BIN)/python -m ruff check .
@@ -42,4 +48,4 @@ $(STAMP):
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . \( -path ./.venv -o -path ./.nightly \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
