@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -278,6 +279,9 @@ def _route_source(address: str, port: int) -> str | None:
 
 # --- sockets
 
+_TCPSTORE = (0x3C85F7CE).to_bytes(4, "little")  # what torch's client begins with
+_PROGRAMS = {b"SSH-": "an ssh server", b"etcdserver": "an etcd server (--rdzv-backend=etcd meets there)", b"HTTP/": "a web server"}
+
 
 def _sockaddr(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]:
     family, *_, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
@@ -341,6 +345,42 @@ def _why_not(error: OSError, option: str = "--rdzv-endpoint") -> str:
     if isinstance(error, PermissionError):
         return f"cannot listen on {where}: not permitted; ports below 1024 need privileges, choose a higher one with {option}"
     return f"cannot listen on {where}: {error.strerror}; check the address in {option} or --local-addr"
+
+
+def who_answers(address: str, port: int, timeout: float) -> str | None:
+    """Find out what listens at ``address``:``port`` where a TCPStore is expected: None when it is one, else a few words.
+
+    The store is asked as torch's client asks it: for its version, and for a ping. Takes about twice ``timeout`` seconds at most.
+    """
+    nonce = os.urandom(4)
+    answer = _ask(address, port, b"\0" + _TCPSTORE + b"\x0d" + nonce, timeout)
+    if answer == nonce:
+        return None
+    if not answer:  # etcd waits for more of what it does not know, others hang up
+        answer = _ask(address, port, b"GET /version HTTP/1.0\r\n\r\n", timeout)
+    if answer is None:
+        return "accepts connections but does not answer: an agent that is starting or stands still, or another program"
+    if answer == b"":
+        return "hangs up at once: an agent that is ending, or another program"
+    for start, what in _PROGRAMS.items():
+        if start in answer:
+            return f"is {what}, not an agent's store; choose another port, or end it"
+    return "is another program, not an agent's store; choose another port, or end it"
+
+
+def _ask(address: str, port: int, question: bytes, timeout: float) -> bytes | None:
+    """The first bytes of the answer: none when the other side hangs up, None when it is silent."""
+    try:
+        family, sockaddr = _sockaddr(address, port)
+        with socket.socket(family, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect(sockaddr)
+            connection.sendall(question)
+            return connection.recv(512)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""
 
 
 def _probe_one(address: str, port: int, timeout: float) -> str | None:

@@ -24,6 +24,7 @@ from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
 
+ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
 EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
 ETCD_LIMIT = 10.0  # the same where a change of the leader is waited for, and each endpoint is tried
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
@@ -195,6 +196,8 @@ class Place:
             whys = {address: net.probe(address, endpoint.port, 2.0) for address in net.resolve(endpoint.host)}
             for address, why in whys.items():
                 if why is None:
+                    if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
+                        raise StoreError(f"what listens at {endpoint} {foreign}")
                     self.reached = (address, endpoint.port)
                     return self.reached
             why = next(iter(whys.values()), None) or "the name does not resolve"

@@ -24,9 +24,11 @@ from elastirun.agent.net import (
     probe,
     resolve,
     who_am_i,
+    who_answers,
 )
 from elastirun.config import Endpoint
 from elastirun.errors import StartError
+from elastirun.rendezvous.stores import tcp
 
 FOREIGN = "203.0.113.250"  # a documentation address: nobody's
 NO_NAME = "no-such-host.invalid"
@@ -196,6 +198,45 @@ def test_probe_gives_up_in_time() -> None:
         listener.listen(0)
         with closing(socket.create_connection(listener.getsockname())):
             assert probe("127.0.0.3", listener.getsockname()[1], 0.3) == "no answer within 0.3 s"
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is an ssh server"),
+        (b"HTTP/1.0 400 Bad Request\r\n\r\n", "is a web server"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"etcdserver":"3.4.1"}', "is an etcd server"),
+        (b"220 mail\r\n", "is another program"),
+        (b"", "hangs up at once"),
+        (None, "does not answer"),
+    ],
+)
+def test_a_foreign_program_at_the_stores_port_is_named(answer: bytes | None, what: str) -> None:
+    with hosting("127.0.0.3") as listener, ThreadPoolExecutor(1) as pool, closing(socket.socket()) as end:
+        kept = [end]
+
+        def serve() -> None:
+            for _ in range(1 if answer else 2):
+                connection, _ = listener.accept()
+                kept.append(connection)
+                if answer is not None:
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+
+        served = pool.submit(serve)
+        found = who_answers("127.0.0.3", listener.getsockname()[1], 0.3 if answer is None else 10)
+        served.result(10)
+        for connection in kept[1:]:
+            connection.close()
+    assert found is not None and what in found
+
+
+def test_a_tcpstore_is_known_by_its_answer() -> None:
+    with hosting("127.0.0.3") as listener:
+        port = listener.getsockname()[1]
+        server = tcp.serve(listener.dup())
+        assert who_answers("127.0.0.3", port, 10) is None
+        del server
 
 
 def test_probe_does_not_take_itself_for_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
