@@ -98,7 +98,7 @@ class Shell:
 
     def logs(self, folder: str) -> dict[str, str]:
         """What is in the folder of the only run under ``folder``, by path."""
-        (run,) = (path for path in (self.folder / folder).iterdir() if not path.is_symlink())
+        (run,) = (path for path in (self.folder / folder).iterdir() if path.name != ".latest")
         return {str(path.relative_to(run)): path.read_text() for path in run.rglob("*") if path.is_file() and path.suffix == ".log"}
 
 
