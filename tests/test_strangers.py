@@ -123,6 +123,15 @@ def test_what_hides_ends_with_the_lease_of_a_frozen_agent(nodes: Cluster, way: s
 
 # -- what is not ours
 
+STRAY = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+    os.close(1)
+    os.execvp("sleep", ["sleep", "1000"])
+"""
+
 
 @pytest.mark.parametrize("way", ["ends", "is killed"])
 def test_what_a_worker_submits_elsewhere_lives_on_when_its_agent(nodes: Cluster, way: str) -> None:
@@ -130,6 +139,7 @@ def test_what_a_worker_submits_elsewhere_lives_on_when_its_agent(nodes: Cluster,
     agent = nodes.launch(1, "--rdzv-id=submits", "--standalone", str(nodes.script))
     worker = nodes.worker()
     submitted = subprocess.Popen(["sleep", "1000"], env=environment_of(worker), start_new_session=True)
+    orphan = int(subprocess.run([sys.executable, "-c", STRAY], stdout=subprocess.PIPE, check=True).stdout)  # goes where ours go
     try:
         if way == "ends":
             worker.tell("0")
@@ -138,9 +148,11 @@ def test_what_a_worker_submits_elsewhere_lives_on_when_its_agent(nodes: Cluster,
             guard = guard_of(agent)
             kill(agent)
             assert dies(worker.pid) and dies(guard)
-        assert not dies(submitted.pid, 0)
+        assert not dies(submitted.pid, 0) and not dies(orphan, 0)
     finally:
         submitted.kill()
+        if not dies(orphan, 0):
+            os.kill(orphan, signal.SIGKILL)
         submitted.wait()
 
 
@@ -195,20 +207,12 @@ def static(nodes: Cluster, rank: int) -> subprocess.Popen[str]:
 
 def test_an_id_that_nobody_chose_names_no_earlier_run(nodes: Cluster) -> None:
     """Every static job without an id has the id ``none``."""
-    stray = Path(nodes.tmp_path, "stray.py")
-    stray.write_text("""import os
-if os.fork() == 0:
-    os.setsid()
-    print(os.getpid(), flush=True)
-    os.close(1)
-    os.execvp("sleep", ["sleep", "1000"])
-""")
     first = [static(nodes, rank) for rank in (0, 1)]
     environment = [environment_of(nodes.worker()) for _ in first][0]
     assert environment["TORCHELASTIC_RUN_ID"] == "none"
     for agent in first:
         kill_with_guard(agent)
-    pid = int(subprocess.run([sys.executable, str(stray)], env=environment, stdout=subprocess.PIPE, check=True).stdout)
+    pid = int(subprocess.run([sys.executable, "-c", STRAY], env=environment, stdout=subprocess.PIPE, check=True).stdout)
     try:
         again = [static(nodes, rank) for rank in (0, 1)]
         for worker in [nodes.worker() for _ in again]:

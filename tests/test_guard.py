@@ -1,0 +1,233 @@
+"""Marks, which processes belong to an agent, and the guard's program, without agents."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastirun import clock
+from elastirun.agent import control_group, guard, kills, leftovers, marks, proc
+from tests.cluster import dies
+
+R = "0123456789abcdef"
+
+
+def mark(text: str) -> marks.Mark:
+    parsed = marks.parse(text)
+    assert parsed is not None
+    return parsed
+
+
+# -- marks
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1-1-x/", "1-1-x/system.slice", f"1-1-1-{R}/", f"1-1-1-{R}0", f"01-1-1-{R}", f"0-1-1-{R}", f"-1-1-1-{R}", f"1-1-{R}"]
+    + [f"1-1-1-{R.upper()}", f"\uff11-1-1-{R}", f"1 -1-1-{R}", f"{'9' * 21}-1-1-{R}", "../../x", f"1-1-1-{R}\n"],
+)
+def test_nothing_but_a_well_formed_mark_is_one(text: str) -> None:
+    assert marks.parse(text) is None
+    assert marks.of(f"{text},1-2-3-{R}")[-1].text == f"1-2-3-{R}"
+    assert marks.in_environment(f"A=1\0ELASTIRUN_AGENT={text}\0".encode()) == []
+
+
+def test_an_agent_is_dead_only_where_its_pid_means_something() -> None:
+    own = marks.own()
+    assert marks.parse(own.text) and not own.is_dead()
+    assert marks.Mark(own.pid, own.started - 1, own.namespace, R).is_dead(), "a later process has its pid"
+    assert not marks.Mark(own.pid, own.started - 1, own.namespace + 1, R).is_dead()
+    assert not marks.Mark(own.pid, own.started - 1, 0, R).is_dead()
+
+
+def test_a_variable_is_found_by_its_whole_name() -> None:
+    assert [each.text for each in marks.in_environment(f"A=1\0ELASTIRUN_AGENT=1-2-3-{R}\0B=2\0".encode())] == [f"1-2-3-{R}"]
+    assert proc.value_of("A", b"XA=1\0B=A=2\0") == "" and proc.value_of("A", b"A=1\0A=2") == "1"
+
+
+# -- reading /proc
+
+
+def test_an_environment_that_cannot_be_read_in_time_counts_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a process whose memory lock is held."""
+    held = threading.Event()
+    monkeypatch.setattr(proc, "_environment", lambda pid: bytes(held.wait(60)))
+    began = time.monotonic()
+    assert proc.environment(1) == b"" and time.monotonic() - began < 10 * proc.ENVIRONMENT_TIMEOUT
+    held.set()
+
+
+def test_a_living_agent_looks_at_its_descendants_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop does this at the end of each round, however many processes the machine has, and reads no environment."""
+    listdir, looked = os.listdir, []
+    evidence = kills.Evidence(marks.own(), "", strict=False)
+    evidence.spared = set(proc.children(os.getpid()))  # pytest's own, if any
+    monkeypatch.setattr(os, "listdir", lambda path: looked.append(path) or listdir(path))
+    monkeypatch.setattr(proc, "environment", lambda pid: pytest.fail("an environment was read"))
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    try:
+        assert kills.end_below_agent(evidence) == 1
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL and "/proc" not in looked
+
+
+# -- whose process it is
+
+AGENT, INIT, WORKER = 100, 1, 200
+
+
+def process(pid: int, parent: int, session: int, started: int = 50) -> proc.Process:
+    tail = ["S", str(parent), str(session), str(session), *["0"] * 13, "1", "0", str(started)]
+    return proc.Process(pid, f"{pid} (a) b) {' '.join(tail)}".encode())
+
+
+def selected(
+    *processes: proc.Process, parent: int = INIT, strict: bool = True, before: float = kills.FOREVER, marked: tuple[int, ...] = ()
+) -> set[int]:
+    own = mark(f"{AGENT}-10-1-{R}")
+    evidence = kills.Evidence(own, "", strict)
+    evidence.outside, evidence.spared, evidence.sessions = {90, AGENT}, {101}, {WORKER: 20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kills, "marks_of", lambda each: [own] if each.pid in marked else [])
+        return set(kills.select(evidence, {each.pid: each for each in processes}, parent, before))
+
+
+def test_stat_is_read_by_its_fields() -> None:
+    own = proc.look(os.getpid())
+    assert own and (own.parent, own.session, own.alive) == (os.getppid(), os.getsid(0), True)
+    made = process(7, 6, 5, 4)
+    assert (made.pid, made.parent, made.session, made.started, made.alive) == (7, 6, 5, 4, True)
+
+
+def test_orphans_belong_to_the_agent_by_session_or_mark_and_their_descendants_with_them() -> None:
+    assert selected(process(300, INIT, WORKER)) == {300}, "of a worker that has died"
+    assert selected(process(300, INIT, 300), marked=(300,)) == {300}
+    assert selected(process(300, INIT, 300)) == set()
+    assert selected(process(300, INIT, 300), process(301, 300, 301), process(302, 301, 301), marked=(300,)) == {300, 301, 302}
+    assert selected(process(300, INIT, 299), process(301, INIT, 299), marked=(300,)) == {300, 301}, "in one session, whose leader has died"
+
+
+def test_a_mark_or_a_number_alone_is_no_evidence() -> None:
+    assert selected(process(300, 99, 300), marked=(300,)) == set(), "another daemon's child"
+    assert selected(process(300, INIT, 90), marked=(300,)) == set(), "in the session of the agent's shell"
+    assert selected(process(299, 99, 299), process(300, INIT, 299), marked=(300,)) == set(), "in a session that somebody else leads"
+    assert selected(process(300, INIT, 300, started=9), marked=(300,)) == set(), "older than the agent"
+    assert selected(process(WORKER, INIT, WORKER, started=21), process(300, INIT, WORKER)) == set(), "the worker's number was used again"
+    assert selected(process(300, INIT, 0), process(301, INIT, 0), marked=(300,)) == {300}, "0 is no session"
+
+
+def test_all_children_of_a_living_agent_are_its_own_but_those_it_spares() -> None:
+    found = (process(101, AGENT, 101), process(102, AGENT, AGENT), process(300, AGENT, 300), process(301, 300, 301))
+    assert selected(*found, parent=AGENT, strict=False) == {300, 301}
+    assert selected(*found, parent=AGENT, strict=True) == set(), "process 1 adopts strangers"
+
+
+def test_workers_that_were_started_later_are_not_meant() -> None:
+    found = (process(WORKER, AGENT, WORKER, 20), process(300, AGENT, WORKER, 60), process(400, AGENT, 400, 60), process(401, 400, 401, 61))
+    assert selected(*found, parent=AGENT, strict=False, before=30) == {WORKER, 300}, "but a young child of an old worker is"
+
+
+# -- the guard's program
+
+
+@contextmanager
+def running_guard(deadline: float) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A guard whose agent is this test, which stays: so children need evidence. And a worker that it is told of."""
+    own = marks.own()
+    command = [sys.executable, "-I", "-S", guard.__file__, own.text, str(deadline), "1", ""]
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as worker:
+        try:
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+                assert program.stdin and program.stdout and program.stdout.read(1)
+                found = proc.look(worker.pid)
+                assert found
+                data = guard.message(guard.WORKER, worker.pid, found.started)
+                for half in (data[:3], data[3:]):  # messages arrive in pieces
+                    program.stdin.write(half)
+                    program.stdin.flush()
+                yield program, worker.pid
+        finally:
+            worker.kill()
+
+
+def stop(program: subprocess.Popen[bytes]) -> None:
+    program.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def say(program: subprocess.Popen[bytes], sent: float, deadline: float) -> None:
+    assert program.stdin
+    program.stdin.write(guard.message(guard.ALIVE, sent, deadline))
+    program.stdin.flush()
+
+
+def test_after_a_suspension_the_first_sign_of_life_comes_too_late() -> None:
+    """Agent and guard stood still; the agent is the first to go on."""
+    now = clock.now()
+    with running_guard(now + 1000) as (program, worker):
+        stop(program)
+        say(program, now, now + 5)
+        say(program, now + 6, now + 1000)
+        program.send_signal(signal.SIGCONT)
+        assert dies(worker)
+
+
+def test_a_guard_that_stood_still_itself_ends_nobody() -> None:
+    now = clock.now()
+    with running_guard(now + 1000) as (program, worker):
+        stop(program)
+        say(program, now - 8, now - 3)
+        say(program, now - 4, now + 1)
+        say(program, now, now + 1000)
+        program.send_signal(signal.SIGCONT)
+        assert program.stdin
+        unread = array.array("i", [1])
+        while unread[0]:
+            fcntl.ioctl(program.stdin, termios.FIONREAD, unread)
+        assert not dies(worker, 0.3)
+
+
+def test_a_moment_that_passes_without_a_sign_ends_the_workers() -> None:
+    with running_guard(clock.now() + 0.5) as (_, worker):
+        assert dies(worker)
+
+
+def test_only_a_folder_that_we_made_is_removed(tmp_path: Path) -> None:
+    ours, other, link = tmp_path / "elastirun_x", tmp_path / "precious", tmp_path / "elastirun_y"
+    for folder in (ours, other):
+        folder.mkdir()
+    link.symlink_to(other)
+    for path in (ours, other, link):
+        found = path.lstat()
+        guard.remove_folder(found.st_dev, found.st_ino + (path is ours), os.fsencode(path))
+        assert path.exists()
+    found = ours.lstat()
+    guard.remove_folder(found.st_dev, found.st_ino, os.fsencode(ours))
+    assert not ours.exists()
+
+
+def test_groups_are_named_by_mark_and_job(tmp_path: Path) -> None:
+    """A folder that only looks like a group of ours is left alone, and one of another job while anybody is in it."""
+    namespace = proc.pid_namespace()
+    dead = f"{2**22 - 1}-1-{namespace}-{R}"
+    kept = [control_group.name(marks.own().text, "job"), f"elastirun-{dead}", f"elastirun-{dead}x-00000000", "elastirun-", "other"]
+    full = tmp_path / control_group.name(dead, "other")
+    for name in (*kept, control_group.name(dead, "job")):
+        (tmp_path / name).mkdir()
+    full.mkdir()
+    (full / "cgroup.procs").write_text(f"{os.getppid()}\n")
+    found = leftovers.Sweep("none", "", tmp_path)
+    assert found.count == 0 and {path.name for path in tmp_path.iterdir()} == {*kept, full.name}
