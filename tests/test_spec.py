@@ -79,6 +79,12 @@ def column(record: RoundRecord, *names: str) -> list[tuple[str, ...]]:
 # --- the variables
 
 
+def test_the_mark_comes_first_whatever_the_user_has_set() -> None:
+    """The guard reads environments with a limit."""
+    (env,) = envs(round_of(1), environ={"A": "1", "ELASTIRUN_AGENT": "outer"})
+    assert next(iter(env.items())) == ("ELASTIRUN_AGENT", "run-1")
+
+
 def test_what_is_the_same_everywhere() -> None:
     record = round_of(2, 2, 2)
     for node_rank in range(3):

@@ -252,6 +252,18 @@ def test_a_line_break_in_a_temporary_folder_ends_no_name(nodes: Cluster) -> None
     assert precious.exists() and list(odd.iterdir()) == []
 
 
+def test_a_private_etcd_is_no_leftover_of_a_round(nodes: Cluster) -> None:
+    if not shutil.which("etcd"):
+        pytest.skip("etcd is not on PATH")
+    agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", "--max-restarts=1", str(nodes.script))
+    nodes.worker().tell("1")
+    again = nodes.worker()
+    assert again.round == 2
+    again.tell("0")
+    assert nodes.ends(agent) == 0
+    assert "left behind" not in nodes.out(1)
+
+
 # -- the guard
 
 
