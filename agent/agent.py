@@ -54,6 +54,7 @@ from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
+SHORT_WAIT = 0.5  # seconds in which what a worker leaves running usually ends; a longer wait is said
 STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
 FLUSH = 5.0  # seconds to get the last words out
 LOGS_LIMIT = 2.0  # seconds for a round's log files, in which the loop waits; after STANDSTILL the others may miss this node
@@ -127,7 +128,11 @@ class Agent:
         self._over_since: float | None = None  # since when the last round here is known to be over
         self._blame = Blame(row.name, self._logs)
         self._workers = Workers(
-            self._selector, on_exit=self._on_worker_exit, on_idle=self._on_workers_idle, on_stuck=self._on_stuck
+            self._selector,
+            on_exit=self._on_worker_exit,
+            on_idle=self._on_workers_idle,
+            on_stuck=self._on_stuck,
+            owns=self._family.owns,
         )
         self._worker_store: WorkerStore | SharedStore | None = None
         self._machine = Machine(rules(config), row, clock.now())
@@ -166,12 +171,16 @@ class Agent:
         self._workers.stop(self._config.timing.grace)
         self._console.hurry()
         while self._workers.running:
-            due = self._workers.deadline
-            ready = self._selector.select(None if due is None else max(0.0, min(due - clock.now(), 0.5)))
-            for key, mask in ready:
-                key.data(mask)
-            self._renew(clock.now())
-            self._workers.tick(clock.now())
+            self._turn()
+
+    def _turn(self, until: float = math.inf) -> None:
+        """One turn of a loop in which the machine takes no part: signals, workers, output and the guard, no longer than ``until``."""
+        now = clock.now()
+        due = min(until, now + 0.5, self._logs.tick(now), self._workers.deadline or math.inf)
+        for key, mask in self._selector.select(max(0.0, due - now)):
+            key.data(mask)
+        self._renew(clock.now())
+        self._workers.tick(clock.now())
 
     def _loop(self) -> int:
         self._looked = clock.now()
@@ -227,8 +236,7 @@ class Agent:
             self._workers.tick(now)
         self._events.extend(self._driver.give_up(now))
         if now >= self._blame.tell_at:
-            self._blame.tell_at = math.inf
-            self._events.append(WorkersFailed(now, self._blame.worst))
+            self._events.append(WorkersFailed(now, self._blame.tell()))
         if now >= self._machine.wake:
             self._events.append(Tick(now))
 
@@ -286,6 +294,10 @@ class Agent:
         self._events_log.write("signal", signal=name, count=count)
         if count == 1:
             self._signum = signum
+            self._blame.leave()
+        if self._finish:  # all that still runs are processes which the workers have left
+            self._stop_left_running(SECOND_SIGNAL_GRACE if count < 3 else 0.0)
+        elif count == 1:
             hurry = f"; its workers have {self._config.timing.grace:g} s, again to hurry" if self._workers.running else ""
             self._console.say(f"{name}: this node leaves{hurry}")
             self._events.append(Leave(clock.now(), name))
@@ -313,7 +325,8 @@ class Agent:
 
     def _on_workers_idle(self) -> None:
         self._lone = False
-        self._family.end_leftovers()
+        if self._blame.stopped or self._finish:
+            self._family.end_leftovers()
         if self._over_since is not None:
             self._events_log.write("stopped", round=self._attempt + 1, after=round(clock.now() - self._over_since, 3))
         if self._blame.stopped:
@@ -347,6 +360,8 @@ class Agent:
         self._attempt = record.round - 1
         self._lone = len(record.members) == 1 and not self._config.standalone
         self._renew(clock.now())
+        if self._started and not self._blame.stopped:
+            self._end_left_running()
         self._blame.begin(self._attempt, alone=record.world_size == 1)
         try:
             specs = self._specs(record, node_rank)
@@ -366,6 +381,12 @@ class Agent:
         except (OSError, StartError) as error:
             rank = sum(m.slots for m in record.members[:node_rank])
             self._blame.add(ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
+
+    def _end_left_running(self) -> None:
+        """Nothing of the last round may be in the way of the next one, also when its workers here had succeeded."""
+        if count := self._workers.end_left_running():
+            self._console.say(f"ended {_processes(count)} that the workers of the last round had left running")
+        self._family.end_leftovers()
 
     def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
         here = Surroundings(
@@ -403,16 +424,25 @@ class Agent:
         grace = grace if action.within is None else min(grace, action.within)
         self._over_since = clock.now()
         self._events_log.write("stop", round=self._attempt + 1, planned=action.planned, reason=action.reason, grace=grace)
-        if not self._workers.running:
+        if not self._workers.running and not self._workers.left_running:
             self._on_workers_idle()
             return
         if self._config.max_nodes > 1 and not self._signum:
             self._console.say(f"stopping the workers here: {action.reason}")
-        self._workers.stop(grace, self._signum or signal.SIGTERM)
+        self._workers.stop(grace, self._stop_signal())
         self._console.hurry()  # after the signal, so that the room is for what they say at the end
+
+    def _stop_signal(self) -> int:
+        """What workers are stopped with: the signal that the agent was sent, SIGTERM when it was sent none.
+
+        A shell that runs the training (``--no-python run.sh``) takes SIGINT for its child's business, and would wait for the child.
+        """
+        shell = self._signum == signal.SIGINT and self._config.command.no_python
+        return signal.SIGTERM if shell or not self._signum else self._signum
 
     def _end(self, finish: Finish) -> int:
         """The last words, and the exit code."""
+        self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         code = self._exit_code(finish)
         self._events_log.write("end", outcome=finish.outcome.value, reason=finish.reason, code=int(code))
         if finish.outcome is Outcome.FAILED:
@@ -429,6 +459,34 @@ class Agent:
         if self._machine.hosting and not self._config.standalone and not self._signum:
             self._stay_for_lodgers()
         return code
+
+    def _wait_for_left_running(self, succeeded: bool) -> None:
+        """An upload that a worker left running when the job succeeded may end by itself within the grace; a signal ends this wait.
+
+        After anything but success there is nothing to wait for, so it has the signal at once.
+        """
+        timing = self._config.timing
+        if succeeded and not self._signum:
+            began = clock.now()
+            until = min(began + SHORT_WAIT, began + timing.grace)
+            while self._workers.left_running and not self._signum and clock.now() < until:
+                self._turn(until)
+                if clock.now() >= until and until < began + timing.grace and (count := self._workers.left_running):
+                    self._console.say(f"waiting up to {timing.grace:g} s for {_processes(count)} that the workers left running")
+                    until = began + timing.grace
+            if not self._signum:
+                self._stop_left_running(min(SECOND_SIGNAL_GRACE, timing.grace))
+        else:
+            self._stop_left_running(timing.grace if self._signum else timing.failure_grace)
+        while self._workers.running:
+            self._turn()
+
+    def _stop_left_running(self, grace: float) -> None:
+        if count := self._workers.left_running:
+            signum = self._stop_signal()
+            name = signal.Signals(signum).name
+            self._console.say(f"{name} to {_processes(count)} that the workers had left running, SIGKILL after {grace:g} s")
+            self._workers.stop(grace, signum)
 
     def _report(self, reason: str, records: tuple[ExitRecord, ...]) -> str:
         record = self._machine.record
@@ -465,3 +523,7 @@ class Agent:
         if outcome is Outcome.LEFT and self._signum:
             return ExitCode.signalled(self._signum)
         return ExitCode.PEERS_LOST if outcome is Outcome.TIMEOUT and self._machine.row.round else _EXIT_CODES[outcome]
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"

@@ -3,7 +3,11 @@
 The first to end is often not the culprit. A worker that fails because it lost its peers may be dead some milliseconds
 before the traceback of the one it lost; were all workers stopped at once, nothing would ever show who that was. So the
 failure of a victim is held back for a moment, in which nothing happens and the culprit, here or on another node, can
-fail by itself. Any other failure is told at once.
+fail by itself.
+
+The failure of a worker that a signal may have ended is held back longer. systemd, Slurm and ``docker stop`` signal every
+process of a node, the workers often some milliseconds before the agent: when the agent is signalled as well, its workers have
+not failed, the node leaves. Any other failure is told at once.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ from functools import partial
 
 from elastirun import clock
 from elastirun.agent import memory
-from elastirun.agent.failures import VICTIM, explain, has_failed, make_record, read_error_file
+from elastirun.agent.failures import VICTIM, explain, has_failed, make_record, may_be_asked_for, read_error_file
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.workers import WorkerExit
 from elastirun.rendezvous.forming import root_cause
 from elastirun.rendezvous.records import ExitRecord
 
 HOLD = 0.3  # seconds that the failure of a victim is held back
+SIGNAL_HOLD = 1.0  # seconds that an end is held back which a signal may have brought about; the agent is signalled within milliseconds
 MAX_TOLD = 8  # failures of one node and round that the other nodes are told of
 
 
@@ -37,6 +42,8 @@ class Blame:
         """A new set is about to start. ``attempt``: its round - 1; ``alone``: its only worker has no peers to lose."""
         self._attempt, self._alone = attempt, alone
         self._records: list[ExitRecord] = []
+        self._held: list[ExitRecord] = []  # those of ``_records`` that do not count once the agent is signalled
+        self._leaving = False  # the agent was signalled: this node leaves
         self._suspects: dict[int, tuple[str, ...]] = {}  # what local ranks that were failing when we stopped them had said by then
         self._oom_kills = memory.oom_kills()
         self.stopped = False
@@ -49,10 +56,16 @@ class Blame:
         """The failures so far, the root cause first."""
         return root_cause(self._records)[:MAX_TOLD]
 
-    def add(self, record: ExitRecord) -> None:
+    def add(self, record: ExitRecord, hold: float = 0.0) -> None:
+        """A failure, which the machine is told of after ``hold`` seconds."""
+        if hold == SIGNAL_HOLD or (hold and self._held):  # the victims of a worker that was told to leave have not failed either
+            if self._leaving:
+                return
+            self._held.append(record)
+            hold = SIGNAL_HOLD
         self._records.append(record)
         if not self.stopped:
-            self.tell_at = min(self.tell_at, clock.now() + HOLD * (record.blame == VICTIM))
+            self.tell_at = min(self.tell_at, clock.now() + hold)
 
     def ended(self, end: WorkerExit) -> None:
         """A worker has ended."""
@@ -61,10 +74,27 @@ class Blame:
                 self.add(make_record(self._node, end, self._suspects[end.local_rank], alone=self._alone))
         elif end.code:
             lines, killed = self._logs.last_lines(end.local_rank), memory.explain(self._oom_kills)
+            error = self._error(end.local_rank)
             note = explain(end.code, lines, killed)
             if killed and killed in note:
                 self._oom_kills = (self._oom_kills or 0) + 1  # that explains this end and no other
-            self.add(make_record(self._node, end, lines, self._error(end.local_rank), note, self._alone))
+            record = make_record(self._node, end, lines, error, note, self._alone)
+            asked = may_be_asked_for(end, error or lines)
+            self.add(record, SIGNAL_HOLD if asked else HOLD if record.blame == VICTIM else 0.0)
+
+    def leave(self) -> None:
+        """The agent was signalled. Workers that a signal ended a moment ago, or ends from now on, have left: they did not fail."""
+        self._leaving = True
+        self._records = [record for record in self._records if record not in self._held]
+        self._held.clear()
+        if not self._records:
+            self.tell_at = math.inf
+
+    def tell(self) -> tuple[ExitRecord, ...]:
+        """What the machine is told when ``tell_at`` has come: ``worst``. All of it counts from now on."""
+        self.tell_at = math.inf
+        self._held.clear()
+        return self.worst
 
     def stop(self, alive: Iterable[int]) -> None:
         """The local ranks ``alive`` are about to be signalled.

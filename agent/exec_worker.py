@@ -29,7 +29,7 @@ def main(agent_pid: int, cpus: str, group: str, argv: list[str]) -> None:
     if group != "-":
         enter(group)
     try:
-        os.execvpe(argv[0], argv, os.environ)
+        os.execvp(argv[0], argv)  # takes the environment as it is, also an entry without a name, which execvpe refuses
     except OSError as exc:
         os.write(2, os.fsencode(f"elastirun: cannot run {argv[0]}: {missing(argv[0]) or exc.strerror}\n"))
         os._exit(127 if isinstance(exc, FileNotFoundError) else 126)

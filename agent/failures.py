@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from elastirun.agent.workers import WorkerExit
+from elastirun.agent.workers import WorkerExit, stopped_by_signal
 from elastirun.rendezvous.forming import root_cause, signal_name
 from elastirun.rendezvous.records import ExitRecord
 
@@ -37,6 +37,8 @@ _VICTIM_SIGNS = re.compile(
 # Exceptions that a lost peer can cause; any other type is the process's own fault whatever its text says.
 _PEER_EXCEPTION = re.compile(r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error)")
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, as the frames above it are
+_TRACEBACK = "Traceback (most recent call last)"
+_STOP_EXCEPTION = re.compile(r"(.*\.)?(KeyboardInterrupt|SystemExit|SIGTERMException|SignalException)")  # Lightning's, torch's
 _WRAPPED = "The above exception was the direct cause of the following exception"
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # only torch's hook for exceptions that nobody caught puts it so
 _CHILD_KILLED = "is killed by signal: Killed"  # what torch's DataLoader says of its worker
@@ -76,12 +78,25 @@ def has_failed(lines: Sequence[str], error: Sequence[str] | None) -> bool:
     return error is not None or len(said) == 1 or any(_UNCAUGHT.match(line) for line in lines)
 
 
+def may_be_asked_for(end: WorkerExit, lines: Sequence[str]) -> bool:
+    """Whether a worker may have ended because somebody signalled all processes of its node, its agent being next.
+
+    A stop signal has ended it; or it had a handler for SIGTERM, and has shown no exception but one that such handlers raise.
+    """
+    if stopped_by_signal(end.code):
+        return True
+    if end.code <= 0 or not end.catches_term:
+        return False
+    name, _ = _last_exception(lines) if any(_TRACEBACK in line for line in lines) else (None, lines)
+    return name is None or _STOP_EXCEPTION.fullmatch(name) is not None
+
+
 def _last_exception(lines: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     """The type of the last Python traceback's exception, and its lines from that on; (None, all lines) when there is none.
 
     Of one that was raised ``from`` another, that other: a lost peer stays a lost peer in whatever it is wrapped.
     """
-    headers = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    headers = [i for i, line in enumerate(lines) if _TRACEBACK in line]
     while headers[1:] and any(_WRAPPED in line for line in lines[headers[-2] : headers[-1]]):
         headers.pop()
     for i in range(headers[-1] + 1 if headers else len(lines), len(lines)):

@@ -103,6 +103,10 @@ class Family:
         if all(process.session != worker for process in proc.descendants(os.getpid()).values()):
             self._forget(worker)
 
+    def owns(self, pid: int) -> bool:
+        """Whether a worker of this agent started that process, by itself or through others."""
+        return guard._belongs(pid, self._own, self.group)
+
     def end_leftovers(self) -> None:
         """No worker runs: what is still below this process was left by one, in a session of its own."""
         count = kills.end_below_agent(self._evidence)

@@ -32,8 +32,8 @@ class Process:
     """A worker that runs from the moment this object exists; ``on_exit(self, code)`` is called once, from the selector's loop.
 
     ``code`` is the exit status, or minus the number of the signal that ended it. ``stdout`` and ``stderr`` are descriptors
-    for the worker (None: the agent's own); the caller closes its copies. When the worker ends, what is left of its
-    process group is killed before the worker is reaped.
+    for the worker (None: the agent's own); the caller closes its copies. A worker that has ended stays a zombie, which
+    keeps the number of its process group, until ``reap`` is called.
 
     Create it in the loop's own thread: the parent-death signal is tied to the *thread* that forked.
     Raises OSError when the process cannot be made; a command that cannot be run is the worker's exit code 126 or 127.
@@ -91,6 +91,24 @@ class Process:
         poller.register(self._pidfd, select.POLLIN)
         if poller.poll(timeout * 1000):
             self._ready()
+            self.reap()
+
+    def catches(self, signum: int) -> bool:
+        """Whether the worker has a handler for the signal, or had one when it ended. False once it is reaped."""
+        with suppress(OSError, ValueError, IndexError):
+            status = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
+            return self._popen.returncode is None and bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (signum - 1) & 1)
+        return False
+
+    def reap(self) -> None:
+        """Kill what is left of the process group of an ended worker, and let its number go."""
+        if self._popen.returncode is not None or (code := self._look()) is None:
+            return
+        self.kill_group()
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        os.close(self._pidfd)
+        self._popen.returncode = code  # so that Popen knows that there is nothing left to wait for
 
     def _look(self) -> int | None:
         """The exit code of an ended worker, which stays a zombie; None while it runs."""
@@ -106,11 +124,6 @@ class Process:
         if self._popen.returncode is not None or (code := self._look()) is None:
             return
         self._selector.unregister(self._pidfd)
-        self.kill_group()
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-        os.close(self._pidfd)
-        self._popen.returncode = code  # so that Popen knows that there is nothing left to wait for
         self._on_exit(self, code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -11,12 +12,20 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from elastirun import clock
+
+ONE_REQUEST = 1.0  # seconds after a counted signal in which further ones mean the same request
+ONE_FORWARD = 0.1  # seconds in which the same signal is forwarded once
+
 
 class Signals:
-    """Handles ``names`` and ``forward`` until ``close``.
+    """Handles ``names`` and ``forward`` until ``close``, also where they were blocked when the agent started.
 
     In the loop are called: ``on_signal(signum, count)``, ``count`` from 1 over all of ``names``; ``on_forward(signum)`` for
     each of ``forward``; ``on_child`` when children may have ended.
+
+    What arrives within a second of a counted signal is the same request and not counted: GNU timeout signals the child and
+    then its group, systemd may send SIGHUP after SIGTERM, and a shell's trap passes on as SIGTERM what a terminal sends as SIGINT.
 
     SIGHUP that was ignored when the agent started (nohup) stays ignored, in the workers too.
     """
@@ -36,7 +45,9 @@ class Signals:
         self._on_forward = on_forward
         self._on_child = on_child
         self._count = 0
-        self._arrived: deque[int] = deque()
+        self._counted_at = -math.inf  # when the last signal that counts arrived
+        self._forwarded_at: dict[int, float] = {}  # when each signal that was forwarded last arrived
+        self._arrived: deque[tuple[float, int]] = deque()
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before: dict[int, Any] = {}
         for signum in {*self._forward, *(int(signal.Signals[name]) for name in names)}:
@@ -44,9 +55,14 @@ class Signals:
                 self._before[signum] = signal.signal(signum, self._arrive)
         # Inherited as ignored, the kernel would swallow the workers' exit codes.
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._arrive)
+        # Python's handler runs between two bytecodes. A signal after the last one before poll() must still end that poll().
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         selector.register(self._read, selectors.EVENT_READ, self._ready)
 
     def close(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
+        signal.set_wakeup_fd(self._wakeup_before)
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._selector.unregister(self._read)
@@ -54,7 +70,7 @@ class Signals:
         os.close(self._write)
 
     def _arrive(self, signum: int, frame: FrameType | None) -> None:
-        self._arrived.append(signum)
+        self._arrived.append((clock.now(), signum))
         with suppress(BlockingIOError):
             os.write(self._write, b"\0")
 
@@ -62,11 +78,14 @@ class Signals:
         with suppress(BlockingIOError):
             os.read(self._read, 4096)
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-        if signal.SIGCHLD in arrived:
+        if any(signum == signal.SIGCHLD for _, signum in arrived):
             self._on_child()
-        for signum in arrived:
+        for when, signum in arrived:
             if signum in self._forward:
-                self._on_forward(signum)
-            elif signum != signal.SIGCHLD:
+                if when >= self._forwarded_at.get(signum, -math.inf) + ONE_FORWARD:
+                    self._forwarded_at[signum] = when
+                    self._on_forward(signum)
+            elif signum != signal.SIGCHLD and when >= self._counted_at + ONE_REQUEST:
+                self._counted_at = when
                 self._count += 1
                 self._on_signal(signum, self._count)

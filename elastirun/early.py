@@ -8,12 +8,14 @@ import os
 from _signal import (  # type: ignore[import-not-found,unused-ignore]
     SIG_DFL,
     SIG_IGN,
+    SIG_UNBLOCK,
     SIGHUP,
     SIGINT,
     SIGQUIT,
     SIGTERM,
     default_int_handler,
     getsignal,
+    pthread_sigmask,
     signal,
 )
 
@@ -25,10 +27,14 @@ def leave(signum: int, frame: object) -> None:
 
 
 def obey() -> None:
-    """From now on these signals end this process with 128 + n. SIGHUP that was ignored at start (nohup) stays ignored."""
+    """From now on these signals end this process with 128 + n, also where whoever started it had blocked them.
+
+    SIGHUP that was ignored at start (nohup) stays ignored.
+    """
     for signum in EARLY.values():
         if signum != SIGHUP or getsignal(signum) != SIG_IGN:
             signal(signum, leave)
+    pthread_sigmask(SIG_UNBLOCK, EARLY.values())
 
 
 def keep(names: tuple[str, ...]) -> None:

@@ -97,12 +97,12 @@ def test_at_whatever_moment_the_agent_is_killed_nothing_is_left(phase: str) -> N
 
 
 def test_what_a_worker_leaves_behind_ends_with_its_round(nodes: Cluster) -> None:
-    agent = nodes.launch(1, str(nodes.script))
+    agent = nodes.launch(1, "--grace=0.2", str(nodes.script))
     family = everyone(nodes)
     family["worker"].tell("0")
     assert nodes.ends(agent) == 0
     assert all(dies(w.pid, 0) for w in family.values())
-    assert "ended 2 processes that the workers had left behind" in nodes.out(1)
+    assert "SIGTERM to 2 processes that the workers had left running" in nodes.out(1)
 
 
 def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) -> None:

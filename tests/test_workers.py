@@ -472,3 +472,9 @@ def test_nothing_grows_with_the_rounds(loop: Loop) -> None:
         os.read(loop.err, 4096)
     assert len(os.listdir("/proc/self/fd")) == fds
     assert loop.idle == 16
+
+
+def test_an_environment_entry_without_a_name_hinders_nobody(loop: Loop) -> None:
+    """Some shells and module systems export one; Python's own execvpe refuses it."""
+    (end,) = loop.run_all(WorkerSpec(0, 0, ("grep", "-qzx", "=value", "/proc/self/environ"), {**os.environ, "": "value"}))
+    assert end.code == 0

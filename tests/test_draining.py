@@ -1,0 +1,94 @@
+"""systemd, Slurm and docker stop signal every process of a node, the worker often before its agent: that node leaves, it has not failed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastirun.agent.blame import SIGNAL_HOLD
+from elastirun.agent.failures import may_be_asked_for
+from elastirun.agent.workers import WorkerExit
+from tests.cluster import Cluster, cluster
+
+WAYS = {  # what a worker does at SIGTERM
+    "default": "pass",
+    "exits with 143": "signal.signal(15, lambda *_: os._exit(143))",
+    "exits with 1": "signal.signal(15, lambda *_: os._exit(1))",
+    "is interrupted": "signal.signal(15, signal.default_int_handler)",
+}
+SCRIPT = """
+import json, os, signal, socket, sys
+{way}
+s = socket.socket(socket.AF_UNIX)
+s.connect(os.environ["TEST_SOCKET"])
+s.sendall(json.dumps({{**os.environ, "pid": os.getpid()}}).encode() + b"\\n")
+sys.exit(int(s.makefile().readline()))
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_that_is_signalled_10_ms_before_its_agent_has_left(nodes: Cluster, way: str) -> None:
+    nodes.script.write_text(SCRIPT.format(way=WAYS[way]))
+    a, b = nodes.agent(1, nnodes="1:2"), nodes.agent(2, nnodes="1:2")
+    workers = nodes.round(2)
+    drained = next(worker for worker in workers if worker.env["GROUP_RANK"] == workers[1].env["GROUP_RANK"])
+    agent, other = (b, a) if f"rank {drained.rank} " in nodes.out(2) else (a, b)
+    signal_both(drained.pid, agent.pid)
+    assert nodes.ends(agent) == 143
+    (worker,) = nodes.round(1, after=1)
+    assert "left: SIGTERM" in worker.env["ELASTIRUN_ROUND_REASON"] or "leaves: SIGTERM" in worker.env["ELASTIRUN_ROUND_REASON"]
+    worker.tell("0")
+    assert nodes.ends(other) == 0, "--max-restarts=0"
+
+
+def signal_both(worker: int, agent: int) -> None:
+    import os
+
+    os.kill(worker, signal.SIGTERM)
+    time.sleep(0.01)
+    os.kill(agent, signal.SIGTERM)
+
+
+def test_a_worker_that_alone_is_ended_by_a_signal_has_failed(nodes: Cluster) -> None:
+    nodes.script.write_text(SCRIPT.format(way=WAYS["default"]))
+    agent = nodes.launch(1, str(nodes.script))
+    (worker,) = nodes.round(1)
+    signal_at = time.monotonic()
+    import os
+
+    os.kill(worker.pid, signal.SIGTERM)
+    assert nodes.ends(agent) == 1 and time.monotonic() >= signal_at + SIGNAL_HOLD
+    assert "killed by SIGTERM (signal 15), sent from outside" in nodes.out(1)
+
+
+TRACEBACK = "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(
+    ("code", "catches", "lines", "expected"),
+    [
+        (-15, False, (), True),
+        (-2, False, (TRACEBACK, "KeyboardInterrupt"), True),
+        (-1, False, (), True),
+        (143, False, (), True),
+        (130, False, (), True),
+        (-9, False, (), False),
+        (-11, True, (), False),
+        (1, False, (), False),
+        (1, True, ("INFO: saved",), True),
+        (1, True, (TRACEBACK, "ValueError: x"), False),
+        (1, True, (TRACEBACK, "lightning.pytorch.utilities.exceptions.SIGTERMException"), True),
+    ],
+)
+def test_which_ends_may_come_of_a_signal(code: int, catches: bool, lines: tuple[str, ...], expected: bool) -> None:
+    assert may_be_asked_for(WorkerExit(0, 0, 7, code, 1.0, False, catches), lines) is expected
