@@ -128,11 +128,7 @@ class Agent:
         self._over_since: float | None = None  # since when the last round here is known to be over
         self._blame = Blame(row.name, self._logs)
         self._workers = Workers(
-            self._selector,
-            on_exit=self._on_worker_exit,
-            on_idle=self._on_workers_idle,
-            on_stuck=self._on_stuck,
-            owns=self._family.owns,
+            self._selector, self._on_worker_exit, self._on_workers_idle, on_stuck=self._on_stuck, owns=self._family.owns
         )
         self._worker_store: WorkerStore | SharedStore | None = None
         self._machine = Machine(rules(config), row, clock.now())

@@ -13,13 +13,25 @@ not failed, the node leaves. Any other failure is told at once.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from elastirun import clock
 from elastirun.agent import memory
-from elastirun.agent.failures import VICTIM, explain, has_failed, make_record, may_be_asked_for, read_error_file
+from elastirun.agent.failures import (
+    STDOUT_CLOSED,
+    VICTIM,
+    explain,
+    full_disk,
+    has_failed,
+    lost_its_stdout,
+    make_record,
+    may_be_asked_for,
+    nobody_reads,
+    read_error_file,
+)
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.workers import WorkerExit
 from elastirun.rendezvous.forming import root_cause
@@ -73,14 +85,23 @@ class Blame:
             if end.code and end.local_rank in self._suspects:
                 self.add(make_record(self._node, end, self._suspects[end.local_rank], alone=self._alone))
         elif end.code:
-            lines, killed = self._logs.last_lines(end.local_rank), memory.explain(self._oom_kills)
-            error = self._error(end.local_rank)
-            note = explain(end.code, lines, killed)
-            if killed and killed in note:
-                self._oom_kills = (self._oom_kills or 0) + 1  # that explains this end and no other
-            record = make_record(self._node, end, lines, error, note, self._alone)
+            lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
+            unread = self._logs.own_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and nobody_reads(1)
+            note = "; ".join(filter(None, (self._out_of_memory(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
+            record = make_record(self._node, end, lines, error, note, self._alone or unread)
             asked = may_be_asked_for(end, error or lines)
             self.add(record, SIGNAL_HOLD if asked else HOLD if record.blame == VICTIM else 0.0)
+
+    def _out_of_memory(self, end: WorkerExit, lines: Sequence[str]) -> str:
+        killed = memory.explain(self._oom_kills)
+        note = explain(end.code, lines, killed)
+        if killed and killed in note:
+            self._oom_kills = (self._oom_kills or 0) + 1  # that explains this end and no other
+        return note
+
+    def _full_disk(self, end: WorkerExit) -> str:
+        path = self._logs.error_file(self._attempt, end.local_rank)
+        return self._logs.in_time(partial(full_disk, os.path.dirname(path)), "") if path else ""
 
     def leave(self) -> None:
         """The agent was signalled. Workers that a signal ended a moment ago, or ends from now on, have left: they did not fail."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import stat
 import time
@@ -31,17 +32,21 @@ _VICTIM_SIGNS = re.compile(
     r"connection (was )?(likely )?(reset|closed|aborted)|connection refused|broken pipe|got 0 bytes|recvValue\w* failed"
     r"|socket (has )?time(d )?out|socketProgress|connectFullMesh|timed out waiting \d+ ?ms|wait timeout after \d+ ?ms"
     r"|application timeout caused pair closure"
+    r"|\b(PeerLost|ReductionFailed): (?!the process group has been destroyed)"  # elastirun.train's
     r"|NCCL watchdog|ProcessGroup\w*.*watchdog|watchdog caught collective|remote process exited|NCCL communicator was aborted",
     re.IGNORECASE,
 )
 # Exceptions that a lost peer can cause; any other type is the process's own fault whatever its text says.
-_PEER_EXCEPTION = re.compile(r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error)")
+_PEER_EXCEPTION = re.compile(
+    r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error|PeerLost|ReductionFailed)"
+)
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, as the frames above it are
 _TRACEBACK = "Traceback (most recent call last)"
 _STOP_EXCEPTION = re.compile(r"(.*\.)?(KeyboardInterrupt|SystemExit|SIGTERMException|SignalException)")  # Lightning's, torch's
 _WRAPPED = "The above exception was the direct cause of the following exception"
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # only torch's hook for exceptions that nobody caught puts it so
 _CHILD_KILLED = "is killed by signal: Killed"  # what torch's DataLoader says of its worker
+STDOUT_CLOSED = "its stdout was closed: the program that read this launcher's output has ended"
 _SHELL_CODES = {126: "command cannot be executed", 127: "command not found"}
 
 
@@ -133,6 +138,30 @@ def explain(code: int, lines: Sequence[str], out_of_memory: str | None) -> str:
     if out_of_memory and (code == 128 + signal.SIGKILL or any(_CHILD_KILLED in line for line in lines)):
         return f"a process of it was {out_of_memory}"
     return "sent from outside (not by this agent)" if code == -signal.SIGTERM else ""  # others may be passed on by --forward-signals
+
+
+def lost_its_stdout(code: int, lines: Sequence[str]) -> bool:
+    """Whether a worker may have ended because nobody reads its stdout any more (``elastirun ... | head``)."""
+    name, _ = _last_exception(lines)
+    ignored = any("name='<stdout>'" in line for line in lines) and any("BrokenPipeError" in line for line in lines)
+    return code == -signal.SIGPIPE or (code > 0 and (ignored or name == "BrokenPipeError"))
+
+
+def nobody_reads(fd: int) -> bool:
+    """Whether ``fd`` is a pipe or a socket that has no reader left."""
+    poller = select.poll()
+    poller.register(fd, select.POLLOUT)
+    return any(mask & (select.POLLERR | select.POLLHUP) for _, mask in poller.poll(0))
+
+
+def full_disk(folder: str) -> str:
+    """In words that the file system of ``folder`` is full, which may be why nothing is known of a failure; empty: it is not."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return ""
+    what = "space" if found.f_blocks and not found.f_bavail else "inode" if found.f_files and not found.f_favail else ""
+    return f"the file system of its logs has no {what} left ({folder})" if what else ""
 
 
 def exit_code(records: Iterable[ExitRecord]) -> int:

@@ -151,6 +151,7 @@ class _Worker:
     given: dict[Std, int] = field(default_factory=dict)  # descriptors the worker gets; closed here once it has them
     pumps: list[Pump] = field(default_factory=list)
     last: LastLines = field(default_factory=LastLines)
+    own_stdout: bool = False  # it writes to the agent's stdout
     stderr_file: str | None = None  # where stderr goes without passing through us
 
 
@@ -186,6 +187,9 @@ class RoundLogs:
         """Standard output and error for a worker; None: the agent's own."""
         given = self._workers[local_rank].given
         return given.get(Std.OUT), given.get(Std.ERR)
+
+    def own_stdout(self, local_rank: int) -> bool:
+        return self._workers[local_rank].own_stdout
 
     def close_worker_ends(self) -> None:
         """To be called once the workers have their descriptors, or will never have them."""
@@ -246,7 +250,9 @@ class RoundLogs:
         elif way is Way.FILE and path in self._opened:
             worker.given[stream] = self._opened.pop(path)
             worker.stderr_file = path if stream is Std.ERR else worker.stderr_file
-        elif way is not Way.INHERIT:
+        elif way is Way.INHERIT:
+            worker.own_stdout = True
+        else:
             self._pipe(worker, way, stream, path)
 
     def _pipe(self, worker: _Worker, way: Way, stream: Std, path: str | None) -> None:
@@ -412,6 +418,10 @@ class RunLogs:
         last = LastLines()
         last.feed(self.in_time(partial(tail, path), b""))
         return last.lines()
+
+    def own_stdout(self, local_rank: int) -> bool:
+        """Whether that worker of the latest round has the agent's own stdout."""
+        return self._round is not None and self._round.own_stdout(local_rank)
 
     def in_time(self, read: Callable[[], T], default: T) -> T:
         """Read from the disk; ``default`` when that fails or takes too long."""

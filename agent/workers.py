@@ -50,9 +50,9 @@ class Workers:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        *,
         on_exit: Callable[[WorkerExit], None],
         on_idle: Callable[[], None],
+        *,
         on_stuck: Callable[[str], None],
         owns: Callable[[int], bool] = lambda pid: False,
         clock: Callable[[], float] = clock.now,
@@ -192,11 +192,11 @@ class Workers:
 
     def _count_out(self, process: Process, code: int) -> None:
         spec = process.spec
-        del self._alive[spec.local_rank]
         assert self._logs is not None
         self._logs.worker_ended(spec.local_rank)
         after, catches_term = self._clock() - self._began, code > 0 and process.catches(signal.SIGTERM)
         self._on_exit(WorkerExit(spec.local_rank, spec.rank, process.pid, code, after, process in self._signalled, catches_term))
+        del self._alive[spec.local_rank]  # after the callbacks: its exit is reported before the set can be idle
 
     def _alive_pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._alive.values())

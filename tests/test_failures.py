@@ -71,6 +71,8 @@ def ended(code: int, by_us: bool = False) -> WorkerExit:
         (-6, ("a.out: a.c:3: main: Assertion `0' failed.",)),
         (-9, (STORE,)),  # somebody killed it, perhaps the kernel for its memory
         (-15, ()),
+        (1, (*TRACEBACK, "elastirun.train.errors.ReductionFailed: the process group has been destroyed: make one")),
+        (1, (*TRACEBACK, "elastirun.train.errors.ModelMismatch: rank 1 has other parameters")),
     ],
 )
 def test_its_own_fault(code: int, lines: tuple[str, ...]) -> None:
@@ -101,6 +103,8 @@ def test_its_own_fault(code: int, lines: tuple[str, ...]) -> None:
             ),
         ),
         (1, (*TRACEBACK, "torch.distributed.DistStoreError: Socket Timeout")),
+        (1, (*TRACEBACK, "[rank2]: elastirun.train.errors.PeerLost: rank 0: 3 of 4 ranks have added bucket 1 in 0.2 s")),
+        (1, (*TRACEBACK, "elastirun.train.errors.ReductionFailed: the sum of bucket 1 failed: 3 of 4 ranks came in 1800 s")),
         (1, (*TRACEBACK, "RuntimeError: Gloo connectFullMesh failed with ...")),
         (1, (*TRACEBACK, "BrokenPipeError: [Errno 32] Broken pipe")),
         (1, (STORE,)),

@@ -117,10 +117,10 @@ def test_what_a_worker_left_running_when_the_job_succeeded_may_finish(nodes: Clu
 
 
 def test_what_does_not_finish_in_the_grace_is_asked_to_stop_and_the_job_has_succeeded_all_the_same(nodes: Cluster) -> None:
-    agent, (daemon,) = left(nodes, "--grace=1")
+    agent, (daemon,) = left(nodes, "--grace=2")
     assert daemon.connection.recv(99) == b"SIGTERM "
-    nodes.says(1, "waiting up to 1 s for 1 process that the workers left running")
-    nodes.says(1, "SIGTERM to 1 process that the workers had left running, SIGKILL after 5 s")
+    nodes.says(1, "waiting up to 2 s for 1 process that the workers left running")
+    nodes.says(1, "SIGTERM to 1 process that the workers had left running, SIGKILL after 2 s")
     daemon.tell("0")
     assert nodes.ends(agent) == 0
 

@@ -478,3 +478,14 @@ def test_an_environment_entry_without_a_name_hinders_nobody(loop: Loop) -> None:
     """Some shells and module systems export one; Python's own execvpe refuses it."""
     (end,) = loop.run_all(WorkerSpec(0, 0, ("grep", "-qzx", "=value", "/proc/self/environ"), {**os.environ, "": "value"}))
     assert end.code == 0
+
+
+def test_an_exit_is_reported_before_the_set_is_idle_also_when_its_last_pipe_ends_with_it(loop: Loop) -> None:
+    seen: list[int] = []
+    loop.then = lambda: seen.append(loop.idle)
+    loop.start(spec("raise SystemExit(1)"))
+    (worker,) = loop.workers._alive.values()
+    wait_ended(worker.pid)
+    worker._ready()  # its pidfd is served before its pipe, which is at its end
+    assert seen == [0] and len(loop.exits) == 1
+    loop.run(lambda: loop.idle)
