@@ -128,7 +128,7 @@ class Agent:
         self._over_since: float | None = None  # since when the last round here is known to be over
         self._blame = Blame(row.name, self._logs)
         self._workers = Workers(
-            self._selector, self._on_worker_exit, self._on_workers_idle, on_stuck=self._on_stuck, owns=self._family.owns
+            self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._family.owns, self._family.worker_ended
         )
         self._worker_store: WorkerStore | SharedStore | None = None
         self._machine = Machine(rules(config), row, clock.now())
@@ -310,7 +310,6 @@ class Agent:
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
         self._events_log.write("worker_exit", rank=end.rank, local_rank=end.local_rank, pid=end.pid, code=end.code, after=end.after)
-        self._family.worker_ended(end.pid)
         self._blame.ended(end)
 
     def _on_stuck(self, text: str) -> None:

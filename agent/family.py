@@ -105,7 +105,7 @@ class Family:
 
     def owns(self, pid: int) -> bool:
         """Whether a worker of this agent started that process, by itself or through others."""
-        return guard._belongs(pid, self._own, self.group)
+        return pid in kills.select(self._evidence, proc.descendants(os.getpid()), os.getpid())
 
     def end_leftovers(self) -> None:
         """No worker runs: what is still below this process was left by one, in a session of its own."""

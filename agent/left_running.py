@@ -20,16 +20,22 @@ from elastirun import clock
 from elastirun.agent.process import Process
 
 
-class Leftovers:
+class LeftRunning:
     """What ended workers have left running. An ended worker stays a zombie while its session has members: so its number,
     which is that of its process group, cannot be given to a stranger.
 
     ``owns`` says of a child in a session of its own whether one of our workers started it. ``on_change`` is called when a
-    leftover has ended.
+    leftover has ended, ``on_reaped`` when a worker that has ended was reaped.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, owns: Callable[[int], bool], on_change: Callable[[], None]) -> None:
-        self._selector, self._owns, self._on_change = selector, owns, on_change
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        owns: Callable[[int], bool],
+        on_change: Callable[[], None],
+        on_reaped: Callable[[int], None],
+    ) -> None:
+        self._selector, self._owns, self._on_change, self._on_reaped = selector, owns, on_change, on_reaped
         self._workers: dict[int, Process] = {}  # ended, not reaped, by pid
         self._pidfds: dict[int, int] = {}  # of the processes found, by pid
         self._sessions: dict[int, int] = {}  # their sessions, by pid
@@ -69,6 +75,7 @@ class Leftovers:
             self.pass_on(self._signum)
         for pid in self._workers.keys() - set(self._sessions.values()):
             self._workers.pop(pid).reap()
+            self._on_reaped(pid)
 
     def pass_on(self, signum: int) -> None:
         """Send ``signum`` to each leftover, and to each that is found later; never twice to the same one."""
@@ -91,6 +98,7 @@ class Leftovers:
             self._drop(pid)
         for pid in tuple(self._workers):
             self._workers.pop(pid).reap()
+            self._on_reaped(pid)
         self._signum = None
 
     def kill_and_wait(self, timeout: float) -> None:

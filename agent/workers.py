@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastirun import clock
-from elastirun.agent.leftovers import Leftovers
+from elastirun.agent.left_running import LeftRunning
 from elastirun.agent.logs import RoundLogs
 from elastirun.agent.process import Process, WorkerSpec
 
@@ -52,9 +52,9 @@ class Workers:
         selector: selectors.BaseSelector,
         on_exit: Callable[[WorkerExit], None],
         on_idle: Callable[[], None],
-        *,
         on_stuck: Callable[[str], None],
         owns: Callable[[int], bool] = lambda pid: False,
+        on_reaped: Callable[[int], None] = lambda pid: None,
         clock: Callable[[], float] = clock.now,
     ) -> None:
         self._selector = selector
@@ -62,7 +62,7 @@ class Workers:
         self._clock = clock
         self._logs: RoundLogs | None = None  # of the running set
         self._alive: dict[int, Process] = {}  # by local rank
-        self._left = Leftovers(selector, owns, self._on_leftover_ended)
+        self._left = LeftRunning(selector, owns, self._on_leftover_ended, on_reaped)
         self._forget()
 
     def _forget(self) -> None:
@@ -194,9 +194,9 @@ class Workers:
         spec = process.spec
         assert self._logs is not None
         self._logs.worker_ended(spec.local_rank)
+        del self._alive[spec.local_rank]  # only now: when the last pipe has ended the set is idle, and this exit must be reported before
         after, catches_term = self._clock() - self._began, code > 0 and process.catches(signal.SIGTERM)
         self._on_exit(WorkerExit(spec.local_rank, spec.rank, process.pid, code, after, process in self._signalled, catches_term))
-        del self._alive[spec.local_rank]  # after the callbacks: its exit is reported before the set can be idle
 
     def _alive_pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._alive.values())
