@@ -126,7 +126,7 @@ def form(
     if active:
         return Forming(None, f"waiting for {names(active)} to stop the workers of round {record.round}")
     lost = [m for m in record.members if is_lost(m, record, silent)]
-    left = _may_still_work(rules, record, rows, quiet)
+    left = may_still_work(rules, record, rows, quiet)
     if left > 0:
         reason = f"nothing is heard of {names(lost)}: they may be cut off together, and then stop by themselves within {left:.0f} s"
         return Forming(None, reason, check_again=now + left)
@@ -171,12 +171,14 @@ def why_over(record: RoundRecord | None, number: int) -> tuple[bool, str]:
     return record.broken.cause in (Cause.JOIN, Cause.LEAVE), record.broken.reason
 
 
-def _may_still_work(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], quiet: Callable[[str], float]) -> float:
+def may_still_work(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], quiet: Callable[[str], float]) -> float:
     """Seconds for which the round may go on in a place that the store cannot be reached from.
 
     One member that has said that it is over ends the round for all: none of its steps can be finished without it. A round
     of one is gone before it can be found silent (``LONE_LIMIT`` in machine.py).
     """
+    if record.broken is not None and record.broken.over:
+        return 0.0
     if len(record.members) < 2 or any(_has_said_over(m, record, rows) for m in record.members):
         return 0.0
     return rules.longest_alone - min(quiet(m.id) for m in record.members)
@@ -329,6 +331,17 @@ def lose(record: RoundRecord, m: Member, row: NodeRow | None, silent: bool, expi
     if not silent:
         return break_up(record, Cause.LEAVE, f"{who} stopped: {note}", by)
     return break_up(record, Cause.LOST, f"{who} silent for {expire:g} s", by, (m.id,))
+
+
+def mark_over(record: RoundRecord, row: NodeRow) -> RoundRecord | None:
+    """The broken record with the word of ``row``'s leaving node that it has stopped its workers; None when that is not needed.
+
+    The node's row vanishes with its lease, the record stays: whoever comes later need not wait for the round to end.
+    """
+    broken = record.broken
+    if broken is None or broken.over or record.closed or record.index(row.id) is None or row.done_round < record.round:
+        return None
+    return replace(record, version=record.version + 1, broken=replace(broken, over=True))
 
 
 def share_losses(record: RoundRecord, silent: Callable[[str], bool]) -> RoundRecord | None:

@@ -7,7 +7,7 @@ The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -62,7 +62,8 @@ class Machine:
         self._contact: float | None = None  # when the store was last heard of
         self.kept_alive = now  # when the last keep-alive that is known to have arrived was sent
         self._met = False  # this store was seen while its job was open: its end is ours
-        self._earlier: RoundRecord | None = None  # closed before we came, in a store that outlives its jobs
+        self._earlier: RoundRecord | None = None  # of an earlier run as it seems, in a store that outlives its jobs
+        self._untouched = Since(now)  # ... when that record has been the same
         self.hosting = False  # this agent hosts the store
         self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
         self._reading = Reading(rules, row.id, now)
@@ -146,7 +147,7 @@ class Machine:
             lost, other = "lost this job: it began anew, or its keys were deleted", "was replaced by another one; its rounds are not ours"
             self._end(Outcome.STORE_LOST, f"the rendezvous store {other if event.round else lost}")
             return
-        self._earlier = event.round if event.round is not None and event.round.closed and not self._met else None
+        self._earlier = event.round if event.round is not None and not self._met and self._may_be_earlier(event.round, rows) else None
         if self._earlier is not None and not self.rules.lasting:
             self._stale(self._earlier)
             return
@@ -159,7 +160,7 @@ class Machine:
         self._stored = event.row
         self.rows = rows
         self._sees_all = self._asked is None
-        members = tuple(m.id for m in found.members) if found else ()
+        members = tuple(m.id for m in event.round.members) if event.round else ()
         seqs = dict.fromkeys(members if self._asked is None else self._asked, -1) | {r.id: r.seq for r in self.rows.values()}
         seqs.pop(self.row.id, None)
         self._live.observe(seqs, event.started, event.now)
@@ -169,6 +170,29 @@ class Machine:
             self._live.forget_all_but(seqs.keys() | set(members))
         if (look := self._live.next_look()) is not None:
             self._next_sync = min(self._next_sync, max(look, event.now) + LOOK_AGAIN)
+
+    def _may_be_earlier(self, found: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
+        """A newcomer's ``found`` record is of a run that has ended, or no node of it has been seen yet."""
+        if found.closed is not None:
+            return True
+        if not self.rules.lasting or (found.round == 0 and not forming.disagreement(self.rules, found)):
+            return False
+        return self._asked is not None or all(row.status is LEFT for row in rows.values())
+
+    def _earlier_run_goes_on(self, record: RoundRecord) -> str:
+        """Why the next run cannot begin yet; empty when it can. Only a living node makes a record one's own."""
+        if not self._sees_all or not self._nobody_is_left(record):
+            return "an earlier run of this job is over; waiting for its nodes to leave"
+        if record.closed is not None or (record.broken is not None and record.broken.over):
+            return ""
+        if record.members and all(m.id in self.rows for m in record.members):
+            return ""  # all of them have said goodbye
+        alone = forming.may_still_work(self.rules, record, self.rows, self.quiet)
+        wait = max(alone, self._untouched.see((record.store_id, record.version), self._now) + self.rules.expire - self._now)
+        if wait <= 0:
+            return ""
+        self._wake_at(self._now + wait)
+        return f"nothing is heard of an earlier run of this job; it can go on where the store is out of reach for another {wait:.0f} s"
 
     def _note_keep_alive(self, event: events.Synced) -> None:
         """When the last acknowledged keep-alive was *sent*: that is when the exchange began."""
@@ -258,8 +282,8 @@ class Machine:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
             elif self._place(record) is None and self._sees_all:
                 self._beside_a_round(record)
-        elif self._earlier is not None and not (self._sees_all and self._nobody_is_left(self._earlier)):
-            self._wait("an earlier run of this job is over; waiting for its nodes to leave")
+        elif self._earlier is not None and (why := self._earlier_run_goes_on(self._earlier)):
+            self._wait(why)
         elif record is None:
             self._wanted = Change(self._earlier, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
         else:
@@ -368,6 +392,9 @@ class Machine:
         limit = self.rules.expire + LINGER if self.hosting and written else GOODBYE
         lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._nobody_is_left(self.record)
         over_time = self._now - self._left_at >= limit
+        if self.rules.lasting and self.record is not None and (marked := forming.mark_over(self.record, self.row)):
+            self._wanted = Change(self.record, marked)
+            written = False
         host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
         if over_time or host_gone or not self._introduced or (written and not lingering):
             self.finished = True

@@ -101,6 +101,7 @@ class Broken:
     reason: str  # one line for people
     by: str  # id of the node that noticed
     lost: tuple[str, ...] = ()  # ids of members that somebody has found silent: nobody need wait to find it too
+    over: bool = False  # a member has stopped its workers and left: the others of the round cannot finish a step any more
 
 
 @dataclass(frozen=True)
