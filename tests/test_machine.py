@@ -495,21 +495,21 @@ def test_random_histories_end_well(seed: int) -> None:
     assert record(world).broken is None or record(world).broken.cause in Cause
 
 
-def test_where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody() -> None:
+@pytest.mark.parametrize("pause", [0.5, 30.0])
+def test_where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody(pause: float) -> None:
     """Neither its settings nor its failures: disagree only with the living."""
-    for pause in (0.5, 30.0):
-        world = started(2, lasting=True, max_restarts=5)
-        world.nodes[0].fail()
-        assert world.run(10, lambda: all(n.working and n.working.round == 2 for n in world.nodes))
-        before = record(world)
-        for node in world.nodes:
-            node.leave()
-        assert world.run(10, world.all_finished) and not record(world).closed
-        world.run(pause)
-        rules = replace(world.rules, max_restarts=3)
-        again = [world.add(node.name, rules=rules) for node in world.nodes[:2]]
-        assert world.run(5, world.running(*again)), again[0].said
-        assert record(world).store_id != before.store_id and record(world).failures == 0 and record(world).round == 1
+    world = started(2, lasting=True, max_restarts=5)
+    world.nodes[0].fail()
+    assert world.run(10, lambda: all(n.working and n.working.round == 2 for n in world.nodes))
+    before = record(world)
+    for node in world.nodes:
+        node.leave()
+    assert world.run(10, world.all_finished) and not record(world).closed
+    world.run(pause)
+    rules = replace(world.rules, max_restarts=3)
+    again = [world.add(node.name, rules=rules) for node in world.nodes[:2]]
+    assert world.run(5, world.running(*again)), again[0].said
+    assert record(world).store_id != before.store_id and record(world).failures == 0 and record(world).round == 1
 
 
 def test_where_the_store_outlives_the_job_a_run_with_other_settings_that_lives_is_not_replaced() -> None:
@@ -523,6 +523,7 @@ def test_where_the_store_outlives_the_job_nodes_that_were_killed_are_waited_for(
     world = started(2, lasting=True)
     for node in world.nodes:
         node.crash()
+    world.run(5)  # their rows vanish with their leases
     again = [world.add(node.name, rules=replace(world.rules, max_restarts=7)) for node in world.nodes[:2]]
     assert not world.run(world.rules.longest_alone - 3, world.running(*again))
     assert world.run(15, world.running(*again)) and record(world).round == 1

@@ -213,6 +213,21 @@ MUTANTS = (
         *("machine", "max(self._seq, base.seq if base else 0) + 1", "(base.seq if base else 0) + 1"),
         *("replay", "a_node_whose_own_old_row_is_put_back_goes_on_above_its_newest"),
     ),
+    mutant(
+        "a run whose nodes have left binds nobody",
+        *("machine", "if not self.rules.lasting or (found.round == 0", "if True or (found.round == 0"),
+        *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
+    ),
+    mutant(
+        "a run that may go on out of reach is waited for",
+        *("machine", "wait = max(alone, self._untouched", "wait = max(0.0, self._untouched"),
+        *("machine", "where_the_store_outlives_the_job_nodes_that_were_killed_are_waited_for"),
+    ),
+    mutant(
+        "who leaves a broken round says in the record that it has stopped",
+        *("forming", "broken is None or broken.over or record.closed", "True or broken.over or record.closed"),
+        *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
+    ),
     # What a node does.
     mutant(
         "no worker starts before every member has seen the round",

@@ -46,7 +46,7 @@ class LeasedStore(MemoryStore):
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         if "/node/" not in key:
             return super().put_if(key, expected, value)
-        lease = self._node.row_lease if self._node.row_lease in self._world.leases else self._world.grant()
+        lease = self._node.row_lease if self._node.row_lease in self._world.leases else self._world.grant(self._node.id)
         could = self._data.get(key) == expected
         found = super().put_if(key, expected, value)
         if could:
@@ -60,7 +60,7 @@ class LeasedStore(MemoryStore):
             self.learnt = {"row_lease": 0}
             return False
         self._world.renew(lease)
-        self._world.written_at.setdefault(self._node.id, []).append(self._world.t)  # as good as a row that changes
+        self._world.written_at.setdefault(self._node.id, []).append(self._world.t)  # as good as a row that changes elsewhere
         return True
 
 
@@ -417,7 +417,7 @@ class World:
         round_before, row_before = self.data.get("job/round"), self.data.get(key)
         found = operation(store or MemoryStore(self.data))
         after = self.data.get("job/round")
-        if self.data.get(key) != row_before:
+        if self.data.get(key) != row_before and not self.rules.lasting:  # there, a lease that is renewed is the sign of life
             self.written_at.setdefault(node.id, []).append(self.t)
         if after != round_before and after is not None:
             old, new = self._round(round_before), self._round(after)
@@ -431,9 +431,10 @@ class World:
 
     # -- its leases ---------------------------------------------------------------------------------------------------
 
-    def grant(self) -> int:
+    def grant(self, node_id: str) -> int:
         lease = next(self._lease_ids)
         self.renew(lease)
+        self.written_at.setdefault(node_id, []).append(self.t)
         return lease
 
     def renew(self, lease: int, more: float = 0.0) -> None:
