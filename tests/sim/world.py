@@ -46,11 +46,14 @@ class LeasedStore(MemoryStore):
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         if "/node/" not in key:
             return super().put_if(key, expected, value)
-        lease = self._node.row_lease if self._node.row_lease in self._world.leases else self._world.grant(self._node.id)
         could = self._data.get(key) == expected
+        granted = self._node.row_lease not in self._world.leases
+        lease = self._world.grant() if granted else self._node.row_lease
         found = super().put_if(key, expected, value)
         if could:
             self._world.bound[key] = lease
+            if granted:
+                self._world.written_at.setdefault(self._node.id, []).append(self._world.t)
             self.learnt = {"row_lease": lease}
         return found
 
@@ -431,10 +434,9 @@ class World:
 
     # -- its leases ---------------------------------------------------------------------------------------------------
 
-    def grant(self, node_id: str) -> int:
+    def grant(self) -> int:
         lease = next(self._lease_ids)
         self.renew(lease)
-        self.written_at.setdefault(node_id, []).append(self.t)
         return lease
 
     def renew(self, lease: int, more: float = 0.0) -> None:
