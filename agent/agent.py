@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import cpus, failures, lodgers
+from elastirun.agent import cpus, failures, lodgers, net
 from elastirun.agent.blame import Blame
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog, changes
@@ -88,8 +88,6 @@ class Agent:
         self._stack = stack
         self._selector = stack.enter_context(selectors.PollSelector())
         self._environ = dict(os.environ)
-        # TCPStore asks for the name of whoever connects, in its only thread: a silent name server must not hold it for long.
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self._cpu_sets = cpu_sets(config, self._environ)
         self._events: deque[Event] = deque()
         self._finish: Finish | None = None
@@ -333,6 +331,7 @@ class Agent:
 
     def _become_reachable(self, now: float) -> None:
         """The store was reached, so the route to it and with it our address are known."""
+        net.hurry_names()
         self._address = self._place.here.address
         self._worker_store = self._place.worker_store(self._worker_store_failed)
         self._perform_all(self._machine.step(Reachable(now, self._address, self._worker_store.port)))

@@ -347,6 +347,15 @@ def _why_not(error: OSError, option: str = "--rdzv-endpoint") -> str:
     return f"cannot listen on {where}: {error.strerror}; check the address in {option} or --local-addr"
 
 
+def hurry_names() -> None:
+    """Have threads that look up names from now on wait a second for a name server, not ten.
+
+    TCPStore asks for the name of whoever connects, in its only thread. Until the store is reached, names are looked up with
+    the machine's own settings: a slow name server is no reason not to find the endpoint.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
 def who_answers(address: str, port: int, timeout: float) -> str | None:
     """Find out what listens at ``address``:``port`` where a TCPStore is expected: None when it is one, else a few words.
 

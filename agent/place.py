@@ -191,13 +191,16 @@ class Place:
 
     def _at_endpoint(self, endpoint: Endpoint) -> Callable[[], Store]:
         names, addresses = net.who_am_i()
+        known: list[str] = []  # the endpoint's addresses as they were found last: later the name may be looked up in vain
 
         def resolve() -> tuple[str, int]:
-            whys = {address: net.probe(address, endpoint.port, 2.0) for address in net.resolve(endpoint.host)}
+            known[:] = net.resolve(endpoint.host) or known
+            whys = {address: net.probe(address, endpoint.port, 2.0) for address in known}
             for address, why in whys.items():
                 if why is None:
                     if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
                         raise StoreError(f"what listens at {endpoint} {foreign}")
+                    net.hurry_names()
                     self.reached = (address, endpoint.port)
                     return self.reached
             why = next(iter(whys.values()), None) or "the name does not resolve"
@@ -222,6 +225,7 @@ class Place:
             self._cannot_host = self._cannot_host or (clock.now(), str(error))
             raise StoreError(str(error)) from None
         if listening is not None:
+            net.hurry_names()
             found = net.resolve(endpoint.host)
             self.reached = (found[0] if found else "127.0.0.1", endpoint.port)
             self._served_at = "" if net.is_everywhere(listening) else listening.getsockname()[0]
