@@ -65,7 +65,7 @@ class RoundCheck:
         self.folder = self.path = self.trouble = ""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            self.folder = tempfile.mkdtemp(prefix="elastirun_")  # 0700
+            self.folder = tempfile.mkdtemp(prefix="elastirun-agent-")  # 0700
             _bind(self._listening, self.folder, "agent")
             self._listening.listen(MAX_CLIENTS)
         except OSError as error:
