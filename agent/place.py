@@ -8,6 +8,7 @@ import socket
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from elastirun import clock
@@ -20,7 +21,7 @@ from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.records import NodeRow
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores import tcp, torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
 
@@ -184,6 +185,8 @@ class Place:
                 endpoint = etcd.endpoints[names.index(made.endpoint)]
                 found = net.resolve(endpoint.host)
                 self.reached = (found[0] if found else endpoint.host, endpoint.port)
+            with suppress(ImportError):  # loading it holds up the agent: before it joins, not while its workers run
+                torch_class.tcp_store_class()
             self._look_around()
             return made
 

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from elastirun.agent.place import Place
+from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.stores.etcd import connector
 from tests.cluster import Cluster, Worker, dies, free_port, kill
 from tests.etcd_server import BINARY, MISSING, Etcd, ask, etcd, needs_etcd
 from tests.test_etcd_access import PASSWORD, Servers
+from tests.test_resolve import config_of
 
 FAST = ("--last-call=0.5",)
 
@@ -246,6 +249,16 @@ def test_a_private_etcd_belongs_to_its_user(nodes: Cluster) -> None:
         subprocess.run([sys.executable, "-I", "-c", TRY, *map(str, sockets)], check=True)
     worker.tell("exit 0")
     assert nodes.ends(agent) == 0
+
+
+def test_torch_is_loaded_before_the_node_joins(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it holds up the whole agent, on a slow file system for longer than ``expire``."""
+    loaded: list[bool] = []
+    monkeypatch.setattr(torch_class, "tcp_store_class", lambda: loaded.append(True))
+    met = Place(config_of(f"--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint={server.endpoints[0]} --rdzv-id=x train.py"))
+    met.connect().close()
+    met.close()
+    assert loaded
 
 
 def test_no_etcd_to_start_is_said_in_one_line(nodes: Cluster) -> None:

@@ -158,6 +158,14 @@ def test_too_large_a_value_is_refused_at_once(server: Etcd, job: str, monkeypatc
     assert store.get([job + "k"]) == {}
 
 
+def test_a_full_database_is_said_with_what_to_do(job: str) -> None:
+    with etcd(options=("--quota-backend-bytes=131072",)) as own:
+        store = connector(own.endpoints)()
+        with pytest.raises(StoreError, match=r"its database is full .*etcdctl compact.*defrag.*alarm disarm"):
+            for i in range(100):
+                store.put_if(f"{job}{i}", None, b"x" * 16384)
+
+
 # -- endpoints --------------------------------------------------------------------------------------------------------------------
 
 

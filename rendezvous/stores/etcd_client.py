@@ -54,6 +54,10 @@ OPTIONS = {
     "grpc.enable_retries": 0,  # we do it ourselves, elsewhere
 }
 RENEW = "RENEW"
+FULL = (
+    "its database is full (mvcc: database space exceeded) and takes no writes from anybody until its administrator runs "
+    "`etcdctl compact REVISION`, `etcdctl defrag` and `etcdctl alarm disarm`; --auto-compaction-retention=1h keeps it from filling up"
+)
 NOT_ETCD = "UNIMPLEMENTED"  # gRPC's code for a method that the server has not
 STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "CANCELLED")  # another endpoint may do better
@@ -251,7 +255,7 @@ class Client:
             return code, f"no answer within {limit:.1f} s"
         if code in ELSEWHERE or "too many requests" in details:
             return code, details or code.lower()
-        raise StoreError(f"{where}: {details or code}") from None
+        raise StoreError(f"{where}: {FULL if 'database space exceeded' in details else details or code}") from None
 
     def _gave_up(self, problems: dict[int, tuple[str, str]]) -> StoreError:
         """What to say of the endpoints after the last try: for those that could not be connected to, what is wrong there."""
