@@ -23,7 +23,7 @@ from elastirun.agent.events import EventLog, changes
 from elastirun.agent.family import Family
 from elastirun.agent.logs import END_LIMIT, RunLogs
 from elastirun.agent.place import Place, introduction, rules
-from elastirun.agent.process import WorkerSpec
+from elastirun.agent.process import WorkerSpec, require_pidfds
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
@@ -75,6 +75,7 @@ def run(config: LaunchConfig) -> int:
 
     The process is the agent's from then on: it handles signals, and torch cannot be imported in it any more.
     """
+    require_pidfds()
     torch_class.store_only()
     with ExitStack() as stack:
         return Agent(config, stack).run()

@@ -22,6 +22,7 @@ from pathlib import Path
 from elastirun.errors import StartError
 
 Cpus = frozenset[int]
+DRIVER_LIMIT = 30.0  # seconds that nvidia-smi may take
 
 
 def cpus_for(
@@ -54,8 +55,15 @@ def gpu_pci_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
     """
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+        asked = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return []
+    try:
+        answer = asked.communicate(timeout=DRIVER_LIMIT)[0]
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and not waited for: where the driver hangs, it does not die
+        return []
+    if asked.returncode:
         return []
     return visible_gpus(answer, environ.get("CUDA_VISIBLE_DEVICES"))
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastirun.errors import StartError
+
 _SHIM = str(Path(__file__).with_name("exec_worker.py"))
 
 
@@ -26,6 +28,24 @@ class WorkerSpec:
     env: Mapping[str, str]  # the complete environment, nothing is added
     cpus: frozenset[int] | None = None  # those it may run on; None: the agent's
     group: str = ""  # the control group it enters; empty: it stays in the agent's
+
+
+def require_pidfds() -> None:
+    """Raise StartError, in one line, where the kernel, a seccomp profile or this Python does not let processes be watched."""
+    try:
+        fd = os.pidfd_open(os.getpid())
+        try:
+            signal.pidfd_send_signal(fd, 0)
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        finally:
+            os.close(fd)
+    except (OSError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"this Python was built without it: {error}"
+        raise StartError(
+            f"processes cannot be watched here ({why}): elastirun needs Linux 5.4 or newer, and a sandbox (seccomp, gVisor) that "
+            "allows pidfd_open, pidfd_send_signal and waitid"
+        ) from None
 
 
 class Process:

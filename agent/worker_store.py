@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastirun.agent import net
+from elastirun.errors import StartError
 from elastirun.rendezvous.stores import tcp
 
 
@@ -64,7 +65,11 @@ class WorkerStore:
             current = self._given.dup()
         else:
             current, self._listening = self._listening, self._listen()
-        threading.Thread(target=self._serve, args=(current, self._turn), name="worker-store", daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, args=(current, self._turn), name="worker-store", daemon=True).start()
+        except RuntimeError:  # the limit of processes and threads is reached
+            current.close()
+            raise StartError("cannot serve the workers' store: no thread can be started; raise this machine's limit of processes") from None
 
     def _listen(self) -> socket.socket:
         found = net.listen_on(self._address)

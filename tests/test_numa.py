@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from elastirun.agent import numa
 from elastirun.agent.numa import MODES, cpus_for, gpu_pci_ids, parse_cpulist, visible_gpus
 from elastirun.errors import StartError
 
@@ -184,3 +186,20 @@ def test_asks_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu_pci_ids({}) == []
+
+
+def test_a_driver_that_hangs_is_not_waited_for_without_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its nvidia-smi does not die of SIGKILL."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    started: list[subprocess.Popen[str]] = []
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(numa, "DRIVER_LIMIT", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda self: started.append(self))
+        assert numa.gpu_pci_ids({}) == []
+    (process,) = started
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

@@ -21,8 +21,10 @@ from elastirun.agent import process
 from elastirun.agent.console import Console
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.process import Process, WorkerSpec
+from elastirun.agent.worker_store import WorkerStore
 from elastirun.agent.workers import GIVE_UP, WorkerExit, Workers
 from elastirun.config import LogPolicy
+from elastirun.errors import StartError
 
 ROOT = Path(__file__).resolve().parent.parent
 FOREVER = "import signal\nwhile True: signal.pause()"
@@ -489,3 +491,25 @@ def test_an_exit_is_reported_before_the_set_is_idle_also_when_its_last_pipe_ends
     worker._ready()  # its pidfd is served before its pipe, which is at its end
     assert seen == [0] and len(loop.exits) == 1
     loop.run(lambda: loop.idle)
+
+
+@pytest.mark.parametrize("refuse", [OSError(errno.ENOSYS, "Function not implemented"), AttributeError("pidfd_open")])
+def test_a_machine_without_pidfds_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch, refuse: Exception) -> None:
+    def refused(pid: int) -> int:
+        raise refuse
+
+    process.require_pidfds()
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    with pytest.raises(StartError, match="elastirun needs Linux 5.4 or newer"):
+        process.require_pidfds()
+
+
+def test_no_thread_for_the_workers_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = WorkerStore("127.0.0.1", print)
+    monkeypatch.setattr("threading.Thread.start", refused)
+    with pytest.raises(StartError, match="no thread can be started"):
+        store.serve()
+    store._listening.close()
