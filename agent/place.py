@@ -173,7 +173,7 @@ class Place:
         names = [self.private.endpoint] if self.private else [str(endpoint) for endpoint in etcd.endpoints]
         connect = store.connector(names, access, etcd.prefix, self.config.timing.expire, say=self.notices.append)
 
-        self.prefix = self.prefix.removeprefix(lodgers.ROOT)  # etcd's has its own
+        self.prefix = self.prefix.removeprefix(lodgers.JOBS)  # at etcd there is no list of jobs, and its prefix comes before
 
         def connect_and_see_where() -> Store:
             if self.private:
