@@ -33,7 +33,7 @@ FOLDER = b"F"  # DEVICE INODE PATH: a temporary folder to remove at the end
 
 SLICE = 0.25  # seconds; how much later than due a deadline is noticed after a suspension
 GROUP_PATIENCE = 60.0  # seconds; the kernel needs some to free the memory of a large worker
-FOLDER_PREFIX = b"elastirun_"  # of all temporary folders that are ours
+FOLDER_PREFIXES = (b"elastirun_", b"elastirun-agent-")  # of all temporary folders that are ours
 
 
 def message(kind: bytes, *fields: object) -> bytes:
@@ -84,7 +84,7 @@ def remove_folder(device: int, inode: int, path: bytes) -> None:
     except OSError:
         return
     same = (found.st_dev, found.st_ino, found.st_uid) == (device, inode, os.geteuid())
-    if same and stat.S_ISDIR(found.st_mode) and os.path.basename(path).startswith(FOLDER_PREFIX):
+    if same and stat.S_ISDIR(found.st_mode) and os.path.basename(path).startswith(FOLDER_PREFIXES):
         import shutil  # slow to import, and seldom needed
 
         shutil.rmtree(path, ignore_errors=True)
