@@ -16,6 +16,7 @@ from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, R
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.forming import Rules
 from elastirun.rendezvous.liveness import Lease, Liveness, Newest, Since
+from elastirun.rendezvous.ranks import successors
 from elastirun.rendezvous.reading import Reading
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
@@ -28,6 +29,7 @@ LONG_LINE = 200  # characters; a longer line is said in full once, then up to it
 LONE_LIMIT, LONE_GRACE = 0.6, 0.2
 LONE_LEASE = LONE_LIMIT + LONE_GRACE  # when the guard ends its workers, whatever the agent does
 LOOK_AGAIN = 0.01  # seconds after the moment at which a node could be found silent: the read must have begun later
+LATE = 2.5  # beats without a sign of life after which a member may be lost, and perhaps its neighbours with it
 LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
 LAST_BACK = 5.0  # when a store that outlives its jobs was away for all, the last node may find it back so much later than the first
 GOODBYE = 2.0  # how long a node tries to write that it has left
@@ -81,6 +83,7 @@ class Machine:
         self._left_at: float | None = None
         self._progress_at = now + PROGRESS_EVERY
         self._ignored_at = now
+        self._took = 0.0  # seconds that the last exchange took
         self._trouble, self._failed = "", 0  # why the last exchange failed, and how many did in a row
         self._said_last = ""
         self._unreadable_since: float | None = None  # since when no exchange has failed for another reason
@@ -135,6 +138,7 @@ class Machine:
         self.hosting = event.hosting
         self.row = replace(self.row, hosts=event.hosting and not self.rules.private)
         self._failed, self._unreadable_since = 0, None
+        self._took = event.now - event.started
         if self._trouble or event.now - event.started > self.rules.expire / 2:
             self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))
         if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
@@ -497,11 +501,26 @@ class Machine:
         self._syncing = True
         self._urgent = False
         self._next_sync = self._now + self._reading.interval(self.state, self.record)
-        everything = self._earlier is not None
+        everything = self._earlier is not None or self._may_have_lost_several()
         self._asked = None if everything else self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
         put = self._put()
         self._sync = Sync(put, change, self._asked, keep_alive=self.rules.lasting and self._introduced)
         self._actions.append(self._sync)
+
+    def _may_have_lost_several(self) -> bool:
+        """A watched member is late, or this node has found one silent: read all rows from then on.
+
+        A whole rack may be lost at once, and each of its nodes has to be watched for ``expire`` before it counts as lost. A store that is
+        slow is no reason: it has enough to do.
+        """
+        record = self.record
+        if record is None or self._trouble or self._took > self.rules.beat:
+            return False
+        if record.broken is not None:
+            return self.row.id == record.broken.by and bool(record.broken.lost)
+        late = {i for i in successors(record, self.row.id) if self.quiet(i) > LATE * self.rules.beat}
+        late -= {m.id for m in record.members if late and forming.has_succeeded(m, record, self.rows)}
+        return record.open and self._place(record) is not None and bool(late)
 
     def _put(self) -> Put | None:
         """This node's row, when it says something new. Where there are no leases it is the keep-alive, too, when the beat is due."""

@@ -175,6 +175,18 @@ def test_what_one_node_knows_of_a_loss_all_know() -> None:
     assert world.history == [(1, 12), (2, 9)]
 
 
+@pytest.mark.parametrize(("nodes", "first", "last"), [(8, 4, 8), (16, 2, 6), (40, 0, 14)])
+def test_a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node(nodes: int, first: int, last: int) -> None:
+    """Only three members watch a node: the neighbours of a late one are watched before it is known to be lost."""
+    world = started(nodes)
+    world.run(20)
+    for node in world.nodes[first:last]:
+        node.crash()
+    left = [n for n in world.nodes if n.up]
+    assert world.run(7.5, world.running(*left)), world.history
+    assert world.history == [(1, nodes), (2, nodes - (last - first))]
+
+
 def test_a_replacement_takes_the_hole() -> None:
     world = started(3)
     a, b, c = world.nodes

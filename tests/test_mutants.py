@@ -228,6 +228,11 @@ MUTANTS = (
         *("forming", "broken is None or broken.over or record.closed", "True or broken.over or record.closed"),
         *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
     ),
+    mutant(
+        "the neighbours of a late member are watched before it is lost",
+        *("machine", "return record.open and self._place(record) is not None and bool(late)", "return False"),
+        *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
+    ),
     # What a node does.
     mutant(
         "no worker starts before every member has seen the round",
