@@ -184,7 +184,6 @@ class Agent:
             self._work_off()
             if self._finish is not None:
                 return self._end(self._finish)
-            self._look_for_standstill(due=0.0)
             wait = self._time_to_wait()
             ready = self._selector.select(wait)
             self._look_for_standstill(due=math.inf if wait is None else wait)
@@ -206,7 +205,7 @@ class Agent:
                 what = "the others may take this node for lost" if overdue < STANDSTILL else f"this agent stood still for {overdue:.0f} s"
                 self._console.say(what + ("; its workers were ended" if ended else ""))
             self._lone = self._lone and not ended
-            self._events.append(StoodStill(now, overdue, ended))
+            self._events.appendleft(StoodStill(now, overdue, ended))
             self._events_log.write("stood_still", seconds=round(overdue, 3), workers_ended=ended)
         self._renew(now)
 
@@ -236,7 +235,10 @@ class Agent:
             self._events.append(Tick(now))
 
     def _work_off(self) -> None:
-        while self._events:
+        while True:
+            self._look_for_standstill(due=0.0)  # before each event: the machine must not mistake the time for one without contact
+            if not self._events:
+                return
             event = self._events.popleft()
             if isinstance(event, Synced) and self._worker_store is None:
                 self._become_reachable(event.now)

@@ -1,8 +1,9 @@
 """The agent's standard output and error, written without ever blocking the loop.
 
 Everything the agent says and every worker stream that passes through it goes into a bounded buffer that is written as the
-other side takes it. A terminal stopped with ^S or an idle ``| less`` thus holds up the workers that print, as it would
-without us, and never the agent. Once the workers are to stop, it may not cost them their time: what does not fit is dropped.
+other side takes it. A terminal stopped with ^S, an idle ``| less`` or a file on a disk that hangs thus holds up the workers
+that print, as it would without us, and never the agent. Once the workers are to stop, the console may not cost them their
+time: output that does not fit is dropped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import select
 import selectors
 import stat
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -20,6 +22,55 @@ from elastirun import clock
 
 _CHUNK = 4096  # PIPE_BUF: a pipe that polls writable takes so much at once, and whole
 LIMIT = 1 << 20  # bytes in a buffer from which on the log pumps stop reading
+
+
+class FileWriter:
+    """Writes what comes through a pipe to a regular file, in a thread: a write to a disk that hangs cannot be made non-blocking.
+
+    ``pipe`` is the non-blocking end to write to. Raises RuntimeError when no thread can be started.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._read, self.pipe = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.pipe, False)
+        self._handed, self._done = 0, 0  # bytes put into the pipe, and written or lost
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            os.close(self._read)
+            os.close(self.pipe)
+            raise
+
+    def handed(self, count: int) -> None:
+        """That many more bytes are in the pipe."""
+        with self._changed:
+            self._handed += count
+
+    def wait(self, until: float) -> bool:
+        """Wait until everything is written, but not beyond ``until``. False when something is left."""
+        with self._changed:
+            while self._done < self._handed and (left := until - clock.now()) > 0:
+                self._changed.wait(left)
+            return self._done >= self._handed
+
+    def close(self) -> None:
+        """End the thread, once it has written the rest or a second is over."""
+        os.close(self.pipe)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while data := os.read(self._read, 1 << 16):
+            view = memoryview(data)
+            with suppress(OSError):  # a full disk, or one that is gone: the rest of this piece is lost
+                while view:
+                    view = view[os.write(self._fd, view) :]
+            with self._changed:
+                self._done += len(data)
+                self._changed.notify_all()
+        os.close(self._read)
 
 
 class Stream:
@@ -33,12 +84,16 @@ class Stream:
         self.hurried = False  # nobody is asked to hold back
         self.dropped = 0  # bytes
         self._fd, self._own, self._dead = fd, False, False
-        self._burst = 1  # chunks for one look whether the other side takes some
+        self._file: FileWriter | None = None
         try:
             self._fd, self._own = _private_descriptor(fd)
-            self._burst = 16 if self._own or stat.S_ISREG(os.fstat(fd).st_mode) else 1  # those never block
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                with suppress(RuntimeError):  # no further thread: write to the file directly
+                    self._file = FileWriter(fd)
+                    self._fd = self._file.pipe
         except OSError:  # closed; the number may mean something else tomorrow
             self._dead = True
+        self._burst = 16 if self._own or self._file else 1  # chunks for one look whether the other side takes some: those never block
 
     @property
     def full(self) -> bool:
@@ -98,6 +153,8 @@ class Stream:
                 self._discard()
                 return False
             done = len(self._buffer)  # a full disk may have room again later
+        if self._file is not None:
+            self._file.handed(done)
         del self._buffer[:done]
         if not self._buffer:
             self._selector.unregister(self._fd)
@@ -108,11 +165,18 @@ class Stream:
     def fileno(self) -> int:
         return self._fd
 
+    def settle(self, until: float) -> bool:
+        """Wait until a file has what was written, but not beyond ``until``. False when something is left."""
+        return self._file is None or self._file.wait(until)
+
     def close(self) -> None:
         if not self._dead:
             self._discard()
             if self._own:
                 os.close(self._fd)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _ready(self, mask: int) -> None:
         for _ in range(self._burst):
@@ -174,7 +238,7 @@ class Console:
                 return False
             for fd, _ in ready:
                 streams[fd].write_some()
-        return True
+        return self.out.settle(end) and self.err.settle(end)
 
     def close(self) -> None:
         self.out.close()

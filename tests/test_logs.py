@@ -10,6 +10,7 @@ import re
 import selectors
 import tempfile
 import termios
+import threading
 import tty
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -508,10 +509,29 @@ def test_a_console_that_is_a_file(tmp_path: Path) -> None:
     os.write(fd, b"before\n")
     console = Console(selector, fd, fd)
     console.out.write(b"x" * 10_000 + b"\nend\n")
-    while console.out.pending:
-        for key, mask in selector.select(5):
-            key.data(mask)
+    assert console.flush(5)
     assert (tmp_path / "log").read_bytes() == b"before\n" + b"x" * 10_000 + b"\nend\n"
+    console.close()
+    os.close(fd)
+    selector.close()
+
+
+def test_a_console_that_is_a_file_on_a_hanging_disk_never_holds_up_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = selectors.PollSelector()
+    fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    answers, write = threading.Event(), os.write
+    monkeypatch.setattr(os, "write", lambda to, data: (answers.wait(60) if to == fd else None, write(to, data))[1])
+    console = Console(selector, fd, fd)
+    lines = b"x" * 1023 + b"\n"
+    for _ in range(2048):
+        console.err.write(lines)
+        for key, mask in selector.select(0):
+            key.data(mask)
+    assert console.err.full, "the workers that print are to hold back"
+    assert not console.flush(0.01)
+    answers.set()
+    assert console.flush(30)
+    assert (tmp_path / "log").read_bytes() == lines * 2048
     console.close()
     os.close(fd)
     selector.close()
