@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sim import history
+from tests.sim import history, invariants
 from tests.sim.history import Fault, History, draw, shrink
-from tests.sim.world import Violation
+from tests.sim.world import Violation, World
 
 CHUNK = 125
 
@@ -38,3 +38,27 @@ def test_a_violation_is_reported_and_ends_the_history(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(history.invariants, "settled", never)
     assert History(draw(1)).run().violation == "on purpose"
+
+
+def test_two_rounds_that_can_both_make_progress_are_noticed_when_the_workers_of_one_go_on() -> None:
+    """P1 is checked after each event, not only at a start."""
+    world = World(min_nodes=1, max_nodes=2)
+    invariants.install(world)
+    a, b = world.add(), world.add()
+    assert world.run(10, world.running(a, b))
+    a.freeze(workers_too=True)
+    world.run(1)
+    record = world.record
+    assert record is not None
+    a.working = replace(record, members=tuple(m for m in record.members if m.id == a.id))
+    b.working = replace(record, round=2, members=tuple(m for m in record.members if m.id == b.id))  # as if no rule prevented it
+    world.at(0.1, a.thaw)
+    with pytest.raises(Violation, match="can both make progress"):
+        world.run(1)
+
+
+def test_some_histories_are_of_many_nodes_and_some_of_unlike_ones() -> None:
+    plans = [draw(seed) for seed in range(500)]
+    wide = [plan for plan in plans if plan.nodes > 5]
+    assert {plan.nodes for plan in wide} >= {6, 7, 8, 9} and any(plan.sparse > 1 for plan in wide)
+    assert any(len(set(plan.timings)) > 1 and len(set(plan.slots)) > 1 for plan in plans)

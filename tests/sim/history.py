@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from elastirun.rendezvous import reading
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.forming import Rules
 from tests.sim import invariants
@@ -14,6 +15,7 @@ from tests.sim.world import Node, Violation, World
 TROUBLE = 30.0  # seconds of faults
 HEALED_WITHIN = 200.0  # seconds after the last fault until everyone is in one round: when all were lost, that takes 88
 ENDED_WITHIN = 60.0
+WIDE, UNEVEN = 0.1, 0.25  # shares of the histories: of 3 to 9 nodes, which do not read each other's rows all the time; of unlike nodes
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Plan:
     clocks: tuple[tuple[float, float], ...]  # offset and rate, by index of incarnation
     stop_times: tuple[float, ...]
     faults: tuple[Fault, ...]
+    slots: tuple[int, ...] = (2,)  # of the nodes, by index modulo their number
+    timings: tuple[tuple[float, float, float, float], ...] = ()  # beat, last call, debounce, join timeout; empty: those of ``rules``
+    sparse: float = 1.0  # how much more seldom than usual the nodes read all rows
 
 
 @dataclass
@@ -78,8 +83,10 @@ KINDS = {
 
 
 def draw(seed: int) -> Plan:
-    rng = random.Random(seed)
-    high = rng.randint(1, 4)
+    """The history of ``seed``. Wide and uneven worlds are drawn by a generator of their own, so that the others stay what they were."""
+    rng, own = random.Random(seed), random.Random(f"world {seed}")
+    wide, uneven = own.random() < WIDE, own.random() < UNEVEN
+    high = own.randint(3, 8) if wide else rng.randint(1, 4)
     low = rng.randint(1, high)
     fixed = rng.random() < 0.15
     rules = Rules(
@@ -93,7 +100,7 @@ def draw(seed: int) -> Plan:
         store_grace=rng.choice([60.0, 15.0, 15.0, 8.0]),
         join_timeout=600.0,
     )
-    nodes = rng.randint(low, high + 1) if not fixed else high
+    nodes = rng.randint(max(low, 3) if wide else low, high + 1) if not fixed else high
     clocks = tuple((rng.uniform(-1e6, 1e6), rng.uniform(0.9, 1.1)) for _ in range(64))
     stop_times = tuple(rng.choice([0.01, 0.1, 1.0, 4.9, 29.0]) for _ in range(64))
     names, weights = list(KINDS), [weight for weight, _ in KINDS.values()]
@@ -105,7 +112,18 @@ def draw(seed: int) -> Plan:
         faults.append(Fault(when, kind, rng.randrange(nodes), rng.uniform(0, KINDS[kind][1]), rng.random()))
     hosted = rng.random() < 0.4
     rules = replace(rules, lasting=not hosted and rng.random() < 0.5)
-    return Plan(seed, rules, hosted, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
+    plan = Plan(seed, rules, hosted, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
+    if wide:
+        plan = replace(plan, sparse=own.choice([1.0, 4.0, 16.0]))
+    if uneven:
+        slots = tuple(own.choice([1, 2, 8]) for _ in range(nodes))
+        plan = replace(plan, slots=slots, timings=tuple(_timing(own) for _ in range(nodes)))
+    return plan
+
+
+def _timing(rng: random.Random) -> tuple[float, float, float, float]:
+    """The settings of one node that need not be the same on all nodes of a job."""
+    return rng.choice([0.3, 0.5, 0.8]), rng.choice([1.0, 5.0, 15.0]), rng.choice([0.2, 1.0, 3.0]), rng.choice([400.0, 600.0])
 
 
 class History:
@@ -121,12 +139,16 @@ class History:
         world = self.world
         world.transcript = [] if transcript else None
         violation = None
+        often = reading.ALL_PER_NODE
+        reading.ALL_PER_NODE = often * self.plan.sparse
         try:
             self._carry_out()
         except Violation as found:
             violation = str(found)
         except Exception as error:  # an assertion or a crash in the machine itself
             violation = f"{type(error).__name__}: {error}"
+        finally:
+            reading.ALL_PER_NODE = often
         rounds = max((number for number, _ in world.history), default=0)
         return Result(self.plan, violation, world.t, rounds, world.transcript or [])
 
@@ -180,7 +202,12 @@ class History:
         count = len(self.world.nodes)
         offset, rate = self.plan.clocks[count % 64]
         rank = index if self.plan.rules.fixed_ranks else None
-        node = self.world.add(name, node_rank=rank, offset=offset, rate=rate)
+        rules, timings = self.world.rules, self.plan.timings
+        if timings:
+            beat, last_call, debounce, join_timeout = timings[index % len(timings)]
+            rules = replace(rules, beat=beat, last_call=last_call, debounce=debounce, join_timeout=join_timeout)
+        slots = self.plan.slots[index % len(self.plan.slots)]
+        node = self.world.add(name, node_rank=rank, slots=slots, rules=rules, offset=offset, rate=rate)
         node.stop_time = self.plan.stop_times[count % 64]
 
     def _current(self, index: int) -> Node | None:

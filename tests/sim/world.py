@@ -323,6 +323,9 @@ class World:
         self.written_at: dict[str, list[float]] = {}  # when a row changed in the store
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
+        self.on_progress: list[Callable[[World], None]] = []  # after each event that changed which nodes' workers can take a step
+        self._progressing: list[RoundRecord | None] = []
+        self.replaced = 0  # how often another store has taken the place of this one
         self.graces = (math.inf, math.inf)  # seconds until workers that are to stop are killed: planned, and after a failure
         self.transcript: list[str] | None = None
         self._decoded: tuple[bytes | None, RoundRecord | None] = (None, None)
@@ -335,6 +338,7 @@ class World:
         name: str | None = None,
         *,
         node_rank: int | None = None,
+        slots: int = 2,
         rules: Rules | None = None,
         offset: float = 0.0,
         rate: float = 1.0,
@@ -342,7 +346,7 @@ class World:
         """Start an agent. A name that was used before is a new incarnation of that node."""
         name = name or f"n{len(self.nodes)}"
         names = list(dict.fromkeys([*(node.name for node in self.nodes), name]))
-        row = NodeRow(f"{name}-{len(self.nodes)}", name, f"10.0.0.{names.index(name) + 1}", 1000, 2, node_rank=node_rank)
+        row = NodeRow(f"{name}-{len(self.nodes)}", name, f"10.0.0.{names.index(name) + 1}", 1000, slots, node_rank=node_rank)
         rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
         lease = 0.0 if rules.max_nodes == 1 else max(10.0, 2 * rules.expire)
         node = Node(self, name, None, None, offset, rate, lease)  # type: ignore[arg-type]
@@ -492,6 +496,7 @@ class World:
     def replace_store(self) -> None:
         """Another, empty one answers under the same address."""
         self.data, self.leases, self.bound = {}, {}, {}
+        self.replaced += 1
         self.store_up = True
         self._paused.clear()
         self.store_paused = False
@@ -516,10 +521,19 @@ class World:
         while self._heap and self._heap[0][0] <= end:
             self.t, _, what = heapq.heappop(self._heap)
             what()
+            if self.on_progress:
+                self._watch_progress()
             if until():
                 return True
         self.t = end
         return until()
+
+    def _watch_progress(self) -> None:
+        progressing = [n.working if n.up and not n.workers_frozen else None for n in self.nodes]
+        if progressing != self._progressing:
+            self._progressing = progressing
+            for watch in self.on_progress:
+                watch(self)
 
     def running(self, *nodes: Node) -> Callable[[], bool]:
         """All of ``nodes``, and nobody else, work in one round."""
