@@ -87,6 +87,11 @@ class Liveness:
         away = [seen.changed + self._lease.absence for seen in self._seen.values() if seen.seq < 0 and not seen.silent]
         return min(away, default=None)
 
+    def absent(self, node_id: str) -> bool:
+        """Return whether the node's row was away at the last look, in a store with leases."""
+        seen = self._seen.get(node_id)
+        return self._lease is not None and seen is not None and seen.seq < 0
+
     def excuse(self, until: float) -> None:
         """The store was in trouble here, perhaps for everyone: nobody's silence until then counts.
 

@@ -173,6 +173,7 @@ class Machine:
         if self._sees_all or self.state is RUNNING:
             self._live.forget_all_but(seqs.keys() | set(members))
         if (look := self._live.next_look()) is not None:
+            look = look if self._sees_all or not self._may_have_lost_several() else event.now  # the absence of others counts from then on
             self._next_sync = min(self._next_sync, max(look, event.now) + LOOK_AGAIN)
 
     def _may_be_earlier(self, found: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
@@ -518,7 +519,7 @@ class Machine:
             return False
         if record.broken is not None:
             return self.row.id == record.broken.by and bool(record.broken.lost)
-        late = {i for i in successors(record, self.row.id) if self.quiet(i) > LATE * self.rules.beat}
+        late = {i for i in successors(record, self.row.id) if self._live.absent(i) or self.quiet(i) > LATE * self.rules.beat}
         late -= {m.id for m in record.members if late and forming.has_succeeded(m, record, self.rows)}
         return record.open and self._place(record) is not None and bool(late)
 

@@ -187,6 +187,18 @@ def test_a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node(nodes: int, 
     assert world.history == [(1, nodes), (2, nodes - (last - first))]
 
 
+@pytest.mark.parametrize(("nodes", "first", "last"), [(8, 2, 6), (40, 10, 24)])
+def test_at_a_store_with_leases_a_rack_is_dropped_as_fast_as_one_node(nodes: int, first: int, last: int) -> None:
+    """As soon as the row of one watched member is away all rows are read, since the others' absence counts only from then on."""
+    world = started(nodes, lasting=True)
+    world.run(20)
+    for node in world.nodes[first:last]:
+        node.crash()
+    left = [n for n in world.nodes if n.up]
+    assert world.run(7.5, world.running(*left)), world.history
+    assert world.history == [(1, nodes), (2, nodes - (last - first))]
+
+
 def test_a_replacement_takes_the_hole() -> None:
     world = started(3)
     a, b, c = world.nodes
