@@ -220,7 +220,9 @@ class Agent:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
         if self._events:
             return 0.0
-        dues = (self._machine.wake, self._workers.deadline, self._driver.deadline, self._logs.tick(clock.now()), self._blame.tell_at)
+        now = clock.now()
+        ticks = (self._logs.tick(now), self._round_check.tick(now))
+        dues = (self._machine.wake, self._workers.deadline, self._driver.deadline, self._blame.tell_at, *ticks)
         due = min(d for d in dues if d is not None)
         return None if due == math.inf else max(0.0, due - clock.now())
 

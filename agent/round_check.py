@@ -25,6 +25,7 @@ from elastirun.rendezvous.records import RoundRecord
 VARIABLE = "ELASTIRUN_SOCKET"  # names the socket in a worker's environment
 MAX_QUESTION = 256  # bytes; a fence token has about 20
 MAX_CLIENTS = 64  # connections at once; one more closes the oldest
+RETRY = 1.0  # seconds until connections are accepted again after no descriptor was left for one
 MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
 
 
@@ -62,6 +63,7 @@ class RoundCheck:
         self._read_store = read_store
         self._clients: list[_Client] = []  # oldest first
         self._store_answers = True  # the last exchange succeeded
+        self._accept_at: float | None = None  # when to accept again, on ``elastirun.clock``; None: the socket is registered
         self.folder = self.path = self.trouble = ""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -85,17 +87,22 @@ class RoundCheck:
             elif event.started >= (client.asked or 0.0):
                 self._answer(client, "yes" if still_holds(event.round, client.fence, self._me) else "no")
 
+    def tick(self, now: float) -> float | None:
+        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
+        if self._accept_at is not None and now >= self._accept_at:
+            self._accept_at = None
+            self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        return self._accept_at
+
     def close(self) -> None:
         for client in list(self._clients):
             self._drop(client)
-        self._stop_listening()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _stop_listening(self) -> None:
-        with suppress(KeyError, ValueError):  # never registered, or closed before
+        self._accept_at = None
+        with suppress(KeyError, ValueError):  # not registered, or closed before
             self._selector.unregister(self._listening)
         self._listening.close()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _accept(self, mask: int) -> None:
         try:
@@ -106,7 +113,8 @@ class RoundCheck:
             if self._clients:
                 self._drop(self._clients[0])
             else:
-                self._stop_listening()
+                self._selector.unregister(self._listening)
+                self._accept_at = clock.now() + RETRY
             return
         if _uid_of(connection) != os.geteuid():
             connection.close()

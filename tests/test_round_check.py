@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -226,6 +228,34 @@ def test_strangers_neither_hang_nor_fill_the_agent(agent: Agent) -> None:
         connection.close()
     agent.turn()
     assert agent.descriptors == before
+
+
+def test_questions_are_answered_again_after_the_descriptors_had_run_out(agent: Agent) -> None:
+    """Connections to the workers' store can use up all descriptors of the agent that serves it."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(PATIENCE)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (agent.descriptors + 8, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            asking.connect(agent.check.path)
+            agent.turn()
+            assert agent.selector.select(0) == [], "it does not spin"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in taken:
+                os.close(fd)
+        due = agent.check.tick(round_check.clock.now())
+        assert due is not None
+        assert agent.check.tick(due) is None
+        asking.sendall(b"s:3\n")
+        agent.turn()
+        agent.turn()
+        agent.synced()
+        assert asking.recv(100) == b"yes\n"
 
 
 def test_another_user_is_not_answered(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
