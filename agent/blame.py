@@ -31,6 +31,7 @@ from elastirun.agent.failures import (
     may_be_asked_for,
     nobody_reads,
     read_error_file,
+    shorten,
 )
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.workers import WorkerExit
@@ -65,8 +66,9 @@ class Blame:
 
     @property
     def worst(self) -> tuple[ExitRecord, ...]:
-        """The failures so far, the root cause first."""
-        return root_cause(self._records)[:MAX_TOLD]
+        """The failures so far, the root cause first and whole, the others with their last lines."""
+        first, others = root_cause(self._records)[:1], root_cause(self._records)[1:MAX_TOLD]
+        return (*first, *map(shorten, others))
 
     def add(self, record: ExitRecord, hold: float = 0.0) -> None:
         """A failure, which the machine is told of after ``hold`` seconds."""

@@ -10,6 +10,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +25,8 @@ _MAX_ERROR_FILE = 1 << 20
 _MAX_LINES = 30
 _MAX_LINE = 500
 _MAX_BYTES = 28 << 10  # of all lines as JSON, where a character has up to twelve: eight such records fit into a row
+# Characters of a line and bytes of a failure that is not its node's worst: at etcd the rows of 1,000 nodes stay below 64 MiB.
+_WIDE_LINE, _MAX_OTHER_BYTES = 200, 3 << 10
 _MAX_OTHERS = 16  # other failures that get a line in the report
 _WIDTH = 80
 
@@ -237,9 +240,13 @@ def _error_text(data: Any) -> str | None:
     return message if isinstance(message, str) else None
 
 
-def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
+def shorten(record: ExitRecord) -> ExitRecord:
+    """Return a failure that is not the root cause with its last lines only: the report has one line for it."""
+    return replace(record, lines=_bounded([line[:_WIDE_LINE] for line in record.lines], _MAX_OTHER_BYTES))
+
+
+def _bounded(lines: Sequence[str], room: int = _MAX_BYTES) -> tuple[str, ...]:
     kept: list[str] = []
-    room = _MAX_BYTES
     for line in reversed(lines[-_MAX_LINES:]):
         room -= len(json.dumps(line[:_MAX_LINE])) + 1
         if room < 0:

@@ -7,12 +7,14 @@ import json
 import random
 import time
 import tracemalloc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from elastirun.agent.blame import Blame
 from elastirun.agent.failures import make_record
 from elastirun.agent.lines import MAX_LINE
+from elastirun.agent.logs import RunLogs
 from elastirun.agent.workers import WorkerExit
 from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.actions import Sync
@@ -20,6 +22,7 @@ from elastirun.rendezvous.codec import MAX_BYTES
 from elastirun.rendezvous.exchange import MAX_ROW, Exchange
 from elastirun.rendezvous.records import Closed, ExitRecord, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores.etcd_client import LARGEST
 from elastirun.rendezvous.stores.memory import MemoryStore
 from tests import fuzz
 from tests.test_stores import Server, server  # noqa: F401
@@ -76,12 +79,12 @@ def test_inputs_that_once_broke_the_rule(target: str, given: Any) -> None:
 
 HALF = MAX_BYTES // 2
 WORST = {
-    "empty lists": b'{"v":1,"x":[' + b"[]," * (MAX_BYTES // 3 - 9) + b"0]}",
-    "empty objects": b'{"v":1,"x":[' + b"{}," * (MAX_BYTES // 3 - 9) + b"0]}",
-    "numbers": b'{"v":1,"x":[' + b"1," * (HALF - 20) + b"1]}",
-    "keys": b'{"v":1,' + b",".join(b'"%d":0' % i for i in range(MAX_BYTES // 11)) + b"}",
-    "nested": b'{"v":1,"x":' + b'{"a":' * 900 + b"0" + b"}" * 900 + b"}",
-    "text beyond the BMP": b'{"v":1,"id":"' + b"\\ud83d\\ude00" * (MAX_BYTES // 12 - 9) + b'"}',
+    "empty lists": b'{"v":2,"x":[' + b"[]," * (MAX_BYTES // 3 - 9) + b"0]}",
+    "empty objects": b'{"v":2,"x":[' + b"{}," * (MAX_BYTES // 3 - 9) + b"0]}",
+    "numbers": b'{"v":2,"x":[' + b"1," * (HALF - 20) + b"1]}",
+    "keys": b'{"v":2,' + b",".join(b'"%d":0' % i for i in range(MAX_BYTES // 11)) + b"}",
+    "nested": b'{"v":2,"x":' + b'{"a":' * 900 + b"0" + b"}" * 900 + b"}",
+    "text beyond the BMP": b'{"v":2,"id":"' + b"\\ud83d\\ude00" * (MAX_BYTES // 12 - 9) + b'"}',
 }
 
 
@@ -108,6 +111,19 @@ def test_a_row_with_all_the_failures_it_may_tell_of_can_be_read_by_the_others(ch
     data = fuzz.SIGNED.encode(fuzz.KEY, NodeRow("n" * 400, "n" * 128, "a", 1, 8, failures=failures))
     assert len(data) <= MAX_ROW
     fuzz.SIGNED.decode(fuzz.KEY, data, NodeRow)
+
+
+@pytest.mark.parametrize("character", ["x", "🎉"])
+def test_what_all_workers_of_a_thousand_nodes_said_last_fits_into_one_answer_of_etcd(character: str) -> None:
+    said = [f"{i} {character * 600}" for i in range(40)] + [character * 600]
+    blame = Blame("n" * 128, cast(RunLogs, None))
+    for i in range(8):
+        blame.add(make_record("n" * 128, WorkerExit(i, i, 1, 1, float(i), False), said, note="y" * 200))
+    first, *others = blame.worst
+    assert first == make_record("n" * 128, WorkerExit(0, 0, 1, 1, 0.0, False), said, note="y" * 200)
+    assert len(others) == 7 and all(other.lines[-1] == character * 200 for other in others), "one line of each is shown"
+    row = NodeRow("n" * 400, "n" * 128, "a", 1, 8, failures=blame.worst)
+    assert 1000 * len(fuzz.SIGNED.encode(fuzz.KEY, row)) < LARGEST
 
 
 def test_a_round_record_that_goes_back_is_refused_and_the_newest_is_taken_again() -> None:

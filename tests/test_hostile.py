@@ -162,7 +162,7 @@ def garbage(trap: Path) -> list[bytes]:
         b"",
         b"\x00\xff\x1b[2J" * 50,
         b"[" * 50_000,
-        b'{"v":1}',
+        b'{"v":2}',
         b"9" * 50_000,
         b"\n" * 50_000,
         b"x" * (7 << 20),  # the largest that the store takes at once
