@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import cpus, failures, lodgers, net
+from elastirun.agent import cpus, descriptors, failures, lodgers, net
 from elastirun.agent.blame import Blame
 from elastirun.agent.console import Console
 from elastirun.agent.events import EventLog, changes
@@ -89,6 +89,7 @@ class Agent:
         self._stack = stack
         self._selector = stack.enter_context(selectors.PollSelector())
         self._environ = dict(os.environ)
+        self._files = descriptors.raise_limit()
         self._cpu_sets = cpu_sets(config, self._environ)
         self._events: deque[Event] = deque()
         self._finish: Finish | None = None
@@ -399,7 +400,7 @@ class Agent:
             socket=self._round_check.path,
         )
         specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
-        return [replace(spec, group=self._family.group) for spec in specs]
+        return [replace(spec, group=self._family.group, files=self._files) for spec in specs]
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
         nodes, workers = len(record.members), record.world_size

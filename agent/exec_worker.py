@@ -1,9 +1,10 @@
 """The first program of every worker: ties its life to the agent's, then becomes the worker's command.
 
-    python -I -S exec_worker.py AGENT_PID CPUS GROUP COMMAND [ARGUMENT...]
+    python -I -S exec_worker.py AGENT_PID CPUS GROUP FILES COMMAND [ARGUMENT...]
 
 CPUS are the numbers of those it may run on, as in 0,1,5; "-" leaves it all that the agent has.
 GROUP is the control group (version 2) to enter, below the agent's own; "-": none.
+FILES is the soft limit of open descriptors; "-" leaves the agent's.
 A separate program and not a ``preexec_fn``, because nothing but exec is safe between fork and exec of a process with
 threads. It runs once per worker, so it imports next to nothing: ``_signal`` spares the 8 ms that ``signal`` costs.
 """
@@ -16,7 +17,7 @@ from ctypes import CDLL, c_ulong
 PR_SET_PDEATHSIG = 1
 
 
-def main(agent_pid: int, cpus: str, group: str, argv: list[str]) -> None:
+def main(agent_pid: int, cpus: str, group: str, files: str, argv: list[str]) -> None:
     if getsignal(SIGINT) is not SIG_IGN:  # what exec would do anyway; no KeyboardInterrupt traceback until then
         signal(SIGINT, SIG_DFL)
     CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
@@ -28,6 +29,8 @@ def main(agent_pid: int, cpus: str, group: str, argv: list[str]) -> None:
         bind(cpus)
     if group != "-":
         enter(group)
+    if files != "-":
+        limit_files(int(files))
     try:
         os.execvp(argv[0], argv)  # takes the environment as it is, also an entry without a name, which execvpe refuses
     except OSError as exc:
@@ -57,6 +60,16 @@ def bind(cpus: str) -> None:
         os.write(2, os.fsencode(f"elastirun: cannot bind to CPUs {cpus}: {exc.strerror}; this worker runs on all it may use\n"))
 
 
+def limit_files(soft: int) -> None:
+    """Set the soft limit of open descriptors."""
+    from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+
+    try:
+        setrlimit(RLIMIT_NOFILE, (soft, getrlimit(RLIMIT_NOFILE)[1]))
+    except OSError:
+        pass  # refused by a sandbox: the agent's own limit was not raised there either
+
+
 def enter(group: str) -> None:
     """Where the kernel refuses, the guard still knows this worker by its environment."""
     try:
@@ -66,4 +79,4 @@ def enter(group: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5:])

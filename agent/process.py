@@ -28,6 +28,7 @@ class WorkerSpec:
     env: Mapping[str, str]  # the complete environment, nothing is added
     cpus: frozenset[int] | None = None  # those it may run on; None: the agent's
     group: str = ""  # the control group it enters; empty: it stays in the agent's
+    files: int | None = None  # its soft limit of open descriptors; None: the agent's
 
 
 def require_pidfds() -> None:
@@ -71,7 +72,8 @@ class Process:
         self._selector = selector
         self._on_exit = on_exit
         cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else "-"
-        command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), cpus, spec.group or "-", *spec.argv]
+        command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), cpus, spec.group or "-"]
+        command += ["-" if spec.files is None else str(spec.files), *spec.argv]
         self._popen = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True)
         self.pid = self._popen.pid
         try:
