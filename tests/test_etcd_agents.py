@@ -186,18 +186,12 @@ def test_a_lease_that_is_over_although_its_agent_lives_is_told_and_replaced(node
     finish(nodes, workers)
 
 
-def private_etcd(nodes: Cluster) -> tuple[int, Path]:
-    """Its process, and the folder with its data."""
-    (folder,) = nodes.tmp_path.glob("elastirun_etcd_*")
-    (pid,) = [int(p.name) for p in Path("/proc").glob("[0-9]*") if str(folder).encode() in read(p / "cmdline")]
-    return pid, folder
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+def private_etcd(agent: subprocess.Popen[str]) -> tuple[int, Path]:
+    """Return the etcd process that the agent started, and its folder, which is in /tmp where TMPDIR is a long path."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    arguments = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
+    ((pid, found),) = [(pid, found) for pid, found in arguments.items() if "--data-dir" in found]
+    return pid, Path(found[found.index("--data-dir") + 1]).parent
 
 
 @pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -205,7 +199,7 @@ def read(path: Path) -> bytes:
 def test_a_private_etcd_goes_with_its_agent(nodes: Cluster, killed: bool) -> None:
     agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", "--max-restarts=1", str(nodes.script))
     (worker,) = nodes.round(1)
-    pid, folder = private_etcd(nodes)
+    pid, folder = private_etcd(agent)
     if killed:
         kill(agent)
     else:
@@ -238,7 +232,7 @@ def test_a_private_etcd_belongs_to_its_user(nodes: Cluster) -> None:
     """It listens on unix sockets in a folder of mode 0700, and nowhere else."""
     agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", str(nodes.script))
     (worker,) = nodes.round(1)
-    pid, folder = private_etcd(nodes)
+    pid, folder = private_etcd(agent)
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
     inodes = {link[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if (link := os.readlink(fd)).startswith("socket:[")}
     tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6", "udp", "udp6")]
