@@ -82,6 +82,8 @@ def _pickled_call(fn: Callable[..., Any], args: Sequence[object]) -> bytes:
         where = "a notebook's cell or an interactive session, where new processes cannot find it"
         what_to_do = "write it to a module (%%writefile my_training.py) and import it from there"
         raise UsageError(f"launch: {name} is defined in {where}; {what_to_do}")
+    if not isinstance(args, tuple | list):
+        raise UsageError(f"launch: the arguments of {name} are {args!r}; give a tuple, such as ({args!r},)")
     try:
         return bytes(ByValue.dumps((fn, tuple(args))))
     except Exception as error:  # whatever a class's own __reduce__ raises

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import runpy
 import sys
@@ -19,12 +20,20 @@ from elastirun.errors import ExitCode, UsageError
 from elastirun.start_command import start_command
 
 _USAGE = "usage: python -m elastirun.takeover (COMMAND | -m MODULE | FILE.py) [ARGUMENTS...]"
+_ABOUT = """Runs a launcher that calls torchrun from inside, with elastirun in torchrun's place and the same arguments:
+  python -m elastirun.takeover accelerate launch --multi_gpu --num_processes=8 train.py
+
+COMMAND is one that a Python package installs, such as accelerate, fabric or tune. Options that only elastirun has are given by
+their PET_ variables, see elastirun --help."""
 _SCRIPT = ("training_script", "training_script_args")  # positional; the second takes all the rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher named in ``argv`` (None: this process' arguments). Returns only when it did not call torchrun."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(f"{_USAGE}\n\n{_ABOUT}")
+        return ExitCode.OK
     try:
         start = _entry(arguments)
         take_over()
@@ -97,22 +106,35 @@ def _become_elastirun(line: list[str], environ: dict[str, str]) -> NoReturn:
 
 
 def _entry(arguments: list[str]) -> Callable[[], object]:
-    """What starts the launcher. Sets ``sys.argv`` to what it would find there. Raises UsageError when there is no such launcher."""
+    """Return the function that starts the launcher, and set ``sys.argv`` for it. Raises UsageError when there is no such launcher."""
     if not arguments or arguments == ["-m"]:
         raise UsageError(f"no launcher is named; {_USAGE}")
     name, rest = arguments[0], arguments[1:]
     if name == "-m":
         sys.path.insert(0, os.getcwd())
+        _check_module(rest[0])
         sys.argv = rest
         return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     sys.argv = arguments
-    if name.endswith(".py") and os.path.isfile(name):
+    if name.endswith(".py"):
+        if not os.path.isfile(name):
+            raise UsageError(f"there is no file {name!r} in {os.getcwd()}; give its path")
         sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
         return lambda: runpy.run_path(name, run_name="__main__")
     found = importlib.metadata.entry_points(group="console_scripts", name=name)
     if not found:
         raise UsageError(f"no package of {sys.executable} installs a command {name!r}; give one that does, -m MODULE, or a file.py")
     return lambda: next(iter(found)).load()()
+
+
+def _check_module(name: str) -> None:
+    """Raise UsageError when ``python -m name`` would find no module."""
+    try:
+        found = importlib.util.find_spec(name)  # imports the packages above it, as python -m does
+    except (ModuleNotFoundError, ValueError):
+        found = None
+    if found is None:
+        raise UsageError(f"no module {name!r} for {sys.executable}; give one that is installed or in {os.getcwd()}")
 
 
 if __name__ == "__main__":

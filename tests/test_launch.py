@@ -87,6 +87,8 @@ def test_the_workers_end_with_the_process_that_launched_them(tmp_path: Path, sig
 
 
 def test_what_cannot_be_launched_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"launch: the arguments of print are 'x'; give a tuple, such as \('x',\)"):
+        elastirun.launch(print, "x")
     with pytest.raises(UsageError, match=r"launch: .*<lambda> and its arguments cannot be sent to .*; give a function of a module"):
         elastirun.launch(lambda: None)
     with pytest.raises(UsageError, match="--nproc-per-nodes"):
