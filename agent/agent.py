@@ -54,7 +54,7 @@ from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
-SHORT_WAIT = 0.5  # seconds in which what a worker leaves running usually ends; a longer wait is said
+SHORT_WAIT = 0.5  # seconds in which processes that a worker left running usually end; a longer wait gets a line
 STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
 FLUSH = 5.0  # seconds to get the last words out
 LOGS_LIMIT = 2.0  # seconds for a round's log files, in which the loop waits; after STANDSTILL the others may miss this node

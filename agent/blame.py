@@ -1,4 +1,4 @@
-"""The failures of this node's workers in the running round: which of them count, and when the other nodes are told.
+"""The failures of this node's workers in the running round: which of them count, and when they are reported to the other nodes.
 
 The first to end is often not the culprit. A worker that fails because it lost its peers may be dead some milliseconds
 before the traceback of the one it lost; were all workers stopped at once, nothing would ever show who that was. So the
@@ -7,7 +7,7 @@ fail by itself.
 
 The failure of a worker that a signal may have ended is held back longer. systemd, Slurm and ``docker stop`` signal every
 process of a node, the workers often some milliseconds before the agent: when the agent is signalled as well, its workers have
-not failed, the node leaves. Any other failure is told at once.
+not failed, the node leaves. Any other failure is reported at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from elastirun.rendezvous.records import ExitRecord
 
 HOLD = 0.3  # seconds that the failure of a victim is held back
 SIGNAL_HOLD = 1.0  # seconds that an end is held back which a signal may have brought about; the agent is signalled within milliseconds
-MAX_TOLD = 8  # failures of one node and round that the other nodes are told of
+MAX_TOLD = 8  # failures of one node and round that are reported to the other nodes
 
 
 class Blame:
@@ -71,7 +71,7 @@ class Blame:
         return (*first, *map(shorten, others))
 
     def add(self, record: ExitRecord, hold: float = 0.0) -> None:
-        """A failure, which the machine is told of after ``hold`` seconds."""
+        """Record a failure, which is reported to the machine after ``hold`` seconds."""
         if hold == SIGNAL_HOLD or (hold and self._held):  # the victims of a worker that was told to leave have not failed either
             if self._leaving:
                 return
@@ -114,7 +114,7 @@ class Blame:
             self.tell_at = math.inf
 
     def tell(self) -> tuple[ExitRecord, ...]:
-        """What the machine is told when ``tell_at`` has come: ``worst``. All of it counts from now on."""
+        """Return ``worst``, to be reported to the machine when ``tell_at`` has come. All recorded failures count from now on."""
         self.tell_at = math.inf
         self._held.clear()
         return self.worst

@@ -151,7 +151,7 @@ class Family:
         try:
             os.write(self._write, data)
         except BlockingIOError:
-            self._guard.kill()  # it has not read for many minutes; its successor is told everything
+            self._guard.kill()  # it has not read for many minutes; its successor gets the whole state
         except OSError:
             pass  # a guard that is gone is seen by its pidfd
 

@@ -22,7 +22,7 @@ FOREVER = float("inf")
 
 
 class Evidence:
-    """By what the processes of an agent are recognised. Changes while the agent runs.
+    """Evidence by which the processes of an agent are recognised. Changes while the agent runs.
 
     ``sessions``: of its workers, with the start time of each worker. ``spared``: pids of child processes of the agent that are no
     workers. ``outside``: sessions of the agent and its ancestors; nothing in them is ever ended. ``strict``: children of the agent
@@ -90,7 +90,7 @@ def has_own_session(process: proc.Process, table: Table, ours: Table) -> bool:
 
 
 def marks_of(process: proc.Process) -> list[marks.Mark]:
-    """The marks of a process of our own user; none of anybody else's."""
+    """Return the marks of a process of our own user; none for another user's process."""
     return marks.in_environment(proc.environment(process.pid)) if proc.is_of_our_user(process.pid) else []
 
 

@@ -51,7 +51,7 @@ class LeftRunning:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Pids of the ended workers that must not be reaped by anybody else."""
+        """Pids of the ended workers that only this class may reap."""
         return tuple(self._workers)
 
     def adopt(self, worker: Process, alive: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""What dead agents left on this machine: processes of the same job, and empty control groups of any job."""
+"""Finds leftovers of dead agents on this machine: processes of the same job, and empty control groups of any job."""
 
 import os
 from pathlib import Path

@@ -194,7 +194,7 @@ class Place:
 
     def _at_endpoint(self, endpoint: Endpoint) -> Callable[[], Store]:
         names, addresses = net.who_am_i()
-        known: list[str] = []  # the endpoint's addresses as they were found last: later the name may be looked up in vain
+        known: list[str] = []  # the endpoint's addresses as the last successful lookup returned them; a later lookup may fail
 
         def resolve() -> tuple[str, int]:
             known[:] = net.resolve(endpoint.host) or known

@@ -18,6 +18,6 @@ def launch(fn: Callable[..., _T], args: Sequence[object] = (), **options: object
     not a lambda, nor one from a notebook's cell; a script that calls this does so below ``if __name__ == "__main__":``. Tensors are
     copied. Raises ``elastirun.errors.JobFailed`` with the root cause when the job failed, and ``UsageError`` when it cannot be started.
     """
-    from elastirun.functions import launch_function  # this package is imported by every agent: nothing is loaded in vain
+    from elastirun.functions import launch_function  # imported here, because every agent imports this package and needs none of it
 
     return launch_function(fn, args, options)

@@ -13,7 +13,7 @@ def main(folder: str) -> None:
     from elastirun.functions import ByValue
 
     current = process.current_process()
-    current._inheriting = True  # type: ignore[attr-defined]  # a script without "if __name__ == '__main__'" is told so, as with spawn
+    current._inheriting = True  # type: ignore[attr-defined]  # a script without "if __name__ == '__main__'" gets spawn's error message
     try:
         spawn.prepare(ByValue.loads(_read(folder, "preparation")))
         fn, args = ByValue.loads(_read(folder, "call"))

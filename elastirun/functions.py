@@ -2,7 +2,7 @@
 
 The launcher is started as a process of its own; its workers run ``function_worker.py`` with a folder that only this user can enter. The
 folder holds the call and takes the results, both written and read by the standard library's own rules for spawned processes
-(multiprocessing's ForkingPickler), never by anybody else's bytes: what is read there was written by this user's processes.
+(multiprocessing's ForkingPickler). Only this user's processes can write there, so nobody else's bytes are unpickled.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def command_line(options: Mapping[str, object]) -> list[str]:
 
 
 def _preparation() -> bytes:
-    """What a spawned process sets up before it looks for a function: sys.path, sys.argv, the working folder, the script as a module."""
+    """Return what a spawned process sets up first: sys.path, sys.argv, the working folder, the script as a module."""
     chosen: str | None = multiprocessing.get_start_method(allow_none=True)
     data = spawn.get_preparation_data("elastirun worker")
     multiprocessing.set_start_method(chosen, force=True)  # asking for it has fixed it
@@ -97,7 +97,9 @@ def _write(folder: str, name: str, data: bytes) -> None:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit code. Ctrl-C is passed on once for each time it is pressed, and raised again when the launcher has ended.
+    """Run the launcher and return its exit code.
+
+    Ctrl-C is passed on once for each time it is pressed, and raised again when the launcher has ended.
 
     It has a session of its own, so that the terminal does not signal it a second time.
     """
@@ -119,7 +121,10 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _results(folder: str) -> dict[int, Any]:
-    """By global rank. Files are named ROUND-RANK; workers of a round that did not succeed as a whole may have left some, too."""
+    """Return the results by global rank.
+
+    Files are named ROUND-RANK. Workers of a round that did not succeed as a whole may have left some, too.
+    """
     rounds: dict[int, dict[int, Path]] = {}
     for path in Path(folder).glob("result-*"):
         number, rank = map(int, path.name.split("-")[1:])
@@ -129,7 +134,7 @@ def _results(folder: str) -> dict[int, Any]:
 
 
 def _cause(error_file: str) -> tuple[str, str]:
-    """What the launcher left for whoever started it: one line, and the traceback or the last lines of the worker to blame."""
+    """Return the cause that the launcher left in its error file: one line, and the traceback or the last lines of the worker to blame."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         message = json.loads(Path(error_file).read_text())["message"]
         if isinstance(message, str):
