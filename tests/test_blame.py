@@ -105,10 +105,12 @@ def test_a_script_whose_interpreter_is_missing_is_told_apart(tmp_path: Path, lin
     command = "start" if on_path else str(script)
     codes: list[int] = []
     with selectors.PollSelector() as selector, open(tmp_path / "stderr", "w") as stderr:
-        Process(WorkerSpec(0, 0, (command,), env), selector, lambda _, code: codes.append(code), stderr=stderr.fileno())
+        spec = WorkerSpec(0, 0, (command,), env)
+        process = Process(spec, selector, lambda _, code: codes.append(code), stderr=stderr.fileno())
         while not codes:
             for key, mask in selector.select():
                 key.data(mask)
+        process.reap()
     assert (tmp_path / "stderr").read_text() == f"elastirun: cannot run {command}: {words}\n"
     assert codes == [126 if words == "Permission denied" else 127]
 
