@@ -124,7 +124,7 @@ def test_200_when_peers_are_lost_and_too_few_come_back_in_time(nodes: Cluster) -
 
 def test_201_when_too_few_nodes_come_in_time_or_the_store_goes_away(nodes: Cluster) -> None:
     alone = nodes.launch(3, "--nnodes=3", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=a", "--join-timeout=2", str(nodes.script))
-    a, b = nodes.agent(1, nnodes="2"), nodes.agent(2, "--store-grace=2", nnodes="2")
+    a, b = nodes.agent(1, "--store-grace=2", nnodes="2"), nodes.agent(2, "--store-grace=2", nnodes="2")
     nodes.round(2)
     kill(a)
     assert (nodes.ends(b), nodes.ends(alone)) == (201, 201)

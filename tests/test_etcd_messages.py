@@ -80,7 +80,7 @@ def test_a_missing_package_is_named_with_what_to_do(missing: str, monkeypatch: p
     module = {"grpcio": "grpc", "protobuf": "google.protobuf"}.get(missing, missing)
     find = etcd_messages.importlib.util.find_spec
     monkeypatch.setattr(etcd_messages.importlib.util, "find_spec", lambda name: None if name == module else find(name))
-    with pytest.raises(StartError, match=rf"needs the package {missing}, .*: pip install 'elastirun\[etcd\]'"):
+    with pytest.raises(StartError, match=rf"needs the package {missing}, .*: pip install 'etcd3==.*' grpcio protobuf"):
         check_installed()
 
 

@@ -106,7 +106,7 @@ def test_what_a_worker_leaves_behind_ends_with_its_round(nodes: Cluster) -> None
 
 
 def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) -> None:
-    agent = nodes.agent(1, "--last-call=0.1", nnodes="1:2")
+    agent = nodes.agent(1, "--last-call=0.1", "--grace=0.2", nnodes="1:2")
     family = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)
     assert all(dies(w.pid) for w in family.values())
@@ -120,7 +120,7 @@ def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) ->
 @pytest.mark.parametrize("host", [1, 9], ids=["here", "elsewhere"])
 def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_wherever_its_store_is(nodes: Cluster, host: int) -> None:
     server = tcp.serve(socket.create_server(("127.0.0.9", nodes.port))) if host == 9 else None
-    agent = nodes.agent(1, "--rdzv-backend=c10d", "--expire=2", nnodes="1", host=host)
+    agent = nodes.agent(1, "--rdzv-backend=c10d", "--expire=2", "--grace=0.2", nnodes="1", host=host)
     family = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)
     assert all(dies(w.pid) for w in family.values()), "on its own at a private store it would keep them for ever"
@@ -140,7 +140,7 @@ def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> 
     kill(agent)
     os.kill(stopped, signal.SIGKILL)
     assert not dies(family["daemon"].pid, 0)
-    again = nodes.launch(1, "--rdzv-id=swept", "--standalone", str(nodes.script))
+    again = nodes.launch(1, "--rdzv-id=swept", "--grace=0.2", "--standalone", str(nodes.script))
     assert dies(family["daemon"].pid) and dies(family["stopped"].pid)
     everyone(nodes)["worker"].tell("0")
     assert nodes.ends(again) == 0
@@ -157,7 +157,7 @@ def test_a_guard_that_is_killed_is_replaced(nodes: Cluster) -> None:
 
 
 def test_another_job_and_other_processes_are_left_alone(nodes: Cluster) -> None:
-    other = nodes.launch(2, str(nodes.script))
+    other = nodes.launch(2, "--grace=0.2", str(nodes.script))
     others = everyone(nodes)
     agent = nodes.launch(1, str(nodes.script))
     family = everyone(nodes)
@@ -189,7 +189,7 @@ def group() -> Path:
 @pytest.mark.parametrize("way", ["killed", "frozen", "at the end of its round"])
 def test_an_emptied_environment_hides_nothing_where_there_are_control_groups(nodes: Cluster, group: Path, way: str) -> None:
     nodes.script.write_text(HIDDEN)
-    agent = nodes.agent(1, "--last-call=0.1", nnodes="1:2")
+    agent = nodes.agent(1, "--last-call=0.1", "--grace=0.2", nnodes="1:2")
     worker = nodes.worker()
     (own,) = group.glob(f"elastirun-{agent.pid}-*")
     if way == "killed":

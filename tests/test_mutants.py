@@ -164,11 +164,6 @@ MUTANTS = (
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     mutant(
-        "a row that vanishes is no sign of life",
-        *("liveness", "seq > seen.seq:", "seq != seen.seq:"),
-        *("silence", "rows_that_vanish_with_their_leases_make_nobody_wait_longer"),
-    ),
-    mutant(
         "where rows have leases, one that is away for a moment makes nobody lost",
         *("liveness", "patience = lease.absence if", "patience = 0.0 if"),
         *("silence", "a_row_that_is_away_for_a_moment_makes_nobody_lost"),
@@ -261,7 +256,7 @@ MUTANTS = (
     ),
     mutant(
         "into the store of a job that is over nothing is written",
-        *("machine", "event.round.closed and not self._met", "False"),
+        *("machine", "self._may_be_earlier(event.round, rows) else None", "False else None"),
         *("steps", "into_the_store_of_a_job_that_is_over_nothing_is_written"),
     ),
     mutant(

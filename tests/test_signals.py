@@ -111,7 +111,7 @@ os.execv(sys.executable, sys.argv[1:])
 
 def test_no_signal_to_all_processes_of_a_step_ends_the_guard(nodes: Cluster) -> None:
     nodes.script.write_text(SCRIPT)
-    agent = nodes.launch(1, str(nodes.script))
+    agent = nodes.launch(1, "--grace=0.2", str(nodes.script))
     (worker,) = nodes.round(1)
     (guard,) = [
         int(pid)
