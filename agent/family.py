@@ -221,7 +221,8 @@ class Family:
         found = leftovers.Sweep(job, inherited, _own_group())
         if found.count:
             agents = ", ".join(map(str, sorted(found.agents)))
-            self._say(f"ended {found.count} processes of an earlier run of this job; their agent, pid {agents}, is gone")
+            ended = f"{found.count} process{'es' * (found.count > 1)}"
+            self._say(f"ended {ended} of an earlier run of this job, whose agent, pid {agents}, is gone")
 
 
 def _wait(fd: int, seconds: float) -> bool:

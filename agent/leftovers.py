@@ -6,6 +6,7 @@ from pathlib import Path
 from elastirun.agent import control_group, kills, marks, proc
 
 NO_JOB = "none"  # the run id of every job that was not given one
+SUBREAPERS = ("systemd",)  # a user's service manager
 GROUP_PATIENCE = 0.2  # seconds until a group of which all members were killed is left to the next agent
 
 
@@ -25,8 +26,9 @@ class Sweep:
         around = proc.ancestors(os.getpid())
         self._ourselves = {process.pid for process in around}
         self._outside = {process.session for process in around}
-        # Orphans go to process 1 or to a subreaper. Only subreapers above us can be told from parents that start processes.
-        self._parents = {1: 0, **{process.pid: process.started for process in around[1:]}}
+        # Orphans go to process 1 or to a subreaper, which the kernel does not show. Any other ancestor may be a scheduler that
+        # started such a process itself, at the request of a worker.
+        self._parents = {1: 0, **{process.pid: process.started for process in around[1:] if proc.name(process.pid) in SUBREAPERS}}
         for group in own_group.glob(f"{control_group.PREFIX}*") if own_group else ():
             self._clear(str(group))
         if job != NO_JOB:

@@ -74,6 +74,14 @@ def ancestors(pid: int) -> list[Process]:
     return found
 
 
+def name(pid: int) -> str:
+    """The name of the program that ``pid`` runs, at most 15 characters; empty when there is no such process."""
+    try:
+        return _read(f"/proc/{pid}/comm").decode(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
+
+
 def kill(process: Process) -> bool:
     """SIGKILL. A later process with the same pid is never hit: the pidfd is opened first, then the start time is compared."""
     try:

@@ -188,6 +188,23 @@ def test_a_batch_script_with_a_workers_environment_starts_the_next_job(nodes: Cl
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_what_a_scheduler_above_the_next_run_started_for_a_worker_is_left_alone(nodes: Cluster) -> None:
+    agent = nodes.launch(1, "--rdzv-id=submitted", "--standalone", str(nodes.script))
+    worker = nodes.worker()
+    environment = environment_of(worker)
+    worker.tell("0")
+    assert nodes.ends(agent) == 0
+    submitted = subprocess.Popen(["sleep", "1000"], env=environment, start_new_session=True)  # we are the scheduler
+    try:
+        again = nodes.launch(1, "--rdzv-id=submitted", "--standalone", str(nodes.script))
+        nodes.worker().tell("0")
+        assert nodes.ends(again) == 0
+        assert submitted.poll() is None
+    finally:
+        submitted.kill()
+        submitted.wait()
+
+
 @root
 def test_a_live_agent_in_another_pid_namespace_keeps_its_workers(nodes: Cluster) -> None:
     inside = nodes.launch(1, "--rdzv-id=both", "--standalone", str(nodes.script), before=("unshare", "--pid", "--fork", "--mount-proc"))
