@@ -129,8 +129,15 @@ def end_below_agent(evidence: Evidence, before: float = FOREVER) -> int:
 def end_orphans(evidence: Evidence) -> None:
     """End all that the workers have started, now that the agent is gone.
 
-    To be called by a former child of the agent: the process that adopted it has adopted the agent's other orphans, too.
+    To be called by a former child of the agent: the process that adopted it has adopted the agent's other orphans, too. A dying agent
+    closes its pipes before its children are adopted, one thread after the other, so looks count only once this process has been adopted.
     """
     if evidence.group:
         control_group.kill(evidence.group)
-    end(lambda: select(evidence, proc.everything(), os.getppid()).values(), twice=True)
+    adopted = False
+    while not adopted:
+        # An agent that closed the pipe and lives on has ended: nobody adopts its children before it exits.
+        adopted = os.getppid() != evidence.mark.pid or not proc.is_exiting(evidence.mark.pid)
+        end(lambda: select(evidence, proc.everything(), os.getppid()).values(), twice=True)
+        if not adopted:
+            _select([], [], [], PAUSE)

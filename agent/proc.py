@@ -74,6 +74,15 @@ def ancestors(pid: int) -> list[Process]:
     return found
 
 
+def is_exiting(pid: int) -> bool:
+    """Whether the process has begun to exit, or is gone (PF_EXITING in proc(5)'s flags)."""
+    try:
+        state, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return True
+    return state in (b"Z", b"X") or bool(int(fields[5]) & 4)
+
+
 def name(pid: int) -> str:
     """The name of the program that ``pid`` runs, at most 15 characters; empty when there is no such process."""
     try:

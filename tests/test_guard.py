@@ -231,3 +231,23 @@ def test_groups_are_named_by_mark_and_job(tmp_path: Path) -> None:
     (full / "cgroup.procs").write_text(f"{os.getppid()}\n")
     found = leftovers.Sweep("none", "", tmp_path)
     assert found.count == 0 and {path.name for path in tmp_path.iterdir()} == {*kept, full.name}
+
+
+def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of a dying agent end one after the other: its pipes may be closed before its children are adopted."""
+    worker = "import os, signal; os.setsid(); pid = os.fork()\n"
+    worker += "print(os.getpid(), pid, flush=True) if pid else (os.close(1), signal.pause())"
+    parent = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True, check=True)
+    session, orphan = map(int, parent.stdout.split())
+    try:
+        found = proc.look(orphan)
+        assert found is not None and found.session == session
+        agent, parents = mark(f"{session}-1-1-{R}"), iter([session] * 8)
+        evidence = kills.Evidence(agent, "", strict=False)
+        evidence.sessions[session] = 0
+        monkeypatch.setattr(kills.os, "getppid", lambda: next(parents, found.parent))
+        kills.end_orphans(evidence)
+        assert dies(orphan, 5)
+    finally:
+        if not dies(orphan, 0):
+            os.kill(orphan, signal.SIGKILL)
