@@ -193,7 +193,7 @@ class Agent:
             self._on_time(clock.now())
 
     def _look_for_standstill(self, due: float) -> None:
-        """Before anything else is looked at: a worker that the guard has ended did not fail.
+        """Report a standstill to the machine before any other event: a worker that the guard has ended did not fail.
 
         ``due``: the seconds that may have passed since the last look. Between two looks no moment is left out, so
         that a standstill is seen wherever it falls.
@@ -433,7 +433,7 @@ class Agent:
         self._console.hurry()  # after the signal, so that the room is for what they say at the end
 
     def _stop_signal(self) -> int:
-        """What workers are stopped with: the signal that the agent was sent, SIGTERM when it was sent none.
+        """Return the signal that stops workers: the one that the agent was sent, SIGTERM when it was sent none.
 
         A shell that runs the training (``--no-python run.sh``) takes SIGINT for its child's business, and would wait for the child.
         """

@@ -209,7 +209,7 @@ class Console:
         self.err.hurry()
 
     def relax(self) -> None:
-        """Workers hold back again for a full console. What was dropped meanwhile is told, in bytes."""
+        """Workers hold back again for a full console. A line says how many bytes were dropped meanwhile."""
         for name, stream in (("stdout", self.out), ("stderr", self.err)):
             if stream.dropped:
                 self.say(f"nobody read {name} while the workers were stopping; {stream.dropped} bytes of their output were dropped there")
