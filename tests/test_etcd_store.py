@@ -162,7 +162,7 @@ def test_a_full_database_is_said_with_what_to_do(job: str) -> None:
     with etcd(options=("--quota-backend-bytes=131072",)) as own:
         store = connector(own.endpoints)()
         with pytest.raises(StoreError, match=r"its database is full .*etcdctl compact.*defrag.*alarm disarm"):
-            for i in range(100):
+            for i in range(10_000):  # the server looks at the size of its database only when it has written it, ten times a second
                 store.put_if(f"{job}{i}", None, b"x" * 16384)
 
 
