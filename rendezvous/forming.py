@@ -15,6 +15,9 @@ from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, Memb
 PROGRESS = 30.0  # seconds; a round that ran for so long has made some
 MOST_NAMES = 3  # nodes that a line names; it is said every 10 s
 QUICK = 10.0  # seconds; a round that failed sooner may do so again and again
+EARLY = 60.0  # seconds; a round that lost a node sooner may do so again and again
+FREE_LOSSES = 2  # so many early losses in a row delay nothing
+SHORTEST_HOLD, LONGEST_HOLD = 10.0, 300.0  # seconds; see ``hold``
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,14 @@ def form(
     if left > 0:
         reason = f"nothing is heard of {names(lost)}: they may be cut off together, and then stop by themselves within {left:.0f} s"
         return Forming(None, reason, check_again=now + left)
-    record, causes = _count(rules, record, rows, lost)
+    record, causes = _count(rules, _count_loss(record, lost), rows, lost)
     if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
         return _give_up(rules, record, causes)
     ready = candidates(record, rows, silent)
+    survivors = [row for row in ready if record.index(row.id) is not None or row.hosts]
+    held = hold(record) if record.broken is not None and record.broken.cause is not Cause.JOIN else 0.0
+    if held and len(survivors) >= rules.min_nodes:
+        ready, held = survivors, 0.0
     waiting = _without_host(rules, record, rows, ready, silent, now, over_since)
     if waiting is not None:
         return waiting
@@ -141,10 +148,10 @@ def form(
     missing = _missing(rules, chosen, ready)
     if missing:
         return Forming(None, missing)
-    pause = pause_before(rules, record) if causes else 0.0
+    pause = pause_before(rules, record) if causes else min(rules.restart_pause, held)
     if now < over_since + pause:
-        reason = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start; the next one starts after {pause:.1f} s"
-        return Forming(None, reason, check_again=over_since + pause, news=True)
+        why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
+        return Forming(None, f"{why}; the next one starts after {pause:.1f} s", check_again=over_since + pause, news=True)
     first = record.round == 0
     if first and len(chosen) < rules.max_nodes and now < unchanged_since + rules.last_call:
         until = unchanged_since + rules.last_call
@@ -246,6 +253,30 @@ def _count(rules: Rules, record: RoundRecord, rows: dict[str, NodeRow], lost: li
     return replace(record, failures=before + 1, signature=mark, repeats=repeats, quick=quick), causes
 
 
+def _count_loss(record: RoundRecord, lost: list[Member]) -> RoundRecord:
+    """The record with the broken round counted if it lost a node early. A round that newcomers ended says nothing of them yet."""
+    broken = record.broken
+    if broken is None or (broken.cause is Cause.JOIN and not lost):
+        return record
+    return replace(record, losses=0 if broken.ran >= EARLY else record.losses + bool(lost))
+
+
+def hold(record: RoundRecord) -> float:
+    """Seconds for which newcomers wait beside a new round: 0, and 10, 20, 40, ... after the third early loss in a row.
+
+    A node that is started, killed and started again, over and over, would else end each round before it gets anywhere.
+    The times are those after which Kubernetes starts a crashing container again.
+    """
+    if record.losses <= FREE_LOSSES:
+        return 0.0
+    return min(LONGEST_HOLD, SHORTEST_HOLD * 2.0 ** min(record.losses - FREE_LOSSES - 1, 16))
+
+
+def why_held(record: RoundRecord) -> str:
+    """Why newcomers have to wait, in words."""
+    return f"{record.losses} rounds in a row lost a node within {EARLY:g} s of their start"
+
+
 def pause_before(rules: Rules, record: RoundRecord) -> float:
     """Seconds until the round after a failed one: the first restart is at once, then 1, 2, 4, ..., each give or take a quarter.
 
@@ -261,7 +292,8 @@ def disagreement(rules: Rules, record: RoundRecord) -> str:
     """How this node's settings differ from the job's, in words; empty when they do not."""
     pairs = [pair for pair in zip(rules.settings, record.settings, strict=False) if pair[0] != pair[1]]
     ours, theirs = (", ".join(pair[i] for pair in pairs) for i in (0, 1))
-    return f"this node was started with {ours}, the job runs with {theirs}; start all nodes with the same" if pairs else ""
+    again = f", or try again in {rules.expire:g} s if that job was just killed" if rules.lasting else ""
+    return f"this node was started with {ours}, the job runs with {theirs}; start all nodes with the same{again}" if pairs else ""
 
 
 def untrue(rules: Rules, record: RoundRecord, row: NodeRow) -> str:
@@ -318,19 +350,19 @@ def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
     return tuple(sorted(failures, key=lambda f: (f.blame, f.after, f.rank)))
 
 
-def break_up(record: RoundRecord, cause: Cause, reason: str, by: str, lost: tuple[str, ...] = ()) -> RoundRecord:
+def break_up(record: RoundRecord, cause: Cause, reason: str, by: str, ran: float, lost: tuple[str, ...] = ()) -> RoundRecord:
     """The record with its round marked as over."""
-    return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost))
+    return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost, ran=round(ran, 3)))
 
 
-def lose(record: RoundRecord, m: Member, row: NodeRow | None, silent: bool, expire: float, by: str) -> RoundRecord:
+def lose(record: RoundRecord, m: Member, row: NodeRow | None, silent: bool, expire: float, by: str, ran: float) -> RoundRecord:
     """The record with its round over because the member ``m`` is gone: silent for ``expire`` seconds, left, or stopped."""
     who, note = f"{m.name} {m.address}", row.note if row else ""
     if row is not None and row.status is Status.LEFT:
-        return break_up(record, Cause.LEAVE, f"{who} left: {note}", by)
+        return break_up(record, Cause.LEAVE, f"{who} left: {note}", by, ran)
     if not silent:
-        return break_up(record, Cause.LEAVE, f"{who} stopped: {note}", by)
-    return break_up(record, Cause.LOST, f"{who} silent for {expire:g} s", by, (m.id,))
+        return break_up(record, Cause.LEAVE, f"{who} stopped: {note}", by, ran)
+    return break_up(record, Cause.LOST, f"{who} silent for {expire:g} s", by, ran, (m.id,))
 
 
 def mark_over(record: RoundRecord, row: NodeRow) -> RoundRecord | None:

@@ -77,7 +77,7 @@ class Machine:
         self._waiting_since = now
         self._candidates = Since(now)  # ... when the candidates for the next round are the same, beside the same round
         self._over = Since(now)  # ... when the round is over
-        self._beside = Since(now)  # ... when the round runs without this node
+        self._same_round = Since(now)  # ... when the store holds the same round
         self._can_form = Since(now)  # ... when a round could be formed, if only by another node
         self._hurried = 0  # the round whose workers have no time left to stop
         self._left_at: float | None = None
@@ -161,6 +161,7 @@ class Machine:
         if found is not None and (how := forming.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
         self.record = found
+        self._same_round.see(found and found.fence, event.now)
         self._stored = event.row
         self.rows = rows
         self._sees_all = self._asked is None
@@ -300,19 +301,22 @@ class Machine:
     def _beside_a_round(self, record: RoundRecord) -> None:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
-        beside = self._beside.see(record.round, self._now)
         holder = forming.holder(self.rules, record, self.row)
-        if holder is not None and self._now >= beside + 2 * self.rules.expire:
+        taken_in = self._same_round.since + (0.0 if self.row.hosts else forming.hold(record))
+        if holder is not None and self._now >= self._same_round.since + 2 * self.rules.expire:
             place = f"--node-rank={self.row.node_rank} is held by {forming.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
         elif len(record.members) >= self.rules.max_nodes and not self.row.hosts:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
         elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
+        elif self._now < taken_in:
+            self._progress(f"{forming.why_held(record)}; newcomers are taken in after {forming.hold(record):g} s", at_once=True)
+            self._wake_at(taken_in)
         elif self._now < self._candidates.since + self.rules.debounce:
             self._wake_at(self._candidates.since + self.rules.debounce)
         elif self._wanted is None:
-            joined = forming.break_up(record, Cause.JOIN, f"{forming.names(newcomers)} joined", self.row.id)
+            joined = forming.break_up(record, Cause.JOIN, f"{forming.names(newcomers)} joined", self.row.id, self._ran)
             self._wanted = Change(record, joined)
 
     def _form(self, record: RoundRecord) -> None:
@@ -428,6 +432,11 @@ class Machine:
     def quiet(self, node_id: str) -> float:
         """Seconds since this node saw the last sign of life of another."""
         return self._live.quiet(node_id, self._now)
+
+    @property
+    def _ran(self) -> float:
+        """Seconds for which this node has known the round."""
+        return self._now - self._same_round.since
 
     @property
     def _formed(self) -> bool:
@@ -550,9 +559,9 @@ class Machine:
     def _rows_that_count(self, record: RoundRecord) -> dict[str, NodeRow]:
         """All rows but those that an agent may have left behind when it died while it waited: they prove to be alive first.
 
-        The store's host need not: its store answers.
+        The store's host need not: its store answers. Nor need whoever ended the round: it wrote the record, and its beat may be slow.
         """
-        members = {m.id for m in record.members} | {self.row.id}
+        members = {m.id for m in record.members} | {self.row.id} | ({record.broken.by} if record.broken else set())
         return {i: row for i, row in self._with_own().items() if i in members or row.hosts or self._live.proven(i)}
 
     def _somebody_is_new(self, record: RoundRecord) -> bool:
@@ -575,13 +584,14 @@ class Machine:
             self._break = None
             return None
         if self._break is not None and record.round == self.row.round:
-            return Change(record, forming.break_up(record, self._break.cause, self._break.reason, self._break.by))
+            return Change(record, forming.break_up(record, self._break.cause, self._break.reason, self._break.by, self._ran))
         for m in record.members:
             if m.id not in self.rows and not self._live.silent(m.id):
                 continue  # nothing is known of it: most of a thousand members
             gone = m.id != self.row.id and forming.is_over(m, record, self.rows, self._live.silent)
             if gone and not forming.has_succeeded(m, record, self.rows):
-                return Change(record, forming.lose(record, m, self.rows.get(m.id), self._live.silent(m.id), self.rules.expire, self.row.id))
+                silent, expire = self._live.silent(m.id), self.rules.expire
+                return Change(record, forming.lose(record, m, self.rows.get(m.id), silent, expire, self.row.id, self._ran))
         return None
 
     # -- words ----------------------------------------------------------------------------------------------------------

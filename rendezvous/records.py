@@ -102,6 +102,7 @@ class Broken:
     by: str  # id of the node that noticed
     lost: tuple[str, ...] = ()  # ids of members that somebody has found silent: nobody need wait to find it too
     over: bool = False  # a member has stopped its workers and left: the others of the round cannot finish a step any more
+    ran: float = 0.0  # seconds for which the node that noticed had known the round
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class RoundRecord:
     signature: str = ""  # of the last failure: the same one again has the same
     repeats: int = 0  # how often that failure came in a row, with no progress between
     quick: int = 0  # how many rounds in a row failed soon after their start
+    losses: int = 0  # how many rounds in a row lost a node soon after their start
     settings: tuple[str, ...] = ()  # what every node must have been started with
     members_digest: str = ""  # in the store only, in place of ``members``: the name of their list
 

@@ -99,7 +99,7 @@ class Stage(World):
                 self.puppet(i, status=Status.RUNNING, round=number)
 
     def break_up(self, cause: Cause, by: str = "b", **fields: Any) -> None:
-        self.write(replace(forming.break_up(self.record, cause, f"because of {cause.value}", by), **fields))
+        self.write(replace(forming.break_up(self.record, cause, f"because of {cause.value}", by, 0.0), **fields))
 
 
 def met(hosted: bool = False, **rules: object) -> Stage:

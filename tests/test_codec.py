@@ -93,7 +93,7 @@ def test_the_spelling_is_what_other_versions_expect() -> None:
     )
     record = dataclasses.replace(ROUND, members=MEMBERS[:1], broken=Broken(Cause.LOST, "é", "i", ("j",)), closed=None)
     assert PLAIN.encode("round", record) == (
-        b'{"broken":{"by":"i","cause":"lost","lost":["j"],"over":false,"reason":"\\u00e9"},"closed":null,"failures":1,'
+        b'{"broken":{"by":"i","cause":"lost","lost":["j"],"over":false,"ran":0.0,"reason":"\\u00e9"},"closed":null,"failures":1,"losses":0,'
         b'"members":[{"address":"10.0.0.1","id":"n0-1","name":"n0","port":29500,"role":"default","slots":2}],'
         b'"members_digest":"","quick":0,"reason":"n1 joined","repeats":0,"round":4,"settings":[],"signature":"",'
         b'"store_id":"s","v":2,"version":9}'

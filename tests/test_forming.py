@@ -373,7 +373,7 @@ def test_success_is_of_the_very_round() -> None:
 
 def test_what_is_written_raises_the_version_and_nothing_else() -> None:
     record = after("ab", None)
-    broken = forming.break_up(record, Cause.LEAVE, "bye\n" + "x" * 5000, "a")
+    broken = forming.break_up(record, Cause.LEAVE, "bye\n" + "x" * 5000, "a", 0.0)
     assert broken.broken and (broken.version, broken.round, broken.members) == (4, 1, record.members)
     assert broken.broken.reason.startswith("bye xxx") and len(broken.broken.reason) == 1024, "fit to be stored and shown"
     succeeded = forming.succeed(record, "b")

@@ -339,6 +339,37 @@ MUTANTS = (
         *("liveness", "for node_id in self._seen.keys() - seqs.keys():", "for node_id in ():"),
         *("liveness", "who_is_not_read_is_not_called_silent"),
     ),
+    mutant(
+        "all rows are read when a watched one is away",
+        *("machine", "self._earlier is not None or self._may_have_lost_several()", "self._earlier is not None"),
+        *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
+    ),
+    # A node that crashes again and again.
+    mutant(
+        "newcomers wait beside a round after many early losses",
+        *("machine", "elif self._now < taken_in:", "elif False:"),
+        *("crash_loops", "a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work"),
+    ),
+    mutant(
+        "after many early losses the survivors go on by themselves",
+        *("forming", "if held and len(survivors) >= rules.min_nodes:", "if False:"),
+        *("crash_loops", "after_many_early_losses_the_survivors_go_on_by_themselves"),
+    ),
+    mutant(
+        "a round that ran for long makes early losses forgotten",
+        *("forming", "0 if broken.ran >= EARLY else record.losses", "record.losses"),
+        *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),
+    ),
+    mutant(
+        "a round that newcomers ended says nothing of them",
+        *("forming", "or (broken.cause is Cause.JOIN and not lost)", ""),
+        *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),
+    ),
+    mutant(
+        "whoever ended the round lives",
+        *("machine", " | ({record.broken.by} if record.broken else set())", ""),
+        *("crash_loops", "a_newcomer_with_a_slow_beat_is_taken_in_by_the_round_that_was_ended_for_it"),
+    ),
     # What comes from outside.
     mutant(
         "an older round record is not believed",

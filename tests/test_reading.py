@@ -24,7 +24,7 @@ def look(me: str, record: RoundRecord | None, state: Status = Status.JOINING, no
 
 
 def over(cause: Cause = Cause.FAILURE, by: str = "a", lost: tuple[str, ...] = ()) -> RoundRecord:
-    return break_up(ROUND, cause, "why", by, lost)
+    return break_up(ROUND, cause, "why", by, 0.0, lost)
 
 
 @pytest.mark.parametrize(

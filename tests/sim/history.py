@@ -6,16 +6,20 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastirun.rendezvous import reading
+from elastirun.rendezvous import forming, reading
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.forming import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, Violation, World
 
 TROUBLE = 30.0  # seconds of faults
+LOOP = 90.0  # seconds for which a node crashes again and again
 HEALED_WITHIN = 200.0  # seconds after the last fault until everyone is in one round: when all were lost, that takes 88
+JOINED_WITHIN = 20.0  # ... and after newcomers need wait no more
 ENDED_WITHIN = 60.0
-WIDE, UNEVEN = 0.1, 0.25  # shares of the histories: of 3 to 9 nodes, which do not read each other's rows all the time; of unlike nodes
+# Shares of the histories: of 3 to 9 nodes, which do not read each other's rows all the time; of unlike nodes; with one that crashes
+# again and again.
+WIDE, UNEVEN, LOOPING = 0.1, 0.25, 0.1
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,10 @@ def draw(seed: int) -> Plan:
     hosted = rng.random() < 0.4
     rules = replace(rules, lasting=not hosted and rng.random() < 0.5)
     plan = Plan(seed, rules, hosted, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
+    again = random.Random(f"loop {seed}")
+    if again.random() < LOOPING:
+        loop = Fault(again.uniform(0.0, TROUBLE), "loop", again.randrange(nodes), again.uniform(0.2, 7.0), again.random())
+        plan = replace(plan, faults=tuple(sorted((*plan.faults, loop), key=lambda f: f.when)))
     if wide:
         plan = replace(plan, sparse=own.choice([1.0, 4.0, 16.0]))
     if uneven:
@@ -158,10 +166,13 @@ class History:
             world.at(world.random.uniform(0, 2.0), lambda i=i: self._add(f"n{i}", i))
         for fault in self.plan.faults:
             world.at(fault.when, lambda fault=fault: self._begin(fault))
-        world.run(TROUBLE)
+        world.run(max([TROUBLE, *(fault.when + LOOP for fault in self.plan.faults if fault.kind == "loop")]))
         self._heal()
         world.run(5.0)  # what was about to end ends
-        if not world.run(HEALED_WITHIN, lambda: invariants.settled(world)):
+        for seconds in (HEALED_WITHIN, forming.hold(world.record) if world.record else 0.0, JOINED_WITHIN):
+            if world.run(seconds, lambda: invariants.settled(world)):
+                break
+        else:
             raise Violation(f"not settled {HEALED_WITHIN:g} s after everything was healed: {self._state()}")
         invariants.verdicts_agree(world)
         self._finish()
@@ -261,6 +272,13 @@ class History:
         self._for(fault, lambda: self._again(fault.who))
 
     _reboot = _crash
+
+    def _loop(self, node: Node, fault: Fault) -> None:
+        """The node is killed, started again, killed, ... ``lasts``: how long it is away each time."""
+        self._crash(node, fault)
+        next_time = fault.lasts + 1.0 + 15.0 * fault.x
+        if self.world.t + next_time < fault.when + LOOP:
+            self.world.at(next_time, lambda: self._loop(self._current(fault.who) or node, fault))
 
     def _cut(self, node: Node, fault: Fault) -> None:
         node.cut = True

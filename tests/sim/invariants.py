@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from elastirun.rendezvous import forming
 from elastirun.rendezvous.actions import Outcome, Start
 from elastirun.rendezvous.records import Cause, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
@@ -28,8 +29,10 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
     if old is not None and world.rules.lasting and new.store_id != old.store_id:
         _must(not _complete(world, old), f"the next run begins while round {old.round} of the last one goes on")
         old = None  # a rendezvous of its own
-    for check in (_version_rises, _rounds, _members, _closing, _expulsion):
+    for check in (_version_rises, _rounds, _members, _closing, _expulsion, _newcomers):
         check(world, node, old, new)
+    if old is None or new.round > old.round:
+        world.formed_at[new.fence] = world.t
 
 
 def _version_rises(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
@@ -99,6 +102,20 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         gaps = [after - before for before, after in itertools.pairwise(times) if after >= world.t - 2 * TIME_LIMIT]
         silent = max(gaps)  # it may have come back between the look and this write
         _must(silent >= world.rules.expire / RATES - SLACK, f"{lost} was called lost after {silent:.2f} s")
+
+
+def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    """Who comes again and again gets no round more often than ``hold`` allows, while the others can do without it."""
+    if old is None or forming.hold(new) == 0:
+        return
+    broken, members, wait = new.broken, {m.id for m in old.members}, forming.hold(old)
+    if broken is not None and broken.cause is Cause.JOIN and old.broken is None:
+        ran = world.t - world.formed_at[new.fence]
+        _must(ran >= wait / RATES - SLACK, f"newcomers ended a round after {ran:.1f} s, and are to wait {wait:g} s")
+    if new.round > old.round and old.broken is not None and old.broken.cause is not Cause.JOIN:
+        stayed = [m for m in new.members if m.id in members]
+        enough = len(stayed) >= world.rules.min_nodes
+        _must(not enough or len(stayed) == len(new.members), "a newcomer is taken in at once after many early losses")
 
 
 def _start(world: World, node: Node, start: Start) -> None:

@@ -321,6 +321,7 @@ class World:
         self.nodes: list[Node] = []
         self.succeeded: set[tuple[str, int]] = set()  # (node, round): all its workers did
         self.written_at: dict[str, list[float]] = {}  # when a row changed in the store
+        self.formed_at: dict[str, float] = {}  # by fence: when the record of the round was written
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
         self.on_progress: list[Callable[[World], None]] = []  # after each event that changed which nodes' workers can take a step
