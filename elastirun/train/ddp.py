@@ -15,37 +15,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .buckets import CAP, FIRST_CAP, MIB
+from . import engine
 from .control import REQUESTS, Agreement
 from .errors import TrainError
 from .group import copy_from_first, find, verify_same
 from .hooks import Hook
 from .optimizer import BucketSteps
-from .outputs import find_tensors, to_device, with_prefix, without_prefix
+from .outputs import find_tensors, to_device
 from .reducer import Options, Reducer
+from .state_dicts import take_both_forms
 from .stats import report
+from .torch_names import TorchNames, torchs
 from .transport import choose, reduction
 
 T = TypeVar("T")
 
 
-class DistributedDataParallel(nn.Module):
+TIED = ("process_group", "device_mesh", "_made", "_transport", "_waking", "_named", "_trainable", "_needs", "_hook", "_optimizer")
+
+
+class DistributedDataParallel(TorchNames):
     """Wraps ``module``; after a backward every parameter's ``grad`` holds the mean of all ranks' gradients.
 
     The ranks of ``process_group`` (default: the default group) each hold a replica. At construction the replicas are compared (a
-    difference is a ModelMismatch that names the parameter) and rank 0's parameters and buffers are copied to the others. Use it in place of
-    ``torch.nn.parallel.DistributedDataParallel``; arguments of torch's names mean what they mean there:
+    difference is a ModelMismatch that names the parameter) and rank 0's parameters and buffers are copied to the others. It is a subclass
+    of ``torch.nn.parallel.DistributedDataParallel``, takes its place in scripts and frameworks, and has its arguments:
 
     device_ids            None, or the one device that tensors among the inputs are moved to; outputs stay on it (``output_device``)
-    bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link
-    broadcast_buffers     copy rank 0's buffers to the others before each forward in training. Default False: they are copied at
+    device_mesh           in place of ``process_group``: a mesh of one dimension
+    bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link. Of
+                          ``bucket_cap_mb_list`` the largest counts
+    forward_sync_buffers  copy rank 0's buffers to the others before each forward in training. Default False: they are copied at
                           construction and by ``sync_buffers()``; the running statistics of normalizing layers (BatchNorm) travel
-                          with the gradients, and become rank 0's on all ranks in ``eval()`` and ``state_dict()``. torch 2.13 calls the
-                          same ``forward_sync_buffers``; that name may be used, too
+                          with the gradients, and become rank 0's on all ranks in ``eval()`` and ``state_dict()``
+    broadcast_buffers     the former name of the same; False (not None, the default) keeps the ranks' own buffers at construction, too
     init_sync             compare and copy at construction; default True
-    find_unused_parameters, static_graph, gradient_as_bucket_view
+    find_unused_parameters, static_graph, gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params, check_reduction, dim
                           accepted and not needed: unused parameters, any number of uses or recomputations of a parameter, and
                           graphs that change are handled always, and gradients are views of the buckets always
+    delay_all_reduce_named_params, param_to_hook_all_reduce
+                          accepted; these parameters are reduced with the others
+    mixed_precision       a TrainError: use autocast or a communication hook
 
     and these are ours:
 
@@ -56,7 +66,8 @@ class DistributedDataParallel(nn.Module):
     check_replicas_every  compare the replicas' parameters every so many reductions (default 1000; 0: never); see ``check_replicas``
 
     Gradients are not views of one another's memory, but of the module's: keep a copy of one that you need after the next backward.
-    A parameter that no rank used in a step has no gradient (None), as without data parallelism.
+    A parameter that no rank used in a step has no gradient (None), as without data parallelism. Copies (``copy.deepcopy``, pickles) belong
+    to the default group; a copy begins to reduce in its own first backward, which every rank has to run.
 
     Raises TrainError (no process group, nothing to train, wrong arguments) and ModelMismatch. In a backward: ReductionFailed or PeerLost;
     the module can then be used again after ``set_group``.
@@ -67,62 +78,84 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
-        *,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
-        broadcast_buffers: bool = False,
-        forward_sync_buffers: bool = False,
-        init_sync: bool = True,
         find_unused_parameters: bool = False,
-        static_graph: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
         transport: str = "auto",
         mean_over: str = "world",
         check_finite: bool = False,
         check_replicas_every: int = 1000,
     ) -> None:
-        super().__init__()
-        self.module = module
-        self.broadcast_buffers = broadcast_buffers or forward_sync_buffers
-        if device_ids is not None and len(device_ids) != 1:
-            raise TrainError(f"device_ids must be None or name one device, not {len(device_ids)}: start one process per device")
-        if output_device is not None and (device_ids is None or torch.device(output_device) != torch.device(device_ids[0])):
-            raise TrainError(f"output_device must be None or the device of device_ids, not {output_device}: outputs stay where they are")
+        self._take_names(
+            module,
+            dim=dim,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+        )
+        self._buffers_wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.forward_sync_buffers = bool(self._buffers_wanted)
+        self._copies_buffers = broadcast_buffers is not False or forward_sync_buffers is not None  # at construction
+        self._inputs_to = self._take_devices(device_ids, output_device)
         if mean_over not in ("world", "users"):
             raise TrainError(f'mean_over must be "world" or "users", not {mean_over!r}')
-        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-            raise TrainError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
-        self._inputs_to = None if device_ids is None else torch.device(device_ids[0])
-        self._options = Options(bucket_cap_mb, mean_over == "users", check_finite, check_replicas_every)
+        if mixed_precision is not None:
+            raise TrainError("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
+        cap = self._take_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        self._options = Options(cap, mean_over == "users", check_finite, check_replicas_every)
         self._wanted = transport
-        self.bucket_bytes_cap = max(int((bucket_cap_mb or CAP / MIB) * MIB), FIRST_CAP)  # torch.compile splits graphs by it
         self._hook: tuple[Hook | None, Any] = (None, None)
         self._optimizer: torch.optim.Optimizer | None = None
         self.register_state_dict_pre_hook(_adopt)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(with_prefix)  # type: ignore[no-untyped-call]
-        self._join(process_group, init_sync)
+        take_both_forms(self)
+        self._join(group_of(process_group, device_mesh, module), init_sync)
         _living[self] = os.getpid()
 
     # -- the world --------------------------------------------------------------------------------------------------
 
     def _join(self, group: dist.ProcessGroup | None, init_sync: bool) -> None:
         self.process_group = find(group)
-        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))  # torch's attribute
-        self._named = [(name, param) for name, param in self.module.named_parameters() if name not in ignored]
-        self._copied = [(name, buffer) for name, buffer in self.module.named_buffers() if name not in ignored]
-        if any(isinstance(param, nn.parameter.UninitializedParameter) for _, param in self._named):
-            raise TrainError("the module has lazy parameters without a shape: run a forward before wrapping it")
-        self._check_trainable()
+        self._list_parameters()
         device = self._trainable[0][1].device
         if init_sync:
-            lines = [f"{name} {tuple(t.shape)} {t.dtype}" + strides(t) for name, t in (*self._named, *self._copied)]
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+            named = [*self._named, *(self.named_module_buffers.items() if self._copies_buffers else ())]
+            lines = [f"{name} {tuple(t.shape)} {t.dtype}" + strides(t) for name, t in named]
             with reduction("comparing and copying the replicas"):
                 verify_same(lines, "parameters and buffers", self.process_group, device)
-                copy_from_first([tensor.detach() for _, tensor in (*self._named, *self._copied)], self.process_group)
+                copy_from_first([tensor.detach() for _, tensor in named], self.process_group)
         several = len({param.device for _, param in self._trainable}) > 1
         self._transport = choose(self.process_group, device, "group" if several else self._wanted)
         self._make_reducer()
+
+    def _list_parameters(self) -> None:
+        self._named = [(name, param) for name, param in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        for name, param in self._named:
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise TrainError("the module has lazy parameters without a shape: run a forward before wrapping it")
+            if hasattr(param, "placements"):  # importing DTensor to ask for the type would take a second
+                raise TrainError(
+                    f"{name} is a DTensor, whose shards this module does not reduce: give device_mesh= a dimension of the mesh that it "
+                    "lies on, or use torch.distributed.fsdp.fully_shard"
+                )
+        self._check_trainable()
 
     def _check_trainable(self) -> None:
         self._needs = [param.requires_grad for _, param in self._named]
@@ -170,19 +203,32 @@ class DistributedDataParallel(nn.Module):
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._active():  # first of all: the compiler gives this function up here, and compiles what it calls
+        with self._inside_ddp_forward():  # first of all: the compiler gives this function up here, and compiles what it calls
             begun = time.perf_counter()
-            trained = self._prepare()
-            if self.broadcast_buffers and self.training and torch.is_grad_enabled():
-                self.sync_buffers()
-            output = self.module(*to_device(inputs, self._inputs_to), **to_device(kwargs, self._inputs_to))
-            if trained:
-                self._reducer.announce(find_tensors(output))
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._post_forward(self.module(*inputs, **kwargs))
+            if self._trained and not self._asleep:
                 self._reducer.times.forward += time.perf_counter() - begun
             return output
 
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._trained = self._prepare()
+        self._before_forward(self._trained)
+        return to_device(inputs, self._inputs_to), to_device(kwargs, self._inputs_to)
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._trained:
+            if self.training and self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+                self._sync_buffers()
+            tensors = find_tensors(output)
+            if not (self._asleep and engine.before_backward(tensors, self._waking)):
+                self._reducer.announce(tensors)
+        return output
+
     def _prepare(self) -> bool:
         """Is a backward to be expected, one that reduces gradients?"""
+        if self._asleep:
+            return torch.is_grad_enabled()
         self._reducer.before_forward()
         needs = [param.requires_grad for _, param in self._named]
         trained = torch.is_grad_enabled() and any(needs)
@@ -191,17 +237,18 @@ class DistributedDataParallel(nn.Module):
         return trained
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Lets torch.compile split graphs where buckets end, as it does within torch's own class (DDPOptimizer)."""
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Lets torch.compile split graphs where buckets end, as it does within torch's own class (DDPOptimizer). It asks that class, or
+        this one where a script has put it in the place of torch's."""
         if "torch._dynamo" not in sys.modules:
             yield
             return
-        theirs: Any = nn.parallel.DistributedDataParallel
-        outer, theirs._active_ddp_module = theirs._active_ddp_module, self
+        outer = torchs._active_ddp_module, DistributedDataParallel._active_ddp_module
+        torchs._active_ddp_module = DistributedDataParallel._active_ddp_module = self
         try:
             yield
         finally:
-            theirs._active_ddp_module = outer
+            torchs._active_ddp_module, DistributedDataParallel._active_ddp_module = outer
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -299,9 +346,8 @@ class DistributedDataParallel(nn.Module):
         """As of any module. Before an evaluation every rank gets rank 0's running statistics, as the last reduction brought them along:
         without communication, so it may be done on one rank alone."""
         if not mode and self.training:
-            with torch.no_grad():
-                self._reducer.running.adopt()
-        super().train(mode)
+            _adopt(self)
+        super().train(mode)  # type: ignore[no-untyped-call]
         return self
 
     def sync_buffers(self) -> None:
@@ -310,7 +356,8 @@ class DistributedDataParallel(nn.Module):
         Needed for buffers that change in training, on ranks other than 0, before an evaluation or a checkpoint. Not for the running
         statistics of normalizing layers, which ``eval()`` and ``state_dict()`` take from rank 0 by themselves.
         """
-        buffers = [buffer.detach() for _, buffer in self._copied]
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        buffers = [buffer.detach() for buffer in self.modules_buffers]
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             copy_from_first(buffers, self.process_group)  # a forward before may have saved them for its backward
 
@@ -338,8 +385,55 @@ class DistributedDataParallel(nn.Module):
         self._optimizer = optimizer
         self._reducer.set_optimizer(BucketSteps(optimizer, [param for _, param in self._named]))
 
+    # -- copies ---------------------------------------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
-        raise TrainError("a data-parallel module cannot be copied or pickled: it is tied to its group; take ddp.module or ddp.state_dict()")
+        """For ``copy.deepcopy`` and pickles; only of a module of the default group, as in torch."""
+        self._check_default_group()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in self.__dict__.items() if name not in TIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = find(None)
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        self._hook, self._optimizer = (None, None), None
+        self._waking = Waking(self)
+        self._list_parameters()
+        _living[self] = os.getpid()
+
+    @property
+    def _asleep(self) -> bool:
+        """Is this a copy that has not reduced anything yet? It has no reducer: to make one is a matter of all ranks, a copy of one."""
+        return "_made" not in self.__dict__
+
+    @property
+    def _reducer(self) -> Reducer:
+        if self._asleep:
+            self._join(self.process_group, init_sync=False)
+        made: Reducer = self.__dict__["_made"]
+        return made
+
+    @_reducer.setter
+    def _reducer(self, reducer: Reducer) -> None:
+        self.__dict__["_made"] = reducer
+
+    @_reducer.deleter
+    def _reducer(self) -> None:
+        del self.__dict__["_made"]
+
+
+class Waking:
+    """Listens for the first backward of a copy, in which the copy gets its reducer."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def begin(self) -> None:
+        ddp = self._ddp()
+        if ddp is not None and ddp._asleep and engine.accumulates():
+            ddp._reducer.begin()
+
+    def fired(self, index: int) -> None:
+        """It has no hooks on parameters."""
 
 
 _living: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # and the process that made them
@@ -351,8 +445,10 @@ def _let_go() -> None:
     interpreter may abort it (pytorch issue 190489). Modules of a script's top level would hold the groups for too long."""
     for ddp, pid in list(_living.items()):
         if pid == os.getpid():
-            ddp._reducer.close()
-            del ddp._reducer, ddp._transport, ddp.process_group
+            if not ddp._asleep:
+                ddp._reducer.close()
+                del ddp._reducer, ddp._transport
+            del ddp.process_group
 
 
 def strides(tensor: Tensor) -> str:
@@ -361,5 +457,22 @@ def strides(tensor: Tensor) -> str:
 
 
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
-    with torch.no_grad():
-        ddp._reducer.running.adopt()
+    """Take over rank 0's running statistics."""
+    if not ddp._asleep:
+        with torch.no_grad():
+            ddp._reducer.running.adopt()
+
+
+def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
+    """The group of ``device_mesh=``; or the one of ``process_group=``. A module that lies on another dimension of the mesh becomes one of
+    plain tensors with torch's own function."""
+    if mesh is None:
+        return group
+    if group is not None or mesh.ndim != 1:
+        raise TrainError("give device_mesh= a mesh of one dimension, and no process_group= beside it")
+    if mesh._get_root_mesh() != mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
+    return found

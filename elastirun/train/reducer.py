@@ -79,6 +79,7 @@ class Reducer:
         self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
         self._handles: dict[int, Any] = {}  # by parameter: the hooks that tell of its gradient
         self._samples = 1.0  # of this rank, in the reduction under way
+        self._zeros = 0.0  # beside these: samples whose gradients are zero (``skip``)
         self._total = float(self.world)  # samples of all ranks that gradients are scaled for: those of the last step
         self.step = self.backwards = 0
         self.lazy = self.params[0].is_cuda
@@ -186,7 +187,7 @@ class Reducer:
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
         if self._broken is not None:
             raise self._broken
-        if self._begun and not engine.running():
+        if self.interrupted:
             self._drain()
 
     def announce(self, outputs: Sequence[Tensor]) -> None:
@@ -194,6 +195,20 @@ class Reducer:
         (they hide in some object), all backwards begin at parameters."""
         self._forwards += 1
         self._anywhere = not engine.before_backward(outputs, self) or self._anywhere
+
+    def expect(self, outputs: Sequence[Tensor]) -> None:
+        """A backward will begin at ``outputs``; if there are none, at any parameter."""
+        self._forwards += 1
+        engine.before_backward(outputs, self)
+
+    @property
+    def interrupted(self) -> bool:
+        """Has an exception ended a backward of which the others wait for a part?"""
+        return self._begun and not engine.running()
+
+    def will_reduce(self) -> bool:
+        """Does the next backward reduce?"""
+        return self.sync and (self.backwards + 1) % self.every == 0
 
     def begin(self) -> None:
         """The outermost backward has begun."""
@@ -298,6 +313,8 @@ class Reducer:
         lacking += [index for index in self._sparse if self.params[index].grad is None]
         self._lacked = set(lacking) if self._samples else set()
         self._words.write(self._tail[: self._words.size], self.said, self._samples, self.times.busy, late, sorted(set(lacking)))
+        if self._zeros:
+            self._tail[0] += self._zeros
         self.running.write()
 
     # -- its end --------------------------------------------------------------------------------------------------
@@ -318,12 +335,15 @@ class Reducer:
             return True
         return self._versions != [param.grad is not None and param.grad._version for param in self.params]
 
-    def skip(self) -> None:
-        """Take part in a reduction without gradients of one's own."""
+    def skip(self, weight: float = 0.0) -> None:
+        """Take part in a reduction without gradients of one's own; ``weight`` is the number of samples that count as gradients of zero."""
         self.conclude()
-        self._samples = 0.0
+        self._samples, self._zeros = 0.0, weight
         self.times.begin()
-        self.finish()
+        try:
+            self.finish()
+        finally:
+            self._zeros = 0.0
 
     def finish(self) -> None:
         """Reduce what is not reduced yet and wait for all of it; the gradients are there when this returns."""

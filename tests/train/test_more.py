@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -73,34 +72,6 @@ def test_running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint(how: s
     first, last = results[0], results[-1]
     assert first[0] == first[1] == last[1] and last[0] != last[1] and last[2] == first[2]
     assert (results[1][1] == first[1]) == (how == "all")
-
-
-def names(rank: int, world: int) -> list[Any]:
-    bare, ddp = Normed(), DDP(Normed())
-    outer = nn.ModuleDict({"a": ddp, "b": nn.Linear(2, 2)})
-    state = ddp.state_dict()
-    found = [
-        list(state) == list(bare.state_dict()),
-        list(nn.ModuleDict({"a": bare, "b": nn.Linear(2, 2)}).state_dict()) == list(outer.state_dict()),
-    ]
-    bare.load_state_dict(state)
-    for form in (state, {f"module.{name}": value for name, value in state.items()}):
-        other = DDP(Normed())
-        other.load_state_dict(form)
-        found.append(all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), state.values(), strict=True)))
-        nested = nn.ModuleDict({"a": other, "b": nn.Linear(2, 2)})
-        nested.load_state_dict({**{f"a.{k}": v for k, v in form.items()}, **{f"b.{k}": v for k, v in outer["b"].state_dict().items()}})
-    wrong = DDP(make()).load_state_dict({"nothing": torch.ones(1)}, strict=False)
-    found.append("0.weight" in str(wrong.missing_keys) and "nothing" in str(wrong.unexpected_keys))
-    try:
-        copy.deepcopy(ddp)
-    except TrainError:
-        found.append(True)
-    return [*found, torch.equal(copy.deepcopy(ddp.module).module.weight, ddp.module.module.weight)]
-
-
-def test_state_dicts_have_no_prefix_and_both_forms_load() -> None:
-    assert run(1, names) == [[True] * 7]
 
 
 # -- communication hooks -----------------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""``join()``: what a rank does that has no inputs left, as long as another rank has some."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+
+from .transport import reduction
+
+if TYPE_CHECKING:
+    from .torch_names import TorchNames
+
+NOT_JOINING = _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
+class JoinedRank(JoinHook):
+    """Takes part in the others' collectives; ``torch.distributed.algorithms.join.Join`` calls it once for each of their forwards.
+
+    With ``counts`` the rank counts as one that has gradients of zero, otherwise the gradients are the mean over the others.
+    """
+
+    def __init__(self, ddp: TorchNames, counts: bool) -> None:
+        self._ddp, self._counts = ddp, counts
+
+    def main_hook(self) -> None:
+        copies, reduces = announce(self._ddp)
+        if copies:
+            with reduction("copying the buffers"):
+                self._ddp._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
+        if reduces:
+            self._ddp._reducer.skip(self._ddp._reducer.said.samples if self._counts else 0.0)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        with reduction("copying the model of a rank that had inputs to the end"):
+            self._ddp._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
+        self._ddp._join_config = NOT_JOINING  # later forwards tell nobody
+
+
+def announce(ddp: TorchNames, copies: bool = False, reduces: bool = False) -> tuple[bool, bool]:
+    """Tell the ranks without inputs whether this forward ``copies`` buffers and whether its backward ``reduces``; returns what any rank
+    said."""
+    words = torch.tensor([float(copies), float(reduces)], device=ddp.device)
+    with reduction("the announcement of a forward within join()"):
+        dist.all_reduce(words, dist.ReduceOp.MAX, ddp.process_group)
+    said = words.tolist()
+    return bool(said[0]), bool(said[1])

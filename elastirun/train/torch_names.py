@@ -1,0 +1,251 @@
+"""The names of torch's data-parallel class: frameworks, torch's compiler and its checkpoints ask for them and look at the type.
+
+``TorchNames`` is a subclass of ``torch.nn.parallel.DistributedDataParallel`` of which nothing runs that belongs to torch's reducer: neither
+the constructor nor a forward. What is inherited as it is treats buffers, names and groups; the rest is said in terms of our reducer, or
+refused in a sentence. docs/ddp.md has the table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _get_device_index
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+
+from .buckets import CAP, FIRST_CAP, MIB
+from .errors import TrainError
+from .joining import NOT_JOINING, JoinedRank, announce
+from .outputs import find_tensors
+from .stats import report
+from .transport import reduction
+
+if TYPE_CHECKING:
+    from torch.nn.parallel.distributed import DistributedDataParallel as Original
+
+    from .reducer import Options, Reducer
+else:  # torch's own class, even where a script has put ours in its place
+    Original = next(c for c in nn.parallel.DistributedDataParallel.__mro__ if c.__module__ == "torch.nn.parallel.distributed")
+
+INTERNAL = (  # of torch's reducer; nothing else calls them
+    *("_build_debug_param_to_name_mapping", "_build_params_for_reducer", "_ddp_init_helper", "_delayed_all_reduce_hook", "_lazy_init"),
+    *("_fire_reducer_autograd_hook", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce", "_module_wait_for_copy_hook"),
+    *("_register_accum_grad_hook", "_register_delay_all_reduce_hook", "_root_copy_hook", "_set_sparse_metadata"),
+    *("_setup_in_backward_optimizers", "_check_global_requires_backward_grad_sync", "_clear_grad_buffer"),
+)
+
+
+torchs: Any = Original
+
+
+class TorchNames(Original):
+    """The attributes and methods of torch's class, beside those that ``DistributedDataParallel`` defines itself."""
+
+    _reducer: Reducer
+    _options: Options
+    set_group: Callable[..., None]
+    step_in_backward: Callable[..., None]
+    register_comm_hook: Callable[..., None]
+
+    def _take_names(self, module: nn.Module, **arguments: Any) -> None:
+        """What torch's constructor leaves as attributes, ``arguments`` among them."""
+        nn.Module.__init__(self)
+        self.module = module
+        self.__dict__.update(arguments)
+        self._join_config = NOT_JOINING
+        self.logger = None
+        self.mixed_precision = None
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = 250 * MIB
+        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self._use_python_reducer, self._lazy_init_ran, self._ddp_sink_clone = False, True, True
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+
+    def _take_sizes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | None:
+        """The attributes about sizes of buckets; returns the size that was asked for, in MiB."""
+        caps = list(bucket_cap_mb_list or ())
+        asked = max(caps) if caps else bucket_cap_mb
+        if asked is not None and asked <= 0:
+            raise TrainError(f"bucket_cap_mb must be more than 0, not {asked}")
+        self.bucket_bytes_cap = max(int((asked or CAP / MIB) * MIB), FIRST_CAP)  # torch.compile splits graphs by it
+        self.bucket_bytes_cap_list, self.bucket_bytes_cap_default = [int(cap * MIB) for cap in caps], asked is None
+        return asked
+
+    def _take_devices(self, ids: Sequence[int | torch.device] | None, output: int | torch.device | None) -> torch.device | None:
+        """The attributes about devices; returns the one to which inputs are moved."""
+        parameters = list(self.module.parameters())
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.device_type, self.is_multi_device_module = self.device.type, len({param.device for param in parameters}) > 1
+        if ids is not None and len(ids) > 1:
+            raise TrainError(f"device_ids must be None or name one device, not {len(ids)}: start one process per device")
+        if output is not None and (not ids or torch.device(output) != torch.device(ids[0])):
+            raise TrainError(f"output_device must be None or the device of device_ids, not {output}: outputs stay where they are")
+        self.device_ids: list[int] | None = None
+        self.output_device: int | None = None
+        if not ids:
+            return None
+        if torch.device(ids[0]).type != "cpu":
+            self.device_ids = [_get_device_index(ids[0], True)]
+            self.output_device = self.device_ids[0]
+        return torch.device(ids[0])
+
+    # -- whether and when gradients are reduced -------------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Are the next backwards to be reduced? ``no_sync()`` sets it for a while."""
+        return self._reducer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reducer.sync = value
+
+    @property
+    def reducer(self) -> TorchReducer:  # type: ignore[override]
+        """The methods of torch's reducer that frameworks call."""
+        return TorchReducer(self._reducer)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        return self._reducer.planner.epoch > 0
+
+    def _set_static_graph(self) -> None:
+        """Graphs of any kind are handled; nothing changes but the attribute."""
+        self.static_graph = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """``stats()`` has the last step's figures always."""
+
+    def _remove_autograd_hooks(self) -> None:
+        self._reducer.close()
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer._check_reducer_finalized()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """``set_group()`` without copying; a rank that is not in the group does nothing."""
+        if isinstance(new_process_group, dist.ProcessGroup) and dist.get_rank(new_process_group) >= 0:
+            self.set_group(new_process_group, init_sync=False)
+
+    # -- buffers and uneven inputs --------------------------------------------------------------------------------------
+
+    def _sync_buffers(self) -> None:
+        with reduction("copying the buffers"):
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], *location: Any, **more: Any) -> None:
+        super()._register_buffer_comm_hook(state, hook, *location, **more)
+        if self._buffers_wanted is None:
+            self.forward_sync_buffers = True
+
+    _buffers_wanted: bool | None  # as the user said
+
+    def _before_forward(self, trained: bool) -> None:
+        """Tell ranks without inputs of this forward, within join(); copy the buffers. ``trained``: a backward is to be expected."""
+        copies = trained and self.training and self._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        if self._join_config.enable:
+            with reduction("the notification of ranks without inputs"):
+                work = Join.notify_join_context(self)
+                if work is not None:
+                    work.wait()
+            announce(self, copies, trained and self._reducer.will_reduce())
+        if copies:
+            self._sync_buffers()
+
+    def join_hook(self, **kwargs: Any) -> JoinedRank:
+        """For ``torch.distributed.algorithms.join.Join``; keyword argument ``divide_by_initial_world_size``, default True."""
+        self._reducer.looks = True
+        return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
+
+    # -- hooks and optimizers -------------------------------------------------------------------------------------------
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """ALLREDUCE is what is done anyway; FP16_COMPRESS is torch's hook in Python."""
+        if comm_hook_type == torch._C._distributed_c10d.BuiltinCommHookType.FP16_COMPRESS:
+            self.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+    def _register_fused_optim(self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """``step_in_backward`` of a new optimizer."""
+        self.step_in_backward(optim(list(optim_params or self.module.parameters()), *args, **kwargs))
+
+    # -- figures --------------------------------------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Of torch's figures those that have a meaning here; see ``stats()``. ``can_set_static_graph`` is 0: there is nothing to gain."""
+        stats, reducer = report(self._reducer), self._reducer
+        return {
+            "module_name": type(self.module).__name__,
+            "backend_name": dist.get_backend(self.process_group),
+            "bucket_sizes": ", ".join(str(bucket["bytes"]) for bucket in stats["buckets"]),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in reducer.params})),
+            "world_size": reducer.world,
+            "rank": reducer.rank,
+            "iteration": stats["steps"],
+            "total_parameter_size_bytes": sum(param.nbytes for param in reducer.params),
+            "num_parameter_tensors": len(reducer.params),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "can_set_static_graph": 0,
+            "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "has_sync_bn": int(any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())),
+        }
+
+
+class TorchReducer:
+    """What frameworks call of ``torch.nn.parallel.DistributedDataParallel.reducer``."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to prepare."""
+
+    def prepare_for_backward(self, outputs: Sequence[Any]) -> None:
+        """A backward will begin at ``outputs``; if there are none, at any parameter. Lightning runs it within the module's forward."""
+        self._reducer.expect(find_tensors(list(outputs)))
+
+    def _rebuild_buckets(self) -> bool:
+        """Buckets are planned anew in backwards."""
+        return False
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Belongs to rebuilding."""
+
+    def _set_static_graph(self) -> None:
+        """Graphs of any kind are handled."""
+
+    def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Of a buffer hook: they are waited for here."""
+        for future in futures:
+            future.wait()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._reducer.close()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise TrainError if a backward has not come to its end."""
+        if self._reducer.interrupted:
+            raise TrainError("a backward did not come to its end; the next forward takes part in what the others wait for")
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise TrainError(f"{name}() is a part of torch's reducer, which this module does without")
+
+    return refuse
+
+
+for _name in INTERNAL:
+    setattr(TorchNames, _name, _refused(_name))
