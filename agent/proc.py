@@ -146,7 +146,10 @@ def environment(pid: int) -> bytes:
         finally:
             done.release()
 
-    _thread.start_new_thread(read, ())
+    try:
+        _thread.start_new_thread(read, ())
+    except RuntimeError:  # the limit of processes is reached; better to wait than to miss the process
+        read()
     return answer[0] if done.acquire(timeout=ENVIRONMENT_TIMEOUT) and answer else b""
 
 

@@ -69,6 +69,17 @@ def test_an_environment_that_cannot_be_read_in_time_counts_as_empty(monkeypatch:
     held.set()
 
 
+def test_an_environment_is_read_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of processes, which a worker's threads may have reached, the guard still finds what it must end."""
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    expected = proc.environment(os.getpid())
+    monkeypatch.setattr(proc._thread, "start_new_thread", refuse)
+    assert expected and proc.environment(os.getpid()) == expected
+
+
 def test_a_living_agent_looks_at_its_descendants_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its loop does this at the end of each round, however many processes the machine has, and reads no environment."""
     listdir, looked = os.listdir, []
