@@ -9,6 +9,18 @@ import pytest
 
 from elastirun.rendezvous.stores.tcp import TcpStore
 from tests.cluster import Cluster, Worker, cluster
+from tests.test_endings import with_change
+
+# The server of a round comes up a second after its workers.
+LATE = """
+import time
+from elastirun.agent.worker_store import WorkerStore
+serve = WorkerStore.serve
+def late(self):
+    time.sleep(1)
+    serve(self)
+WorkerStore.serve = late
+"""
 
 
 @pytest.fixture
@@ -17,9 +29,9 @@ def nodes(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def start(nodes: Cluster, i: int, count: int, *options: str) -> None:
+def start(nodes: Cluster, i: int, count: int, *options: str, change: str = "") -> None:
     options = (f"--master-port={nodes.port}", "--max-restarts=1", *options)
-    nodes.launch(i, f"--nnodes={count}", *options, str(nodes.script))
+    nodes.launch(i, f"--nnodes={count}", *options, str(nodes.script), program=with_change(change))
 
 
 def store_of(worker: Worker) -> TcpStore:
@@ -44,8 +56,9 @@ def meets_no_old_key(nodes: Cluster, size: int) -> None:
     assert [nodes.ends(agent) for agent in nodes.agents] == [0] * len(nodes.agents), nodes.everything()
 
 
-def test_on_one_node(nodes: Cluster) -> None:
-    start(nodes, 1, 1, "--nproc-per-node=2")
+@pytest.mark.parametrize("change", ["", LATE], ids=["", "before its server is up"])
+def test_on_one_node(nodes: Cluster, change: str) -> None:
+    start(nodes, 1, 1, "--nproc-per-node=2", change=change)
     meets_no_old_key(nodes, 2)
 
 
