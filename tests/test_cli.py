@@ -381,6 +381,7 @@ def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Pa
     ):
         assert re.search(rf"^  {row}$", result.out, re.MULTILINE), row
     assert f"2 workers would each run: {sys.executable} -u t.py --name 'a b'\nNothing was started.\n" in result.out
+    assert "\n1 worker would run: " in elastirun("--dry-run", "t.py").out
     assert "--expire" not in result.out and " default" not in result.out.replace("its default;", ""), "only what was given or derived"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,7 @@ def test_a_life_of_a_job(anywhere: Cluster) -> None:
     """Grow by a burst, lose a worker, lose an agent, take it in again, succeed: one round each, ranks stable."""
     first = anywhere.agent(1, *FAST, "--max-restarts=1")
     (alone,) = anywhere.round(1)
+    anywhere.says(1, "round 1: 1 node, 1 worker; here rank 0 (")
     second, third = (anywhere.agent(i, *FAST, "--max-restarts=1") for i in (2, 3))
     grown = anywhere.round(3)
     assert grown[0].round == alone.round + 1, "a burst of joiners costs one re-formation"
@@ -144,6 +147,29 @@ def test_nobody_hosts_is_explained(nodes: Cluster) -> None:
     agent = nodes.agent(2, "--join-timeout=3", nnodes="2")
     assert nodes.ends(agent) == 201
     assert "connection refused" in nodes.out(2) and "nobody hosts the store" in nodes.out(2)
+    assert "or correct --rdzv-endpoint" in nodes.out(2)
+    where = ("--master-addr=127.0.0.1", f"--master-port={nodes.port}")
+    agent = nodes.launch(3, "--nnodes=2", "--node-rank=1", *where, "--join-timeout=3", str(nodes.script))
+    assert nodes.ends(agent) == 201 and "or correct --master-port" in nodes.out(3)
+
+
+def test_a_foreign_program_at_the_endpoint_is_named(nodes: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", nodes.port)) as foreign:
+
+        def greet() -> None:
+            with suppress(OSError):  # the end
+                while True:
+                    connection, _ = foreign.accept()
+                    with connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        agent = nodes.agent(2, "--join-timeout=3", nnodes="2")
+        code = nodes.ends(agent)
+        foreign.shutdown(socket.SHUT_RDWR)
+        greeter.join()
+    assert code == 201 and f"what listens at 127.0.0.1:{nodes.port} is an ssh server" in nodes.out(2)
 
 
 def test_a_port_that_is_taken_where_this_node_must_host(nodes: Cluster) -> None:
@@ -152,6 +178,7 @@ def test_a_port_that_is_taken_where_this_node_must_host(nodes: Cluster) -> None:
         agent = nodes.launch(1, "--nnodes=2", "--node-rank=0", *where, str(nodes.script))
         assert nodes.ends(agent) == 3
     assert nodes.out(1).startswith("elastirun: giving up: ") and f"127.0.0.1:{nodes.port}" in nodes.out(1)
+    assert "choose another with --master-port" in nodes.out(1), "the option that was given"
 
 
 def test_the_same_job_again_right_after(anywhere: Cluster) -> None:

@@ -76,3 +76,12 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path: Path, example:
     assert example.torch.load(path, weights_only=True) == {"epoch": 1}
     example.save(path, {"epoch": 3})
     assert example.torch.load(path, weights_only=True) == {"epoch": 3}
+
+
+def test_a_worker_whose_round_was_replaced_publishes_nothing(tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    example.save(tmp_path / "digits.pt", {"epoch": 2})
+    monkeypatch.setattr(example, "is_current", lambda timeout: False)
+    with pytest.raises(RuntimeError, match="not published"):
+        example.save(tmp_path / "digits.pt", {"epoch": 1})
+    assert example.torch.load(tmp_path / "digits.pt", weights_only=True) == {"epoch": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]

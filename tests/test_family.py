@@ -117,6 +117,18 @@ def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) ->
     assert nodes.ends(agent) == 0
 
 
+@pytest.mark.parametrize("port", [False, True], ids=["plain", "with a port"])
+def test_a_frozen_agent_whose_place_nobody_can_take_keeps_its_workers(nodes: Cluster, port: bool) -> None:
+    given = (f"--master-port={nodes.port}",) if port else ()
+    agent = nodes.launch(1, *given, "--expire=1", "--grace=0.2", str(nodes.script))
+    family = everyone(nodes)
+    agent.send_signal(signal.SIGSTOP)
+    assert not dies(family["worker"].pid, 2.5), "in 0.8 s it would be ended where others wait"
+    agent.send_signal(signal.SIGCONT)
+    family["worker"].tell("0")
+    assert nodes.ends(agent) == 0
+
+
 @pytest.mark.parametrize("host", [1, 9], ids=["here", "elsewhere"])
 def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_wherever_its_store_is(nodes: Cluster, host: int) -> None:
     server = tcp.serve(socket.create_server(("127.0.0.9", nodes.port))) if host == 9 else None

@@ -44,6 +44,15 @@ if __name__ == "__main__":
 """
 
 
+TENSORS = """
+import elastirun, torch
+def double(x):
+    return 2 * x
+if __name__ == "__main__":
+    print(elastirun.launch(double, (torch.ones(3),))[0].tolist())
+"""
+
+
 def environ(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
 
@@ -61,6 +70,12 @@ def test_what_the_workers_return_comes_back_by_rank(tmp_path: Path) -> None:
     done = run(tmp_path, "fine", "2")
     assert done.stdout == f"{{0: (0, 1, Point(x=4), {['fine', '2']}), 1: (1, 1, Point(x=4), {['fine', '2']})}}\n", done.stderr
     assert done.stderr == ""
+
+
+def test_tensors_come_and_go_by_value(tmp_path: Path) -> None:
+    """Torch would pass handles to memory that ends with the process."""
+    done = run(tmp_path, script=TENSORS)
+    assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
 
 
 def test_after_a_restart_the_last_round_counts(tmp_path: Path) -> None:

@@ -503,7 +503,13 @@ def test_a_console_that_is_gone(way: str) -> None:
         os.close(fd)
 
 
-def test_a_console_that_is_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [True, False], ids=["", "where no thread can be started"])
+def test_a_console_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if not threads:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
     selector = selectors.PollSelector()
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     os.write(fd, b"before\n")

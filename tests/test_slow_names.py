@@ -1,4 +1,4 @@
-"""A name server that takes 1.5 s is slow, not silent: the endpoint's name is found."""
+"""A name server that takes 1.5 s is slow, not silent: the endpoint's name is found. The loop waits for no name server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cluster import Cluster
+from tests.test_endings import with_change
 
 # In network and mount namespaces of its own: every name is 127.0.0.9, after a while. Then the agent.
 SERVER = """
@@ -46,3 +49,26 @@ def test_an_endpoint_is_found_by_a_slow_name_server(tmp_path: Path) -> None:
     command = ["unshare", "-m", "-n", sys.executable, "-c", SERVER, str(tmp_path / "resolv"), *agent]
     ended = subprocess.run(command, env=environ, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+WATCHED = """
+import socket, threading
+real = socket.getaddrinfo
+def watched(host, *args, **kwargs):
+    if host == "localhost" and threading.current_thread() is threading.main_thread():
+        print("looked up in the loop", flush=True)
+    return real(host, *args, **kwargs)
+socket.getaddrinfo = watched
+"""
+
+
+def test_a_local_address_is_looked_up_outside_of_the_loop(nodes: Cluster) -> None:
+    where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=test", "--rdzv-conf=is_host=1", "--local-addr=localhost")
+    options = ("--nnodes=1:2", *where, "--last-call=0.1", "--max-restarts=1", "--restart-pause=0")
+    agent = nodes.launch(1, *options, str(nodes.script), program=with_change(WATCHED))
+    (worker,) = nodes.round(1)
+    worker.tell("exit 1")
+    (again,) = nodes.round(1, after=1)
+    assert again.env["MASTER_ADDR"] == "localhost"
+    again.tell("exit 0")
+    assert nodes.ends(agent) == 0 and "in the loop" not in nodes.out(1)

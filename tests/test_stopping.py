@@ -94,6 +94,17 @@ def test_a_worker_that_does_not_stop_is_killed_with_its_children_when_its_grace_
     assert all(dies(int(pid), 20.0) for pid in worker.env["children"])
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_workers_get_the_signal_that_their_agent_was_sent(nodes: Cluster, signum: signal.Signals) -> None:
+    nodes.script.write_text(SCRIPT.replace("signal.SIGTERM", f"signal.{signum.name}"))
+    agent = nodes.launch(1, str(nodes.script))
+    (worker,) = nodes.round(1)
+    agent.send_signal(signum)
+    assert worker.connection.recv(4) == b"TERM"
+    worker.tell("0")
+    assert nodes.ends(agent) == 128 + signum
+
+
 def test_a_second_signal_shortens_and_a_third_ends_everything_at_once(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--grace=60", str(nodes.script))
     (worker,) = nodes.round(1)

@@ -22,11 +22,11 @@ args = get_args_parser().parse_args(["TRAIN", *sys.argv[1:]])
 args.nproc_per_node, args.standalone, args.role = 2, True, "mine"
 run(args)
 """
-# As Lightning's fabric does it.
+# As Lightning's fabric does it; here with an option that only elastirun has.
 BY_LINE = """
 import sys
 import torch.distributed.run as torchrun
-torchrun.main(["--nproc_per_node=2", "--node_rank=0", "--role=mine", "TRAIN", *sys.argv[1:]])
+torchrun.main(["--nproc_per_node=2", "--node_rank=0", "--grace=20", "--role=mine", "TRAIN", *sys.argv[1:]])
 """
 TRAIN = """
 import os, sys

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent import process
+from elastirun.agent import net, process
 from elastirun.agent.console import Console
 from elastirun.agent.logs import RunLogs
 from elastirun.agent.process import Process, WorkerSpec
@@ -408,6 +408,9 @@ def test_when_one_cannot_be_started_none_is_left(loop: Loop, monkeypatch: pytest
         patch.setattr(subprocess, "Popen", refuse)
         with pytest.raises(OSError, match="cannot start local rank 2 of 4 workers: Resource temporarily unavailable") as caught:
             loop.start(*specs)
+        count = iter([2])
+        with pytest.raises(OSError, match="cannot start local rank 0 of 1 worker: "):
+            loop.start(specs[0])
     assert caught.value.errno == errno.EAGAIN
     assert not loop.workers.running and loop.watched == 0 and loop.exits == []
     assert len(os.listdir("/proc/self/fd")) == fds
@@ -516,4 +519,15 @@ def test_no_thread_for_the_workers_store_is_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("threading.Thread.start", refused)
     with pytest.raises(StartError, match="no thread can be started"):
         store.serve()
+    store._listening.close()
+
+
+def test_the_workers_store_leaves_the_endpoints_port_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be free on this node now, and the host of the next rendezvous store needs it."""
+    listen_on, endpoint = net.listen_on, net.listen_on("127.0.0.1")
+    given = [endpoint]
+    monkeypatch.setattr(net, "listen_on", lambda address: given.pop() if given else listen_on(address))
+    port = endpoint.getsockname()[1]
+    store = WorkerStore("127.0.0.1", print, avoid=port)
+    assert store.port != port and endpoint.fileno() == -1
     store._listening.close()
