@@ -17,16 +17,19 @@ from tests.test_net import cannot_unshare
 SUSPENDED = """
 import signal
 from elastirun import clock
+from elastirun.agent.workers import Workers
 real, suspended = clock.now, []
 clock.now = lambda: real() + sum(suspended)
 signal.signal(signal.SIGUSR1, lambda *_: suspended.append(12.0))
+Workers.forward = lambda *_: suspended.append(12.0)
 """
 
 
-def test_an_agent_that_was_suspended_says_so_and_it_costs_no_restart(nodes: Cluster) -> None:
+@pytest.mark.parametrize("option", ["--signals-to-handle=SIGTERM", "--forward-signals=SIGUSR1"], ids=["waits", "handles an event"])
+def test_an_agent_that_was_suspended_says_so_and_it_costs_no_restart(nodes: Cluster, option: str) -> None:
     """The guard has the same clock, as far as the agent's messages tell it: it ends the workers, for others may have taken their place."""
     where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=test", "--rdzv-conf=is_host=1", "--last-call=0.1")
-    options = ("--nnodes=1:2", *where, "--event-log-handler=console", str(nodes.script))
+    options = ("--nnodes=1:2", *where, "--event-log-handler=console", option, str(nodes.script))
     agent = nodes.launch(1, *options, program=with_change(SUSPENDED))
     (worker,) = nodes.round(1)
     agent.send_signal(signal.SIGUSR1)
