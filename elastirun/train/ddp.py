@@ -116,6 +116,8 @@ class DistributedDataParallel(TorchNames):
         self._inputs_to = self._take_devices(device_ids, output_device)
         if mean_over not in ("world", "users"):
             raise TrainError(f'mean_over must be "world" or "users", not {mean_over!r}')
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise TrainError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
         if mixed_precision is not None:
             raise TrainError("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
         cap = self._take_sizes(bucket_cap_mb, bucket_cap_mb_list)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from .transport import reduction
@@ -24,8 +25,11 @@ class JoinedRank(JoinHook):
 
     def __init__(self, ddp: TorchNames, counts: bool) -> None:
         self._ddp, self._counts = ddp, counts
+        self._kept: list[tuple[nn.Parameter, Tensor | None]] = []  # this rank's gradients when it had no inputs any more
 
     def main_hook(self) -> None:
+        if not self._kept:
+            self._kept = [(param, None if param.grad is None else param.grad.clone()) for param in self._ddp.module.parameters()]
         copies, reduces = announce(self._ddp)
         if copies:
             with reduction("copying the buffers"):
@@ -34,9 +38,11 @@ class JoinedRank(JoinHook):
             self._ddp._reducer.skip(self._ddp._reducer.said.samples if self._counts else 0.0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
+        for param, grad in self._kept:  # until here they are the others', for optimizers that join() as well
+            param.grad = grad
+        self._kept = []
         with reduction("copying the model of a rank that had inputs to the end"):
             self._ddp._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
-        self._ddp._join_config = NOT_JOINING  # later forwards tell nobody
 
 
 def announce(ddp: TorchNames, copies: bool = False, reduces: bool = False) -> tuple[bool, bool]:

@@ -149,12 +149,11 @@ class TorchNames(Original):
     def _before_forward(self, trained: bool) -> None:
         """Tell ranks without inputs of this forward, within join(); copy the buffers. ``trained``: a backward is to be expected."""
         copies = trained and self.training and self._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
-        if self._join_config.enable:
-            with reduction("the notification of ranks without inputs"):
-                work = Join.notify_join_context(self)
-                if work is not None:
-                    work.wait()
-            announce(self, copies, trained and self._reducer.will_reduce())
+        if self._join_config.enable and trained:
+            work = Join.notify_join_context(self)  # a RuntimeError, if throw_on_early_termination was given and a rank has ended
+            if work is not None:
+                work.wait()
+            announce(self, copies, self._reducer.will_reduce())
         if copies:
             self._sync_buffers()
 
