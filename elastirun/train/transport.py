@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -14,6 +15,8 @@ from .errors import ReductionFailed, TrainError
 from .flat import Storage, zeros
 
 AGAIN = "Use set_group() with a new process group"
+# Words in errors of backends that may come from the loss of a peer; an error without any of them is about something else (a dtype, memory).
+OF_PEERS = re.compile(r"gloo/|nccl|timed? ?out|connect|socket|abort|peer|closed|closure|store|rank", re.IGNORECASE)
 
 
 class Work(Protocol):
@@ -60,7 +63,8 @@ def reduction(what: str) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError) as error:
         first = (str(error).splitlines() or ["no reason given"])[0]
-        raise ReductionFailed(f"{what} failed: {first}; a peer may be gone. {AGAIN}") from error
+        lost = isinstance(error, dist.DistError) or OF_PEERS.search(first)
+        raise ReductionFailed(f"{what} failed: {first}" + (f"; a peer may be gone. {AGAIN}" if lost else "")) from error
 
 
 class GroupWork:

@@ -57,6 +57,21 @@ MUTANTS = (
         *("reducer", "correction = self._total / agreed.samples if agreed and agreed.samples else 1.0", "correction = 1.0"),
         *("ddp", "the_mean_is_over_samples"),
     ),
+    Mutant(
+        "a rank without inputs counts as gradients of zero",
+        *("reducer", "self._tail[0] += self._zeros", "pass"),
+        *("in_place", "the_same_as_with_torchs_class[uneven-3]"),
+    ),
+    Mutant(
+        "versions are found without the prefix, too",
+        *("state_dicts", "        _rename_versions(wrapper,", "        (lambda *_: None)(wrapper,"),
+        *("in_place", "state_dicts_of_unwrapped_modules_load_with_their_versions"),
+    ),
+    Mutant(
+        "a copy reduces its gradients",
+        *("ddp", "            ddp._reducer.begin()\n", "            pass\n"),
+        *("in_place", "the_same_as_with_torchs_class[copied-2]"),
+    ),
     Mutant("no data, not even a NaN", "flat", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
     Mutant(
         "a request is heard once",
