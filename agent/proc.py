@@ -162,11 +162,16 @@ def value_of(name: str, environment: bytes) -> str:
 
 
 def _environment(pid: int) -> bytes:
-    found = _read(f"/proc/{pid}/environ", ENVIRONMENT_LIMIT)
-    if not found:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            found = found or _read(f"/proc/{pid}/task/{task}/environ", ENVIRONMENT_LIMIT)
-    return found
+    if found := _environ(f"/proc/{pid}"):
+        return found
+    return next(filter(None, (_environ(f"/proc/{pid}/task/{task}") for task in os.listdir(f"/proc/{pid}/task"))), b"")
+
+
+def _environ(thread: str) -> bytes:
+    try:
+        return _read(f"{thread}/environ", ENVIRONMENT_LIMIT)
+    except ProcessLookupError:  # this thread has ended: newer kernels say so, older ones show nothing
+        return b""
 
 
 def _read(path: str, limit: int = 1 << 20) -> bytes:
