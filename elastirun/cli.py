@@ -24,13 +24,13 @@ from click.core import ParameterSource
 
 from elastirun import __version__, early, standard_streams
 from elastirun.agent.cpus import usable_cpus
-from elastirun.config import Command, LaunchConfig
+from elastirun.config import Command, Etcd, LaunchConfig
 from elastirun.errors import ElastirunError, ExitCode, StartError, UsageError
 from elastirun.options import GROUPS, OPTIONS, RUN, Option, normalise
 from elastirun.parse import quote
 from elastirun.reading import DEFAULT_SOURCE, Facts, Reading, Row
 from elastirun.resolve import resolve
-from elastirun.secret_files import read_secret_file
+from elastirun.secret_files import advice, read_secret_file
 
 TOKEN_BYTES = range(16, 4097)  # how long a secret may be
 
@@ -110,6 +110,7 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
         raise StartError(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
     _check_log_dir(reading, config.logs.log_dir)
     config = replace(config, token=_token(reading))
+    _check_secrets(reading, config.etcd)
     dry_run = reading.flag("dry_run")
     for warning in reading.warnings:
         _say(f"warning: {warning}")
@@ -224,6 +225,13 @@ def _token(reading: Reading) -> bytes | None:
     if file.advice:
         reading.warn(f"{label}: {quote(path)}: {file.advice}")
     return token
+
+
+def _check_secrets(reading: Reading, etcd: Etcd | None) -> None:
+    """Warn of secrets for etcd that others can read. They are read when they are needed; etcd's own word is said if they cannot be."""
+    for name, path in {"password_file": etcd.password_file, "key": etcd.key}.items() if etcd else ():
+        if path and (found := advice(path)):
+            reading.warn(f"{reading.label('rdzv_conf')}: {name}={quote(path)}: {found}")
 
 
 _PROBE = """

@@ -1,4 +1,4 @@
-"""Read secrets from files: the token of ``--token-file``, the password for etcd."""
+"""Secrets in files: read the token of ``--token-file``, and advise where others can read this or another secret."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def read_secret_file(path: str, most: int) -> SecretFile:
     finally:
         os.close(fd)
     return SecretFile(content, _advice(path, mode) if stat.S_ISREG(mode) else "")
+
+
+def advice(path: str) -> str:
+    """What to do when others can read the file ``path``, which is not opened; empty: nobody else can, or it is no regular file."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return ""
+    return _advice(path, mode) if stat.S_ISREG(mode) else ""
 
 
 def _read(fd: int, most: int) -> bytes:

@@ -365,6 +365,20 @@ def test_a_token(elastirun: Elastirun, tmp_path: Path) -> None:
     assert "chmod 600" in elastirun("--token-file=token", "t.py").err
 
 
+@pytest.mark.parametrize(("conf", "scheme"), [("user=me,password_file=secret", ""), ("cert=t.py,key=secret", "https://")])
+def test_a_secret_for_etcd_that_others_can_read_is_warned_of(elastirun: Elastirun, tmp_path: Path, conf: str, scheme: str) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    line = ("--nnodes=2", "--rdzv-id=j", "--rdzv-backend=etcd", f"--rdzv-endpoint={scheme}h", f"--rdzv-conf={conf}", "t.py")
+    for mode, warned in ((0o644, True), (0o600, False)):
+        file.chmod(mode)
+        result = elastirun(*line)
+        assert (result.status, "='secret': others on this machine can read it; chmod 600 it" in result.err) == (7, warned), result.err
+    file.unlink()
+    os.mkfifo(file)
+    assert "others" not in elastirun(*line).err, "and it is not opened"
+
+
 def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(SECRET)
     (tmp_path / "token").chmod(0o600)
@@ -382,6 +396,7 @@ def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Pa
         assert re.search(rf"^  {row}$", result.out, re.MULTILINE), row
     assert f"2 workers would each run: {sys.executable} -u t.py --name 'a b'\nNothing was started.\n" in result.out
     assert "\n1 worker would run: " in elastirun("--dry-run", "t.py").out
+    assert re.search("^listens: the rendezvous store: not here, ", result.out, re.MULTILINE)
     assert "--expire" not in result.out and " default" not in result.out.replace("its default;", ""), "only what was given or derived"
 
 
