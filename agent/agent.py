@@ -78,7 +78,11 @@ def run(config: LaunchConfig) -> int:
     require_pidfds()
     torch_class.store_only()
     with ExitStack() as stack:
-        return Agent(config, stack).run()
+        try:
+            agent = Agent(config, stack)
+        except OSError as error:  # no descriptor, no space, no folder for temporary files
+            raise StartError(f"cannot start here: {error}") from error
+        return agent.run()
 
 
 class Agent:

@@ -72,7 +72,7 @@ class RoundCheck:
             self._listening.listen(MAX_CLIENTS)
         except OSError as error:
             self.close()
-            self.trouble = f"workers cannot ask whether their round is current: no socket in {tempfile.gettempdir()}: {error.strerror}"
+            self.trouble = f"workers cannot ask whether their round is current: no socket in a temporary folder: {error.strerror}"
             self.folder = ""
             return
         self.path = f"{self.folder}/agent"

@@ -6,6 +6,8 @@ import errno
 import os
 import selectors
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -282,6 +284,7 @@ if os.environ["ELASTIRUN_ROUND"] == "1":
             open(f"{sys.argv[1]}/{i}", "w")
         except OSError:
             sys.exit(3)
+sys.exit(bool(os.environ["TORCHELASTIC_ERROR_FILE"]))  # its folder could not be made, and torch's @record would fail
 """
 
 
@@ -301,6 +304,26 @@ def test_a_full_log_disk_is_an_error_at_the_very_start_and_later_costs_no_restar
         assert line.startswith("elastirun: cannot make ") and "No space left on device" in line and line.endswith("; set --log-dir")
     else:
         assert "elastirun: cannot make the workers' logs in " in nodes.out(1) and "Traceback" not in nodes.out(1)
+
+
+NO_TEMPORARY_FOLDER = """
+import sys, tempfile
+def none(*args, **kwargs):
+    raise FileNotFoundError(2, "No usable temporary directory found")
+tempfile.gettempdir = tempfile.mkdtemp = none
+from elastirun import cli
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--standalone", "--rdzv-backend=etcd"), 3)])
+def test_without_a_folder_for_temporary_files_a_job_runs_unless_it_needs_one(options: tuple[str, ...], code: int) -> None:
+    """As in a container whose file system is read-only."""
+    command = [sys.executable, "-c", NO_TEMPORARY_FOLDER, *options, "--no-python", "true"]
+    environment = {**os.environ, "ELASTIRUN_ETCD_BINARY": sys.executable}
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert "No usable temporary directory found" in done.stderr
 
 
 def test_an_agent_ends_although_its_log_disk_hangs(nodes: Cluster) -> None:
