@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from elastirun.agent.blame import SIGNAL_HOLD
+from elastirun import clock
+from elastirun.agent import lodgers
+from elastirun.agent.blame import HOLD, SIGNAL_HOLD, Blame
 from elastirun.agent.failures import may_be_asked_for
+from elastirun.agent.logs import RunLogs
 from elastirun.agent.workers import WorkerExit
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.records import ExitRecord, NodeRow, Status
+from elastirun.rendezvous.stores.tcp import TcpStore
 from tests.cluster import Cluster, cluster
 
 WAYS = {  # what a worker does at SIGTERM
@@ -51,6 +59,22 @@ def test_a_worker_that_is_signalled_10_ms_before_its_agent_has_left(nodes: Clust
     assert nodes.ends(other) == 0, "--max-restarts=0"
 
 
+def test_a_node_that_leaves_reports_no_failure(nodes: Cluster) -> None:
+    """Should another node fail at the same moment, it would be taken for the cause."""
+    nodes.script.write_text(SCRIPT.format(way=WAYS["default"]))
+    host, agent = nodes.agent(1, nnodes="1:2"), nodes.agent(2, nnodes="1:2")
+    workers = nodes.round(2)
+    (drained,) = (worker for worker in workers if f"here rank {worker.rank} " in nodes.out(2))
+    signal_both(drained.pid, agent.pid)
+    assert nodes.ends(agent) == 143
+    store = TcpStore("127.0.0.1", nodes.port)
+    rows = [Codec().decode(key, data, NodeRow) for key, data in store.under(f"{lodgers.prefix('test')}node/").items()]
+    assert [row.failures for row in rows if row.status is Status.LEFT] == [()]
+    (worker,) = nodes.round(1, after=1)
+    worker.tell("0")
+    assert nodes.ends(host) == 0
+
+
 def signal_both(worker: int, agent: int) -> None:
     import os
 
@@ -69,6 +93,27 @@ def test_a_worker_that_alone_is_ended_by_a_signal_has_failed(nodes: Cluster) -> 
     os.kill(worker.pid, signal.SIGTERM)
     assert nodes.ends(agent) == 1 and time.monotonic() >= signal_at + SIGNAL_HOLD
     assert "killed by SIGTERM (signal 15), sent from outside" in nodes.out(1)
+
+
+def test_what_a_leave_takes_back() -> None:
+    signalled, victim, own = (ExitRecord("n", rank, rank, 7, code, 0, 1.0) for rank, code in enumerate((-15, 1, 3)))
+    blame = Blame("n", cast(RunLogs, None))
+    blame.add(signalled, SIGNAL_HOLD)
+    blame.add(victim, HOLD)
+    assert blame.tell_at > clock.now() + HOLD, "the victim of one that was told to leave waits as long"
+    blame.leave()
+    blame.add(signalled, SIGNAL_HOLD)
+    assert (blame.worst, blame.tell_at) == ((), math.inf), "nobody has failed, also later on"
+    blame.begin(1, False)
+    blame.add(own)
+    blame.add(signalled, SIGNAL_HOLD)
+    blame.leave()
+    assert blame.worst == (own,) and blame.tell_at <= clock.now()
+    blame.begin(2, False)
+    blame.add(signalled, SIGNAL_HOLD)
+    blame.tell()
+    blame.leave()
+    assert blame.worst == (signalled,), "what was told counts"
 
 
 TRACEBACK = "Traceback (most recent call last):"

@@ -52,10 +52,16 @@ def wrapped(nodes: Cluster, line: str, *options: str) -> tuple[subprocess.Popen[
     return agent, nodes.worker()
 
 
-LINES = ("{python} {script}", "timeout 1000 {python} {script}", "bash -c '{python} {script}; true'", "{python} {script} & wait")
+LINES = {
+    "child": "{python} {script}",
+    "own group": "timeout 1000 {python} {script}",
+    "two wrappers": "bash -c '{python} {script}; true'",
+    "background": "{python} {script} & wait",
+    "own session": "setsid -w {python} {script}",
+}
 
 
-@pytest.mark.parametrize("line", LINES, ids=["child", "own group", "two wrappers", "background"])
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 def test_what_runs_below_a_wrapper_is_signalled_once_and_has_its_grace(nodes: Cluster, line: str) -> None:
     agent, below = wrapped(nodes, line, "--grace=60")
     agent.send_signal(signal.SIGTERM)
@@ -66,8 +72,19 @@ def test_what_runs_below_a_wrapper_is_signalled_once_and_has_its_grace(nodes: Cl
     assert below.connection.recv(99) == b"" and "saved" in nodes.out(1)
 
 
+def test_nobody_is_signalled_again_when_another_has_ended(nodes: Cluster) -> None:
+    agent, first = wrapped(nodes, "{python} {script} & {python} {script} & wait", "--grace=60")
+    second = nodes.worker()
+    agent.send_signal(signal.SIGTERM)
+    assert [below.connection.recv(99) for below in (first, second)] == [b"SIGTERM ", b"SIGTERM "]
+    first.tell("0")
+    assert dies(first.pid) and not dies(second.pid, 0.5)
+    second.tell("0")
+    assert nodes.ends(agent) == 143 and second.connection.recv(99) == b""
+
+
 def test_what_runs_below_a_wrapper_is_killed_when_the_grace_is_over(nodes: Cluster) -> None:
-    agent, below = wrapped(nodes, LINES[1], "--grace=1")
+    agent, below = wrapped(nodes, LINES["own group"], "--grace=1")
     agent.send_signal(signal.SIGTERM)
     assert below.connection.recv(99) == b"SIGTERM "
     assert nodes.ends(agent) == 143 and dies(below.pid, 0)
@@ -75,7 +92,7 @@ def test_what_runs_below_a_wrapper_is_killed_when_the_grace_is_over(nodes: Clust
 
 def test_a_shell_that_waits_for_its_child_ends_by_ctrl_c_too(nodes: Cluster) -> None:
     """A shell that is sent SIGINT waits until its child has ended: it is sent SIGTERM instead, and then its child."""
-    agent, below = wrapped(nodes, LINES[0], "--grace=60")
+    agent, below = wrapped(nodes, LINES["child"], "--grace=60")
     agent.send_signal(signal.SIGINT)
     assert below.connection.recv(99) == b"SIGTERM "
     below.tell("0")
