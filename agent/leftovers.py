@@ -53,7 +53,7 @@ class Sweep:
         tops = [
             process
             for process in table.values()
-            if process.parent in self._parents and process.pid not in self._ourselves and process.session not in self._outside
+            if process.parent in self._parents and process.session not in self._outside
         ]
 
         def is_left(top: proc.Process, ours: kills.Table) -> bool:

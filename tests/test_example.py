@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.test_hostile import Trap
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "examples" / "train.py"
@@ -85,3 +89,16 @@ def test_a_worker_whose_round_was_replaced_publishes_nothing(tmp_path: Path, exa
         example.save(tmp_path / "digits.pt", {"epoch": 1})
     assert example.torch.load(tmp_path / "digits.pt", weights_only=True) == {"epoch": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
+
+
+def test_a_checkpoint_of_another_rank_is_not_unpickled(tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reaches the workers' store can take the place of rank 0."""
+    data = io.BytesIO()
+    example.torch.save(Trap(tmp_path / "trap"), data)
+    content = example.torch.frombuffer(bytearray(data.getvalue()), dtype=example.torch.uint8)
+    sent = iter((example.torch.tensor(len(content)), content))
+    stranger = SimpleNamespace(get_rank=lambda: 1, broadcast=lambda tensor, src: tensor.copy_(next(sent)))
+    monkeypatch.setattr(example, "dist", stranger)
+    with pytest.raises(pickle.UnpicklingError):
+        example.resume(tmp_path / "none", None, None, example.torch.device("cpu"))
+    assert not (tmp_path / "trap").exists()

@@ -57,7 +57,32 @@ def test_a_variable_is_found_by_its_whole_name() -> None:
     assert proc.value_of("A", b"XA=1\0B=A=2\0") == "" and proc.value_of("A", b"A=1\0A=2") == "1"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize(("ids", "counts"), [("0, 0, 0", True), ("65534, 65534, 65534", False), ("65534, 0, 0", False)])
+def test_a_mark_counts_only_in_a_process_of_our_own_user(ids: str, counts: bool) -> None:
+    """Whoever starts a program that runs with root's rights chooses its environment."""
+    own = marks.own()
+    code = f"import os; os.setresuid({ids}); print(flush=True); os.execvp('sleep', ['sleep', '1000'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, marks.VARIABLE: own.text}) as program:
+        try:
+            assert program.stdout and program.stdout.readline()
+            found = proc.look(program.pid)
+            assert found is not None and own.text in proc.environment(program.pid).decode()
+            assert [each.text for each in kills.marks_of(found)] == [own.text] * counts
+        finally:
+            program.kill()
+
+
 # -- reading /proc
+
+
+def test_a_mark_is_found_behind_two_mebibytes_of_environment() -> None:
+    big = {f"BIG{i}": "x" * 100_000 for i in range(20)}
+    with subprocess.Popen(["sleep", "1000"], env={**big, "PATH": os.environ["PATH"], marks.VARIABLE: f"1-2-3-{R}"}) as program:
+        try:
+            assert [each.text for each in marks.in_environment(proc.environment(program.pid))] == [f"1-2-3-{R}"]
+        finally:
+            program.kill()
 
 
 def test_an_environment_that_cannot_be_read_in_time_counts_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +180,10 @@ def test_workers_that_were_started_later_are_not_meant() -> None:
 
 
 @contextmanager
-def running_guard(deadline: float) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running_guard(deadline: float, group: str = "") -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A guard whose agent is this test, which stays: so children need evidence. And a worker that it is told of."""
     own = marks.own()
-    command = [sys.executable, "-I", "-S", guard.__file__, own.text, str(deadline), "1", ""]
+    command = [sys.executable, "-I", "-S", guard.__file__, own.text, str(deadline), "1", group]
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as worker:
         try:
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
@@ -216,6 +241,18 @@ def test_a_moment_that_passes_without_a_sign_ends_the_workers() -> None:
         assert dies(worker)
 
 
+def test_a_group_is_removed_when_its_last_process_has_died_at_last(tmp_path: Path) -> None:
+    """A worker with much memory takes seconds to die of SIGKILL."""
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group" / "busy").touch()
+    with running_guard(clock.now() + 1000, str(tmp_path / "group")) as (program, worker):
+        assert program.stdin
+        program.stdin.close()
+        assert dies(worker) and not dies(program.pid, 1.0), "the guard waits"
+        (tmp_path / "group" / "busy").unlink()
+        assert dies(program.pid) and not (tmp_path / "group").exists()
+
+
 def test_only_a_folder_that_we_made_is_removed(tmp_path: Path) -> None:
     ours, other, link = tmp_path / "elastirun_x", tmp_path / "precious", tmp_path / "elastirun_y"
     for folder in (ours, other):
@@ -226,6 +263,11 @@ def test_only_a_folder_that_we_made_is_removed(tmp_path: Path) -> None:
         guard.remove_folder(found.st_dev, found.st_ino + (path is ours), os.fsencode(path))
         assert path.exists()
     found = ours.lstat()
+    if os.geteuid() == 0:
+        os.chown(ours, 65534, -1)
+        guard.remove_folder(found.st_dev, found.st_ino, os.fsencode(ours))
+        assert ours.exists(), "it is another user's now"
+        os.chown(ours, 0, -1)
     guard.remove_folder(found.st_dev, found.st_ino, os.fsencode(ours))
     assert not ours.exists()
 
@@ -235,13 +277,28 @@ def test_groups_are_named_by_mark_and_job(tmp_path: Path) -> None:
     namespace = proc.pid_namespace()
     dead = f"{2**22 - 1}-1-{namespace}-{R}"
     kept = [control_group.name(marks.own().text, "job"), f"elastirun-{dead}", f"elastirun-{dead}x-00000000", "elastirun-", "other"]
-    full = tmp_path / control_group.name(dead, "other")
-    for name in (*kept, control_group.name(dead, "job")):
+    full = [control_group.name(dead, job) for job in ("other", "none")]
+    for name in (*kept, *full, control_group.name(dead, "job")):
         (tmp_path / name).mkdir()
-    full.mkdir()
-    (full / "cgroup.procs").write_text(f"{os.getppid()}\n")
-    found = leftovers.Sweep("none", "", tmp_path)
-    assert found.count == 0 and {path.name for path in tmp_path.iterdir()} == {*kept, full.name}
+    for name in full:
+        (tmp_path / name / "cgroup.procs").write_text(f"{2**22 - 2}\n")
+    assert leftovers.Sweep("none", "", tmp_path).count == 0, "every job without an id has that one"
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, *full}
+    assert leftovers.Sweep(os.urandom(8).hex(), "", tmp_path).count == 0
+
+
+def test_a_group_that_we_are_in_or_that_is_another_users_is_left_alone(tmp_path: Path) -> None:
+    job = os.urandom(8).hex()
+    namespace = proc.pid_namespace()
+    groups = [tmp_path / control_group.name(f"{2**22 - 1 - i}-1-{namespace}-{R}", job) for i in range(2)]
+    for group, member in zip(groups, (os.getpid(), 2**22 - 1), strict=True):
+        group.mkdir()
+        (group / "cgroup.procs").write_text(f"{member}\n")
+    if os.geteuid() == 0:
+        os.chown(groups[1], 65534, -1)
+    else:
+        (groups[1] / "cgroup.procs").write_text("")
+    assert leftovers.Sweep(job, "", tmp_path).count == 0
 
 
 def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 from elastirun.agent import signals
 from elastirun.agent.signals import Signals
 from tests.cluster import PATIENCE, Cluster, dies
+from tests.test_pid1 import SLOW_IMPORT
 from tests.test_stopping import SCRIPT
 
 
@@ -92,21 +93,34 @@ def test_gnu_timeout_does_not_shorten_the_grace(nodes: Cluster) -> None:
     nodes.ends(agent)
 
 
-def test_a_signal_that_was_blocked_at_the_start_is_obeyed(nodes: Cluster) -> None:
-    nodes.script.write_text(SCRIPT)
-    block = """
+BLOCK = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 os.execv(sys.executable, sys.argv[1:])
 """
-    agent = nodes.launch(1, str(nodes.script), before=(sys.executable, "-c", block))
+BLOCKED = (sys.executable, "-c", BLOCK)
+
+
+def blocks(pid: int, signum: int) -> bool:
+    mask = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+    return bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def test_a_signal_that_was_blocked_at_the_start_is_obeyed(nodes: Cluster) -> None:
+    nodes.script.write_text(SCRIPT)
+    agent = nodes.launch(1, "--forward-signals=SIGUSR1", str(nodes.script), before=BLOCKED)
     (worker,) = nodes.round(1)
-    blocked = int(Path(f"/proc/{worker.pid}/status").read_text().partition("SigBlk:")[2].split()[0], 16)
-    assert not blocked >> (signal.SIGTERM - 1) & 1
+    assert not blocks(worker.pid, signal.SIGTERM) and not blocks(agent.pid, signal.SIGUSR1)
     agent.send_signal(signal.SIGTERM)
     assert worker.connection.recv(4) == b"TERM"
     worker.tell("0")
     assert nodes.ends(agent) == 143
+
+
+def test_a_signal_that_was_blocked_at_the_start_is_obeyed_during_the_first_import(nodes: Cluster) -> None:
+    (nodes.tmp_path / "click.py").write_text(SLOW_IMPORT.format("SIGTERM"))
+    nodes.env["PYTHONPATH"] = str(nodes.tmp_path)
+    assert nodes.ends(nodes.launch(1, str(nodes.script), before=BLOCKED)) == 143
 
 
 def test_no_signal_to_all_processes_of_a_step_ends_the_guard(nodes: Cluster) -> None:

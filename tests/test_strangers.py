@@ -45,6 +45,7 @@ HIDING = {
     "titled": TITLED + "os.write(1, b'x')\nsignal.pause()",
     "titled, in a session of its own": TITLED + "os.setsid()\nos.write(1, b'x')\nsignal.pause()",
     "main thread ended": THREAD,
+    "main thread ended, in a session of its own": "import os; os.setsid()\n" + THREAD,
     "2 MiB of environment": "import os, signal\nos.setsid()\nos.write(1, b'x')\nsignal.pause()",
 }
 HIDER = REPORT + """
@@ -157,33 +158,36 @@ def test_what_a_worker_submits_elsewhere_lives_on_when_its_agent(nodes: Cluster,
 
 
 BATCH = """
-setsid sh -c 'echo $$ > "$1/daemon"; exec sleep 1000' sh "$1" &
+(setsid sh -c 'echo $$ > "$1/daemon"; exec sleep 1000' sh "$1" &)
 while ! [ -s "$1/daemon" ]; do sleep 0.01; done
-sleep 1000 & echo $! > "$1/child"
-"$2" -m elastirun --standalone --rdzv-id=again "$1/worker.py"
+(sleep 1000 & echo $! > "$1/orphan")
+$3 "$2" -m elastirun --standalone --rdzv-id=again "$1/worker.py"
 echo $? > "$1/code"
-kill $!
 """
+DETACHED = 'sh -c "$@" > /dev/null & echo $!'  # its parent and session leader ends: it is an orphan that goes where ours go
 
 
-def test_a_batch_script_with_a_workers_environment_starts_the_next_job(nodes: Cluster) -> None:
+@pytest.mark.parametrize("launched", ["env", "env -u ELASTIRUN_AGENT"])
+def test_a_batch_script_with_a_workers_environment_starts_the_next_job(nodes: Cluster, launched: str) -> None:
     agent = nodes.launch(1, "--rdzv-id=again", "--standalone", str(nodes.script))
     worker = nodes.worker()
     kill_with_guard(agent)
     assert dies(worker.pid)
-    arguments = ["sh", "-c", BATCH, "sh", str(nodes.tmp_path), sys.executable]
-    batch = subprocess.Popen(arguments, env=environment_of(worker), start_new_session=True, cwd=Path(__file__).parent.parent)
-    daemon = None
+    command = ["sh", "-c", DETACHED, "sh", BATCH, "sh", str(nodes.tmp_path), sys.executable, launched]
+    where = Path(__file__).parent.parent
+    detached = subprocess.run(
+        command, env=environment_of(worker), cwd=where, stdout=subprocess.PIPE, start_new_session=True, check=True
+    )
+    batch = int(detached.stdout)
+    pids = {"batch": batch}
     try:
         nodes.worker().tell("0")
-        daemon = int((nodes.tmp_path / "daemon").read_text())
-        assert batch.wait(60) == 0
-        assert (nodes.tmp_path / "code").read_text() == "0\n"
-        assert not dies(daemon, 0), "and so does what it started besides"
+        pids |= {name: int((nodes.tmp_path / name).read_text()) for name in ("daemon", "orphan")}
+        assert dies(batch) and (nodes.tmp_path / "code").read_text() == "0\n"
+        assert not dies(pids["orphan"], 0), "what shares the session of the script is not a leftover"
+        assert not dies(pids["daemon"], 0) or launched != "env", "nor is what it started besides, where the agent can know"
     finally:
-        batch.kill()
-        for name in ("daemon", "child"):
-            pid = int((nodes.tmp_path / name).read_text())
+        for pid in pids.values():
             if not dies(pid, 0):
                 os.kill(pid, signal.SIGKILL)
 
@@ -240,19 +244,51 @@ def test_an_id_that_nobody_chose_names_no_earlier_run(nodes: Cluster) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+# An orphan where our own orphans go: with these user ids (real, effective, saved), perhaps in a pid namespace of its own.
+ORPHAN = """
+import ctypes, os, sys
+if sys.argv[2] == "inside":
+    ctypes.CDLL(None).unshare(0x20000000)  # CLONE_NEWPID, for its children
+ready, running = os.pipe()
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    os.close(1)
+    os.setresuid(*map(int, sys.argv[1].split(",")))
+    os.execvp("sleep", ["sleep", "1000"])
+os.close(running)
+os.read(ready, 1)  # it has been closed by exec
+print(pid)
+"""
+STRANGERS = {  # user ids, namespace, start time of the dead agent, job
+    "of another user": ("65534,65534,65534", "", 1, "attacked"),
+    "of another user, with our rights": ("65534,0,0", "", 1, "attacked"),
+    "in another pid namespace": ("0,0,0", "inside", 1, "attacked"),
+    "older than the agent": ("0,0,0", "", 10**15, "attacked"),
+    "of another job": ("0,0,0", "", 1, "other"),
+}
+
+
 @root
-def test_another_user_cannot_have_anything_ended_by_an_environment(nodes: Cluster) -> None:
-    demand = {"ELASTIRUN_AGENT": f"{2**22 - 1}-1-x", "TORCHELASTIC_RUN_ID": "attacked"}
-    stranger = subprocess.Popen(["setpriv", "--reuid=65534", "sleep", "1000"], env={**os.environ, **demand})
+def test_only_an_orphan_of_our_user_pid_namespace_and_job_is_ended_by_its_environment(nodes: Cluster) -> None:
+    def orphan(ids: str, where: str, started: int, job: str) -> int:
+        dead = f"{2**22 - 1}-{started}-{os.stat('/proc/self/ns/pid').st_ino}-0123456789abcdef"
+        environment = {**os.environ, "ELASTIRUN_AGENT": dead, "TORCHELASTIC_RUN_ID": job}
+        command = [sys.executable, "-c", ORPHAN, ids, where]
+        return int(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+
+    ours = orphan("0,0,0", "", 1, "attacked")
+    strangers = {who: orphan(*how) for who, how in STRANGERS.items()}
     try:
         agent = nodes.launch(1, "--rdzv-id=attacked", "--standalone", str(nodes.script))
         nodes.worker().tell("0")
         assert nodes.ends(agent) == 0
-        assert not dies(stranger.pid, 0)
-        assert "earlier run" not in nodes.out(1)
+        assert "ended 1 process of an earlier run of this job" in nodes.out(1) and dies(ours, 0)
+        assert [who for who, pid in strangers.items() if dies(pid, 0)] == []
     finally:
-        stranger.kill()
-        stranger.wait()
+        for pid in (ours, *strangers.values()):
+            if not dies(pid, 0):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_line_break_in_a_temporary_folder_ends_no_name(nodes: Cluster) -> None:
@@ -295,6 +331,28 @@ def test_a_stopped_guard_does_not_hold_up_the_end(nodes: Cluster) -> None:
     assert dies(guard) and "guard" not in nodes.out(1)
 
 
+SLOW_GUARD = """
+import os, selectors, sys
+from elastirun.agent import family
+family._make_group = lambda name: sys.argv[1]
+own = family.Family("job", 0.0, selectors.PollSelector(), lambda line: None)
+print(open(f"/proc/self/task/{os.getpid()}/children").read())
+own.close()
+"""
+
+
+def test_a_guard_that_waits_for_the_death_of_a_large_worker_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "busy").touch()
+    command = [sys.executable, "-c", SLOW_GUARD, str(group)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent, timeout=30, check=True)
+    guard = int(done.stdout)
+    assert not dies(guard, 0)
+    (group / "busy").unlink()
+    assert dies(guard) and not group.exists()
+
+
 WITHOUT_GUARD = """
 import os, selectors, signal, sys
 from elastirun.agent import family
@@ -314,6 +372,37 @@ if sys.argv[2] == "again":
 own.close()
 print("closed")
 """
+
+
+REPLACED = """
+import os, selectors, signal, subprocess, sys
+from elastirun.agent import family
+def children():
+    return [int(pid) for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split()]
+selector = selectors.PollSelector()
+own = family.Family("job", 0.0, selector, lambda line: None)
+(first,) = children()
+own.remove_at_the_end(sys.argv[1])
+worker = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
+own.watch([worker.pid])
+os.kill(first, signal.SIGKILL)
+for key, mask in selector.select():
+    key.data(mask)
+(second,) = set(children()) - {worker.pid}
+print(worker.pid, second, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_later_guard_knows_what_the_first_one_knew(tmp_path: Path) -> None:
+    """The worker has no mark in its environment."""
+    folder = tmp_path / "elastirun_x"
+    folder.mkdir()
+    command = [sys.executable, "-c", REPLACED, str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent, timeout=60)
+    worker, second = map(int, done.stdout.split())
+    assert dies_or_is_ended(worker, 10)
+    assert dies(second) and not folder.exists()
 
 
 @pytest.mark.parametrize("python", ["/nonexistent", "true"])

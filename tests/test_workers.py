@@ -501,14 +501,24 @@ def test_an_exit_is_reported_before_the_set_is_idle_also_when_its_last_pipe_ends
 
 
 @pytest.mark.parametrize("refuse", [OSError(errno.ENOSYS, "Function not implemented"), AttributeError("pidfd_open")])
-def test_a_machine_without_pidfds_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch, refuse: Exception) -> None:
-    def refused(pid: int) -> int:
+@pytest.mark.parametrize("what", [(os, "pidfd_open"), (os, "waitid"), (signal, "pidfd_send_signal")], ids=lambda what: what[1])
+def test_a_machine_without_pidfds_is_told_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, what: tuple[object, str], refuse: Exception
+) -> None:
+    def refused(*args: int) -> int:
         raise refuse
 
     process.require_pidfds()
-    monkeypatch.setattr(os, "pidfd_open", refused)
+    monkeypatch.setattr(*what, refused)
     with pytest.raises(StartError, match="elastirun needs Linux 5.4 or newer"):
         process.require_pidfds()
+
+
+def test_there_the_agent_ends_with_that_line() -> None:
+    code = "import os; del os.pidfd_open; from elastirun import cli; cli.main(['--no-python', 'true'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and done.stderr.startswith("elastirun: processes cannot be watched here"), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_no_thread_for_the_workers_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
