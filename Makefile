@@ -30,6 +30,7 @@ nightly: venv
 	$(PYTHON) -m venv .nightly
 	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . accelerate lightning transformers wandb numpy
 	.nightly/bin/python -m tests.nightly.frameworks
+	.nightly/bin/python -m tests.nightly.in_place
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 RANK, ROUND = os.environ.get("RANK", "0"), os.environ.get("ELASTIRUN_ROUND", "0")
 STEPS, PAUSE = 60, 0.02  # optimizer steps in all, and seconds added to each
 
 
+def say(line: str) -> None:
+    """Write ``line`` at once: the other ranks write to the same place."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def step(number: int) -> None:
-    print(f"STEP {RANK} {ROUND} {os.getpid()} {number}", flush=True)
+    say(f"STEP {RANK} {ROUND} {os.getpid()} {number}")
     time.sleep(PAUSE)
 
 
 def done() -> None:
-    print(f"DONE {RANK} {ROUND}", flush=True)
+    say(f"DONE {RANK} {ROUND}")
