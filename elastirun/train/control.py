@@ -3,9 +3,9 @@
 A sum is all that a reduction gives, so each word is a count, or a place of its own for each rank::
 
     samples · ranks with data · ranks with more to come · ranks that lack a gradient · a request's askers, for each request
-    seconds[rank] · status[rank] · late[bucket] · users[parameter]
+    seconds[rank] · status[rank] · trained[rank] · late[bucket] · users[parameter]
 
-They are float32: counts are exact up to 2**24.
+They are float32: counts are exact up to 2**24, and small integers survive a mean that is undone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 REQUESTS = ("checkpoint", "drain")
 FAILED, NOT_FINITE = 1, 2  # bits of a rank's status
+TRAINED_LIMIT = 1 << 20  # so that not even the rounding of a mean changes it
 _FIXED = 4 + len(REQUESTS)
 
 
@@ -30,6 +31,7 @@ class Said:
     more: bool = False  # it has data for the reduction after this one
     requests: set[str] = field(default_factory=set)
     status: int = 0
+    trained: int = 0  # a digest of which parameters are not frozen
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Agreement:
     seconds: tuple[float, ...]  # by rank: from the start of its forward to the end of its backward, without waiting
     failed: tuple[int, ...]  # ranks whose backward ended with an exception
     not_finite: tuple[int, ...]  # ranks that had an infinite or undefined gradient; known with check_finite=True
+    trained: tuple[int, ...]  # by rank: a digest of which parameters are not frozen
     late: tuple[int, ...]  # buckets that a gradient came too late for, on some rank; they were reduced once more
     users: tuple[int, ...]  # by parameter: how many ranks had a gradient; empty if all ranks with data had all of them
 
@@ -54,7 +57,7 @@ class ControlWords:
 
     def __init__(self, rank: int, world: int, buckets: int, parameters: int) -> None:
         self._rank, self._world = rank, world
-        self._late = _FIXED + 2 * world
+        self._late = _FIXED + 3 * world
         self._users = self._late + buckets
         self.size = self._users + parameters
 
@@ -65,6 +68,7 @@ class ControlWords:
         words[4:_FIXED] = [float(name in said.requests) for name in REQUESTS]
         words[_FIXED + self._rank] = seconds
         words[_FIXED + self._world + self._rank] = float(said.status)
+        words[_FIXED + 2 * self._world + self._rank] = float(said.trained)
         for bucket in late:
             words[self._late + bucket] = 1.0
         tail[: self._users].copy_(torch.tensor(words, dtype=tail.dtype))
@@ -75,7 +79,7 @@ class ControlWords:
 
     def read(self, words: Sequence[float], step: int) -> Agreement:
         """What was agreed: ``words`` are all of them, summed over the ranks."""
-        status = [round(word) for word in words[_FIXED + self._world : self._late]]
+        status, trained = ([round(word) for word in words[_FIXED + at * self._world :][: self._world]] for at in (1, 2))
         return Agreement(
             step=step,
             samples=words[0],
@@ -86,6 +90,7 @@ class ControlWords:
             seconds=tuple(words[_FIXED : _FIXED + self._world]),
             failed=tuple(rank for rank, bits in enumerate(status) if bits & FAILED),
             not_finite=tuple(rank for rank, bits in enumerate(status) if bits & NOT_FINITE),
+            trained=tuple(trained),
             late=tuple(bucket for bucket, word in enumerate(words[self._late : self._users]) if round(word)),
             users=tuple(round(word) for word in words[self._users :]) if round(words[3]) else (),
         )

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from . import engine
 from .control import REQUESTS, Agreement
 from .errors import TrainError
-from .group import copy_from_first, find, verify_same
+from .group import copy_from_first, find, give_back, own, verify_same
 from .hooks import Hook
 from .optimizer import BucketSteps
 from .outputs import find_tensors, to_device
@@ -31,7 +32,7 @@ from .transport import choose, reduction
 T = TypeVar("T")
 
 
-TIED = ("process_group", "device_mesh", "_made", "_transport", "_waking", "_named", "_trainable", "_needs", "_hook", "_optimizer")
+TIED = ("process_group", "device_mesh", "_made", "_transport", "_waking", "_named", "_group", "_give_back", "_hook", "_optimizer")
 
 
 class DistributedDataParallel(TorchNames):
@@ -135,17 +136,28 @@ class DistributedDataParallel(TorchNames):
     def _join(self, group: dist.ProcessGroup | None, init_sync: bool) -> None:
         self.process_group = find(group)
         self._list_parameters()
-        device = self._trainable[0][1].device
-        if init_sync:
-            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-            named = [*self._named, *(self.named_module_buffers.items() if self._copies_buffers else ())]
-            lines = [f"{name} {tuple(t.shape)} {t.dtype}" + strides(t) for name, t in named]
-            with reduction("comparing and copying the replicas"):
-                verify_same(lines, "parameters and buffers", self.process_group, device)
-                copy_from_first([tensor.detach() for _, tensor in named], self.process_group)
-        several = len({param.device for _, param in self._trainable}) > 1
-        self._transport = choose(self.process_group, device, "group" if several else self._wanted)
-        self._make_reducer()
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        copied = [*self._named, *(self.named_module_buffers.items() if self._copies_buffers else ())]
+        needs = [param.requires_grad for _, param in self._named]
+        devices = [param.device for _, param in self._named if param.requires_grad]
+        if not devices:
+            raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
+        with reduction("comparing and copying the replicas"):
+            verify_same(self._description(copied), "parameters, buffers and options", self.process_group, devices[0])
+            self._group = own(self.process_group, devices[0])
+            self._give_back = partial(give_back, self._group, self.process_group)
+            if devices[0].type == "cpu":  # elsewhere its last reduction may still be under way when the module is gone
+                weakref.finalize(self, self._give_back).atexit = False  # see ``_let_go``
+            if init_sync:
+                copy_from_first([tensor.detach() for _, tensor in copied], self._group)
+        self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._wanted)
+        self._make_reducer(needs)
+
+    def _description(self, copied: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """What has to be the same on every rank, a line each: all that decides which reductions there are, and of what."""
+        options = {**vars(self._options), "transport": self._wanted, "broadcast_buffers": self.forward_sync_buffers}
+        tensors = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t)}" for name, t in copied]
+        return tensors + [f"{name}={value}" for name, value in options.items()]
 
     def _list_parameters(self) -> None:
         self._named = [(name, param) for name, param in self.module.named_parameters() if name not in self.parameters_to_ignore]
@@ -157,23 +169,16 @@ class DistributedDataParallel(TorchNames):
                     f"{name} is a DTensor, whose shards this module does not reduce: give device_mesh= a dimension of the mesh that it "
                     "lies on, or use torch.distributed.fsdp.fully_shard"
                 )
-        self._check_trainable()
 
-    def _check_trainable(self) -> None:
-        self._needs = [param.requires_grad for _, param in self._named]
-        self._trainable = [(name, param) for name, param in self._named if param.requires_grad]
-        if not self._trainable:
-            raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
-
-    def _make_reducer(self) -> None:
-        sparse = [
+    def _make_reducer(self, needs: Sequence[bool]) -> None:
+        sparse = {
             f"{name}.weight" if name else "weight"
             for name, module in self.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        ]
+        }
         normalizing = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         statistics = [b for m in normalizing for b in (m.running_mean, m.running_var) if b is not None and b.dtype == torch.float32]
-        self._reducer = Reducer(self._trainable, sparse, self.process_group, self._transport, self._options, statistics)
+        self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics)
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
         if self._optimizer is not None:
@@ -187,6 +192,7 @@ class DistributedDataParallel(TorchNames):
         """
         self._reducer.close()
         self._transport.close()
+        self._give_back()
         for _, param in self._named:
             param.grad = None
         self._join(process_group, init_sync)
@@ -194,12 +200,8 @@ class DistributedDataParallel(TorchNames):
     def _adapt(self) -> None:
         """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now."""
         old = self._reducer
-        old.conclude()
         old.close()
-        self._check_trainable()
-        names = [name for name, _ in self._trainable]
-        verify_same(names, "parameters to train", self.process_group, self._trainable[0][1].device)
-        self._make_reducer()
+        self._make_reducer(old.needs_now)
         self._reducer.go_on_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -232,11 +234,9 @@ class DistributedDataParallel(TorchNames):
         if self._asleep:
             return torch.is_grad_enabled()
         self._reducer.before_forward()
-        needs = [param.requires_grad for _, param in self._named]
-        trained = torch.is_grad_enabled() and any(needs)
-        if trained and needs != self._needs:
+        if self._reducer.outdated:
             self._adapt()
-        return trained
+        return torch.is_grad_enabled() and self._reducer.look_at_frozen()
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -361,7 +361,7 @@ class DistributedDataParallel(TorchNames):
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         buffers = [buffer.detach() for buffer in self.modules_buffers]
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            copy_from_first(buffers, self.process_group)  # a forward before may have saved them for its backward
+            copy_from_first(buffers, self._group)  # a forward before may have saved them for its backward
 
     def check_replicas(self) -> None:
         """Compare all ranks' trained parameters; every rank calls it. Raises Diverged, naming the first parameter that differs."""
@@ -449,13 +449,18 @@ def _let_go() -> None:
         if pid == os.getpid():
             if not ddp._asleep:
                 ddp._reducer.close()
-                del ddp._reducer, ddp._transport
+                ddp._give_back()
+                del ddp._reducer, ddp._transport, ddp._group
             del ddp.process_group
 
 
 def strides(tensor: Tensor) -> str:
     """Said only where they are not the usual ones: gradients lie in memory as their parameters do, so they have to be the same."""
     return "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+
+
+def frozen(tensor: Tensor) -> str:
+    return "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
 
 
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:

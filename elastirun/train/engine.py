@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 
 class Listener(Protocol):
@@ -48,9 +49,24 @@ def after_accumulation(node: Any, listener: Listener, index: int) -> Any:
     return node.register_hook(fired)
 
 
+def accumulator(param: nn.Parameter) -> Any:
+    """The graph node that adds to ``param.grad``, frozen or not. It stays the parameter's own for as long as it is kept."""
+    needed = param.requires_grad
+    try:
+        return get_gradient_edge(param.requires_grad_(True)).node
+    finally:
+        param.requires_grad_(needed)
+
+
+def task() -> int:
+    """A number for the backward under way in this thread."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def running() -> bool:
     """Is this called from within a backward?"""
-    return torch._C._current_graph_task_id() != -1
+    return task() != -1
 
 
 def at_the_end(callback: Callable[[], None]) -> None:

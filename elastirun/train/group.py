@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from .errors import ModelMismatch, TrainError
 
+OWN = {"gloo", "nccl"}  # backends of which a group of one's own is made
 CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many is held meanwhile
 
 
@@ -23,6 +27,42 @@ def find(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
         raise TrainError("this process is not a member of the process group that was given")
     return found
+
+
+def own(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same ranks for the caller alone; every rank of ``group`` calls it at the same point.
+
+    What others do in ``group``, in whatever order, is then not in the way. Not ``torch.distributed.new_group``: it wants all ranks of
+    the world, or makes the group's name of how many groups a rank has, which need not be the same on all.
+    Where another backend than gloo or NCCL is used, it is ``group`` itself.
+    """
+    backend = c10d._world.pg_map[group][0]
+    if dist.get_world_size(group) == 1 or not set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()) <= OWN:
+        return group
+    [number] = broadcast([time.time_ns()], group, device)
+    members = dist.get_process_group_ranks(group)
+    options = getattr(group._get_backend(device), "options", None)
+    made: dist.ProcessGroup = c10d._new_process_group_helper(
+        len(members),
+        dist.get_rank(group),
+        members,
+        c10d.Backend(backend),
+        c10d._get_process_group_store(group),
+        cast(Any, f"elastirun {number}"),
+        timeout=getattr(options, "_timeout", c10d.default_pg_timeout),
+    )[0]
+    c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(members)}
+    return made
+
+
+def give_back(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """End a group that ``own`` has made of ``group``, if the program has not ended all of them already.
+
+    Called by each rank when it likes, so NCCL's, which may wait for the others there, is aborted.
+    """
+    if made is not group and made in c10d._world.pg_map:
+        end = c10d._abort_process_group if dist.get_backend(made) == "nccl" else dist.destroy_process_group
+        end(made)
 
 
 def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
@@ -60,15 +100,17 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
     with torch.no_grad():
         for _, same in groupby(sorted(tensors, key=_kind), key=_kind):
             chunk: list[Tensor] = []
+            nbytes = 0
             for tensor in [*same, None]:
-                if chunk and (tensor is None or sum(t.nbytes for t in chunk) + tensor.nbytes > CHUNK):
+                if chunk and (tensor is None or nbytes + tensor.nbytes > CHUNK):
                     flat = torch.cat([t.reshape(-1) for t in chunk])
                     dist.broadcast(flat, first, group)
                     for t, part in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
                         t.copy_(part.view(t.shape))
-                    chunk = []
+                    chunk, nbytes = [], 0
                 if tensor is not None:
                     chunk.append(tensor)
+                    nbytes += tensor.nbytes
 
 
 def _kind(tensor: Tensor) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 def _parts(value: Any) -> Sequence[Any]:
     if isinstance(value, (list, tuple, set)):
         return list(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]

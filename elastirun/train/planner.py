@@ -54,7 +54,7 @@ class Planner:
         self._caps = (plans.CAP, plans.FIRST_CAP) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
         self._fixed = bucket_cap_mb is not None or self.device.type != "cpu"  # the host's times are not a GPU's
         self._group, self._transport = group, transport
-        self._dense = [index for index in range(len(params)) if index not in set(sparse)]
+        self._dense = sorted(set(range(len(params))) - set(sparse))
         self._came: dict[int, float] = {}
         self._history: list[dict[int, float]] = []
         self._unsure: set[int] = set()
@@ -99,8 +99,8 @@ class Planner:
 
     def _order(self) -> list[int]:
         """The gradients as they came last; those that never did go last."""
-        came = [index for index in (self._history[-1] if self._history else {}) if index in set(self._dense)]
-        return came + [index for index in reversed(self._dense) if index not in set(came)]
+        last, dense = self._history[-1] if self._history else {}, set(self._dense)
+        return [index for index in last if index in dense] + [index for index in reversed(self._dense) if index not in last]
 
     def _best(self) -> plans.Buckets:
         order = self._order()

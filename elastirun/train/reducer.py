@@ -13,24 +13,25 @@ at the end. Every rank is told by the control words, and all reduce these late o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.autograd.profiler import record_function
 
 from . import engine
-from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
+from .control import FAILED, NOT_FINITE, TRAINED_LIMIT, Agreement, ControlWords, Reading, Said
 from .divergence import check
-from .errors import OutsideForward, ReductionFailed, TrainError
+from .errors import ModelMismatch, OutsideForward, ReductionFailed, TrainError
 from .flat import Bucket, Portion, Storage, reduce_sparse
-from .group import gather, ranks
+from .group import digest, gather, ranks, verify_same
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
 from .running import RunningStatistics
@@ -40,6 +41,9 @@ from .transport import Arena, Transport, reduction
 log = logging.getLogger("elastirun.train")
 
 UNKNOWN = 1 << 60  # how often a parameter fires, before the first backward
+
+_numbers = itertools.count()
+_under_way: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those whose backward has begun
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,34 @@ class Options:
     check_replicas_every: int = 1000
 
 
+def pattern(needs: Sequence[bool]) -> int:
+    """A number for which parameters are trained, small enough for a control word."""
+    return digest(repr([at for at, needed in enumerate(needs) if not needed])) % TRAINED_LIMIT
+
+
 class Reducer:
-    """Reduces the gradients of ``named`` parameters over ``group``; one backward at a time."""
+    """Reduces the gradients of those of the ``named`` parameters that ``needs`` says are trained over ``group``; one backward at a time."""
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        sparse: Iterable[str],
+        needs: Sequence[bool],
+        sparse: Collection[str],
         group: dist.ProcessGroup,
         transport: Transport,
         options: Options,
         statistics: Sequence[Tensor] = (),
     ) -> None:
-        self.names, self.params = [name for name, _ in named], [param for _, param in named]
+        self._number = next(_numbers)  # modules are made in the same order on every rank, and so wait for their reductions in it
+        self._all, self.needs = list(named), list(needs)
+        self.needs_now = self.needs  # what the next reduction says of them
+        trained = [pair for pair, needed in zip(named, needs, strict=True) if needed]
+        self.names, self.params = [name for name, _ in trained], [param for _, param in trained]
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sync, self.every = True, 1  # reduce at all; in each so-manieth backward
-        self.said = Said()
+        self.said = Said(trained=pattern(self.needs))
+        self._pattern = self.said.trained
+        self.outdated = False  # other parameters are trained now, on every rank
         self.reading: Reading | None = None  # of the last reduction's control words
         self.times, self.last_times = StepTimes(), StepTimes()
         self._optimizer_step: Callable[[Sequence[nn.Parameter]], None] | None = None
@@ -75,8 +91,8 @@ class Reducer:
         self._hook: tuple[Hook, Any] | None = None
         self._broken: ReductionFailed | None = None
         self.running = RunningStatistics(statistics, self.rank == 0)
-        self._nodes = [get_gradient_edge(param).node for param in self.params]
-        self._sparse = [index for index, name in enumerate(self.names) if name in set(sparse)]
+        self._nodes = [engine.accumulator(param) for param in self.params]
+        self._sparse = sorted(index for index, name in enumerate(self.names) if name in sparse)
         self._handles: dict[int, Any] = {}  # by parameter: the hooks that tell of its gradient
         self._samples = 1.0  # of this rank, in the reduction under way
         self._zeros = 0.0  # beside these: samples whose gradients are zero (``skip``)
@@ -92,7 +108,8 @@ class Reducer:
         self._versions: list[Any] | None = None
         self._seen: set[int] = set()  # parameters that have fired since the last reduction, where all are watched
         self._expected = [UNKNOWN] * len(self.params)
-        self._fired = [0] * len(self.params)  # how often, in the last reduction
+        self._left = self._expected.copy()  # ... it is still to fire in this backward
+        self._fired = [0] * len(self.params)  # how often it did in the last reduction
         self.buckets: list[Bucket] = []
         self._arena: Arena | None = None  # where they lie
         self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
@@ -132,12 +149,22 @@ class Reducer:
         self._tail = torch.empty(0)
         self.running.lay(torch.empty(self.running.numel))
 
+    def _make_room(self) -> None:
+        """Where there is a new plan, a backward that reduces gives up the memory of the former one: its gradients are mostly gone by then.
+
+        Nothing is launched before its end, where the new plan is installed: all ranks have to come there, and within a backward other
+        modules may be in the way.
+        """
+        if self._outdated and self.buckets:
+            self._let_go()
+
     def _renew(self) -> None:
-        """Install a new plan, if there is one. That waits for a backward that reduces: then the gradients of the last step are mostly gone,
-        and with them the former memory. Every rank comes here before the first bucket of the same reduction."""
+        """Install the new plan, if there is one. Every rank comes here before the first bucket of the same reduction."""
         if self._outdated:
+            left = self._left
             with reduction("the memory of a new plan"):
                 self._install()
+            self._left = left
 
     def _watch(self) -> None:
         """A hook on every parameter while the order is learnt; later, on the last of each portion: a hook costs a microsecond."""
@@ -156,6 +183,7 @@ class Reducer:
     def _reset(self) -> None:
         """Ready for the next backward."""
         self._begun = self._reducing = False
+        _under_way.discard(self)
         self._rewind()
 
     def _rewind(self) -> None:
@@ -190,6 +218,13 @@ class Reducer:
         if self.interrupted:
             self._drain()
 
+    def look_at_frozen(self) -> bool:
+        """Say in the next reduction which parameters are trained now; return whether any is."""
+        needs = [param.requires_grad for _, param in self._all]
+        if needs != self.needs or self.said.trained != self._pattern:
+            self.needs_now, self.said.trained = needs, pattern(needs)
+        return any(needs)
+
     def announce(self, outputs: Sequence[Tensor]) -> None:
         """A backward may begin: at one of ``outputs``, or, if the engine takes it first, at a parameter. If there is no output with a graph
         (they hide in some object), all backwards begin at parameters."""
@@ -216,6 +251,8 @@ class Reducer:
             return
         self.conclude()
         self._begun = True
+        self._task = engine.task()
+        _under_way.add(self)
         engine.at_the_end(self._end)
         self._certain = any(map(engine.executes, self._nodes)) or engine.accumulates()
         self._versions = None if self._certain else [param.grad is not None and param.grad._version for param in self.params]
@@ -223,7 +260,7 @@ class Reducer:
         self._reducing = self.sync and self.backwards % self.every == 0
         self._samples = self.said.samples
         if self._reducing and self._certain:
-            self._renew()
+            self._make_room()
         self.times.begin()
 
     def fired(self, index: int) -> None:
@@ -237,7 +274,7 @@ class Reducer:
         self._seen.add(index)
         if not self._reducing:
             return
-        self._renew()
+        self._make_room()
         self._left[index] -= 1
         if self.planner.learning:
             self.planner.note(index, time.perf_counter() - self.times.begun)
@@ -265,16 +302,17 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Launch the buckets that are full, in order; the last waits for the end of the backward, it carries the control words."""
-        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0 and self._may_launch():
+        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0 and not self._one_by_one:
             self._launch(self._next)
 
-    def _may_launch(self) -> bool:
-        """A hook of several collectives starts the second when the first is done. On CPUs that happens in threads, so that those of two
-        buckets would begin in another order on each rank, and wait for one another for ever: there, one bucket at a time."""
-        if self._hook is None or self.planner.device.type != "cpu" or self._next == 0:
-            return True
-        work = self.buckets[self._next - 1].work
-        return work is None or work.done()
+    @property
+    def _one_by_one(self) -> bool:
+        """Is a bucket launched only when the backward is over and the one before has arrived?
+
+        A hook of several collectives starts the second when the first is done. On CPUs that happens in threads, so that those of two
+        buckets, or of a bucket and something else in the hook's group, would begin in another order on each rank.
+        """
+        return self._hook is not None and self.planner.device.type == "cpu"
 
     def _launch(self, index: int, late: Sequence[int] = ()) -> None:
         bucket, last = self.buckets[index], index == len(self.buckets) - 1
@@ -320,7 +358,15 @@ class Reducer:
     # -- its end --------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """The engine's callback at the end of the outermost backward."""
+        """The engine's callback at the end of the outermost backward: finish all reductions in it, in the same order on every rank.
+
+        In which order the modules of one backward began depends on the graph, which may differ between ranks.
+        """
+        for reducer in sorted((one for one in _under_way if one._task == self._task), key=lambda one: one._number):
+            reducer._end_of_own()
+
+    def _end_of_own(self) -> None:
+        _under_way.discard(self)
         self.times.backward += time.perf_counter() - self.times.begun
         touched = self._touched()
         if self._reducing and touched:
@@ -353,9 +399,9 @@ class Reducer:
             with torch.no_grad():
                 late = [index for index in range(self._next) if self.buckets[index].has_late()]
                 for index in range(self._next, len(self.buckets)):
-                    if not self._may_launch():
-                        self._wait(self.buckets[index - 1])
                     self._launch(index, late)
+                    if self._one_by_one:
+                        self._wait(self.buckets[index])
                 self._arrive(late)
             self.times.exposed = time.perf_counter() - begun
             self.last_times, self.times = self.times, StepTimes()
@@ -399,15 +445,36 @@ class Reducer:
             if agreed and users and self._options.mean_over_users:
                 bucket.spread(users, agreed.with_data)
             self._optimize(bucket.params, agreed)
+        self._arrive_sparse(agreed, users, correction)
+        if agreed and set(agreed.trained) != {self._pattern} and len(set(agreed.trained)) == 1:
+            self._reduce_newcomers(agreed, correction)
+        if agreed and agreed.samples:
+            self._total = agreed.samples
+        self.running.arrive(float(self.world) if self._transport.averages else 1.0)
+
+    def _arrive_sparse(self, agreed: Agreement | None, users: Sequence[int] | None, correction: float) -> None:
         for index in self._sparse:
             if users is None or users[index]:
                 share = agreed.with_data / users[index] if agreed and users and self._options.mean_over_users else 1.0
                 with reduction("the reduction of a sparse gradient"):
                     reduce_sparse(self.params[index], self._scale(False) * correction * share, self._group)
             self._optimize([self.params[index]], agreed)
-        if agreed and agreed.samples:
-            self._total = agreed.samples
-        self.running.arrive(float(self.world) if self._transport.averages else 1.0)
+
+    def _reduce_newcomers(self, agreed: Agreement, correction: float) -> None:
+        """Parameters that are trained since this step have no place in a bucket yet: each travels by itself, once."""
+        known = set(map(id, self.params))
+        found = [param for (_, param), needed in zip(self._all, self.needs_now, strict=True) if needed and id(param) not in known]
+        with reduction("the reduction of parameters that are trained from now on"):
+            had = torch.tensor([param.grad is not None and self._samples > 0 for param in found], dtype=torch.float32)
+            users = had.to(self.planner.device)
+            dist.all_reduce(users, group=self._group)
+            for param, mine, theirs in zip(found, had.tolist(), users.tolist(), strict=True):
+                share = agreed.with_data / theirs if theirs and self._options.mean_over_users else 1.0
+                grad = param.grad if mine else None
+                total = torch.zeros_like(param) if grad is None else (grad.to_dense() if grad.is_sparse else grad) * self._scale(False)
+                dist.all_reduce(total, group=self._group)
+                param.grad = total.mul_(correction * share) if theirs else None
+        self._optimize(found, agreed)
 
     def go_on_from(self, old: Reducer) -> None:
         """Take the place of ``old``, which reduced other parameters of the same module."""
@@ -426,6 +493,9 @@ class Reducer:
             return
         self._concluded = self.reading.step
         agreement = self.reading.agreement
+        if len(set(agreement.trained)) > 1:
+            self._refuse_frozen()
+        self.outdated = agreement.trained[0] != self._pattern
         if self._lazy and (agreement.late or agreement.failed or agreement.samples != self._total):
             self.looks = True
             raise TrainError(
@@ -500,6 +570,15 @@ class Reducer:
                 f"the backward of {ranks(agreement.failed)} ended with an exception, so this step has no gradients on any rank (grad is "
                 "None); go on with the next batch, or stop"
             )
+
+    def _refuse_frozen(self) -> None:
+        """The ranks do not train the same parameters: these gradients are of no use to anyone."""
+        for _, param in self._all:
+            param.grad = None
+        if not self.lazy:  # else some rank may not have looked yet
+            now = [name for name, param in self._all if param.requires_grad]
+            verify_same(now, "parameters to train", self._group, self.planner.device)
+        raise ModelMismatch("the ranks do not have the same parameters to train: on some of them others are frozen")
 
     def _drain(self) -> None:
         """An exception ended the last backward here: take part in what the others wait for, and have the step dropped on all ranks."""

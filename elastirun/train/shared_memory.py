@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import platform
 import select
@@ -28,7 +29,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from .errors import PeerLost, ReductionFailed, TrainError
 from .flat import ALIGNED, Storage
-from .transport import AGAIN, GroupWork, reduction
+from .transport import AGAIN, Arena, GroupWork, ProcessGroup, reduction
+
+log = logging.getLogger("elastirun.train")
 
 BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still there when it is written to the others
 SPIN, NAP = 2e-4, 5e-4  # seconds: a wait looks again and again for so long; later it sleeps an eighth of what it has waited, at most a nap
@@ -44,8 +47,10 @@ class SharedMemory:
 
     averages = False
 
-    def __init__(self, group: dist.ProcessGroup, host: str | None = None, willing: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup, host: str | None = None, willing: bool = True, strict: bool = True) -> None:
         self._group, self.rank = group, dist.get_rank(group)
+        self._strict = strict
+        self._instead: ProcessGroup | None = None  # the transport of the buckets that found no memory
         self._processes: dict[int, int] = {}  # ranks by descriptor; a socket would live on in a fork, such as a DataLoader's worker
         weakref.finalize(self, _close_all, self._processes)
         self._ended = select.poll()
@@ -71,9 +76,18 @@ class SharedMemory:
             self._processes[descriptor := os.pidfd_open(self._pids[rank])] = rank
             self._ended.register(descriptor, select.POLLIN)
 
-    def allocate(self, storages: Sequence[Storage]) -> SharedArena:
-        """Raises TrainError, on every rank, if one has not the memory."""
-        return SharedArena(self, storages)
+    def allocate(self, storages: Sequence[Storage]) -> Arena:
+        """Where a rank has not the memory, every rank raises TrainError if ``strict``; else buckets go through the group from now on."""
+        if self._instead is None:
+            try:
+                return SharedArena(self, storages)
+            except TrainError as error:
+                if self._strict or isinstance(error, ReductionFailed):
+                    raise
+                self._instead = ProcessGroup(self._group)
+                if self.rank == 0:
+                    log.warning("there is no shared memory for the gradients (%s): they go through the process group from now on", error)
+        return self._instead.allocate(storages)
 
     def close(self) -> None:
         """Neighbours who wait for this rank get a PeerLost. Buffers stay as they are for as long as they are used."""

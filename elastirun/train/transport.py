@@ -119,7 +119,7 @@ def choose(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto")
     try:
         if device.type != "cpu" or dist.get_world_size(group) == 1:
             raise TrainError(f"not for {dist.get_world_size(group)} ranks with parameters on {device}")
-        return SharedMemory(group, willing=wanted != "group")
+        return SharedMemory(group, willing=wanted != "group", strict=wanted == "shared memory")
     except TrainError as error:
         if wanted == "shared memory" or isinstance(error, ReductionFailed):
             raise

@@ -44,7 +44,7 @@ MUTANTS = (
     ),
     Mutant(
         "the former memory is given up first",
-        *("reducer", "        self._let_go()\n        self._arena", "        self._arena"),
+        *("reducer", "self.buckets, self._home, self._arena = [], {}, None", "self._home = {}"),
         *("plans", "the_memory_of_a_plan_is_given_up_before_there_is_more[group]"),
     ),
     Mutant(
@@ -149,6 +149,51 @@ MUTANTS = (
         *("plans", "overlap_is_kept_under_reentrant_recomputation"),
     ),
     Mutant(
+        "a backward that brings a new plan takes nothing early",
+        *("reducer", "if self._outdated and self.buckets:", "if False:"),
+        *("order", "collectives_of_the_model_in_its_backward_are_not_in_the_way[-group]"),
+    ),
+    Mutant(
+        "each module has a group of its own",
+        *("ddp", "self._group = own(self.process_group, device)", "self._group = self.process_group"),
+        *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-group]"),
+    ),
+    Mutant(
+        "the modules of one backward finish in one order",
+        *("reducer", "sorted((one for one in _under_way if one._task == self._task), key=lambda one: one._number)", "[self]"),
+        *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-shared memory]"),
+    ),
+    Mutant(
+        "on CPUs hooks run one by one, at the end",
+        *("reducer", 'return self._hook is not None and self.planner.device.type == "cpu"', "return False"),
+        *("order", "collectives_of_the_model_in_its_backward_are_not_in_the_way[powersgd-group]"),
+    ),
+    Mutant(
+        "who freezes something else is told",
+        *("ddp", "{strides(t)}{frozen(t)}", "{strides(t)}"),
+        *("order", "ranks_that_are_built_otherwise_are_told[frozen-group]"),
+    ),
+    Mutant(
+        "other options are told",
+        *("ddp", "return tensors + [", "return tensors or ["),
+        *("order", "ranks_that_are_built_otherwise_are_told[check_replicas_every-group]"),
+    ),
+    Mutant(
+        "who freezes something else later is told",
+        *("reducer", "if len(set(agreement.trained)) > 1:", "if False:"),
+        *("order", "what_one_rank_freezes_later_is_an_error_on_every_rank[group]"),
+    ),
+    Mutant(
+        "what is trained from now on is reduced at once",
+        *("reducer", "            self._reduce_newcomers(agreed, correction)\n", "            pass\n"),
+        *("order", "what_is_frozen_and_unfrozen_later_is_reduced_from_the_first_step_on[group]"),
+    ),
+    Mutant(
+        "without shared memory the group is taken",
+        *("shared_memory", "if self._strict or isinstance(error, ReductionFailed):", "if True:"),
+        *("order", "buckets_go_through_the_group_where_there_is_no_memory_to_share[later]"),
+    ),
+    Mutant(
         "the weight of a step is remembered",
         *("reducer", "            self._total = agreed.samples\n", "            pass\n"),
         *("ddp", "even_weights_cost_no_second_pass"),
@@ -157,7 +202,8 @@ MUTANTS = (
 
 
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
-def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
+def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_TIMEOUT", "8")  # where ranks then wait for one another
     is_missed(copy, copy / "elastirun" / "train" / f"{one.module}.py", one.old, one.new, f"tests/train/test_{one.file}.py::test_{one.test}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import flat
+from elastirun.train.outputs import find_tensors
 from elastirun.train.planner import PROBES
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
 from tests.train.worlds import run
@@ -114,3 +117,47 @@ def recomputed(rank: int, world: int) -> list[float]:
 def test_overlap_is_kept_under_reentrant_recomputation() -> None:
     for early, buckets in run(2, recomputed):
         assert early == buckets - 1 > 4
+
+
+class Many(nn.Module):
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(parameters))
+
+    def forward(self) -> Tensor:
+        return torch.stack([param.sum() for param in self.all]).sum()
+
+
+def calls(rank: int, world: int, parameters: int) -> int:
+    """Function calls in construction and the first backwards."""
+    module = Many(parameters)
+    profile = cProfile.Profile()
+    ddp = profile.runcall(DDP, module)
+    for _ in range(5):
+        profile.runcall(ddp().backward)
+        ddp.zero_grad()
+    counted: Any = pstats.Stats(profile)
+    return int(counted.total_calls)
+
+
+def test_the_work_of_planning_grows_with_the_number_of_parameters_and_not_with_its_square() -> None:
+    (few,), (many,) = run(1, calls, 500), run(1, calls, 4000)
+    assert many < 12 * few
+
+
+class Leads(nn.Module):
+    """Its output has a reference to something large."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"out": self.inner(x), "config": self.config}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.config = make(), Answer(torch.zeros(1))
+        self.config.__dict__["more"] = [Answer(torch.zeros(1, requires_grad=True)) for _ in range(100)]
+
+
+def test_other_objects_in_an_output_are_not_looked_into() -> None:
+    module = Leads()
+    found = find_tensors(module(batch(0, 0)))
+    assert len(found) == 1 and found[0].grad_fn is not None

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 120.0
+GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "60"))  # of collectives, in seconds
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str,
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT))
         out.send(("ok", function(rank, world, *args)))
     except BaseException:
         out.send(("error", traceback.format_exc()))
