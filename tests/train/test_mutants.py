@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "each module has a group of its own",
-        *("ddp", "self._group = own(self.process_group, device)", "self._group = self.process_group"),
+        *("ddp", "self._group = own(self.process_group, devices[0])", "self._group = self.process_group"),
         *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-group]"),
     ),
     Mutant(

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ModelMismatch, TrainError
+from elastirun.train.shared_memory import SharedMemory
 from tests.train.test_ddp import WIDTH, batch, close, make
 from tests.train.worlds import run
 
@@ -197,6 +198,7 @@ def poor(rank: int, world: int, when: str) -> list[Any]:
         made += 1
         if made > (1 if when == "first" else 2):
             raise OSError(12, "Cannot allocate memory")
+        allocate(file, offset, size)
 
     allocate = os.posix_fallocate
     if rank == 1:
@@ -207,6 +209,7 @@ def poor(rank: int, world: int, when: str) -> list[Any]:
             ddp.zero_grad()
             ddp(batch(step, rank)).pow(2).mean().backward()
             same.append(close([p.grad for p in ddp.parameters()], mean_of(world, step)))
+        assert isinstance(ddp._transport, SharedMemory)
         return same
     except TrainError as error:
         return [str(error)]
