@@ -52,6 +52,7 @@ class Exchange:
         self._clock = clock
         self._newest: RoundRecord | None = None  # of those read
         self._listed: tuple[str, tuple[Member, ...]] = ("", ())  # the member list read or written last, with its digest
+        self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as it was stored, and with its members
         self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
 
     def fresh(self) -> Exchange:
@@ -141,8 +142,10 @@ class Exchange:
             if record and newest and record.store_id == newest.store_id and record.version < newest.version:
                 raise StoreError(f"somebody has put back an older round record: version {record.version} after {newest.version}")
             if record is not None and record.members_digest:
-                members = yield from self._read_members(record.members_digest)
-                record = replace(record, members=members, members_digest="")
+                if self._whole[0] is not record:
+                    members = yield from self._read_members(record.members_digest)
+                    self._whole = record, replace(record, members=members, members_digest="")
+                record = self._whole[1]
         except BadRecord as error:
             raise StoreError(f"the round record is unreadable: {error}") from None
         self._newest = record

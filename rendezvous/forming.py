@@ -7,6 +7,7 @@ import signal
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.ranks import choose, member
@@ -47,7 +48,7 @@ class Rules:
         """Seconds after which no member of a round that lost the store can still work, whatever the difference of the clocks."""
         return 1.25 * (self.store_grace + 2 * self.expire)
 
-    @property
+    @cached_property
     def settings(self) -> tuple[str, ...]:
         """What every node of a job must be started with, as options: whoever writes the record decides by its own."""
         return (
@@ -290,6 +291,8 @@ def pause_before(rules: Rules, record: RoundRecord) -> float:
 
 def disagreement(rules: Rules, record: RoundRecord) -> str:
     """How this node's settings differ from the job's, in words; empty when they do not."""
+    if rules.settings == record.settings:
+        return ""
     pairs = [pair for pair in zip(rules.settings, record.settings, strict=False) if pair[0] != pair[1]]
     ours, theirs = (", ".join(pair[i] for pair in pairs) for i in (0, 1))
     again = f", or try again in {rules.expire:g} s if that job was just killed" if rules.lasting else ""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from elastirun.rendezvous.records import NodeRow, Status
 
 SHORTEST_LEASE = 2  # seconds; etcd grants none that is shorter
+SURE = 0.8  # of a lease's time to live: by any clock it lasts longer
 LEASED, ABSENT = 0.6, 0.4  # fractions of ``expire``: the time to live of a row's lease, and how long the row must then stay away
 
 
@@ -68,16 +69,15 @@ class Liveness:
     def _observe_leased(self, lease: Lease, node_id: str, seq: int, started: float, received: float) -> None:
         """``changed`` is when the row was last seen to be there, or first seen to be away.
 
-        Between two looks that are further apart than a lease lasts it may have been there again: then only ``expire`` is long enough.
+        Between two looks that are further apart than a lease lasts it may have been there again, and its absence begins anew.
         """
         seen = self._seen.get(node_id)
         if seq >= 0:
             self._seen[node_id] = _Seen(seq, received, proven=True, looked=received)
-        elif seen is None or seen.seq >= 0:
+        elif seen is None or seen.seq >= 0 or started - seen.looked > SURE * lease.ttl:
             self._seen[node_id] = _Seen(seq, received, proven=seen is not None, looked=received)
         else:
-            patience = lease.absence if started - seen.looked <= lease.ttl else self.expire
-            seen.silent = seen.silent or started > max(seen.changed + patience, self._excused + self.expire)
+            seen.silent = seen.silent or started > max(seen.changed + lease.absence, self._excused + self.expire)
             seen.looked = received
 
     def next_look(self) -> float | None:

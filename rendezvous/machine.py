@@ -136,7 +136,8 @@ class Machine:
     def _take_in(self, event: events.Synced) -> None:
         self._syncing = False
         self.hosting = event.hosting
-        self.row = replace(self.row, hosts=event.hosting and not self.rules.private)
+        if self.row.hosts != (hosts := event.hosting and not self.rules.private):
+            self.row = replace(self.row, hosts=hosts)
         self._failed, self._unreadable_since = 0, None
         self._took = event.now - event.started
         if self._trouble or event.now - event.started > self.rules.expire / 2:
@@ -537,12 +538,12 @@ class Machine:
         if self._contact is None or not self._met:
             return None  # look first: this may be the store of a job that is over
         base = self._stored
-        new = replace(self.row, seq=max(self._seq, base.seq if base else 0) + 1)
         lease_is_over = self._doubts > (self._sync.put is not None)  # a row that was just written is under a new one
         due = lease_is_over if self.rules.lasting else self._now - self._written_at >= self.rules.beat
-        stands = base is not None and base.seq >= self._seq and replace(new, seq=base.seq) == base
+        stands = base is not None and base.seq >= self._seq and replace(self.row, seq=base.seq) == base
         if stands and not due:
             return None
+        new = replace(self.row, seq=max(self._seq, base.seq if base else 0) + 1)
         self._seq = new.seq
         self._written_at = self._now
         self._introduced = True

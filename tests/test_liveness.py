@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.liveness import Liveness, Newest, Since
+from elastirun.rendezvous.liveness import Lease, Liveness, Newest, Since
 from elastirun.rendezvous.records import NodeRow, Status
 
 
@@ -142,3 +142,28 @@ def test_who_is_not_read_is_not_called_silent() -> None:
     assert live.silent("a") and live.silent("b")
     live.observe({"b": 1}, 7, 7)
     assert not live.silent("a") and live.silent("b")
+
+
+def absent_after(*reads: tuple[float, int]) -> bool:
+    """Whether node j is silent after looks at (when, seq) in a store with leases of 3 s; -1: its row is away."""
+    live = Liveness(5.0, Lease.of(5.0))
+    for when, seq in reads:
+        live.observe({"j": seq}, when, when)
+    return live.silent("j")
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ([(0, 1), (0.5, -1), (2.5, -1)], False),  # its lease was over at 0.5, and it is away for 2 s: not longer
+        ([(0, 1), (0.5, -1), (2.6, -1)], True),
+        ([(0, 1), (9, -1), (10.9, -1)], False),  # nobody knows since when it is away
+        ([(0, 1), (9, -1), (11.1, -1)], True),
+        ([(0, 1), (0.5, -1), (5.9, -1)], False),  # it may have been there from 0.6 to 5.8
+        ([(0, 1), (0.5, -1), (5.9, -1), (7.8, -1)], False),
+        ([(0, 1), (0.5, -1), (5.9, -1), (8.0, -1)], True),
+        ([(0, 1), (0.5, -1), (2.6, -1), (2.7, 1)], False),  # it is back
+    ],
+)
+def test_at_a_store_with_leases_a_row_must_stay_away_as_long_as_somebody_looks(reads: list[tuple[float, int]], expected: bool) -> None:
+    assert absent_after(*reads) is expected

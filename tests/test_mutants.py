@@ -344,6 +344,11 @@ MUTANTS = (
         *("machine", "self._earlier is not None or self._may_have_lost_several()", "self._earlier is not None"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
+    mutant(
+        "an absence that nobody watched begins anew",
+        *("liveness", " or started - seen.looked > SURE * lease.ttl:", ":"),
+        *("liveness", "at_a_store_with_leases_a_row_must_stay_away_as_long_as_somebody_looks"),
+    ),
     # A node that crashes again and again.
     mutant(
         "newcomers wait beside a round after many early losses",
