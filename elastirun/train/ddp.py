@@ -232,7 +232,7 @@ class DistributedDataParallel(TorchNames):
     def _prepare(self) -> bool:
         """Is a backward to be expected, one that reduces gradients?"""
         if self._asleep:
-            return torch.is_grad_enabled()
+            return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
         if self._reducer.outdated:
             self._adapt()

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import TrainError, torch_names
-from tests.train.test_ddp import WIDTH, batch, make
+from tests.train.test_ddp import WIDTH, batch, close, grads, make
+from tests.train.test_ddp import alone as alone_grads
 from tests.train.worlds import run
 
 TORCHS = nn.parallel.DistributedDataParallel
@@ -211,6 +213,8 @@ def copied(rank: int, world: int, wrap: Wrap) -> list[Any]:
             torch.autograd.grad(one(batch(0, rank)).sum(), list(one.parameters()))
             one.state_dict()
             one.train()
+        teacher = copy.deepcopy(ddp).requires_grad_(False)
+        teacher(batch(0, rank))
     for step in range(2):
         train(ddp, rank, 1, 2 + step)
         averaged.update_parameters(ddp)
@@ -295,7 +299,8 @@ def late_decision(rank: int, world: int, wrap: Wrap) -> list[Any]:
 def delayed(rank: int, world: int, wrap: Wrap) -> list[Any]:
     net = make()
     named = list(net.named_parameters())
-    ddp = wrap(net, delay_all_reduce_named_params=named[4:], param_to_hook_all_reduce=named[0][1])
+    how = {"delay_all_reduce_named_params": named[4:], "param_to_hook_all_reduce": named[0][1]}
+    ddp = wrap(net, **({} if wrap is TORCHS else how))  # torch does not wait for that reduction, so its weights are not always these
     train(ddp, rank, 3)
     try:
         wrap(make(), delay_all_reduce_named_params=named)
@@ -400,6 +405,26 @@ def put_in_place(rank: int, world: int) -> list[Any]:
 
 def test_it_is_found_where_it_was_put_in_the_place_of_torchs() -> None:
     assert run(2, put_in_place) == [[[True] * 6, [None, None], True]] * 2
+
+
+def pipelined(rank: int, world: int) -> list[bool]:
+    """A stage of torch's pipelining, which looks at the type: it reduces in the last backward of a step only."""
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    ddp = DDP(net := make())
+    stage = PipelineStage(ddp, 0, 1, torch.device("cpu"), group=alone)
+    found = []
+    for number, schedule in enumerate((ScheduleGPipe, Schedule1F1B)):
+        steps = schedule(stage, 4, loss_fn=lambda output, _: output.pow(2).mean())
+        for step in range(5):
+            ddp.zero_grad()
+            steps.step(batch(step, rank, 8), target=torch.zeros(8, 1))
+            found.append(close(grads(net), alone_grads(net, [(1, batch(step, one, 8)) for one in range(world)])))
+            found.append(ddp.stats()["steps"] == 5 * number + step + 1)
+    return found
+
+
+def test_a_stage_of_torchs_pipelining_reduces_once_per_step() -> None:
+    assert run(2, pipelined) == [[True] * 20] * 2
 
 
 def test_it_has_all_that_torchs_class_has() -> None:
