@@ -233,18 +233,20 @@ def test_outside_of_its_prefix_a_user_has_no_permission(servers: Servers, me: Ac
 
 
 @pytest.mark.parametrize("name", ["cacert", "cert", "password_file"])
-@pytest.mark.parametrize("problem", ["missing", "empty", "garbage"])
+@pytest.mark.parametrize("problem", ["missing", "empty", "garbage", "pipe"])
 def test_files_that_are_no_good_are_named(name: str, problem: str, tmp_path: Path) -> None:
     if (name, problem) == ("password_file", "garbage"):
         return  # any bytes may be a password
     path = tmp_path / name
-    if problem != "missing":
+    if problem == "pipe":
+        os.mkfifo(path)
+    elif problem != "missing":
         path.write_bytes(b"\xff\x00garbage" if problem == "garbage" else b"")
     files = {"cert": {"cert": str(path), "key": str(path)}, "password_file": {"user": "me", name: str(path)}}.get(name, {name: str(path)})
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
         said = refused(connector([endpoint], Access("cert" in name, **files)))
-    assert f"{name}={path}" in said and {"missing": "No such file"}.get(problem, "") in said
+    assert f"{name}={path}" in said and {"missing": "No such file", "pipe": "is a pipe"}.get(problem, "") in said
 
 
 def test_endpoints_with_different_troubles_are_all_named() -> None:

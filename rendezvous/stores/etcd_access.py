@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import ssl
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +69,9 @@ def _trusted_here() -> bytes | None:
 
 def _read(name: str, path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe must not block
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                raise StoreRefused(f"etcd: {name}={path} is a pipe, which can be read only once; give a file")
+            return file.read()
     except OSError as error:
         raise StoreRefused(f"etcd: cannot read {name}={path}: {error.strerror}") from None
