@@ -71,7 +71,7 @@ class ControlWords:
         words[_FIXED + 2 * self._world + self._rank] = float(said.trained)
         for bucket in late:
             words[self._late + bucket] = 1.0
-        tail[: self._users].copy_(torch.tensor(words, dtype=tail.dtype))
+        tail[: self._users].copy_(torch.tensor(words, dtype=tail.dtype, device="cpu"))
         users = tail[self._users :]
         users.fill_(1.0)
         if lacking:

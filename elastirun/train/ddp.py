@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from . import engine
 from .control import REQUESTS, Agreement
 from .errors import TrainError
-from .group import copy_from_first, find, give_back, own, verify_same
+from .group import copy_from_first, find, gather, give_back, own, verify_same
 from .hooks import Hook
-from .optimizer import BucketSteps
+from .optimizer import BucketSteps, step_each, take_over
 from .outputs import find_tensors, to_device
 from .reducer import Options, Reducer
+from .running import places
 from .state_dicts import take_both_forms
 from .stats import report
 from .torch_names import TorchNames, torchs
@@ -46,10 +47,11 @@ class DistributedDataParallel(TorchNames):
     device_mesh           in place of ``process_group``: a mesh of one dimension
     bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link. Of
                           ``bucket_cap_mb_list`` the largest counts
-    forward_sync_buffers  copy rank 0's buffers to the others before each forward in training. Default False: they are copied at
-                          construction and by ``sync_buffers()``; the running statistics of normalizing layers (BatchNorm) travel
-                          with the gradients, and become rank 0's on all ranks in ``eval()`` and ``state_dict()``
-    broadcast_buffers     the former name of the same; False (not None, the default) keeps the ranks' own buffers at construction, too
+    forward_sync_buffers  copy rank 0's buffers to the others before each forward in training that expects a backward. By default all but
+                          the running statistics of normalizing layers (BatchNorm): these travel with the gradients, and become
+                          rank 0's on all ranks in ``eval()``, in ``state_dict()`` and where such a layer is frozen. False: each rank has
+                          its own from construction on, until ``sync_buffers()``
+    broadcast_buffers     the former name of the same; False keeps the ranks' own buffers at construction, too
     init_sync             compare and copy at construction; default True
     find_unused_parameters, static_graph, gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params, check_reduction, dim
                           accepted and not needed: unused parameters, any number of uses or recomputations of a parameter, and
@@ -112,7 +114,8 @@ class DistributedDataParallel(TorchNames):
             batched_grad_copy=batched_grad_copy,
         )
         self._buffers_wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.forward_sync_buffers = bool(self._buffers_wanted)
+        self.forward_sync_buffers = self._buffers_wanted is not False
+        self._assign_modules_buffers()
         self._copies_buffers = broadcast_buffers is not False or forward_sync_buffers is not None  # at construction
         self._inputs_to = self._take_devices(device_ids, output_device)
         if mean_over not in ("world", "users"):
@@ -133,11 +136,10 @@ class DistributedDataParallel(TorchNames):
 
     # -- the world --------------------------------------------------------------------------------------------------
 
-    def _join(self, group: dist.ProcessGroup | None, init_sync: bool) -> None:
+    def _join(self, group: dist.ProcessGroup | None, init_sync: bool, step: int = 0) -> None:
         self.process_group = find(group)
         self._list_parameters()
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        copied = [*self._named, *(self.named_module_buffers.items() if self._copies_buffers else ())]
+        copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
         needs = [param.requires_grad for _, param in self._named]
         devices = [param.device for _, param in self._named if param.requires_grad]
         if not devices:
@@ -150,8 +152,10 @@ class DistributedDataParallel(TorchNames):
                 weakref.finalize(self, self._give_back).atexit = False  # see ``_let_go``
             if init_sync:
                 copy_from_first([tensor.detach() for _, tensor in copied], self._group)
+            step = max(theirs for (theirs,) in gather([step], self._group, devices[0]))  # who is new begins where the others are
         self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._wanted)
-        self._make_reducer(needs)
+        self._make_reducer(needs, step)
+        self._reducer.looks = self.find_unused_parameters  # on a GPU: a graph that changes is no surprise
 
     def _description(self, copied: Iterable[tuple[str, Tensor]]) -> list[str]:
         """What has to be the same on every rank, a line each: all that decides which reductions there are, and of what."""
@@ -170,15 +174,17 @@ class DistributedDataParallel(TorchNames):
                     "lies on, or use torch.distributed.fsdp.fully_shard"
                 )
 
-    def _make_reducer(self, needs: Sequence[bool]) -> None:
+    def _list_buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+
+    def _make_reducer(self, needs: Sequence[bool], step: int) -> None:
         sparse = {
             f"{name}.weight" if name else "weight"
             for name, module in self.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
-        normalizing = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        statistics = [b for m in normalizing for b in (m.running_mean, m.running_var) if b is not None and b.dtype == torch.float32]
-        self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics)
+        statistics = places(self.module, self.parameters_to_ignore)
+        self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics, step)
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
         if self._optimizer is not None:
@@ -188,20 +194,24 @@ class DistributedDataParallel(TorchNames):
         """Go on in another world: every rank of ``process_group`` calls it, those that are new by constructing the module.
 
         With ``init_sync`` rank 0's parameters and buffers are copied to all, so it must be a rank that has them. Gradients that were not
-        stepped on are dropped; the state of the optimizer is the caller's to copy. Works after a ReductionFailed, too.
+        stepped on are dropped; the state of the optimizer is the caller's to copy. Works after a ReductionFailed, too. What was asked of
+        the module (``accumulate``, ``set_samples``, requests) stays asked on this rank, and steps are counted on from the furthest rank's.
         """
-        self._reducer.close()
+        _adopt(self)  # rank 0 may be another one now
+        old = self._reducer
+        old.close()
         self._transport.close()
         self._give_back()
         for _, param in self._named:
             param.grad = None
-        self._join(process_group, init_sync)
+        self._join(process_group, init_sync, old.step)
+        self._reducer.obey_as(old)
 
     def _adapt(self) -> None:
         """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now."""
         old = self._reducer
         old.close()
-        self._make_reducer(old.needs_now)
+        self._make_reducer(old.needs_now, old.step)
         self._reducer.go_on_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -217,11 +227,14 @@ class DistributedDataParallel(TorchNames):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._trained = self._prepare()
+        if self._trained and self.training and not self._asleep and self._reducer.running.in_evaluation:
+            _adopt(self)
         self._before_forward(self._trained)
         return to_device(inputs, self._inputs_to), to_device(kwargs, self._inputs_to)
 
     def _post_forward(self, output: Any) -> Any:
         if self._trained:
+            self.require_forward_param_sync = self._asleep or self._reducer.sync  # as torch's class has it
             if self.training and self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
                 self._sync_buffers()
             tensors = find_tensors(output)
@@ -236,7 +249,21 @@ class DistributedDataParallel(TorchNames):
         self._reducer.before_forward()
         if self._reducer.outdated:
             self._adapt()
+        if self._reducer.step < 3 or self._reducer.step % 100 == 0:  # to look at all parameters takes time
+            self._look_at_parameters()
         return torch.is_grad_enabled() and self._reducer.look_at_frozen()
+
+    def _look_at_parameters(self) -> None:
+        """Raise TrainError if there are others than at construction; take over optimizers that somebody has given them."""
+        known = {id(param) for _, param in self._named}
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and id(param) not in known and name not in self.parameters_to_ignore:
+                raise TrainError(
+                    f"the parameter {name} was put in place after the module had been wrapped, so its gradient would stay local: wrap the "
+                    "module afterwards, or call set_group()"
+                )
+        if take_over(self._reducer.params):
+            self._reducer.set_optimizer(step_each)
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -358,13 +385,14 @@ class DistributedDataParallel(TorchNames):
         Needed for buffers that change in training, on ranks other than 0, before an evaluation or a checkpoint. Not for the running
         statistics of normalizing layers, which ``eval()`` and ``state_dict()`` take from rank 0 by themselves.
         """
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        buffers = [buffer.detach() for buffer in self.modules_buffers]
+        buffers = [buffer.detach() for _, buffer in self._list_buffers()]
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             copy_from_first(buffers, self._group)  # a forward before may have saved them for its backward
 
     def check_replicas(self) -> None:
-        """Compare all ranks' trained parameters; every rank calls it. Raises Diverged, naming the first parameter that differs."""
+        """Compare all ranks' trained parameters; every rank calls it. Raises Diverged, naming the first parameter that differs, and
+        TrainError for a parameter that was put in place after the module had been wrapped."""
+        self._look_at_parameters()
         self._reducer.check_replicas()
 
     # -- extensions -----------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
     hashing: Carter and Wegman, 1979); the weights are fixed, so this is no defence against someone who wants a collision.
     """
     device = tensors[0].device
-    random = torch.Generator().manual_seed(0)
-    weights = (torch.randint(-(1 << 62), 1 << 62, (CHUNK,), generator=random, dtype=torch.int64) * 2 + 1).to(device)
+    random = torch.Generator("cpu").manual_seed(0)
+    weights = (torch.randint(-(1 << 62), 1 << 62, (CHUNK,), generator=random, dtype=torch.int64, device="cpu") * 2 + 1).to(device)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

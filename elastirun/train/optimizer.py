@@ -10,6 +10,32 @@ from torch import nn
 from .errors import TrainError
 
 
+def take_over(params: Sequence[nn.Parameter]) -> bool:
+    """Whether ``torch.distributed.optim._apply_optimizer_in_backward`` has given ``params`` optimizers; its hooks are removed.
+
+    They would step with this rank's gradients, before the reduction.
+    """
+    ours = [param for param in params if hasattr(param, "_in_backward_optimizers")]
+    if ours:
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+        for param in ours:
+            for handle in param_to_optim_hook_handle_map.pop(param, []):  # type: ignore[no-untyped-call]
+                handle.remove()
+    return bool(ours)
+
+
+def step_each(params: Sequence[nn.Parameter]) -> None:
+    """Step the optimizers that ``take_over`` has found, and drop the gradients, as torch's class does."""
+    for param in params:
+        optimizers: list[torch.optim.Optimizer] = getattr(param, "_in_backward_optimizers", [])
+        if param.grad is not None:
+            for optimizer in optimizers:
+                optimizer.step()
+        if optimizers:
+            param.grad = None
+
+
 class BucketSteps:
     """Steps ``optimizer`` for some of its parameters only: its groups are narrowed to them for the length of a step."""
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from .flat import Bucket, Portion, Storage, reduce_sparse
 from .group import digest, gather, ranks, verify_same
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
-from .running import RunningStatistics
+from .running import Place, RunningStatistics
 from .stats import StepTimes, lacking
 from .transport import Arena, Transport, reduction
 
@@ -72,7 +73,8 @@ class Reducer:
         group: dist.ProcessGroup,
         transport: Transport,
         options: Options,
-        statistics: Sequence[Tensor] = (),
+        statistics: Sequence[Place] = (),
+        step: int = 0,
     ) -> None:
         self._number = next(_numbers)  # modules are made in the same order on every rank, and so wait for their reductions in it
         self._all, self.needs = list(named), list(needs)
@@ -97,7 +99,7 @@ class Reducer:
         self._samples = 1.0  # of this rank, in the reduction under way
         self._zeros = 0.0  # beside these: samples whose gradients are zero (``skip``)
         self._total = float(self.world)  # samples of all ranks that gradients are scaled for: those of the last step
-        self.step = self.backwards = 0
+        self.step, self.backwards = step, 0
         self.lazy = self.params[0].is_cuda
         self.looks = False  # reads the words in each step all the same
         self._concluded = 0
@@ -146,8 +148,8 @@ class Reducer:
     def _let_go(self) -> None:
         """Give up the memory of the present plan; what gradients lie in it is theirs as long as they live."""
         self.buckets, self._home, self._arena = [], {}, None
-        self._tail = torch.empty(0)
-        self.running.lay(torch.empty(self.running.numel))
+        self._tail = torch.empty(0, device="cpu")
+        self.running.lay(torch.empty(self.running.numel, device="cpu"))
 
     def _make_room(self) -> None:
         """Where there is a new plan, a backward that reduces gives up the memory of the former one: its gradients are mostly gone by then.
@@ -267,7 +269,8 @@ class Reducer:
         """The gradient of parameter ``index`` has been accumulated."""
         if not self._begun:
             if not (self._anywhere or self._forwards):
-                self._unannounced(index)
+                if not self._is_reduced(index):
+                    self._unannounced(index)
                 return
             self.begin()
             self._certain = True
@@ -291,6 +294,11 @@ class Reducer:
         bucket.pending -= 1
         if bucket.pending == 0:
             self._launch_full()
+
+    def _is_reduced(self, index: int) -> bool:
+        """Has this backward added to a gradient that was reduced before? So does a penalty on the parameters: the same on every rank."""
+        bucket, part = self._home.get(index, (None, None))
+        return part is not None and self.params[index].grad is part.views[part.indices.index(index)]
 
     def _unannounced(self, index: int) -> None:
         if self.sync:
@@ -465,7 +473,7 @@ class Reducer:
         known = set(map(id, self.params))
         found = [param for (_, param), needed in zip(self._all, self.needs_now, strict=True) if needed and id(param) not in known]
         with reduction("the reduction of parameters that are trained from now on"):
-            had = torch.tensor([param.grad is not None and self._samples > 0 for param in found], dtype=torch.float32)
+            had = torch.tensor([param.grad is not None and self._samples > 0 for param in found], dtype=torch.float32, device="cpu")
             users = had.to(self.planner.device)
             dist.all_reduce(users, group=self._group)
             for param, mine, theirs in zip(found, had.tolist(), users.tolist(), strict=True):
@@ -476,9 +484,14 @@ class Reducer:
                 param.grad = total.mul_(correction * share) if theirs else None
         self._optimize(found, agreed)
 
+    def obey_as(self, old: Reducer) -> None:
+        """Do what the user has asked of ``old``."""
+        self.sync, self.every, self.looks = old.sync, old.every, old.looks
+        self.said = replace(old.said, status=0, trained=self.said.trained)
+
     def go_on_from(self, old: Reducer) -> None:
         """Take the place of ``old``, which reduced other parameters of the same module."""
-        self.sync, self.every, self.said, self.looks = old.sync, old.every, old.said, old.looks
+        self.obey_as(old)
         self.step, self.backwards, self._total = old.step, old.backwards, old._total
         self.reading, self._concluded, self.last_times = old.reading, old._concluded, old.last_times
         self.running.go_on_from(old.running)
@@ -496,7 +509,8 @@ class Reducer:
         if len(set(agreement.trained)) > 1:
             self._refuse_frozen()
         self.outdated = agreement.trained[0] != self._pattern
-        if self._lazy and (agreement.late or agreement.failed or agreement.samples != self._total):
+        # Another order of adding up the samples, in a ring or a tree, may give another last bit.
+        if self._lazy and (agreement.late or agreement.failed or not math.isclose(agreement.samples, self._total, rel_tol=1e-5)):
             self.looks = True
             raise TrainError(
                 f"the gradients of step {agreement.step} were not whole and have been used: on some rank the graph or the number of "
@@ -513,8 +527,14 @@ class Reducer:
             self.planner.lacked(agreement.users, agreement.with_data)
         with reduction("what follows a reduction"):
             self._learn(bool(agreement.late))
-            if self._options.check_replicas_every and agreement.step % self._options.check_replicas_every == 0:
+            if self._compares and agreement.step % self._options.check_replicas_every == 0:
                 self.check_replicas()
+
+    @property
+    def _compares(self) -> bool:
+        """Are the replicas compared now and then? Not where a hook of torch lets them differ on purpose."""
+        local = self._hook is not None and getattr(self._hook[0], "__module__", "").endswith("post_localSGD_hook")
+        return self._options.check_replicas_every > 0 and not local
 
     def check_replicas(self) -> None:
         """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""
@@ -582,7 +602,9 @@ class Reducer:
 
     def _drain(self) -> None:
         """An exception ended the last backward here: take part in what the others wait for, and have the step dropped on all ranks."""
-        if self._reducing:
+        touched = self._touched()  # ``autograd.grad`` reduces nothing, on no rank
+        self.backwards -= not touched
+        if self._reducing and touched:
             self.said.status |= FAILED
             self._samples = 0.0
             self._draining = True

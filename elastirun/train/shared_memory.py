@@ -238,7 +238,9 @@ class SharedArena:
 
 def _tensor(memory: mmap, storage: Storage, offset: int) -> Tensor:
     count = storage.numel  # of which frombuffer wants one at least
-    return torch.frombuffer(memory, dtype=storage.dtype, count=count, offset=offset) if count else torch.zeros(0, dtype=storage.dtype)
+    if not count:
+        return torch.zeros(0, dtype=storage.dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=storage.dtype, count=count, offset=offset)
 
 
 class Reduction:

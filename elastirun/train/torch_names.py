@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._utils import _get_device_index
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -22,6 +22,7 @@ from .buckets import CAP, FIRST_CAP, MIB
 from .errors import TrainError
 from .joining import NOT_JOINING, JoinedRank, announce
 from .outputs import find_tensors
+from .running import places
 from .stats import report
 from .transport import reduction
 
@@ -65,7 +66,6 @@ class TorchNames(Original):
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         self._use_python_reducer, self._lazy_init_ran, self._ddp_sink_clone = False, True, True
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
     def _take_sizes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | None:
         """The attributes about sizes of buckets; returns the size that was asked for, in MiB."""
@@ -135,14 +135,28 @@ class TorchNames(Original):
 
     # -- buffers and uneven inputs --------------------------------------------------------------------------------------
 
+    def _assign_modules_buffers(self) -> None:
+        """List the buffers that are copied in each forward: all, if the user has asked for it, else those that do not travel with the
+        gradients."""
+        super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        if self._buffers_wanted is None:
+            travelling = {id(getattr(layer, name)) for layer, name in places(self.module, self.parameters_to_ignore)}
+            found = {name: buffer for name, buffer in self.named_module_buffers.items() if id(buffer) not in travelling}
+            self.named_module_buffers, self.modules_buffers = found, list(found.values())
+
     def _sync_buffers(self) -> None:
         with reduction("copying the buffers"):
             super()._sync_buffers()  # type: ignore[no-untyped-call]
 
+    def _distributed_broadcast_coalesced(self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
+        if tensors:
+            group = self.__dict__.get("_group", self.process_group)  # a copy has none of its own before its first backward
+            dist._broadcast_coalesced(group, list(tensors), buffer_size, authoritative_rank)  # type: ignore[attr-defined]
+
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], *location: Any, **more: Any) -> None:
         super()._register_buffer_comm_hook(state, hook, *location, **more)
-        if self._buffers_wanted is None:
-            self.forward_sync_buffers = True
+        self._buffers_wanted = self.forward_sync_buffers = True
+        self._assign_modules_buffers()
 
     _buffers_wanted: bool | None  # as the user said
 

@@ -1,0 +1,174 @@
+"""What users do around a step, beside torch's class in the same test: penalties, other optimizers, parameters put in place."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+
+from elastirun.train import DistributedDataParallel, TrainError
+from tests.train.test_ddp import batch, make
+from tests.train.worlds import run
+
+Torchs = nn.parallel.DistributedDataParallel
+Wrap = Callable[..., Any]
+
+
+def grads(module: nn.Module) -> list[list[float]]:
+    return [[] if p.grad is None else p.grad.flatten().tolist() for p in module.parameters()]
+
+
+def penalty_afterwards(rank: int, wrap: Wrap) -> list[Any]:
+    ddp, found = wrap(make()), []
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        sum(p.pow(2).sum() for p in ddp.parameters()).backward()
+        found.append(grads(ddp))
+    return found
+
+
+def gradients_asked_for(rank: int, wrap: Wrap) -> list[Any]:
+    """``autograd.grad`` through the module fails on one rank, which goes on."""
+    ddp, found = wrap(make()), []
+    for step in range(8):
+        ddp.zero_grad()
+        if step in (1, 5):
+            x = batch(step + 50, rank).requires_grad_()
+            out = ddp(x)
+            if rank == 1:
+                out.register_hook(fails)
+            try:
+                torch.autograd.grad(out.sum(), x)
+            except ValueError:
+                assert rank == 1
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        found.append(grads(ddp))
+    return found
+
+
+def fails(_: Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def local_steps(rank: int, wrap: Wrap) -> list[Any]:
+    """torch's post-local SGD: replicas differ on purpose."""
+    ddp = wrap(make())
+    ddp.register_comm_hook(local_sgd.PostLocalSGDState(None, None, start_localSGD_iter=4), local_sgd.post_localSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        optimizer.step()
+    return [p.flatten().tolist() for p in ddp.parameters()]
+
+
+def optimizer_in_backward(rank: int, wrap: Wrap, later: bool = False) -> list[Any]:
+    optim: Any = importlib.import_module("torch.distributed.optim")  # warns that it is old
+    model = make()
+    if not later:
+        optim._apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    ddp = wrap(model)
+    if later:
+        optim._apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for step in range(6):
+        ddp(batch(step, rank)).pow(2).mean().backward()
+    return [[p.flatten().tolist() for p in ddp.parameters()], [p.grad is None for p in ddp.parameters()]]
+
+
+def optimizer_in_backward_later(rank: int, wrap: Wrap) -> list[Any]:
+    return optimizer_in_backward(rank, wrap, later=True)
+
+
+CASES = [penalty_afterwards, gradients_asked_for, local_steps, optimizer_in_backward, optimizer_in_backward_later]
+
+
+def both(rank: int, world: int, case: Callable[[int, Wrap], list[Any]], transport: str) -> list[Any]:
+    ours = case(rank, lambda module: DistributedDataParallel(module, transport=transport, check_replicas_every=5))
+    return [ours, case(rank, Torchs)]
+
+
+def flat(value: Any) -> list[float]:
+    return [float(value)] if isinstance(value, (int, float)) else [number for part in value for number in flat(part)]
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_same_as_with_torchs_class(case: Callable[[int, Wrap], list[Any]], transport: str) -> None:
+    for ours, theirs in run(2, both, case, transport):
+        assert flat(ours) == pytest.approx(flat(theirs), abs=1e-6)
+
+
+def twice(rank: int, world: int, transport: str) -> list[bool]:
+    """Two backwards of one forward; the second one's graph begins at the parameters."""
+    ddp, same = DistributedDataParallel(make(), transport=transport), []
+    for step in range(6):
+        ddp.zero_grad()
+        out = ddp(batch(step, rank))
+        out.pow(2).mean().backward(retain_graph=True)
+        (out.mean() + sum(p.pow(2).sum() for p in ddp.parameters())).backward()
+        alone = copy.deepcopy(ddp.module)
+        alone.zero_grad()
+        for other in range(world):
+            out = alone(batch(step, other))
+            ((out.pow(2).mean() + out.mean()) / world).backward()
+        sum(p.pow(2).sum() for p in alone.parameters()).backward()  # type: ignore[union-attr]
+        same.append(flat(grads(ddp.module)) == pytest.approx(flat(grads(alone)), abs=1e-6))
+    return same
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+def test_a_second_backward_may_meet_a_parameter_first(transport: str) -> None:
+    assert run(2, twice, transport) == [[True] * 6] * 2
+
+
+def put_in_place(rank: int, world: int, how: str) -> str:
+    ddp = DistributedDataParallel(make())
+    try:
+        if how == "assigned":
+            ddp.module.load_state_dict(make(1).state_dict(), assign=True)
+        else:
+            ddp.module.add_module("adapter", nn.Linear(1, 1))
+        if how == "compared":
+            ddp.check_replicas()
+        ddp(batch(0, rank)).pow(2).mean().backward()
+    except TrainError as error:
+        ddp.set_group()
+        ddp(batch(0, rank)).pow(2).mean().backward()
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("how", "name"), [("assigned", "0.weight"), ("added", "adapter.weight"), ("compared", "adapter.weight")])
+def test_a_parameter_that_is_put_in_place_later_is_named(how: str, name: str) -> None:
+    assert all(said.startswith(f"the parameter {name} was put in place after") for said in run(2, put_in_place, how))
+
+
+def elsewhere(rank: int, world: int, transport: str) -> list[Any]:
+    """Tensors without a device are made on one that has no memory."""
+    model = make()
+    x = batch(0, rank)
+    with torch.device("meta"):
+        torch.set_default_device("meta")
+        try:
+            ddp = DistributedDataParallel(model, transport=transport, check_replicas_every=2, find_unused_parameters=True)
+            for step in range(7):
+                ddp.zero_grad()
+                model[0].bias.requires_grad_(step != 3)
+                ddp(x).pow(2).mean().backward()
+            ddp.check_replicas()
+        finally:
+            torch.set_default_device(None)
+    return grads(model)
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+def test_the_default_device_does_not_matter(transport: str) -> None:
+    first, second = run(2, elsewhere, transport)
+    assert first == second and all(first)
