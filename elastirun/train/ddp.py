@@ -159,7 +159,7 @@ class DistributedDataParallel(TorchNames):
 
     def _description(self, copied: Iterable[tuple[str, Tensor]]) -> list[str]:
         """What has to be the same on every rank, a line each: all that decides which reductions there are, and of what."""
-        options = {**vars(self._options), "transport": self._wanted, "broadcast_buffers": self.forward_sync_buffers}
+        options = {**vars(self._options), "transport": self._wanted, "broadcast_buffers": self._buffers_wanted}
         tensors = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t)}" for name, t in copied]
         return tensors + [f"{name}={value}" for name, value in options.items()]
 

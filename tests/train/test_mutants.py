@@ -194,6 +194,56 @@ MUTANTS = (
         *("order", "buckets_go_through_the_group_where_there_is_no_memory_to_share[later]"),
     ),
     Mutant(
+        "a frozen layer uses rank 0's statistics",
+        *("running", "return any(not layer.training for layer, _ in self._places)", "return False"),
+        *("buffers", "buffers_are_what_they_are_under_torchs_class[frozen_norm-group]"),
+    ),
+    Mutant(
+        "buffers that do not travel are copied in each forward",
+        *("ddp", "self.forward_sync_buffers = self._buffers_wanted is not False", "self.forward_sync_buffers = bool(self._buffers_wanted)"),
+        *("buffers", "buffers_are_what_they_are_under_torchs_class[codebook-group]"),
+    ),
+    Mutant(
+        "buffers that travel are not copied",
+        *("torch_names", "        if self._buffers_wanted is None:\n            travelling", "        if False:\n            travelling"),
+        *("buffers", "what_travels_with_the_gradients_costs_no_broadcast[False-0]"),
+    ),
+    Mutant(
+        "a new group keeps what was asked",
+        *("ddp", "        self._reducer.obey_as(old)\n", ""),
+        *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
+    ),
+    Mutant(
+        "a new rank 0 goes on with the old one's statistics",
+        *("ddp", "        _adopt(self)  # rank 0 may be another one now\n", ""),
+        *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
+    ),
+    Mutant(
+        "a penalty adds to what was reduced",
+        *("reducer", "if not self._is_reduced(index):", "if True:"),
+        *("ways", "the_same_as_with_torchs_class[penalty_afterwards-group]"),
+    ),
+    Mutant(
+        "autograd.grad that fails reduces nothing",
+        *("reducer", "touched = self._touched()  # ``autograd.grad``", "touched = True  # ``autograd.grad``"),
+        *("ways", "the_same_as_with_torchs_class[gradients_asked_for-group]"),
+    ),
+    Mutant(
+        "replicas that differ on purpose are not compared",
+        *("reducer", "self._options.check_replicas_every > 0 and not local", "self._options.check_replicas_every > 0"),
+        *("ways", "the_same_as_with_torchs_class[local_steps-group]"),
+    ),
+    Mutant(
+        "optimizers of parameters step after the reduction",
+        *("ddp", "if take_over(self._reducer.params):", "if False:"),
+        *("ways", "the_same_as_with_torchs_class[optimizer_in_backward-group]"),
+    ),
+    Mutant(
+        "a parameter put in place later is named",
+        *("ddp", "if param.requires_grad and id(param) not in known and", "if False and"),
+        *("ways", "a_parameter_that_is_put_in_place_later_is_named[added-adapter.weight]"),
+    ),
+    Mutant(
         "the weight of a step is remembered",
         *("reducer", "            self._total = agreed.samples\n", "            pass\n"),
         *("ddp", "even_weights_cost_no_second_pass"),

@@ -55,7 +55,7 @@ def unlike(rank: int, world: int, options: dict[str, Any], other: dict[str, Any]
         ({}, {"bucket_cap_mb": 1}, "", "bucket_cap_mb=None on ranks 0, 2; bucket_cap_mb=1 on rank 1"),
         ({}, {"check_replicas_every": 7}, "", "check_replicas_every=1000 on ranks 0, 2; check_replicas_every=7 on rank 1"),
         ({}, {"mean_over": "users"}, "", "mean_over_users=False on ranks 0, 2; mean_over_users=True on rank 1"),
-        ({"broadcast_buffers": True}, {}, "", "broadcast_buffers=True on ranks 0, 2; broadcast_buffers=False on rank 1"),
+        ({"broadcast_buffers": True}, {}, "", "broadcast_buffers=True on ranks 0, 2; broadcast_buffers=None on rank 1"),
     ],
     ids=["frozen", "bucket_cap_mb", "check_replicas_every", "mean_over", "broadcast_buffers"],
 )

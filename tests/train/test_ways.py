@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 
@@ -60,7 +61,8 @@ def fails(_: Tensor) -> None:
 def local_steps(rank: int, wrap: Wrap) -> list[Any]:
     """torch's post-local SGD: replicas differ on purpose."""
     ddp = wrap(make())
-    ddp.register_comm_hook(local_sgd.PostLocalSGDState(None, None, start_localSGD_iter=4), local_sgd.post_localSGD_hook)
+    subgroup, _ = dist.new_subgroups(group_size=1)
+    ddp.register_comm_hook(local_sgd.PostLocalSGDState(None, subgroup, start_localSGD_iter=4), local_sgd.post_localSGD_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(12):
         optimizer.zero_grad()
@@ -70,15 +72,21 @@ def local_steps(rank: int, wrap: Wrap) -> list[Any]:
 
 
 def optimizer_in_backward(rank: int, wrap: Wrap, later: bool = False) -> list[Any]:
+    """torch's class has this with an accelerator only: there, the optimizer steps afterwards."""
     optim: Any = importlib.import_module("torch.distributed.optim")  # warns that it is old
+    ours = wrap is not Torchs
     model = make()
-    if not later:
+    if ours and not later:
         optim._apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     ddp = wrap(model)
-    if later:
+    if ours and later:
         optim._apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(6):
         ddp(batch(step, rank)).pow(2).mean().backward()
+        if not ours:
+            optimizer.step()
+            optimizer.zero_grad()
     return [[p.flatten().tolist() for p in ddp.parameters()], [p.grad is None for p in ddp.parameters()]]
 
 
