@@ -40,6 +40,8 @@ class _Seen:
     silent: bool = False
     proven: bool = False  # it has changed before our eyes
     looked: float = 0.0  # when this node received the last read of it
+    away: float = 0.0  # since when it has been away at every look, no two of them too far apart
+    judged: bool = False  # that has been long enough once
 
 
 class Liveness:
@@ -67,25 +69,28 @@ class Liveness:
             self._seen[node_id].silent = False  # it may have come back; who is not read is not called silent
 
     def _observe_leased(self, lease: Lease, node_id: str, seq: int, started: float, received: float) -> None:
-        """``changed`` is when the row was last seen to be there, or first seen to be away.
+        """``changed`` is when the row was last seen to be there, or first seen to be away after that.
 
         Between two looks that are further apart than a lease lasts it may have been there again, and its absence begins anew.
         """
         seen = self._seen.get(node_id)
         if seq >= 0:
             self._seen[node_id] = _Seen(seq, received, proven=True, looked=received)
-        elif seen is None or seen.seq >= 0 or started - seen.looked > SURE * lease.ttl:
-            self._seen[node_id] = _Seen(seq, received, proven=seen is not None, looked=received)
+        elif seen is None or seen.seq >= 0:
+            self._seen[node_id] = _Seen(seq, received, proven=seen is not None, looked=received, away=received)
         else:
-            seen.silent = seen.silent or started > max(seen.changed + lease.absence, self._excused + self.expire)
-            seen.looked = received
+            if started - seen.looked > SURE * lease.ttl:
+                seen.away, seen.silent, seen.judged = received, False, False
+            seen.silent = seen.silent or started > max(seen.away + lease.absence, self._excused + self.expire)
+            seen.looked, seen.judged = received, seen.judged or seen.silent
 
-    def next_look(self) -> float | None:
-        """When a node whose row has vanished could be found silent, if all is well; None: no row is away."""
+    def next_look(self, now: float) -> float | None:
+        """When a node whose row has vanished could be found silent, if all is well; None: no row is away, or nobody looked for too long."""
         if self._lease is None:
             return None
-        away = [seen.changed + self._lease.absence for seen in self._seen.values() if seen.seq < 0 and not seen.silent]
-        return min(away, default=None)
+        patience, sure = self._lease.absence, SURE * self._lease.ttl
+        pending = [seen for seen in self._seen.values() if seen.seq < 0 and not seen.judged and now <= seen.looked + sure]
+        return min((max(seen.away + patience, self._excused + self.expire) for seen in pending), default=None)
 
     def absent(self, node_id: str) -> bool:
         """Return whether the node's row was away at the last look, in a store with leases."""

@@ -174,7 +174,7 @@ class Machine:
             self._reading.crowd = len(self.rows)
         if self._sees_all or self.state is RUNNING:
             self._live.forget_all_but(seqs.keys() | set(members))
-        if (look := self._live.next_look()) is not None:
+        if (look := self._live.next_look(event.now)) is not None:
             look = look if self._sees_all or not self._may_have_lost_several() else event.now  # the absence of others counts from then on
             self._next_sync = min(self._next_sync, max(look, event.now) + LOOK_AGAIN)
 
@@ -512,7 +512,9 @@ class Machine:
         self._syncing = True
         self._urgent = False
         self._next_sync = self._now + self._reading.interval(self.state, self.record)
-        everything = self._earlier is not None or self._may_have_lost_several()
+        second_look = self._live.next_look(self._now)  # of those who seldom read all rows: soon enough after the first, or it is none
+        due = self.state is JOINING and second_look is not None and self._now > second_look
+        everything = self._earlier is not None or due or self._may_have_lost_several()
         self._asked = None if everything else self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
         put = self._put()
         self._sync = Sync(put, change, self._asked, keep_alive=self.rules.lasting and self._introduced)
