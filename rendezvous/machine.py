@@ -512,9 +512,7 @@ class Machine:
         self._syncing = True
         self._urgent = False
         self._next_sync = self._now + self._reading.interval(self.state, self.record)
-        second_look = self._live.next_look(self._now)  # of those who seldom read all rows: soon enough after the first, or it is none
-        due = self.state is JOINING and second_look is not None and self._now > second_look
-        everything = self._earlier is not None or due or self._may_have_lost_several()
+        everything = self._earlier is not None or self._may_have_lost_several()
         self._asked = None if everything else self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
         put = self._put()
         self._sync = Sync(put, change, self._asked, keep_alive=self.rules.lasting and self._introduced)

@@ -341,18 +341,13 @@ MUTANTS = (
     ),
     mutant(
         "all rows are read when a watched one is away",
-        *("machine", "is not None or due or self._may_have_lost_several()", "is not None or due"),
+        *("machine", "self._earlier is not None or self._may_have_lost_several()", "self._earlier is not None"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     mutant(
         "an absence that nobody watched begins anew",
         *("liveness", "if started - seen.looked > SURE * lease.ttl:", "if False:"),
         *("liveness", "at_a_store_with_leases_a_row_must_stay_away_as_long_as_somebody_looks"),
-    ),
-    mutant(
-        "who seldom reads all rows looks twice at what is away",
-        *("machine", "self._now > second_look", "False"),
-        *("sim", "what_once_went_wrong_does_not[1009739]"),
     ),
     # A node that crashes again and again.
     mutant(
