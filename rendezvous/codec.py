@@ -15,6 +15,7 @@ import enum
 import functools
 import hmac
 import json
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -90,7 +91,7 @@ _PLAIN = frozenset((str, int, float, bool, types.NoneType))
 def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
-        return value
+        return value + 0.0 if kind is float else value  # -0.0 becomes 0.0: one spelling of each value
     if kind is tuple:
         return [_plain(item) for item in value]
     if isinstance(value, enum.Enum):
@@ -143,7 +144,7 @@ def _int(value: Any) -> int:
 
 
 def _float(value: Any) -> float:
-    if type(value) is not float or abs(value) > MAX_INT:
+    if type(value) is not float or abs(value) > MAX_INT or (value == 0.0 and math.copysign(1.0, value) < 0):  # -0.0 equals 0.0
         raise BadRecord(": not a number within ±2^53")
     return value
 

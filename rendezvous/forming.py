@@ -355,7 +355,7 @@ def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
 
 def break_up(record: RoundRecord, cause: Cause, reason: str, by: str, ran: float, lost: tuple[str, ...] = ()) -> RoundRecord:
     """The record with its round marked as over."""
-    return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost, ran=round(ran, 3)))
+    return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost, ran=round(max(0.0, ran), 3)))
 
 
 def lose(record: RoundRecord, m: Member, row: NodeRow | None, silent: bool, expire: float, by: str, ran: float) -> RoundRecord:

@@ -57,6 +57,14 @@ def test_a_variable_is_found_by_its_whole_name() -> None:
     assert proc.value_of("A", b"XA=1\0B=A=2\0") == "" and proc.value_of("A", b"A=1\0A=2") == "1"
 
 
+def wait_until_it_runs_another_program(pid: int) -> None:
+    """Than Python, and has its environment: for a moment within exec, a process has none."""
+    end = time.monotonic() + 60
+    while os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable) or not Path(f"/proc/{pid}/environ").read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize(("ids", "counts"), [("0, 0, 0", True), ("65534, 65534, 65534", False), ("65534, 0, 0", False)])
 def test_a_mark_counts_only_in_a_process_of_our_own_user(ids: str, counts: bool) -> None:
@@ -66,6 +74,7 @@ def test_a_mark_counts_only_in_a_process_of_our_own_user(ids: str, counts: bool)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, marks.VARIABLE: own.text}) as program:
         try:
             assert program.stdout and program.stdout.readline()
+            wait_until_it_runs_another_program(program.pid)
             found = proc.look(program.pid)
             assert found is not None and own.text in proc.environment(program.pid).decode()
             assert [each.text for each in kills.marks_of(found)] == [own.text] * counts
@@ -80,6 +89,7 @@ def test_a_mark_is_found_behind_two_mebibytes_of_environment() -> None:
     big = {f"BIG{i}": "x" * 100_000 for i in range(20)}
     with subprocess.Popen(["sleep", "1000"], env={**big, "PATH": os.environ["PATH"], marks.VARIABLE: f"1-2-3-{R}"}) as program:
         try:
+            wait_until_it_runs_another_program(program.pid)
             assert [each.text for each in marks.in_environment(proc.environment(program.pid))] == [f"1-2-3-{R}"]
         finally:
             program.kill()

@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     mutant(
         "where rows have leases, one that is away for a moment makes nobody lost",
-        *("liveness", "patience = lease.absence if", "patience = 0.0 if"),
+        *("liveness", "started > max(seen.away + lease.absence,", "started > max(seen.away,"),
         *("silence", "a_row_that_is_away_for_a_moment_makes_nobody_lost"),
     ),
     mutant(
@@ -246,12 +246,12 @@ MUTANTS = (
     ),
     mutant(
         "a fixed place has one holder",
-        *("machine", "self._now >= beside + 2 * self.rules.expire", "False"),
+        *("machine", "self._now >= self._same_round.since + 2 * self.rules.expire", "False"),
         *("rules", "a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs"),
     ),
     mutant(
         "a replacement has the time until the lost one is missed",
-        *("machine", "self._now >= beside + 2 * self.rules.expire", "True"),
+        *("machine", "self._now >= self._same_round.since + 2 * self.rules.expire", "True"),
         *("rules", "the_replacement_of_a_lost_node_with_a_fixed_rank_is_not_excluded"),
     ),
     mutant(

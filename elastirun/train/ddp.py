@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from . import engine
 from .control import REQUESTS, Agreement
-from .errors import TrainError
+from .errors import ReductionFailed, TrainError
 from .group import copy_from_first, find, gather, give_back, own, verify_same
 from .hooks import Hook
 from .optimizer import BucketSteps, step_each, take_over
@@ -199,6 +199,8 @@ class DistributedDataParallel(TorchNames):
         """
         _adopt(self)  # rank 0 may be another one now
         old = self._reducer
+        with suppress(ReductionFailed):  # others may still wait for a part of what an exception interrupted here
+            old.settle()
         old.close()
         self._transport.close()
         self._give_back()
@@ -257,7 +259,8 @@ class DistributedDataParallel(TorchNames):
         """Raise TrainError if there are others than at construction; take over optimizers that somebody has given them."""
         known = {id(param) for _, param in self._named}
         for name, param in self.module.named_parameters():
-            if param.requires_grad and id(param) not in known and name not in self.parameters_to_ignore:
+            ours = id(param) in known or name in self.parameters_to_ignore or not isinstance(param, nn.Parameter)  # functional_call()
+            if param.requires_grad and not ours:
                 raise TrainError(
                     f"the parameter {name} was put in place after the module had been wrapped, so its gradient would stay local: wrap the "
                     "module afterwards, or call set_group()"

@@ -217,8 +217,13 @@ class Reducer:
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
         if self._broken is not None:
             raise self._broken
-        if self.interrupted:
-            self._drain()
+        self.settle()
+
+    def settle(self) -> None:
+        """Finish what an exception interrupted, in this module and in others, in the same order on every rank."""
+        if _under_way:
+            for reducer in sorted((one for one in _under_way if one.interrupted and one._broken is None), key=lambda one: one._number):
+                reducer._drain()
 
     def look_at_frozen(self) -> bool:
         """Say in the next reduction which parameters are trained now; return whether any is."""

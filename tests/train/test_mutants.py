@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "what accumulates nothing does not count",
-        *("reducer", "self.backwards -= not touched", "pass"),
+        *("reducer", "        else:\n            self.backwards -= not touched", "        else:\n            pass"),
         *("more", "a_stage_of_a_pipeline_reduces_once_per_step"),
     ),
     Mutant(
@@ -110,7 +110,7 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0's statistics are taken over",
-        *("running", "buffer.copy_(value * self._factor)", "pass"),
+        *("running", "buffer.copy_(value * self._factor if", "_ = (value * self._factor if"),
         *("more", "running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint[all-6]"),
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "statistics that were written stay",
-        *("running", " and self._versions == [buffer._version for buffer in self._buffers]:", ":"),
+        *("running", " and self._written == _versions(buffers):", ":"),
         *("beside_torch", "the_same_numbers[statistics_written]"),
     ),
     Mutant(
@@ -240,7 +240,7 @@ MUTANTS = (
     ),
     Mutant(
         "a parameter put in place later is named",
-        *("ddp", "if param.requires_grad and id(param) not in known and", "if False and"),
+        *("ddp", "if param.requires_grad and not ours:", "if False:"),
         *("ways", "a_parameter_that_is_put_in_place_later_is_named[added-adapter.weight]"),
     ),
     Mutant(

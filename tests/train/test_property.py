@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import flat
+from elastirun.train import TrainError, flat
 from tests.train.worlds import run
 
 WIDTH, STEPS = 4, 8
+Program = list[tuple[int, str]]
 WAYS = ("plain", "plain", "reentrant", "nonreentrant", "nested")
 
 
@@ -34,7 +36,7 @@ class Net(nn.Module):
         if layers > 3:
             self.layers[1].weight = self.layers[2].weight  # shared between two modules
 
-    def forward(self, x: Tensor, program: list[tuple[int, str]]) -> Tensor:
+    def forward(self, x: Tensor, program: Program) -> Tensor:
         for number, way in program:
             layer = self.layers[number]
             if way == "plain":
@@ -46,7 +48,7 @@ class Net(nn.Module):
         return x
 
 
-def program(seed: int, step: int, rank: int, layers: int, stable: bool) -> list[tuple[int, str]]:
+def program(seed: int, step: int, rank: int, layers: int, stable: bool) -> Program:
     """What a rank does in a step: in ``stable`` runs nearly always the same."""
     rng = random.Random(f"{seed}/{step if not stable or step == 5 else 0}/{rank if not stable or step == 6 else 0}")
     return [(rng.randrange(layers), rng.choice(WAYS)) for _ in range(rng.randint(1, 6))]
@@ -92,6 +94,66 @@ def trial(rank: int, world: int, seed: int) -> list[str]:
     return wrong
 
 
+def duet(rank: int, world: int, seed: int) -> list[str]:
+    """Two modules in one backward, in an order of each rank's own, with hooks, freezing, failures, and new groups between the steps."""
+    rng = random.Random(f"duet {seed}")  # the same on all ranks
+    flat.PORTION = (1, 64, 1 << 20)[seed % 3]
+    nets = [Net(rng.randint(1, 4), seed + number) for number in range(2)]
+    ddps = [DDP(net, bucket_cap_mb=rng.choice([None, 1e-5, 2e-4]), transport=("shared memory", "group")[seed % 2]) for net in nets]
+    for ddp in ddps:
+        if rng.random() < 0.3:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    wrong: list[str] = []
+    for step in range(STEPS):
+        if rng.random() < 0.08:
+            for ddp in ddps:
+                ddp.set_group()
+        for net in nets:
+            net.layers[0].requires_grad_(rng.random() > 0.15 or len(net.layers) == 1)
+            net.zero_grad()
+        fails = rng.randrange(world) if rng.random() < 0.1 else -1
+        everyone = range(world)
+        programs = [[program(seed + at, step, r, len(net.layers), seed % 4 < 2) for at, net in enumerate(nets)] for r in everyone]
+        order = ddps if rng.random() < 0.5 or rank else ddps[::-1]
+        together(order, nets, batch(seed, step, 0, rank), programs[rank], fails == rank)
+        if fails >= 0:
+            continue  # there are no gradients for this step
+        for at, net in enumerate(nets):
+            expected = one_process(net, [batch(seed, step, 0, r) for r in everyone], [of[at] for of in programs])
+            wrong += [f"{at}.{name} in step {step}" for name, p in net.named_parameters() if not same(p, expected.get(name), True)]
+    return wrong
+
+
+def together(ddps: list[DDP], nets: list[Net], x: Tensor, programs: list[Program], fails: bool) -> None:
+    """One backward through all ``ddps``, in their order; with ``fails`` an exception ends it here, when all have begun, and the others
+    are told."""
+    outputs = [ddp(x, programs[nets.index(ddp.module)]) for ddp in ddps]
+    loss = torch.stack([output.pow(2).mean() for output in outputs]).sum()
+    if fails:
+        x.register_hook(_fail)
+    try:
+        loss.backward()
+    except (Fails, TrainError):
+        pass
+
+
+def one_process(net: Net, batches: list[Tensor], programs: list[Program]) -> dict[str, Tensor]:
+    """The mean of all ranks' gradients."""
+    alone = copy.deepcopy(net)
+    alone.zero_grad()
+    for x, what in zip(batches, programs, strict=True):
+        (alone(x, what).pow(2).mean() / len(batches)).backward()
+    return {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+
+
+class Fails(Exception):
+    """On purpose."""
+
+
+def _fail(_: Tensor) -> None:
+    raise Fails
+
+
 def backward(output: Tensor) -> None:
     output.pow(2).mean().backward()
 
@@ -102,16 +164,24 @@ def same(param: nn.Parameter, expected: Tensor | None, zero: bool) -> bool:
     return torch.allclose(param.grad, expected, atol=1e-6)
 
 
-def trials(rank: int, world: int, first: int, last: int) -> list[Any]:
-    logging.getLogger("elastirun.train").setLevel(logging.ERROR)  # each trial would name its unused parameters
-    return [(seed, wrong) for seed in range(first, last) if (wrong := trial(rank, world, seed))]
+def trials(rank: int, world: int, kind: str, first: int, last: int) -> list[Any]:
+    logging.getLogger("elastirun.train").setLevel(logging.CRITICAL)  # each trial would name its unused parameters
+    one = {"trial": trial, "duet": duet}[kind]
+    return [(seed, wrong) for seed in range(first, last) if (wrong := one(rank, world, seed))]
 
 
 @pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 1000)])
 def test_any_graph_on_any_rank(world: int, first: int) -> None:
-    assert run(world, trials, first, first + 25) == [[]] * world
+    assert run(world, trials, "trial", first, first + 25) == [[]] * world
+
+
+@pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 1000)])
+def test_two_modules_in_any_order_on_any_rank(world: int, first: int) -> None:
+    assert run(world, trials, "duet", first, first + 20) == [[]] * world
 
 
 if __name__ == "__main__":
     for number in (2, 3):
-        print(number, "ranks:", run(number, trials, int(sys.argv[1]), int(sys.argv[2]), timeout=3600.0)[0] or "all as one process has them")
+        for kind in ("trial", "duet"):
+            wrong = run(number, trials, kind, int(sys.argv[1]), int(sys.argv[2]), timeout=3600.0)[0]
+            print(f"{number} ranks, {kind}:", wrong or "all as one process has them", flush=True)
