@@ -490,7 +490,8 @@ class Reducer:
         self._optimize(found, agreed)
 
     def obey_as(self, old: Reducer) -> None:
-        """Do what the user has asked of ``old``."""
+        """Do what the user has asked of ``old``, in its place."""
+        self._number = old._number
         self.sync, self.every, self.looks = old.sync, old.every, old.looks
         self.said = replace(old.said, status=0, trained=self.said.trained)
 
