@@ -249,8 +249,9 @@ class DistributedDataParallel(TorchNames):
         if self._asleep:
             return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
-        if self._reducer.outdated:
-            self._adapt()
+        outdated = [ddp for ddp in _living if not ddp._asleep and ddp._reducer.outdated]
+        for ddp in sorted(outdated, key=lambda one: one._reducer.number):  # whichever is called first on this rank
+            ddp._adapt()
         if self._reducer.step < 3 or self._reducer.step % 100 == 0:  # to look at all parameters takes time
             self._look_at_parameters()
         return torch.is_grad_enabled() and self._reducer.look_at_frozen()

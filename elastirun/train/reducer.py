@@ -76,7 +76,7 @@ class Reducer:
         statistics: Sequence[Place] = (),
         step: int = 0,
     ) -> None:
-        self._number = next(_numbers)  # modules are made in the same order on every rank, and so wait for their reductions in it
+        self.number = next(_numbers)  # modules are made in the same order on every rank, and so wait for their reductions in it
         self._all, self.needs = list(named), list(needs)
         self.needs_now = self.needs  # what the next reduction says of them
         trained = [pair for pair, needed in zip(named, needs, strict=True) if needed]
@@ -222,7 +222,7 @@ class Reducer:
     def settle(self) -> None:
         """Finish what an exception interrupted, in this module and in others, in the same order on every rank."""
         if _under_way:
-            for reducer in sorted((one for one in _under_way if one.interrupted and one._broken is None), key=lambda one: one._number):
+            for reducer in sorted((one for one in _under_way if one.interrupted and one._broken is None), key=lambda one: one.number):
                 reducer._drain()
 
     def look_at_frozen(self) -> bool:
@@ -375,7 +375,7 @@ class Reducer:
 
         In which order the modules of one backward began depends on the graph, which may differ between ranks.
         """
-        for reducer in sorted((one for one in _under_way if one._task == self._task), key=lambda one: one._number):
+        for reducer in sorted((one for one in _under_way if one._task == self._task), key=lambda one: one.number):
             reducer._end_of_own()
 
     def _end_of_own(self) -> None:
@@ -491,7 +491,7 @@ class Reducer:
 
     def obey_as(self, old: Reducer) -> None:
         """Do what the user has asked of ``old``, in its place."""
-        self._number = old._number
+        self.number = old.number
         self.sync, self.every, self.looks = old.sync, old.every, old.looks
         self.said = replace(old.said, status=0, trained=self.said.trained)
 
@@ -589,7 +589,7 @@ class Reducer:
 
     def _refuse(self, agreement: Agreement) -> None:
         """A rank's backward ended with an exception: the gradients of this step are of no use to anyone."""
-        for param in self.params:
+        for _, param in self._all:  # also of those that are trained since this step
             param.grad = None
         if not self._draining:
             raise TrainError(

@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "the modules of one backward finish in one order",
-        *("reducer", "sorted((one for one in _under_way if one._task == self._task), key=lambda one: one._number)", "[self]"),
+        *("reducer", "sorted((one for one in _under_way if one._task == self._task), key=lambda one: one.number)", "[self]"),
         *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-shared memory]"),
     ),
     Mutant(
