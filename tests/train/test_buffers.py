@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel
+from tests.train.beside import Case, Torchs, Wrap, check
 from tests.train.test_ddp import WIDTH, batch
 from tests.train.worlds import run
-
-Torchs = nn.parallel.DistributedDataParallel
-Wrap = Callable[..., Any]
 
 
 class Codebook(nn.Module):
@@ -150,20 +147,10 @@ CASES = [
 ]
 
 
-def both(rank: int, world: int, case: Callable[[int, Wrap], list[Any]], transport: str) -> list[Any]:
-    ours = case(rank, lambda module: DistributedDataParallel(module, transport=transport))
-    return [ours, case(rank, Torchs)]
-
-
-def flat(value: Any) -> list[float]:
-    return [float(value)] if isinstance(value, (int, float)) else [number for part in value for number in flat(part)]
-
-
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_buffers_are_what_they_are_under_torchs_class(case: Callable[[int, Wrap], list[Any]], transport: str) -> None:
-    for ours, theirs in run(2, both, case, transport):
-        assert flat(ours) == pytest.approx(flat(theirs), abs=1e-5)
+def test_buffers_are_what_they_are_under_torchs_class(case: Case, transport: str) -> None:
+    check(case, 1e-5, transport=transport)
 
 
 def counted(rank: int, world: int, wrapped: bool) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 
 from elastirun.train import DistributedDataParallel, TrainError
+from tests.train.beside import Case, Torchs, Wrap, check, flat
 from tests.train.test_ddp import batch, make
 from tests.train.worlds import run
-
-Torchs = nn.parallel.DistributedDataParallel
-Wrap = Callable[..., Any]
 
 
 def grads(module: nn.Module) -> list[list[float]]:
@@ -101,20 +98,10 @@ def optimizer_in_backward_later(rank: int, wrap: Wrap) -> list[Any]:
 CASES = [penalty_afterwards, gradients_asked_for, local_steps, optimizer_in_backward, optimizer_in_backward_later]
 
 
-def both(rank: int, world: int, case: Callable[[int, Wrap], list[Any]], transport: str) -> list[Any]:
-    ours = case(rank, lambda module: DistributedDataParallel(module, transport=transport, check_replicas_every=5))
-    return [ours, case(rank, Torchs)]
-
-
-def flat(value: Any) -> list[float]:
-    return [float(value)] if isinstance(value, (int, float)) else [number for part in value for number in flat(part)]
-
-
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_same_as_with_torchs_class(case: Callable[[int, Wrap], list[Any]], transport: str) -> None:
-    for ours, theirs in run(2, both, case, transport):
-        assert flat(ours) == pytest.approx(flat(theirs), abs=1e-6)
+def test_the_same_as_with_torchs_class(case: Case, transport: str) -> None:
+    check(case, 1e-6, transport=transport, check_replicas_every=5)
 
 
 def twice(rank: int, world: int, transport: str) -> list[bool]:
