@@ -213,7 +213,7 @@ class DistributedDataParallel(TorchNames):
         """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now."""
         old = self._reducer
         old.close()
-        self._make_reducer(old.needs_now, old.step)
+        self._make_reducer(old.trained.now, old.step)
         self._reducer.go_on_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class DistributedDataParallel(TorchNames):
         if self._asleep:
             return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
-        outdated = [ddp for ddp in _living if not ddp._asleep and ddp._reducer.outdated]
-        for ddp in sorted(outdated, key=lambda one: one._reducer.number):  # whichever is called first on this rank
+        changed = [ddp for ddp in _living if not ddp._asleep and ddp._reducer.trained.changed]
+        for ddp in sorted(changed, key=lambda one: one._reducer.number):  # whichever is called first on this rank
             ddp._adapt()
         if self._reducer.step < 3 or self._reducer.step % 100 == 0:  # to look at all parameters takes time
             self._look_at_parameters()

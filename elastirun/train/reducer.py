@@ -28,15 +28,16 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from . import engine
-from .control import FAILED, NOT_FINITE, TRAINED_LIMIT, Agreement, ControlWords, Reading, Said
+from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
 from .divergence import check
-from .errors import ModelMismatch, OutsideForward, ReductionFailed, TrainError
+from .errors import OutsideForward, ReductionFailed, TrainError
 from .flat import Bucket, Portion, Storage, reduce_sparse
-from .group import digest, gather, ranks, verify_same
+from .group import gather, ranks
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
 from .running import Place, RunningStatistics
 from .stats import StepTimes, lacking
+from .trained import Trained
 from .transport import Arena, Transport, reduction
 
 log = logging.getLogger("elastirun.train")
@@ -57,11 +58,6 @@ class Options:
     check_replicas_every: int = 1000
 
 
-def pattern(needs: Sequence[bool]) -> int:
-    """A number for which parameters are trained, small enough for a control word."""
-    return digest(repr([at for at, needed in enumerate(needs) if not needed])) % TRAINED_LIMIT
-
-
 class Reducer:
     """Reduces the gradients of those of the ``named`` parameters that ``needs`` says are trained over ``group``; one backward at a time."""
 
@@ -77,15 +73,11 @@ class Reducer:
         step: int = 0,
     ) -> None:
         self.number = next(_numbers)  # modules are made in the same order on every rank, and so wait for their reductions in it
-        self._all, self.needs = list(named), list(needs)
-        self.needs_now = self.needs  # what the next reduction says of them
-        trained = [pair for pair, needed in zip(named, needs, strict=True) if needed]
-        self.names, self.params = [name for name, _ in trained], [param for _, param in trained]
+        self.trained = Trained(named, needs)
+        self.names, self.params = [name for name, _ in self.trained.pairs], [param for _, param in self.trained.pairs]
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sync, self.every = True, 1  # reduce at all; in each so-manieth backward
-        self.said = Said(trained=pattern(self.needs))
-        self._pattern = self.said.trained
-        self.outdated = False  # other parameters are trained now, on every rank
+        self.said = Said(trained=self.trained.digest)
         self.reading: Reading | None = None  # of the last reduction's control words
         self.times, self.last_times = StepTimes(), StepTimes()
         self._optimizer_step: Callable[[Sequence[nn.Parameter]], None] | None = None
@@ -227,10 +219,9 @@ class Reducer:
 
     def look_at_frozen(self) -> bool:
         """Say in the next reduction which parameters are trained now; return whether any is."""
-        needs = [param.requires_grad for _, param in self._all]
-        if needs != self.needs or self.said.trained != self._pattern:
-            self.needs_now, self.said.trained = needs, pattern(needs)
-        return any(needs)
+        trains = self.trained.look()
+        self.said.trained = self.trained.digest
+        return trains
 
     def announce(self, outputs: Sequence[Tensor]) -> None:
         """A backward may begin: at one of ``outputs``, or, if the engine takes it first, at a parameter. If there is no output with a graph
@@ -459,8 +450,8 @@ class Reducer:
                 bucket.spread(users, agreed.with_data)
             self._optimize(bucket.params, agreed)
         self._arrive_sparse(agreed, users, correction)
-        if agreed and set(agreed.trained) != {self._pattern} and len(set(agreed.trained)) == 1:
-            self._reduce_newcomers(agreed, correction)
+        if agreed and (newcomers := self.trained.newcomers(agreed.trained)):
+            self._reduce_newcomers(newcomers, agreed, correction)
         if agreed and agreed.samples:
             self._total = agreed.samples
         self.running.arrive(float(self.world) if self._transport.averages else 1.0)
@@ -473,10 +464,8 @@ class Reducer:
                     reduce_sparse(self.params[index], self._scale(False) * correction * share, self._group)
             self._optimize([self.params[index]], agreed)
 
-    def _reduce_newcomers(self, agreed: Agreement, correction: float) -> None:
+    def _reduce_newcomers(self, found: Sequence[nn.Parameter], agreed: Agreement, correction: float) -> None:
         """Parameters that are trained since this step have no place in a bucket yet: each travels by itself, once."""
-        known = set(map(id, self.params))
-        found = [param for (_, param), needed in zip(self._all, self.needs_now, strict=True) if needed and id(param) not in known]
         with reduction("the reduction of parameters that are trained from now on"):
             had = torch.tensor([param.grad is not None and self._samples > 0 for param in found], dtype=torch.float32, device="cpu")
             users = had.to(self.planner.device)
@@ -513,8 +502,9 @@ class Reducer:
         self._concluded = self.reading.step
         agreement = self.reading.agreement
         if len(set(agreement.trained)) > 1:
-            self._refuse_frozen()
-        self.outdated = agreement.trained[0] != self._pattern
+            self.trained.drop_gradients()
+            self.trained.refuse(self._group, self.planner.device, all_have_looked=not self.lazy)
+        self.trained.learn(agreement.trained)
         # Another order of adding up the samples, in a ring or a tree, may give another last bit.
         if self._lazy and (agreement.late or agreement.failed or not math.isclose(agreement.samples, self._total, rel_tol=1e-5)):
             self.looks = True
@@ -589,22 +579,12 @@ class Reducer:
 
     def _refuse(self, agreement: Agreement) -> None:
         """A rank's backward ended with an exception: the gradients of this step are of no use to anyone."""
-        for _, param in self._all:  # also of those that are trained since this step
-            param.grad = None
+        self.trained.drop_gradients()
         if not self._draining:
             raise TrainError(
                 f"the backward of {ranks(agreement.failed)} ended with an exception, so this step has no gradients on any rank (grad is "
                 "None); go on with the next batch, or stop"
             )
-
-    def _refuse_frozen(self) -> None:
-        """The ranks do not train the same parameters: these gradients are of no use to anyone."""
-        for _, param in self._all:
-            param.grad = None
-        if not self.lazy:  # else some rank may not have looked yet
-            now = [name for name, param in self._all if param.requires_grad]
-            verify_same(now, "parameters to train", self._group, self.planner.device)
-        raise ModelMismatch("the ranks do not have the same parameters to train: on some of them others are frozen")
 
     def _drain(self) -> None:
         """An exception ended the last backward here: take part in what the others wait for, and have the step dropped on all ranks."""

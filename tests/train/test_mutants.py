@@ -185,7 +185,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is trained from now on is reduced at once",
-        *("reducer", "            self._reduce_newcomers(agreed, correction)\n", "            pass\n"),
+        *("reducer", "            self._reduce_newcomers(newcomers, agreed, correction)\n", "            pass\n"),
         *("order", "what_is_frozen_and_unfrozen_later_is_reduced_from_the_first_step_on[group]"),
     ),
     Mutant(
