@@ -137,11 +137,7 @@ def form(
     record, causes = _count(rules, _count_loss(record, lost), rows, lost)
     if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
         return _give_up(rules, record, causes)
-    ready = candidates(record, rows, silent)
-    survivors = [row for row in ready if record.index(row.id) is not None or row.hosts]
-    held = hold(record) if record.broken is not None and record.broken.cause is not Cause.JOIN else 0.0
-    if held and len(survivors) >= rules.min_nodes:
-        ready, held = survivors, 0.0
+    ready, held = _who_may(rules, record, candidates(record, rows, silent))
     waiting = _without_host(rules, record, rows, ready, silent, now, over_since)
     if waiting is not None:
         return waiting
@@ -167,6 +163,15 @@ def form(
         broken=None,
     )
     return Forming(following, following.reason, leader=chosen[0].id)
+
+
+def _who_may(rules: Rules, record: RoundRecord, ready: list[NodeRow]) -> tuple[list[NodeRow], float]:
+    """The candidates without newcomers that have to wait; where the round cannot do without them, with them, and the seconds to wait."""
+    held = hold(record) if record.broken is not None and record.broken.cause is not Cause.JOIN else 0.0
+    survivors = [row for row in ready if record.index(row.id) is not None or row.hosts]
+    if held and len(survivors) >= rules.min_nodes:
+        return survivors, 0.0
+    return ready, held
 
 
 def why_over(record: RoundRecord | None, number: int) -> tuple[bool, str]:
