@@ -38,6 +38,7 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str,
     try:
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT))
+        dist.barrier()  # a rank that destroys its group at once would break off one that still connects
         out.send(("ok", function(rank, world, *args)))
     except BaseException:
         out.send(("error", traceback.format_exc()))
