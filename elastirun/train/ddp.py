@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from . import engine
 from .control import REQUESTS, Agreement
-from .errors import ReductionFailed, TrainError
+from .errors import TrainError
 from .group import copy_from_first, find, gather, give_back, own, verify_same
 from .hooks import Hook
 from .optimizer import BucketSteps, step_each, take_over
 from .outputs import find_tensors, to_device
-from .reducer import Options, Reducer
+from .reducer import Options, Reducer, settle
 from .running import places
 from .state_dicts import take_both_forms
 from .stats import report
@@ -131,6 +131,7 @@ class DistributedDataParallel(TorchNames):
         self._optimizer: torch.optim.Optimizer | None = None
         self.register_state_dict_pre_hook(_adopt)  # type: ignore[no-untyped-call]
         take_both_forms(self)
+        settle()
         self._join(group_of(process_group, device_mesh, module), init_sync)
         _living[self] = os.getpid()
 
@@ -199,8 +200,7 @@ class DistributedDataParallel(TorchNames):
         """
         _adopt(self)  # rank 0 may be another one now
         old = self._reducer
-        with suppress(ReductionFailed):  # others may still wait for a part of what an exception interrupted here
-            old.settle()
+        settle()
         old.close()
         self._transport.close()
         self._give_back()
@@ -389,6 +389,7 @@ class DistributedDataParallel(TorchNames):
         Needed for buffers that change in training, on ranks other than 0, before an evaluation or a checkpoint. Not for the running
         statistics of normalizing layers, which ``eval()`` and ``state_dict()`` take from rank 0 by themselves.
         """
+        settle()
         buffers = [buffer.detach() for _, buffer in self._list_buffers()]
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             copy_from_first(buffers, self._group)  # a forward before may have saved them for its backward
@@ -397,6 +398,7 @@ class DistributedDataParallel(TorchNames):
         """Compare all ranks' trained parameters; every rank calls it. Raises Diverged, naming the first parameter that differs, and
         TrainError for a parameter that was put in place after the module had been wrapped."""
         self._look_at_parameters()
+        settle()
         self._reducer.check_replicas()
 
     # -- extensions -----------------------------------------------------------------------------------------------------

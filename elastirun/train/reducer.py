@@ -19,6 +19,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,15 +208,9 @@ class Reducer:
         """Raise what made the module unusable; finish what an exception interrupted."""
         if not dist.is_initialized():
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
+        settle()
         if self._broken is not None:
             raise self._broken
-        self.settle()
-
-    def settle(self) -> None:
-        """Finish what an exception interrupted, in this module and in others, in the same order on every rank."""
-        if _under_way:
-            for reducer in sorted((one for one in _under_way if one.interrupted and one._broken is None), key=lambda one: one.number):
-                reducer._drain()
 
     def look_at_frozen(self) -> bool:
         """Say in the next reduction which parameters are trained now; return whether any is."""
@@ -599,3 +594,12 @@ class Reducer:
             finally:
                 self._draining = False
         self._reset()
+
+
+def settle() -> None:
+    """Finish what an exception interrupted, of all modules in the same order on every rank. Before anything else that all ranks do:
+    the others wait for it, or will. Where that fails, the module itself says so when it is used again."""
+    if _under_way:
+        for reducer in sorted((one for one in _under_way if one.interrupted and one._broken is None), key=lambda one: one.number):
+            with suppress(ReductionFailed):
+                reducer._drain()

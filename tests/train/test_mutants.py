@@ -104,6 +104,21 @@ MUTANTS = (
         *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
     ),
     Mutant(
+        "all that an exception interrupted is finished first: before a construction",
+        *("ddp", "        settle()\n        self._join(group_of", "        self._join(group_of"),
+        *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[construction-group]"),
+    ),
+    Mutant(
+        "before replicas are compared",
+        *("ddp", "        settle()\n        self._reducer.check_replicas", "        self._reducer.check_replicas"),
+        *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[check_replicas-group]"),
+    ),
+    Mutant(
+        "before buffers are copied",
+        *("ddp", "        settle()\n        buffers =", "        buffers ="),
+        *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[sync_buffers-group]"),
+    ),
+    Mutant(
         "layouts are compared",
         *("ddp", 'return "" if tensor.is_contiguous() else', 'return "" if True else'),
         *("torch_cases", "a_case_of_torchs_own[strides_differ]"),

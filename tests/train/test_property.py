@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import flat
+from elastirun.train import TrainError, flat
 from tests.train.worlds import run
 
 WIDTH, STEPS = 4, 8
@@ -95,7 +95,7 @@ def trial(rank: int, world: int, seed: int) -> list[str]:
 
 
 def duet(rank: int, world: int, seed: int) -> list[str]:
-    """Two modules in one backward, in an order of each rank's own, with hooks, freezing, and new groups between the steps."""
+    """Two modules in one backward, in an order of each rank's own, with hooks, freezing, failures, and new groups between the steps."""
     rng = random.Random(f"duet {seed}")  # the same on all ranks
     flat.PORTION = (1, 64, 1 << 20)[seed % 3]
     nets = [Net(rng.randint(1, 4), seed + number) for number in range(2)]
@@ -111,15 +111,30 @@ def duet(rank: int, world: int, seed: int) -> list[str]:
         for net in nets:
             net.layers[0].requires_grad_(rng.random() > 0.15 or len(net.layers) == 1)
             net.zero_grad()
+        fails = rng.randrange(world) if rng.random() < 0.1 and step < STEPS - 1 else -1  # who fails has to take part in the next step
         everyone = range(world)
         programs = [[program(seed + at, step, r, len(net.layers), seed % 4 < 2) for at, net in enumerate(nets)] for r in everyone]
         order = ddps if rng.random() < 0.5 or rank else ddps[::-1]
-        outputs = [ddp(batch(seed, step, 0, rank), programs[rank][ddps.index(ddp)]) for ddp in order]
-        torch.stack([output.pow(2).mean() for output in outputs]).sum().backward()
+        together(order, nets, batch(seed, step, 0, rank), programs[rank], fails == rank)
+        if fails >= 0:
+            continue  # there are no gradients for this step
         for at, net in enumerate(nets):
             expected = one_process(net, [batch(seed, step, 0, r) for r in everyone], [of[at] for of in programs])
             wrong += [f"{at}.{name} in step {step}" for name, p in net.named_parameters() if not same(p, expected.get(name), True)]
     return wrong
+
+
+def together(ddps: list[DDP], nets: list[Net], x: Tensor, programs: list[Program], fails: bool) -> None:
+    """One backward through all ``ddps``, in their order; with ``fails`` an exception ends it here, when all have begun, and the others
+    are told."""
+    outputs = [ddp(x, programs[nets.index(ddp.module)]) for ddp in ddps]
+    loss = torch.stack([output.pow(2).mean() for output in outputs]).sum()
+    if fails:
+        x.register_hook(_fail)
+    try:
+        loss.backward()
+    except (Fails, TrainError):
+        pass
 
 
 def one_process(net: Net, batches: list[Tensor], programs: list[Program]) -> dict[str, Tensor]:
@@ -129,6 +144,14 @@ def one_process(net: Net, batches: list[Tensor], programs: list[Program]) -> dic
     for x, what in zip(batches, programs, strict=True):
         (alone(x, what).pow(2).mean() / len(batches)).backward()
     return {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+
+
+class Fails(Exception):
+    """On purpose."""
+
+
+def _fail(_: Tensor) -> None:
+    raise Fails
 
 
 def backward(output: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +57,47 @@ def test_an_exception_in_a_backward_drops_the_step_everywhere(transport: str) ->
     results = run(2, interrupted, transport)
     assert results[0] == [["", "the backward of rank 1 ended with an exception, so", ""], True]
     assert results[1] == [["", "on purpose", ""], True]
+
+
+AFTERWARDS: dict[str, Callable[[DDP], object]] = {
+    "forward": lambda ddp: None,
+    "construction": lambda ddp: DDP(make()),
+    "set_group": lambda ddp: ddp.set_group(),
+    "check_replicas": lambda ddp: ddp.check_replicas(),
+    "sync_buffers": lambda ddp: ddp.sync_buffers(),
+    "skip": lambda ddp: ddp.skip(),
+}
+
+
+def interrupted_in_two(rank: int, world: int, transport: str, then: str) -> list[str | bool]:
+    """An exception ends rank 1's backward through two modules; the first that all ranks do after it is ``then``."""
+    modules = [make(), make()]
+    for module in modules:
+        module.register_buffer("seen", torch.zeros(1), persistent=False)
+    both = [DDP(module, transport=transport) for module in modules]
+    x = batch(0, rank).requires_grad_()
+    outputs = [ddp(x if rank == 1 else x.detach()) for ddp in both]
+    if rank == 1:
+        x.register_hook(Faulty.backward)
+    told = []
+    try:
+        torch.stack([output.pow(2).mean() for output in outputs]).sum().backward()
+    except (MemoryError, TrainError) as error:
+        told.append(str(error)[:36])
+    AFTERWARDS[then](both[1])
+    for ddp in both:
+        ddp.zero_grad()
+        ddp(batch(1, rank)).pow(2).mean().backward()
+        told.append(close(grads(ddp.module), alone(ddp.module, [(1, batch(1, r)) for r in range(world)])))
+    return told
+
+
+@pytest.mark.parametrize("transport", ["group", "auto"])
+@pytest.mark.parametrize("then", AFTERWARDS)
+def test_an_exception_in_a_backward_through_two_modules_holds_nobody_up(transport: str, then: str) -> None:
+    zero, one = run(2, interrupted_in_two, transport, then)
+    assert zero == ["the backward of rank 1 ended with an", True, True]
+    assert one == ["on purpose", True, True]
 
 
 def outside(rank: int, world: int) -> list[str]:
