@@ -1,7 +1,8 @@
 # make train      set up .venv (once) and train the example under elastirun with two workers
 # make test       every check and test
 # make failover   three nodes on this machine: one is killed, one is added; a table of what happened
-# make nightly    public frameworks under elastirun (accelerate, Lightning, ...): installs them in .nightly and uses the network
+# make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
+#                 installs them in .nightly and uses the network
 # make lint       ruff and mypy alone
 # make clean      remove what was built (.venv, .nightly and the checkpoints in runs/ stay)
 #
@@ -28,9 +29,10 @@ failover: venv
 
 nightly: venv
 	$(PYTHON) -m venv .nightly
-	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . accelerate lightning transformers wandb numpy
+	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . accelerate lightning transformers wandb numpy expecttest
 	.nightly/bin/python -m tests.nightly.frameworks
 	.nightly/bin/python -m tests.nightly.in_place
+	.nightly/bin/python -m tests.nightly.upstream
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -132,6 +132,8 @@ class DistributedDataParallel(TorchNames):
         self.register_state_dict_pre_hook(_adopt)  # type: ignore[no-untyped-call]
         take_both_forms(self)
         settle()
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._join(group_of(process_group, device_mesh, module), init_sync)
         _living[self] = os.getpid()
 
@@ -509,8 +511,10 @@ def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> d
     plain tensors with torch's own function."""
     if mesh is None:
         return group
-    if group is not None or mesh.ndim != 1:
-        raise TrainError("give device_mesh= a mesh of one dimension, and no process_group= beside it")
+    if group is not None:
+        raise TrainError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh.ndim != 1:
+        raise TrainError(f"Only 1D device mesh is supported, but got {mesh}.")
     if mesh._get_root_mesh() != mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 

@@ -292,7 +292,8 @@ class Reducer:
         return part is not None and self.params[index].grad is part.views[part.indices.index(index)]
 
     def _unannounced(self, index: int) -> None:
-        if self.sync:
+        elsewhere = any(one.trained.holds(self.params[index]) for one in _under_way if one._task == engine.task())
+        if self.sync and not elsewhere:
             raise OutsideForward(
                 f"a gradient of {self.names[index]} comes from a backward that did not begin at an output of the module's forward, so it "
                 "would not be reduced: call the wrapped module, not .module; or run the backward within no_sync() "

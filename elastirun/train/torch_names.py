@@ -159,6 +159,7 @@ class TorchNames(Original):
         self._assign_modules_buffers()
 
     _buffers_wanted: bool | None  # as the user said
+    _has_joined = False  # join() was used
 
     def _before_forward(self, trained: bool) -> None:
         """Tell ranks without inputs of this forward, within join(); copy the buffers. ``trained``: a backward is to be expected."""
@@ -173,7 +174,7 @@ class TorchNames(Original):
 
     def join_hook(self, **kwargs: Any) -> JoinedRank:
         """For ``torch.distributed.algorithms.join.Join``; keyword argument ``divide_by_initial_world_size``, default True."""
-        self._reducer.looks = True
+        self._reducer.looks = self._has_joined = True
         return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
 
     # -- hooks and optimizers -------------------------------------------------------------------------------------------
@@ -211,6 +212,7 @@ class TorchNames(Original):
             "static_graph": int(self.static_graph),
             "can_set_static_graph": 0,
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "join_uneven_inputs": int(self._has_joined),
             "is_multi_device_module": int(self.is_multi_device_module),
             "has_sync_bn": int(any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())),
         }

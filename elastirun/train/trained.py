@@ -21,11 +21,16 @@ class Trained:
         self.now = self._needs  # what this rank has found since
         self.digest = self._before = _digest(needs)  # of ``now``, for the control words
         self.changed = False  # every rank has said that others are trained now
+        self._held = {id(param) for _, param in self.named}
 
     @property
     def pairs(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters that the reducer was made for."""
         return [pair for pair, needed in zip(self.named, self._needs, strict=True) if needed]
+
+    def holds(self, param: nn.Parameter) -> bool:
+        """Is ``param`` one of the module's?"""
+        return id(param) in self._held
 
     def look(self) -> bool:
         """Find out which are trained now; return whether any is."""

@@ -119,6 +119,11 @@ MUTANTS = (
         *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[sync_buffers-group]"),
     ),
     Mutant(
+        "parameters may be reduced by another module that holds them",
+        *("reducer", "if self.sync and not elsewhere:", "if self.sync:"),
+        *("ways", "the_same_as_with_torchs_class[half_of_it-group]"),
+    ),
+    Mutant(
         "layouts are compared",
         *("ddp", 'return "" if tensor.is_contiguous() else', 'return "" if True else'),
         *("torch_cases", "a_case_of_torchs_own[strides_differ]"),

@@ -95,7 +95,38 @@ def optimizer_in_backward_later(rank: int, wrap: Wrap) -> list[Any]:
     return optimizer_in_backward(rank, wrap, later=True)
 
 
-CASES = [penalty_afterwards, gradients_asked_for, local_steps, optimizer_in_backward, optimizer_in_backward_later]
+def wrapped_twice(rank: int, wrap: Wrap) -> list[Any]:
+    """Parameters of two wrapped modules, which are called by turns; the second contains the first."""
+    inner = wrap(make())
+    outer, found = wrap(inner), []
+    for step in range(8):
+        inner.zero_grad()
+        (outer if step % 3 == 2 else inner)(batch(step, rank)).pow(2).mean().backward()
+        found.append(grads(inner))
+    return found
+
+
+def half_of_it(rank: int, wrap: Wrap) -> list[Any]:
+    """Some parameters of the second module are the first's."""
+    trunk = make()
+    first = wrap(trunk)
+    second, found = wrap(nn.Sequential(trunk, nn.Linear(1, 2))), []
+    for step in range(8):
+        second.zero_grad()
+        (second if step % 2 else first)(batch(step, rank)).pow(2).mean().backward()
+        found.append(grads(trunk))
+    return found
+
+
+CASES = [
+    penalty_afterwards,
+    wrapped_twice,
+    half_of_it,
+    gradients_asked_for,
+    local_steps,
+    optimizer_in_backward,
+    optimizer_in_backward_later,
+]
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
