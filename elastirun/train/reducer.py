@@ -18,8 +18,8 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from .planner import Planner
 from .running import Place, RunningStatistics
 from .stats import StepTimes, lacking
 from .trained import Trained
-from .transport import Arena, Transport, reduction
+from .transport import AGAIN, Arena, Transport, reduction
 
 log = logging.getLogger("elastirun.train")
 
@@ -98,7 +98,11 @@ class Reducer:
         self._concluded = 0
         self._reported = False
         self._lacked: set[int] = set()  # parameters without a gradient in the last reduction
-        self._forwards = 0  # that have been announced since the last reduction, more or less
+        self._unused: set[int] = set()  # parameters without a gradient on any rank in the last reduction
+        self._noticed: set[int] = set()  # … in any so far
+        self._extra: set[int] = set()  # watched for that alone
+        self._outside: dict[int, int] = {}  # the version of gradients that came without a forward, since the last reduction
+        self._expects = False  # there was a forward since the last reduction
         self._anywhere = self._begun = self._reducing = self._certain = self._draining = self._outdated = False
         self._versions: list[Any] | None = None
         self._seen: set[int] = set()  # parameters that have fired since the last reduction, where all are watched
@@ -163,13 +167,15 @@ class Reducer:
 
     def _watch(self) -> None:
         """A hook on every parameter while the order is learnt; later, on the last of each portion: a hook costs a microsecond."""
-        self._all_watched = self.planner.learning or self._options.mean_over_users or self.planner.surprised
+        self._all_watched = self.planner.learning or self._options.mean_over_users or self.planner.surprised or self._anywhere
         wanted = set(self._sparse)
         for bucket in self.buckets:
             for portion in bucket.portions:
                 watched = portion.indices if self._all_watched else portion.indices[-1:]
                 portion.watched = len(watched)
                 wanted.update(watched)
+        self._extra = self._noticed - wanted
+        wanted |= self._extra
         for index in self._handles.keys() - wanted:
             self._handles.pop(index).remove()
         for index in wanted - self._handles.keys():
@@ -220,13 +226,16 @@ class Reducer:
 
     def announce(self, outputs: Sequence[Tensor]) -> None:
         """A backward may begin: at one of ``outputs``, or, if the engine takes it first, at a parameter. If there is no output with a graph
-        (they hide in some object), all backwards begin at parameters."""
-        self._forwards += 1
-        self._anywhere = not engine.before_backward(outputs, self) or self._anywhere
+        (they hide in some object), all backwards begin at parameters, at any of them."""
+        self._expects = True
+        if not engine.before_backward(outputs, self) and not self._anywhere:
+            self._anywhere = True
+            self._watch()
+            self._rewind()
 
     def expect(self, outputs: Sequence[Tensor]) -> None:
         """A backward will begin at ``outputs``; if there are none, at any parameter."""
-        self._forwards += 1
+        self._expects = True
         engine.before_backward(outputs, self)
 
     @property
@@ -259,14 +268,13 @@ class Reducer:
     def fired(self, index: int) -> None:
         """The gradient of parameter ``index`` has been accumulated."""
         if not self._begun:
-            if not (self._anywhere or self._forwards):
-                if not self._is_reduced(index):
-                    self._unannounced(index)
+            if not (self._anywhere or self._expects or index in self._unused):
+                self._unannounced(index)
                 return
             self.begin()
             self._certain = True
         self._seen.add(index)
-        if not self._reducing:
+        if not self._reducing or index in self._extra:
             return
         self._make_room()
         self._left[index] -= 1
@@ -286,24 +294,26 @@ class Reducer:
         if bucket.pending == 0:
             self._launch_full()
 
-    def _is_reduced(self, index: int) -> bool:
-        """Has this backward added to a gradient that was reduced before? So does a penalty on the parameters: the same on every rank."""
-        bucket, part = self._home.get(index, (None, None))
-        return part is not None and self.params[index].grad is part.views[part.indices.index(index)]
-
     def _unannounced(self, index: int) -> None:
+        """A gradient came from a backward without a forward: one of a penalty, which is the same on every rank; unless there is nothing
+        else, and gradients have been zeroed since."""
         elsewhere = any(one.trained.holds(self.params[index]) for one in _under_way if one._task == engine.task())
-        if self.sync and not elsewhere:
+        grad = self.params[index].grad
+        if not self.sync or elsewhere or grad is None:
+            return
+        before, self._outside[index] = self._outside.get(index), grad._version
+        if before is not None and grad._version != before + 1:
             raise OutsideForward(
-                f"a gradient of {self.names[index]} comes from a backward that did not begin at an output of the module's forward, so it "
-                "would not be reduced: call the wrapped module, not .module; or run the backward within no_sync() "
-                "if the gradient is meant to stay local"
+                f"for the second time a gradient of {self.names[index]} comes only from a backward that did not begin at an output of the "
+                "module's forward, so it is not reduced: call the wrapped module, not .module; or run the backward within no_sync() if the "
+                "gradient is meant to stay local"
             )
 
     def _launch_full(self) -> None:
         """Launch the buckets that are full, in order; the last waits for the end of the backward, it carries the control words."""
         while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0 and not self._one_by_one:
-            self._launch(self._next)
+            with self._or_broken(BaseException):
+                self._launch(self._next)
 
     @property
     def _one_by_one(self) -> bool:
@@ -394,7 +404,7 @@ class Reducer:
     def finish(self) -> None:
         """Reduce what is not reduced yet and wait for all of it; the gradients are there when this returns."""
         begun = time.perf_counter()
-        try:
+        with self._or_broken(BaseException):
             self._renew()
             with torch.no_grad():
                 late = [index for index in range(self._next) if self.buckets[index].has_late()]
@@ -406,15 +416,25 @@ class Reducer:
             self.times.exposed = time.perf_counter() - begun
             self.last_times, self.times = self.times, StepTimes()
             self.said.requests, self.said.status = set(), 0
-            self._forwards = max(self._forwards - 1, 0)
+            self._expects = False
+            self._outside.clear()
             if self._all_watched or late:
                 self._fired = [expected - left for expected, left in zip(self._expected, self._left, strict=True)]
             self._seen.clear()
             self._reset()
-            if not self._lazy:
+        if not self._lazy:
+            with self._or_broken(ReductionFailed):
                 self.conclude()
-        except ReductionFailed as error:
-            self._broken = error
+
+    @contextmanager
+    def _or_broken(self, error: type[BaseException]) -> Iterator[None]:
+        """After an ``error`` within it this rank has missed a part of what the others do: the module cannot be used until set_group()."""
+        step = self.step + 1
+        try:
+            yield
+        except error as what:
+            text = f"the reduction of step {step} was interrupted by {type(what).__name__}. {AGAIN}"
+            self._broken = what if isinstance(what, ReductionFailed) else ReductionFailed(text)
             raise
 
     def _arrive(self, late: Sequence[int]) -> None:
@@ -435,6 +455,7 @@ class Reducer:
         late = agreed.late if agreed and not self._lazy else ()
         correction = self._total / agreed.samples if agreed and agreed.samples else 1.0
         users = agreed.users or (None if agreed.with_data else [0] * len(self.params)) if agreed else None
+        self._notice([index for index, count in enumerate(agreed.users) if not count] if agreed and agreed.with_data else ())
         for index, bucket in enumerate(self.buckets):
             self._wait(bucket)
             if index in late:
@@ -451,6 +472,13 @@ class Reducer:
         if agreed and agreed.samples:
             self._total = agreed.samples
         self.running.arrive(float(self.world) if self._transport.averages else 1.0)
+
+    def _notice(self, unused: Collection[int]) -> None:
+        """Where nobody had a gradient, another backward may still bring some: one of a loss that the forward left aside."""
+        self._unused = set(unused)
+        if not self._unused <= self._noticed:
+            self._noticed |= self._unused
+            self._watch()
 
     def _arrive_sparse(self, agreed: Agreement | None, users: Sequence[int] | None, correction: float) -> None:
         for index in self._sparse:

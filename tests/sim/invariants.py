@@ -135,10 +135,15 @@ def _one_makes_progress(world: World) -> None:
     """P1: two rounds are never complete at once. Checked after each event that changed whose workers can take a step."""
     complete = {n.working.fence: n.working for n in world.nodes if n.working and _complete(world, n.working)}
     stores = [record.store_id for record in complete.values()]
-    if not world.hosted and world.replaced:  # nothing is promised beyond a store that lost what it held
+    if _lost_what_it_held(world):  # nothing is promised beyond such a store
         _must(len(set(stores)) == len(stores), f"{sorted(complete)} can both make progress")
     else:
         _must(len(complete) <= 1, f"{sorted(complete)} can both make progress")
+
+
+def _lost_what_it_held(world: World) -> bool:
+    """Did another, empty store take the place of one that no node hosts?"""
+    return not world.hosted and world.replaced > 0
 
 
 def _complete(world: World, record: RoundRecord) -> bool:
@@ -152,7 +157,8 @@ def settled(world: World) -> bool:
     record = world.record
     alive = [n for n in world.nodes if n.alive]
     over = any(n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED) for n in world.nodes)
-    if over and world.rules.lasting and len(alive) < world.rules.min_nodes:
+    forgets = world.rules.lasting or _lost_what_it_held(world)
+    if over and forgets and len(alive) < world.rules.min_nodes:
         return all(n.working is None for n in alive)  # who came too late waits for the next run
     if record.closed is not None if record is not None else over:
         return all(n.starts == [] and n.finish is None for n in alive)  # who came too late waits for another store

@@ -20,9 +20,9 @@ def _both(rank: int, world: int, case: Case, options: dict[str, Any]) -> tuple[l
     return case(rank, lambda module: DistributedDataParallel(module, **options)), case(rank, Torchs)
 
 
-def check(case: Case, within: float, **options: Any) -> None:
-    """Every number of ``case`` is on two ranks what it is with torch's class; ``options`` are of ours."""
-    for ours, theirs in run(2, _both, case, options):
+def check(case: Case, within: float, world: int = 2, **options: Any) -> None:
+    """Every number of ``case`` is on ``world`` ranks what it is with torch's class; ``options`` are of ours."""
+    for ours, theirs in run(world, _both, case, options):
         assert flat(ours) == pytest.approx(flat(theirs), abs=within)
 
 

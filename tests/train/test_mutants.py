@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "parameters may be reduced by another module that holds them",
-        *("reducer", "if self.sync and not elsewhere:", "if self.sync:"),
+        *("reducer", "if not self.sync or elsewhere or grad is None:", "if not self.sync or grad is None:"),
         *("ways", "the_same_as_with_torchs_class[half_of_it-group]"),
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient nobody would reduce is an error",
-        *("reducer", "        if self.sync:\n            raise OutsideForward", "        if False:\n            raise OutsideForward"),
+        *("reducer", "if before is not None and grad._version != before + 1:", "if False:"),
         *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
     ),
     Mutant(
@@ -239,9 +239,29 @@ MUTANTS = (
         *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
     ),
     Mutant(
-        "a penalty adds to what was reduced",
-        *("reducer", "if not self._is_reduced(index):", "if True:"),
-        *("ways", "the_same_as_with_torchs_class[penalty_afterwards-group]"),
+        "a penalty has no forward",
+        *("reducer", "if before is not None and grad._version != before + 1:", "if True:"),
+        *("ways", "the_same_as_with_torchs_class[penalty_first-group]"),
+    ),
+    Mutant(
+        "a forward counts until the next reduction",
+        *("reducer", "            self._expects = False\n", ""),
+        *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
+    ),
+    Mutant(
+        "what nobody used may come in another backward",
+        *("reducer", "self._anywhere or self._expects or index in self._unused", "self._anywhere or self._expects"),
+        *("ways", "the_same_as_with_torchs_class[loss_left_aside-group]"),
+    ),
+    Mutant(
+        "a backward from hidden outputs begins at any parameter",
+        *("reducer", "or self.planner.surprised or self._anywhere", "or self.planner.surprised"),
+        *("ways", "outputs_that_nobody_can_look_into[group]"),
+    ),
+    Mutant(
+        "an exception within a reduction is not passed over",
+        *("reducer", "            self._broken = what if", "            _ = what if"),
+        *("trouble", "an_exception_within_a_reduction_is_not_passed_over[hook-group]"),
     ),
     Mutant(
         "autograd.grad that fails reduces nothing",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ModelMismatch, OutsideForward, ReductionFailed, TrainError
@@ -102,10 +103,13 @@ def test_an_exception_in_a_backward_through_two_modules_holds_nobody_up(transpor
 
 def outside(rank: int, world: int) -> list[str]:
     ddp, told = DDP(make()), []
-    try:
-        ddp.module(batch(0, rank)).sum().backward()
-    except OutsideForward as error:
-        told.append(str(error))
+    learn(ddp, rank)
+    for step in range(2):  # the first might be a penalty's
+        ddp.zero_grad()
+        try:
+            ddp.module(batch(step, rank)).sum().backward()
+        except OutsideForward as error:
+            told.append(str(error))
     ddp.zero_grad()
     with ddp.no_sync():
         ddp.module(batch(0, rank)).sum().backward()
@@ -118,6 +122,50 @@ def outside(rank: int, world: int) -> list[str]:
 def test_a_backward_outside_the_forward_is_one_clear_sentence() -> None:
     for (text,) in run(2, outside):
         assert "\n" not in text and "call the wrapped module, not .module" in text
+
+
+def within(rank: int, world: int, transport: str, what: str) -> list[Any]:
+    """A hook, or the optimizer, raises in the reduction of step 1."""
+    ddp, step = DDP(make(), transport=transport), 0
+
+    def hook(state: Any, bucket: Any) -> Any:
+        if step == 1:
+            raise MemoryError("on purpose")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    if what == "hook":
+        ddp.register_comm_hook(None, hook)
+    else:
+        ddp.step_in_backward(Raises(ddp.parameters(), lr=0.0))
+    told = []
+    for step in range(4):
+        if step == 3:
+            ddp.set_group()
+        ddp.zero_grad()
+        try:
+            ddp(batch(step, rank)).pow(2).mean().backward()
+        except (MemoryError, ReductionFailed) as error:
+            told.append(str(error))
+    return [told, close(grads(ddp.module), alone(ddp.module, [(1, batch(3, r)) for r in range(world)]))]
+
+
+class Raises(torch.optim.SGD):
+    """In its second step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 2:
+            raise MemoryError("on purpose")
+
+
+@pytest.mark.parametrize("transport", ["group", "auto"])
+@pytest.mark.parametrize("what", ["hook", "optimizer"])
+def test_an_exception_within_a_reduction_is_not_passed_over(transport: str, what: str) -> None:
+    for told, right in run(2, within, transport, what):
+        assert told == ["on purpose", "the reduction of step 2 was interrupted by MemoryError. Use set_group() with a new process group"]
+        assert right
 
 
 def mismatched(rank: int, world: int, kind: str) -> str:

@@ -32,6 +32,77 @@ def penalty_afterwards(rank: int, wrap: Wrap) -> list[Any]:
     return found
 
 
+def penalty(module: nn.Module) -> Tensor:
+    return sum((p.pow(2).sum() for p in module.parameters()), torch.zeros(()))
+
+
+def penalty_first(rank: int, wrap: Wrap) -> list[Any]:
+    ddp, found = wrap(make()), []
+    for step in range(6):
+        ddp.zero_grad()
+        penalty(ddp).backward()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        found.append(grads(ddp))
+    return found
+
+
+def penalty_in_a_step_of_its_own(rank: int, wrap: Wrap) -> list[Any]:
+    ddp, found = wrap(make()), []
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        ddp.zero_grad()
+        penalty(ddp).backward()
+        found.append(grads(ddp))
+    return found
+
+
+def forward_alone(rank: int, wrap: Wrap) -> list[Any]:
+    """A forward on rank 0, with gradients and without a backward, leaves nothing behind."""
+    ddp, found = wrap(make()), []
+    for step in range(6):
+        if step in (2, 4) and rank == 0:
+            ddp(batch(50, 0))
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        penalty(ddp).backward()
+        found.append(grads(ddp))
+    return found
+
+
+class Aside(nn.Module):
+    """Leaves a loss on itself; ``first`` says which of the two layers' gradients come first."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out, self.aside = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            out = self.out(x)
+        self.loss = self.aside(x).pow(2).mean()
+        return out if self.first else self.out(x)  # type: ignore[no-any-return]
+
+
+def loss_left_aside(rank: int, wrap: Wrap) -> list[Any]:
+    """Its backward comes after that of the outputs, when the order of gradients has been learnt in one backward."""
+    found = []
+    for module in (Aside(True), Aside(False)):
+        ddp = wrap(module)
+        for step in range(8):
+            ddp.zero_grad()
+            out = ddp(batch(step, rank)).pow(2).mean()
+            if step < 6:
+                (out + module.loss).backward()
+            else:
+                out.backward()
+                module.loss.backward()
+            found.append(grads(ddp))
+    return found
+
+
 def gradients_asked_for(rank: int, wrap: Wrap) -> list[Any]:
     """``autograd.grad`` through the module fails on one rank, which goes on."""
     ddp, found = wrap(make()), []
@@ -113,13 +184,17 @@ def half_of_it(rank: int, wrap: Wrap) -> list[Any]:
     second, found = wrap(nn.Sequential(trunk, nn.Linear(1, 2))), []
     for step in range(8):
         second.zero_grad()
-        (second if step % 2 else first)(batch(step, rank)).pow(2).mean().backward()
+        (second if step % 3 == 2 else first)(batch(step, rank)).pow(2).mean().backward()
         found.append(grads(trunk))
     return found
 
 
 CASES = [
     penalty_afterwards,
+    penalty_first,
+    penalty_in_a_step_of_its_own,
+    forward_alone,
+    loss_left_aside,
     wrapped_twice,
     half_of_it,
     gradients_asked_for,
@@ -132,7 +207,44 @@ CASES = [
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_same_as_with_torchs_class(case: Case, transport: str) -> None:
-    check(case, 1e-6, transport=transport, check_replicas_every=5)
+    for world in (2, 3):
+        check(case, 1e-6, world, transport=transport, check_replicas_every=5)
+
+
+class Hidden:
+    """An object that nobody looks into."""
+
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, skip: bool) -> Hidden:
+        return Hidden(self.last(x if skip else self.first(x)))
+
+
+def hidden_outputs(rank: int, world: int, transport: str) -> list[bool]:
+    """When the order has been learnt, one rank leaves out a layer; the backward begins at any parameter."""
+    ddp, same = DistributedDataParallel(Skips(), transport=transport), []
+    for step in range(8):
+        ddp.zero_grad()
+        ddp(batch(step, rank), step == 6 and rank == 1).output.pow(2).mean().backward()
+        alone = copy.deepcopy(ddp.module)
+        alone.zero_grad()
+        for other in range(world):
+            (alone(batch(step, other), step == 6 and other == 1).output.pow(2).mean() / world).backward()
+        same.append(flat(grads(ddp.module)) == pytest.approx(flat(grads(alone)), abs=1e-6))
+    return same
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+def test_outputs_that_nobody_can_look_into(transport: str) -> None:
+    assert run(2, hidden_outputs, transport) == [[True] * 8] * 2
 
 
 def twice(rank: int, world: int, transport: str) -> list[bool]:
