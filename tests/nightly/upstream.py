@@ -28,7 +28,7 @@ TORCHS = "UPSTREAM_TORCHS" in os.environ
 if not TORCHS:
     torch.nn.parallel.DistributedDataParallel = torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
 
-os.environ.update(BACKEND="gloo", WORLD_SIZE="2", DISTRIBUTED_TESTS_DEFAULT_TIMEOUT="60")
+os.environ.update(BACKEND="gloo", WORLD_SIZE="2")
 os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
 
 CPU = torch.device("cpu")
