@@ -101,7 +101,7 @@ class Reducer:
         self._unused: set[int] = set()  # parameters without a gradient on any rank in the last reduction
         self._noticed: set[int] = set()  # … in any so far
         self._extra: set[int] = set()  # watched for that alone
-        self._outside: dict[int, int] = {}  # the version of gradients that came without a forward, since the last reduction
+        self._outside: dict[int, tuple[int, int]] = {}  # gradients without a forward since the last reduction: version, how often zeroed
         self._expects = False  # there was a forward since the last reduction
         self._anywhere = self._begun = self._reducing = self._certain = self._draining = self._outdated = False
         self._versions: list[Any] | None = None
@@ -296,15 +296,17 @@ class Reducer:
 
     def _unannounced(self, index: int) -> None:
         """A gradient came from a backward without a forward: one of a penalty, which is the same on every rank; unless there is nothing
-        else, and gradients have been zeroed since."""
+        else, over and over. Twice in a row is a penalty after a step and one before the next."""
         elsewhere = any(one.trained.holds(self.params[index]) for one in _under_way if one._task == engine.task())
         grad = self.params[index].grad
         if not self.sync or elsewhere or grad is None:
             return
-        before, self._outside[index] = self._outside.get(index), grad._version
-        if before is not None and grad._version != before + 1:
+        before, zeroed = self._outside.get(index, (grad._version - 1, 0))
+        zeroed += grad._version != before + 1
+        self._outside[index] = grad._version, zeroed
+        if zeroed == 2:
             raise OutsideForward(
-                f"for the second time a gradient of {self.names[index]} comes only from a backward that did not begin at an output of the "
+                f"for the third time a gradient of {self.names[index]} comes only from a backward that did not begin at an output of the "
                 "module's forward, so it is not reduced: call the wrapped module, not .module; or run the backward within no_sync() if the "
                 "gradient is meant to stay local"
             )

@@ -95,7 +95,8 @@ def trial(rank: int, world: int, seed: int) -> list[str]:
 
 
 def duet(rank: int, world: int, seed: int) -> list[str]:
-    """Two modules in one backward, in an order of each rank's own, with hooks, freezing, failures, and new groups between the steps."""
+    """Two modules in one backward, in an order of each rank's own, with hooks, freezing, failures, penalties, forwards
+    without a backward, and new groups between the steps."""
     rng = random.Random(f"duet {seed}")  # the same on all ranks
     flat.PORTION = (1, 64, 1 << 20)[seed % 3]
     nets = [Net(rng.randint(1, 4), seed + number) for number in range(2)]
@@ -104,6 +105,7 @@ def duet(rank: int, world: int, seed: int) -> list[str]:
         if rng.random() < 0.3:
             ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     wrong: list[str] = []
+    failed = False
     for step in range(STEPS):
         if rng.random() < 0.08:
             for ddp in ddps:
@@ -115,13 +117,31 @@ def duet(rank: int, world: int, seed: int) -> list[str]:
         everyone = range(world)
         programs = [[program(seed + at, step, r, len(net.layers), seed % 4 < 2) for at, net in enumerate(nets)] for r in everyone]
         order = ddps if rng.random() < 0.5 or rank else ddps[::-1]
+        penal = rng.choice(["", "", "", "first", "after"])
+        if fails >= 0 or (penal == "first" and failed):  # a forward comes first then
+            penal = ""
+        failed = fails >= 0
+        if penal == "first":
+            penalty(nets).backward()
+        if rng.random() < 0.1 and rank == 0:
+            ddps[0](batch(seed, step, 1, rank), programs[rank][0])  # without a backward
         together(order, nets, batch(seed, step, 0, rank), programs[rank], fails == rank)
+        if penal == "after":
+            penalty(nets).backward()
         if fails >= 0:
             continue  # there are no gradients for this step
         for at, net in enumerate(nets):
             expected = one_process(net, [batch(seed, step, 0, r) for r in everyone], [of[at] for of in programs])
+            if penal:
+                for name, p in net.named_parameters():
+                    if p.requires_grad:
+                        expected[name] = expected.get(name, torch.zeros_like(p)) + 2 * p.detach()
             wrong += [f"{at}.{name} in step {step}" for name, p in net.named_parameters() if not same(p, expected.get(name), True)]
     return wrong
+
+
+def penalty(nets: list[Net]) -> Tensor:
+    return sum((p.pow(2).sum() for net in nets for p in net.parameters() if p.requires_grad), torch.zeros(()))
 
 
 def together(ddps: list[DDP], nets: list[Net], x: Tensor, programs: list[Program], fails: bool) -> None:
