@@ -2,7 +2,8 @@
 
     python -m tests.nightly.upstream [--torchs] [PART OF A NAME...]
 
-``torch.testing._internal.distributed.distributed_test`` on two ranks over gloo. Tests that want a GPU per rank run on CPUs: whatever they
+``torch.testing._internal.distributed.distributed_test`` on two ranks over gloo (torch's other tests of the class, test_c10d_gloo and
+test_c10d_common, are not among what pip installs). Tests that want a GPU per rank run on CPUs: whatever they
 put on a GPU stays where it is. What cannot pass is listed with the reason in ``NOT_OURS``. With ``--torchs`` torch's class stays in its
 place: those that need a real GPU have to fail with it, too. ``make nightly`` makes an environment in which this runs.
 """
