@@ -47,10 +47,11 @@ class DistributedDataParallel(TorchNames):
     device_mesh           in place of ``process_group``: a mesh of one dimension
     bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link. Of
                           ``bucket_cap_mb_list`` the largest counts
-    forward_sync_buffers  copy rank 0's buffers to the others before each forward in training that expects a backward. By default all but
-                          the running statistics of normalizing layers (BatchNorm): these travel with the gradients, and become
-                          rank 0's on all ranks in ``eval()``, in ``state_dict()`` and where such a layer is frozen. False: each rank has
-                          its own from construction on, until ``sync_buffers()``
+    forward_sync_buffers  copy rank 0's buffers to the others before each forward, where torch's class does. By default all but the
+                          running statistics of normalizing layers (BatchNorm): these travel with the gradients, so that all ranks have
+                          rank 0's after each reduction, and again in ``eval()``, in ``state_dict()`` and in forwards of layers in
+                          evaluation. True: those are copied in forwards, too. False: each rank has its own from construction on, until
+                          ``sync_buffers()``
     broadcast_buffers     the former name of the same; False keeps the ranks' own buffers at construction, too
     init_sync             compare and copy at construction; default True
     find_unused_parameters, static_graph, gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params, check_reduction, dim
@@ -66,7 +67,8 @@ class DistributedDataParallel(TorchNames):
     mean_over             "world" (default, as torch): a rank that did not use a parameter counts as a gradient of zero;
                           "users": the mean is over the ranks that used it (zero the gradients before: what was kept would be scaled, too)
     check_finite          tell in ``agreement.not_finite`` which ranks had an infinite or undefined gradient; costs a pass over them
-    check_replicas_every  compare the replicas' parameters every so many reductions (default 1000; 0: never); see ``check_replicas``
+    check_replicas_every  compare the replicas' parameters every so many reductions (default 1000; 0: never); see ``check_replicas``.
+                          Not with a communication hook, which may let them differ on purpose
 
     Gradients are not views of one another's memory, but of the module's: keep a copy of one that you need after the next backward.
     A parameter that no rank used in a step has no gradient (None), as without data parallelism. Copies (``copy.deepcopy``, pickles) belong
@@ -186,7 +188,7 @@ class DistributedDataParallel(TorchNames):
             for name, module in self.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
-        statistics = places(self.module, self.parameters_to_ignore)
+        statistics = places(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
         self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics, step)
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
@@ -231,16 +233,19 @@ class DistributedDataParallel(TorchNames):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._trained = self._prepare()
-        if self._trained and self.training and not self._asleep and self._reducer.running.in_evaluation:
-            _adopt(self)
+        if not self._asleep:
+            self._reducer.running.at_once = not self._join_config.enable  # rank 0's are out of date where it has no inputs any more
+            self._reducer.running.before_forward()
         self._before_forward(self._trained)
         return to_device(inputs, self._inputs_to), to_device(kwargs, self._inputs_to)
 
     def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()
+        self.require_forward_param_sync = torch.is_grad_enabled() and (self._asleep or self._reducer.sync)  # as torch's class has it
+        if not self._asleep:
+            self._reducer.running.after_forward()
         if self._trained:
-            self.require_forward_param_sync = self._asleep or self._reducer.sync  # as torch's class has it
-            if self.training and self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
-                self._sync_buffers()
             tensors = find_tensors(output)
             if not (self._asleep and engine.before_backward(tensors, self._waking)):
                 self._reducer.announce(tensors)
@@ -378,9 +383,9 @@ class DistributedDataParallel(TorchNames):
         return report(self._reducer)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        """As of any module. Before an evaluation every rank gets rank 0's running statistics, as the last reduction brought them along:
-        without communication, so it may be done on one rank alone."""
-        if not mode and self.training:
+        """As of any module. Before an evaluation every rank gets rank 0's running statistics, as the last reduction brought them along,
+        whatever forwards have made of them since: without communication, so it may be done on one rank alone."""
+        if not mode:
             _adopt(self)
         super().train(mode)  # type: ignore[no-untyped-call]
         return self
@@ -388,17 +393,18 @@ class DistributedDataParallel(TorchNames):
     def sync_buffers(self) -> None:
         """Copy rank 0's buffers to all; every rank calls it.
 
-        Needed for buffers that change in training, on ranks other than 0, before an evaluation or a checkpoint. Not for the running
-        statistics of normalizing layers, which ``eval()`` and ``state_dict()`` take from rank 0 by themselves.
+        Needed on ranks other than 0 before a checkpoint, for buffers that the last forward changed. Not for the running statistics of
+        normalizing layers, which come from rank 0 with each reduction.
         """
         settle()
         buffers = [buffer.detach() for _, buffer in self._list_buffers()]
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             copy_from_first(buffers, self._group)  # a forward before may have saved them for its backward
+        self._reducer.running.forget()
 
     def check_replicas(self) -> None:
-        """Compare all ranks' trained parameters; every rank calls it. Raises Diverged, naming the first parameter that differs, and
-        TrainError for a parameter that was put in place after the module had been wrapped."""
+        """Compare all ranks' trained parameters, whether or not there is a communication hook; every rank calls it. Raises Diverged, naming
+        the first parameter that differs, and TrainError for a parameter that was put in place after the module had been wrapped."""
         self._look_at_parameters()
         settle()
         self._reducer.check_replicas()
@@ -502,8 +508,7 @@ def frozen(tensor: Tensor) -> str:
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
     """Take over rank 0's running statistics."""
     if not ddp._asleep:
-        with torch.no_grad():
-            ddp._reducer.running.adopt()
+        ddp._reducer.running.adopt()
 
 
 def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:

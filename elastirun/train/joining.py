@@ -30,12 +30,14 @@ class JoinedRank(JoinHook):
     def main_hook(self) -> None:
         if not self._kept:
             self._kept = [(param, None if param.grad is None else param.grad.clone()) for param in self._ddp.module.parameters()]
-        copies, reduces = announce(self._ddp)
+        copies, reduces, next_copies = announce(self._ddp)
         if copies:
+            self._ddp.require_forward_param_sync = True
             with reduction("copying the buffers"):
                 self._ddp._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
         if reduces:
             self._ddp._reducer.skip(self._ddp._reducer.said.samples if self._counts else 0.0)
+        self._ddp.require_forward_param_sync = next_copies
 
     def post_hook(self, is_last_joiner: bool) -> None:
         for param, grad in self._kept:  # until here they are the others', for optimizers that join() as well
@@ -45,11 +47,11 @@ class JoinedRank(JoinHook):
             self._ddp._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
 
 
-def announce(ddp: TorchNames, copies: bool = False, reduces: bool = False) -> tuple[bool, bool]:
-    """Tell the ranks without inputs whether this forward ``copies`` buffers and whether its backward ``reduces``; returns what any rank
-    said."""
-    words = torch.tensor([float(copies), float(reduces)], device=ddp.device)
+def announce(ddp: TorchNames, *mine: bool) -> tuple[bool, bool, bool]:
+    """Tell the ranks without inputs whether this forward copies buffers, whether its backward reduces, and whether the next forward may
+    copy buffers; returns what any rank said. A rank without inputs says nothing."""
+    words = torch.tensor([float(word) for word in mine or (False, False, False)], device=ddp.device)
     with reduction("the announcement of a forward within join()"):
         dist.all_reduce(words, dist.ReduceOp.MAX, ddp.process_group)
-    said = words.tolist()
-    return bool(said[0]), bool(said[1])
+    copies, reduces, next_copies = words.tolist()
+    return bool(copies), bool(reduces), bool(next_copies)

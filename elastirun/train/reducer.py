@@ -554,9 +554,8 @@ class Reducer:
 
     @property
     def _compares(self) -> bool:
-        """Are the replicas compared now and then? Not where a hook of torch lets them differ on purpose."""
-        local = self._hook is not None and getattr(self._hook[0], "__module__", "").endswith("post_localSGD_hook")
-        return self._options.check_replicas_every > 0 and not local
+        """Are the replicas compared now and then? Not where the user's hook reduces: it may let them differ on purpose, or for a while."""
+        return self._options.check_replicas_every > 0 and self._hook is None
 
     def check_replicas(self) -> None:
         """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""

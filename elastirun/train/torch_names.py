@@ -157,18 +157,20 @@ class TorchNames(Original):
         super()._register_buffer_comm_hook(state, hook, *location, **more)
         self._buffers_wanted = self.forward_sync_buffers = True
         self._assign_modules_buffers()
+        if "_made" in self.__dict__:  # a copy makes its reducer later, then without statistics
+            self._reducer.running.stop()
 
     _buffers_wanted: bool | None  # as the user said
     _has_joined = False  # join() was used
 
     def _before_forward(self, trained: bool) -> None:
         """Tell ranks without inputs of this forward, within join(); copy the buffers. ``trained``: a backward is to be expected."""
-        copies = trained and self.training and self._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
-        if self._join_config.enable and trained:
+        copies = self._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        if self._join_config.enable and (trained or copies):
             work = Join.notify_join_context(self)  # a RuntimeError, if throw_on_early_termination was given and a rank has ended
             if work is not None:
                 work.wait()
-            announce(self, copies, self._reducer.will_reduce())
+            announce(self, copies, trained and self._reducer.will_reduce(), torch.is_grad_enabled() and self._reducer.sync)
         if copies:
             self._sync_buffers()
 

@@ -17,7 +17,7 @@ Case = Callable[[int, Wrap], list[Any]]  # (rank, wrap) -> numbers in lists
 
 
 def _both(rank: int, world: int, case: Case, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    return case(rank, lambda module: DistributedDataParallel(module, **options)), case(rank, Torchs)
+    return case(rank, lambda module, **how: DistributedDataParallel(module, **options, **how)), case(rank, Torchs)
 
 
 def check(case: Case, within: float, world: int = 2, **options: Any) -> None:

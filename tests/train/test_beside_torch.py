@@ -146,7 +146,14 @@ def statistics_written(rank: int, wrap: Wrap) -> list[Any]:
     layer = nn.BatchNorm1d(WIDTH)
     ddp, found = wrap(nn.Sequential(layer, nn.Linear(WIDTH, 1))), []
     best = {name: torch.full_like(value, 7) if "running" in name else value.clone() for name, value in ddp.state_dict().items()}
-    for way in (lambda: ddp.load_state_dict(best), lambda: update_bn([batch(9, 0) + 5, batch(10, 0) + 5], ddp)):
+
+    def loaded_before_a_forward() -> None:
+        ddp.load_state_dict(best)
+        with torch.no_grad():
+            ddp(batch(9, rank))
+
+    ways = (lambda: ddp.load_state_dict(best), lambda: update_bn([batch(9, 0) + 5, batch(10, 0) + 5], ddp), loaded_before_a_forward)
+    for way in ways:
         ddp.train()
         for step in range(3):
             ddp.zero_grad()

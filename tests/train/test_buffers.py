@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastirun.train import DistributedDataParallel
-from tests.train.beside import Case, Torchs, Wrap, check
+from elastirun.train import DistributedDataParallel, ReductionFailed
+from elastirun.train.running import RunningStatistics, places
+from tests.train.beside import Case, Wrap, check
 from tests.train.test_ddp import WIDTH, batch
-from tests.train.worlds import run
+from tests.train.worlds import Died, run
 
 
 class Codebook(nn.Module):
@@ -102,22 +105,95 @@ def frozen_norm(rank: int, wrap: Wrap) -> list[Any]:
     return found
 
 
-def evaluated(rank: int, wrap: Wrap, dtype: torch.dtype = torch.float32) -> list[Any]:
-    ddp, found = wrap(Normed(dtype)), []
+def evaluated(rank: int, wrap: Wrap, dtype: torch.dtype = torch.float32, below: bool = False, **how: Any) -> list[Any]:
+    """torch's copies the buffers in the first forward of the evaluation."""
+    ddp, found = wrap(Normed(dtype), **how), []
     for number in range(6):
         step(ddp, number, rank, found)
-    if wrap is Torchs:  # copies in the next forward
-        dist.broadcast(ddp.module.norm.num_batches_tracked, 0)
-        for buffer in (ddp.module.norm.running_mean, ddp.module.norm.running_var):
-            dist.broadcast(buffer, 0)
-    ddp.eval()
+    (ddp.module if below else ddp).eval()
     with torch.no_grad():
-        found.append(ddp.module(batch(9, 0)).tolist())
-    return [*found, ddp.module.norm.running_var.tolist(), int(ddp.module.norm.num_batches_tracked)]
+        found.append(ddp(batch(9, rank)).tolist())
+    found += [ddp.module.norm.running_mean.tolist(), ddp.module.norm.running_var.tolist(), int(ddp.module.norm.num_batches_tracked)]
+    ddp.train()
+    for number in range(2):
+        step(ddp, number, rank, found)
+    return found
 
 
 def evaluated_in_bfloat16(rank: int, wrap: Wrap) -> list[Any]:
     return evaluated(rank, wrap, torch.bfloat16)
+
+
+def evaluated_below(rank: int, wrap: Wrap) -> list[Any]:
+    """``eval()`` of the module and not of the wrapper, as some training loops have it."""
+    return evaluated(rank, wrap, below=True)
+
+
+def evaluated_with_all_copied(rank: int, wrap: Wrap) -> list[Any]:
+    return evaluated(rank, wrap, forward_sync_buffers=True)
+
+
+def evaluated_with_ones_own(rank: int, wrap: Wrap) -> list[Any]:
+    return evaluated(rank, wrap, forward_sync_buffers=False)
+
+
+def codebook_evaluated(rank: int, wrap: Wrap) -> list[Any]:
+    """The first forward of an evaluation copies, the others do not, and neither does the forward in training that follows."""
+    ddp, found = wrap(Codebook()), []
+    for number in range(4):
+        step(ddp, number, rank, found)
+    ddp.eval()
+    for number in range(2):
+        with torch.no_grad():
+            ddp(batch(number, rank))
+        found.append(ddp.module.codes.tolist())
+        ddp.module.codes.add_(rank)
+    ddp.train()
+    for number in range(2):
+        step(ddp, number, rank, found)
+        found.append(ddp.module.codes.tolist())
+    return found
+
+
+def codebook_without_gradients(rank: int, wrap: Wrap) -> list[Any]:
+    """Forwards in training without a backward: the codebook is warmed up, or measured."""
+    ddp, found = wrap(Codebook()), []
+    for number in range(4):
+        step(ddp, number, rank, found)
+        with torch.no_grad():
+            ddp(batch(number + 5, rank))
+        found.append(ddp.module.codes.tolist())
+    return found
+
+
+def means_of_buffers(rank: int, wrap: Wrap) -> list[Any]:
+    """The user's hook takes care of all buffers, running statistics among them."""
+
+    def hook(group: Any, buffers: dict[str, Tensor]) -> list[Any]:
+        return [dist.all_reduce(buffer, group=group, async_op=True).get_future() for buffer in buffers.values()]  # type: ignore[union-attr]
+
+    ddp, found = wrap(Normed()), []
+    ddp._register_buffer_comm_hook(ddp.process_group, hook)
+    for number in range(5):
+        step(ddp, number, rank, found)
+        found.append(ddp.module.norm.running_mean.tolist())
+    return found
+
+
+def a_forward_kept_over_a_reduction(rank: int, wrap: Wrap) -> list[Any]:
+    """A frozen layer's statistics are saved for its backward, which comes after rank 0's have arrived once more."""
+    ddp, found = wrap(Normed()), []
+    for number in range(3):
+        step(ddp, number, rank, found)
+    ddp.module.norm.eval()
+    for number in range(3):
+        with ddp.no_sync():
+            kept = ddp(batch(number + 5, rank))
+        step(ddp, number, rank, found)
+        with ddp.no_sync():
+            kept.pow(2).mean().backward()
+        found.append([p.grad.norm().item() for p in ddp.parameters()])
+    return found
 
 
 def norm_put_in_place_later(rank: int, wrap: Wrap) -> list[Any]:
@@ -128,10 +204,9 @@ def norm_put_in_place_later(rank: int, wrap: Wrap) -> list[Any]:
     module.norm.running_mean, module.norm.running_var = torch.zeros(WIDTH), torch.ones(WIDTH)
     for number in range(1, 5):
         step(ddp, number, rank, found)
-    if wrap is Torchs:
-        for buffer in (module.norm.running_mean, module.norm.running_var):
-            dist.broadcast(buffer, 0)
     ddp.eval()
+    with torch.no_grad():
+        ddp(batch(9, 0))
     return [*found, module.norm.running_mean.tolist(), module.norm.running_var.tolist()]
 
 
@@ -143,6 +218,13 @@ CASES = [
     frozen_norm,
     evaluated,
     evaluated_in_bfloat16,
+    evaluated_below,
+    evaluated_with_all_copied,
+    evaluated_with_ones_own,
+    codebook_evaluated,
+    codebook_without_gradients,
+    means_of_buffers,
+    a_forward_kept_over_a_reduction,
     norm_put_in_place_later,
 ]
 
@@ -151,6 +233,129 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_buffers_are_what_they_are_under_torchs_class(case: Case, transport: str) -> None:
     check(case, 1e-5, transport=transport)
+
+
+@pytest.mark.parametrize("case", [evaluated, evaluated_below, codebook_evaluated], ids=lambda case: case.__name__)
+def test_on_three_ranks_too(case: Case) -> None:
+    check(case, 1e-5, world=3, transport="shared memory")
+
+
+def left(rank: int, world: int, transport: str, how: str) -> tuple[list[Any], list[Any]]:
+    """The statistics after a last reduction, and where they are used after forwards that nobody reduces."""
+    ddp = DistributedDataParallel(Normed(), transport=transport)
+    norm = ddp.module.norm
+    for number in range(5):
+        step(ddp, number, rank, [])
+    reduced = [norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)]
+    if how == "no_sync":
+        with ddp.no_sync():
+            ddp(batch(7, rank)).sum().backward()
+    elif how != "nothing":
+        for number in range(2):
+            with torch.no_grad():
+                ddp(batch(number, rank))
+    assert rank == 0 or how == "nothing" or norm.running_mean.tolist() != reduced[0]
+    if how == "state":
+        ddp.state_dict()
+    elif how == "frozen":
+        norm.eval()
+        ddp(batch(8, rank))
+    elif how == "inference":
+        ddp.module.eval()
+        with torch.inference_mode():
+            ddp(batch(8, rank))
+    elif how != "nothing":
+        ddp.train()
+        ddp.eval()
+    return reduced, [norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)]
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+@pytest.mark.parametrize("how", ["nothing", "no_sync", "no_grad", "state", "frozen", "inference"])
+def test_the_statistics_of_the_last_reduction_are_used_whatever_forwards_came_after_it(how: str, transport: str) -> None:
+    """torch's ranks have rank 0's of some forward, each with a batch of its own added."""
+    (first, _), *others = run(3 if how == "no_grad" else 2, left, transport, how)
+    for reduced, used in others:
+        assert reduced == used == first
+
+
+def made_the_same(rank: int, world: int) -> list[float]:
+    """``sync_buffers()`` is newer than the last reduction."""
+    ddp = DistributedDataParallel(Normed())
+    for number in range(4):
+        step(ddp, number, rank, [])
+    with torch.no_grad():
+        ddp(batch(5, rank))
+    ddp.sync_buffers()
+    ddp.eval()
+    mean: list[float] = ddp.module.norm.running_mean.tolist()
+    return mean
+
+
+def test_an_evaluation_keeps_what_sync_buffers_has_copied() -> None:
+    first, second = run(2, made_the_same)
+    assert first == second
+
+
+def lost(rank: int, world: int, transport: str, how: str) -> tuple[Any, Any]:
+    """Rank 0 is killed before a reduction; the others go on, or save a checkpoint."""
+    group, rest = dist.new_group(), dist.new_group([1, 2])
+    ddp = DistributedDataParallel(Normed(), process_group=group, transport=transport)
+    norm = ddp.module.norm
+    for number in range(6):
+        if number == 4:
+            norm.eval()
+        if number == 5 and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = [norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)]
+        try:
+            step(ddp, number, rank, [])
+        except ReductionFailed:
+            ddp.set_group(rest) if how == "new group" else ddp.state_dict() if how == "checkpoint" else ddp.eval()
+            return before, [norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)]
+    return None, None
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+@pytest.mark.parametrize("how", ["new group", "checkpoint", "evaluation"])
+def test_a_reduction_that_fails_leaves_the_statistics_alone(how: str, transport: str) -> None:
+    died, *others = run(3, lost, transport, how, died=True)
+    assert isinstance(died, Died)
+    for before, after in others:
+        assert before == after == others[0][0] and after[2] == 4
+
+
+def uneven(rank: int, world: int, evaluates: bool) -> list[Any]:
+    """Within join(), rank 0 with the fewest inputs; ``evaluates``: forwards without gradients, which copy the codebook, too."""
+    module = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), *([Codebook()] if evaluates else []))
+    ddp, means = DistributedDataParallel(module), []
+    with ddp.join():
+        for number in range((2, 5)[rank]):
+            step(ddp, number, rank, [])
+            means.append(module[0].running_mean.tolist())  # type: ignore[operator, union-attr]
+            if evaluates:
+                with torch.no_grad():
+                    ddp(batch(number, rank))
+    found = [means[-1], *(buffer.tolist() for buffer in module.buffers())]
+    for number in range(2):  # a rank that copied buffers here while the other does not would wait for it
+        step(ddp, number, rank, found)
+    return found
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others(evaluates: bool) -> None:
+    first, second = run(2, uneven, evaluates)
+    assert first[1:4] == second[1:4] and first[0] != first[1] and int(first[3]) == (10 if evaluates else 5)
+
+
+def test_counts_that_travel_as_a_mean_are_whole_numbers_again() -> None:
+    layer = nn.BatchNorm1d(WIDTH)
+    arriving = RunningStatistics(places(layer), first=False)
+    for count in range(1, 200):
+        tail = torch.full((arriving.numel,), count / 3.0)
+        arriving.lay(tail)
+        arriving.arrive(3.0)
+        assert int(layer.num_batches_tracked or 0) == count
 
 
 def counted(rank: int, world: int, wrapped: bool) -> int:

@@ -25,6 +25,8 @@ class Mutant:
 
 
 LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
+BUFFERS = "buffers_are_what_they_are_under_torchs_class"
+LEFT = "the_statistics_of_the_last_reduction_are_used_whatever_forwards_came_after_it"
 MUTANTS = (
     Mutant("late gradients are reduced once more", "reducer", "if index in late:", "if False:", "ddp", LATE),
     Mutant(
@@ -130,8 +132,8 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0's statistics are taken over",
-        *("running", "buffer.copy_(value * self._factor if", "_ = (value * self._factor if"),
-        *("more", "running_statistics_are_rank_0s_in_an_evaluation_and_a_checkpoint[all-6]"),
+        *("running", "        if self.at_once:\n", "        if False:\n"),
+        *("more", "running_statistics_are_rank_0s_after_each_reduction"),
     ),
     Mutant(
         "a gradient nobody would reduce is an error",
@@ -155,8 +157,78 @@ MUTANTS = (
     ),
     Mutant(
         "statistics that were written stay",
-        *("running", " and self._written == _versions(buffers):", ":"),
+        *("running", "self._noted == _versions(buffers) != self._taken", "_versions(buffers) != self._taken"),
         *("beside_torch", "the_same_numbers[statistics_written]"),
+    ),
+    Mutant(
+        "a forward after it does not undo that",
+        *("running", "if self._arrived and self._untouched:", "if self._arrived:"),
+        *("beside_torch", "the_same_numbers[statistics_written]"),
+    ),
+    Mutant(
+        "what a forward writes is nobody else's write",
+        *("running", "if self._arrived and self._untouched:", "if False:"),
+        *("buffers", f"{LEFT}[no_sync-group]"),
+    ),
+    Mutant(
+        "a module that is evaluated uses rank 0's statistics",
+        *("running", "if any(not layer.training for layer in self._layers):", "if False:"),
+        *("buffers", f"{LEFT}[inference-group]"),
+    ),
+    Mutant(
+        "a reduction that fails leaves the statistics alone",
+        *("running", "self._kept = torch.empty_like(self._tail)", "self._kept = self._tail"),
+        *("buffers", "a_reduction_that_fails_leaves_the_statistics_alone[checkpoint-group]"),
+    ),
+    Mutant(
+        "what forwards have saved may be overwritten with what it was",
+        *("running", "torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):", "torch.no_grad():"),
+        *("buffers", f"{BUFFERS}[a_forward_kept_over_a_reduction-group]"),
+    ),
+    Mutant(
+        "counts are whole numbers",
+        *("running", "if factor != 1.0 and self._counts:", "if False:"),
+        *("buffers", "counts_that_travel_as_a_mean_are_whole_numbers_again"),
+    ),
+    Mutant(
+        "buffers that were copied are newer",
+        *("ddp", "        self._reducer.running.forget()\n", ""),
+        *("buffers", "an_evaluation_keeps_what_sync_buffers_has_copied"),
+    ),
+    Mutant(
+        "a rank 0 without inputs has no statistics for the others",
+        *("ddp", "self._reducer.running.at_once = not self._join_config.enable", "pass"),
+        *("buffers", "a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others[False]"),
+    ),
+    Mutant(
+        "ranks without inputs take part in copies without gradients",
+        *("torch_names", "if self._join_config.enable and (trained or copies):", "if self._join_config.enable and trained:"),
+        *("buffers", "a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others[True]"),
+    ),
+    Mutant(
+        "they know whether the next forward copies",
+        *("joining", "        self._ddp.require_forward_param_sync = next_copies\n", ""),
+        *("buffers", "a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others[True]"),
+    ),
+    Mutant(
+        "buffers of the user's hook are left alone",
+        *("torch_names", "            self._reducer.running.stop()\n", "            pass\n"),
+        *("buffers", f"{BUFFERS}[means_of_buffers-group]"),
+    ),
+    Mutant(
+        "each rank's own are left alone",
+        *("ddp", "self.parameters_to_ignore) if self._buffers_wanted is None else ()", "self.parameters_to_ignore)"),
+        *("buffers", f"{BUFFERS}[evaluated_with_ones_own-group]"),
+    ),
+    Mutant(
+        "an evaluation copies buffers that do not travel",
+        *("torch_names", "        copies = self._check", "        copies = trained and self.training and self._check"),
+        *("buffers", f"{BUFFERS}[codebook_evaluated-group]"),
+    ),
+    Mutant(
+        "copies follow forwards with gradients",
+        *("ddp", "self.require_forward_param_sync = torch.is_grad_enabled() and", "self.require_forward_param_sync ="),
+        *("buffers", f"{BUFFERS}[codebook_evaluated-group]"),
     ),
     Mutant(
         "a checksum weighs each place",
@@ -215,8 +287,8 @@ MUTANTS = (
     ),
     Mutant(
         "a frozen layer uses rank 0's statistics",
-        *("running", "return any(not layer.training for layer, _ in self._places)", "return False"),
-        *("buffers", "buffers_are_what_they_are_under_torchs_class[frozen_norm-group]"),
+        *("running", "if any(not layer.training for layer in self._layers):", "if False:"),
+        *("buffers", f"{LEFT}[frozen-group]"),
     ),
     Mutant(
         "buffers that do not travel are copied in each forward",
@@ -270,8 +342,8 @@ MUTANTS = (
     ),
     Mutant(
         "replicas that differ on purpose are not compared",
-        *("reducer", "self._options.check_replicas_every > 0 and not local", "self._options.check_replicas_every > 0"),
-        *("ways", "the_same_as_with_torchs_class[local_steps-group]"),
+        *("reducer", "self._options.check_replicas_every > 0 and self._hook is None", "self._options.check_replicas_every > 0"),
+        *("ways", "the_same_as_with_torchs_class[local_steps_of_half_size-group]"),
     ),
     Mutant(
         "optimizers of parameters step after the reduction",

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 
-from elastirun.train import DistributedDataParallel, TrainError
+from elastirun.train import DistributedDataParallel, Diverged, TrainError
 from tests.train.beside import Case, Torchs, Wrap, check, flat
 from tests.train.test_ddp import batch, make
 from tests.train.worlds import run
@@ -130,17 +131,25 @@ def fails(_: Tensor) -> None:
     raise ValueError("on purpose")
 
 
-def local_steps(rank: int, wrap: Wrap) -> list[Any]:
+def local_steps(rank: int, wrap: Wrap, hook: Any = local_sgd.post_localSGD_hook) -> list[Any]:
     """torch's post-local SGD: replicas differ on purpose."""
     ddp = wrap(make())
     subgroup, _ = dist.new_subgroups(group_size=1)
-    ddp.register_comm_hook(local_sgd.PostLocalSGDState(None, subgroup, start_localSGD_iter=4), local_sgd.post_localSGD_hook)
+    ddp.register_comm_hook(local_sgd.PostLocalSGDState(None, subgroup, start_localSGD_iter=4), hook)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(12):
         optimizer.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
         optimizer.step()
     return [p.flatten().tolist() for p in ddp.parameters()]
+
+
+def local_steps_of_half_size(rank: int, wrap: Wrap) -> list[Any]:
+    return local_steps(rank, wrap, default_hooks.fp16_compress_wrapper(local_sgd.post_localSGD_hook))
+
+
+def nothing_reduced(rank: int, wrap: Wrap) -> list[Any]:
+    return local_steps(rank, wrap, debugging_hooks.noop_hook)
 
 
 def optimizer_in_backward(rank: int, wrap: Wrap, later: bool = False) -> list[Any]:
@@ -199,6 +208,8 @@ CASES = [
     half_of_it,
     gradients_asked_for,
     local_steps,
+    local_steps_of_half_size,
+    nothing_reduced,
     optimizer_in_backward,
     optimizer_in_backward_later,
 ]
@@ -245,6 +256,22 @@ def hidden_outputs(rank: int, world: int, transport: str) -> list[bool]:
 @pytest.mark.parametrize("transport", ["shared memory", "group"])
 def test_outputs_that_nobody_can_look_into(transport: str) -> None:
     assert run(2, hidden_outputs, transport) == [[True] * 8] * 2
+
+
+def asked(rank: int, world: int) -> str:
+    ddp = DistributedDataParallel(make())
+    ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+    ddp(batch(0, rank)).pow(2).mean().backward()
+    torch.optim.SGD(ddp.parameters(), 0.1).step()
+    try:
+        ddp.check_replicas()
+    except Diverged as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_differ_because_of_a_hook_are_told_when_asked_for() -> None:
+    assert all("no longer the same" in said for said in run(2, asked))
 
 
 def twice(rank: int, world: int, transport: str) -> list[bool]:
