@@ -213,7 +213,7 @@ MUTANTS = (
     Mutant(
         "buffers of the user's hook are left alone",
         *("torch_names", "            self._reducer.running.stop()\n", "            pass\n"),
-        *("buffers", f"{BUFFERS}[means_of_buffers-group]"),
+        *("buffers", f"{BUFFERS}[sums_of_buffers-group]"),
     ),
     Mutant(
         "each rank's own are left alone",
