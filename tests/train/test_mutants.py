@@ -177,7 +177,7 @@ MUTANTS = (
     ),
     Mutant(
         "a reduction that fails leaves the statistics alone",
-        *("running", "self._kept = torch.empty_like(self._tail)", "self._kept = self._tail"),
+        *("running", "torch.mul(self._tail, factor, out=self._kept)", "self._arrived = make_views(buffers, self._tail)"),
         *("buffers", "a_reduction_that_fails_leaves_the_statistics_alone[checkpoint-group]"),
     ),
     Mutant(
