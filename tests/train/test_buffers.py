@@ -170,8 +170,9 @@ def codebook_without_gradients(rank: int, wrap: Wrap) -> list[Any]:
 def sums_of_buffers(rank: int, wrap: Wrap) -> list[Any]:
     """The user's hook takes care of all buffers, running statistics among them."""
 
-    def hook(group: Any, buffers: dict[str, Tensor]) -> list[Any]:
-        return [dist.all_reduce(buffer, group=group, async_op=True).get_future() for buffer in buffers.values()]  # type: ignore[union-attr]
+    def hook(group: Any, buffers: dict[str, Tensor]) -> None:
+        for buffer in buffers.values():
+            dist.all_reduce(buffer, group=group)
 
     ddp, found = wrap(Normed()), []
     ddp._register_buffer_comm_hook(ddp.process_group, hook, _BufferCommHookLocation.PRE_FORWARD)

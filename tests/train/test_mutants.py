@@ -343,7 +343,7 @@ MUTANTS = (
     Mutant(
         "replicas that differ on purpose are not compared",
         *("reducer", "self._options.check_replicas_every > 0 and self._hook is None", "self._options.check_replicas_every > 0"),
-        *("ways", "the_same_as_with_torchs_class[local_steps_of_half_size-group]"),
+        *("ways", "the_same_as_with_torchs_class[local_steps_wrapped-group]"),
     ),
     Mutant(
         "optimizers of parameters step after the reduction",

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 
 from elastirun.train import DistributedDataParallel, Diverged, TrainError
@@ -144,8 +144,9 @@ def local_steps(rank: int, wrap: Wrap, hook: Any = local_sgd.post_localSGD_hook)
     return [p.flatten().tolist() for p in ddp.parameters()]
 
 
-def local_steps_of_half_size(rank: int, wrap: Wrap) -> list[Any]:
-    return local_steps(rank, wrap, default_hooks.fp16_compress_wrapper(local_sgd.post_localSGD_hook))
+def local_steps_wrapped(rank: int, wrap: Wrap) -> list[Any]:
+    """A hook within another one, as torch's fp16_compress_wrapper() makes it."""
+    return local_steps(rank, wrap, lambda state, bucket: local_sgd.post_localSGD_hook(state, bucket))
 
 
 def nothing_reduced(rank: int, wrap: Wrap) -> list[Any]:
@@ -208,7 +209,7 @@ CASES = [
     half_of_it,
     gradients_asked_for,
     local_steps,
-    local_steps_of_half_size,
+    local_steps_wrapped,
     nothing_reduced,
     optimizer_in_backward,
     optimizer_in_backward_later,
