@@ -2,7 +2,8 @@
 
 A sum is all that a reduction gives, so each word is a count, or a place of its own for each rank::
 
-    samples · ranks with data · ranks with more to come · ranks that lack a gradient · a request's askers, for each request
+    samples · ranks with data · ranks with more to come · ranks that lack a gradient · ranks that read each step's words first
+    a request's askers, for each request
     seconds[rank] · status[rank] · trained[rank] · late[bucket] · users[parameter]
 
 They are float32: counts are exact up to 2**24, and small integers survive a mean that is undone.
@@ -20,7 +21,8 @@ from torch import Tensor
 REQUESTS = ("checkpoint", "drain")
 FAILED, NOT_FINITE = 1, 2  # bits of a rank's status
 TRAINED_LIMIT = 1 << 20  # so that not even the rounding of a mean changes it
-_FIXED = 4 + len(REQUESTS)
+_COUNTS = 5
+_FIXED = _COUNTS + len(REQUESTS)
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Said:
     samples: float = 1.0  # how much its gradients count
     more: bool = False  # it has data for the reduction after this one
     requests: set[str] = field(default_factory=set)
+    looks: bool = False  # it reads the words of each step before the gradients are used, and wants all ranks to do so
     status: int = 0
     trained: int = 0  # a digest of which parameters are not frozen
 
@@ -43,6 +46,7 @@ class Agreement:
     with_data: int  # ranks
     more: int  # ranks that have data for the next reduction, too
     lacking: int  # ranks that had data, and parameters without a gradient
+    looking: int  # ranks that have read the words of this step before its gradients were used, as they wanted to
     requests: frozenset[str]  # of REQUESTS: what at least one rank asked for
     seconds: tuple[float, ...]  # by rank: from the start of its forward to the end of its backward, without waiting
     failed: tuple[int, ...]  # ranks whose backward ended with an exception
@@ -64,8 +68,9 @@ class ControlWords:
     def write(self, tail: Tensor, said: Said, samples: float, seconds: float, late: Iterable[int], lacking: Sequence[int]) -> None:
         """``samples``: 0 without data; ``late``: buckets; ``lacking``: parameters without a gradient."""
         words = [0.0] * self._users
-        words[:4] = [samples, float(samples > 0), float(said.more), float(bool(lacking) and samples > 0)]
-        words[4:_FIXED] = [float(name in said.requests) for name in REQUESTS]
+        counts = [samples > 0, said.more, bool(lacking) and samples > 0, said.looks]
+        words[:_COUNTS] = [samples, *map(float, counts)]
+        words[_COUNTS:_FIXED] = [float(name in said.requests) for name in REQUESTS]
         words[_FIXED + self._rank] = seconds
         words[_FIXED + self._world + self._rank] = float(said.status)
         words[_FIXED + 2 * self._world + self._rank] = float(said.trained)
@@ -86,7 +91,8 @@ class ControlWords:
             with_data=round(words[1]),
             more=round(words[2]),
             lacking=round(words[3]),
-            requests=frozenset(name for name, word in zip(REQUESTS, words[4:], strict=False) if round(word)),
+            looking=round(words[4]),
+            requests=frozenset(name for name, word in zip(REQUESTS, words[_COUNTS:], strict=False) if round(word)),
             seconds=tuple(words[_FIXED : _FIXED + self._world]),
             failed=tuple(rank for rank, bits in enumerate(status) if bits & FAILED),
             not_finite=tuple(rank for rank, bits in enumerate(status) if bits & NOT_FINITE),

@@ -21,7 +21,7 @@ from .control import REQUESTS, Agreement
 from .errors import TrainError
 from .group import copy_from_first, find, gather, give_back, own, verify_same
 from .hooks import Hook
-from .optimizer import BucketSteps, step_each, take_over
+from .optimizer import BucketSteps, applied, step_each, take_over
 from .outputs import find_tensors, to_device
 from .reducer import Options, Reducer, settle
 from .running import places
@@ -150,7 +150,7 @@ class DistributedDataParallel(TorchNames):
         if not devices:
             raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
         with reduction("comparing and copying the replicas"):
-            verify_same(self._description(copied), "parameters, buffers and options", self.process_group, devices[0])
+            verify_same(self._description(copied, init_sync), "parameters, buffers and options", self.process_group, devices[0])
             self._group = own(self.process_group, devices[0])
             self._give_back = partial(give_back, self._group, self.process_group)
             if devices[0].type == "cpu":  # elsewhere its last reduction may still be under way when the module is gone
@@ -160,12 +160,20 @@ class DistributedDataParallel(TorchNames):
             step = max(theirs for (theirs,) in gather([step], self._group, devices[0]))  # who is new begins where the others are
         self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._wanted)
         self._make_reducer(needs, step)
+        self._reducer.install()
         self._reducer.looks = self.find_unused_parameters  # on a GPU: a graph that changes is no surprise
 
-    def _description(self, copied: Iterable[tuple[str, Tensor]]) -> list[str]:
+    def _description(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool) -> list[str]:
         """What has to be the same on every rank, a line each: all that decides which reductions there are, and of what."""
-        options = {**vars(self._options), "transport": self._wanted, "broadcast_buffers": self._buffers_wanted}
-        tensors = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t)}" for name, t in copied]
+        options = {
+            **vars(self._options),
+            "transport": self._wanted,
+            "broadcast_buffers": self._buffers_wanted,
+            "init_sync": init_sync,
+            "find_unused_parameters": self.find_unused_parameters,
+        }
+        sparse = self._sparse_names()
+        tensors = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t)}{' sparse' * (name in sparse)}" for name, t in copied]
         return tensors + [f"{name}={value}" for name, value in options.items()]
 
     def _list_parameters(self) -> None:
@@ -182,14 +190,19 @@ class DistributedDataParallel(TorchNames):
     def _list_buffers(self) -> list[tuple[str, Tensor]]:
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    def _make_reducer(self, needs: Sequence[bool], step: int) -> None:
-        sparse = {
+    def _sparse_names(self) -> set[str]:
+        """The parameters whose gradients are sparse."""
+        return {
             f"{name}.weight" if name else "weight"
             for name, module in self.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
+
+    def _make_reducer(self, needs: Sequence[bool], step: int) -> None:
+        sparse = self._sparse_names()
         statistics = places(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
         self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics, step)
+        self._applied = (-1, -1)  # its parameters have not been asked for optimizers yet
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
         if self._optimizer is not None:
@@ -214,7 +227,10 @@ class DistributedDataParallel(TorchNames):
         self._reducer.obey_as(old)
 
     def _adapt(self) -> None:
-        """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now."""
+        """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now.
+
+        Nobody is waited for, because the forward that calls this may be an evaluation on one rank: the next reduction makes the memory.
+        """
         old = self._reducer
         old.close()
         self._make_reducer(old.trained.now, old.step)
@@ -256,10 +272,10 @@ class DistributedDataParallel(TorchNames):
         if self._asleep:
             return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
-        changed = [ddp for ddp in _living if not ddp._asleep and ddp._reducer.trained.changed]
-        for ddp in sorted(changed, key=lambda one: one._reducer.number):  # whichever is called first on this rank
-            ddp._adapt()
-        if self._reducer.step < 3 or self._reducer.step % 100 == 0:  # to look at all parameters takes time
+        if self._reducer.trained.changed:
+            self._adapt()
+        seldom = self._reducer.step < 3 or self._reducer.step % 100 == 0  # to look at all parameters takes time
+        if seldom or self._applied != applied():
             self._look_at_parameters()
         return torch.is_grad_enabled() and self._reducer.look_at_frozen()
 
@@ -275,6 +291,7 @@ class DistributedDataParallel(TorchNames):
                 )
         if take_over(self._reducer.params):
             self._reducer.set_optimizer(step_each)
+        self._applied = applied()
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -315,12 +332,14 @@ class DistributedDataParallel(TorchNames):
         """How many samples this rank's gradients stand for, until the next call; default 1 on each rank.
 
         The result is the mean over samples: the sum over ranks of samples times gradient (a gradient of the mean loss of these samples),
-        divided by the sum of samples. Costs nothing while no rank's share changes.
+        divided by the sum of samples. Where a rank's share changes, the gradients take one more pass. On a GPU the host waits for each
+        reduction from now on, on every rank: in the first step with a call, either every rank calls it or this rank's number stays as it
+        was (call it before the first step). Otherwise the next backward raises a TrainError on every rank.
         """
         if not 0 <= samples < float("inf"):
             raise TrainError(f"set_samples() takes a number that is not negative, not {samples}")
         self._reducer.said.samples = float(samples)
-        self._reducer.looks = True
+        self._reducer.said.looks = True
 
     def skip(self) -> None:
         """Take part in the others' reduction without data of one's own; the gradients are the mean over the others."""
@@ -334,7 +353,7 @@ class DistributedDataParallel(TorchNames):
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
         end, source = object(), iter(data)
-        self._reducer.looks = True
+        self._reducer.said.looks = True
         batch: Any = next(source, end)
         try:
             while True:
@@ -412,7 +431,11 @@ class DistributedDataParallel(TorchNames):
     # -- extensions -----------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` reduce the buckets, as in torch: it returns a future of the result and divides by itself."""
+        """Let ``hook(state, bucket)`` reduce the buckets, as in torch: it returns a future of the result and divides by itself.
+
+        Every rank calls it between the same two steps. Before the first reduction, a rank that has not is a ModelMismatch on all of them;
+        later, the reductions no longer fit together and end in a ReductionFailed or an abort.
+        """
         if not callable(hook):
             raise TrainError("a communication hook must be callable: hook(state, bucket) -> torch.futures.Future")
         if self._hook[0] is not None:
@@ -424,7 +447,8 @@ class DistributedDataParallel(TorchNames):
         """Step ``optimizer`` for each bucket as its reduction is done, so that ``backward()`` includes the step. The result is the same.
 
         For optimizers that treat each parameter by itself (SGD, Adam and their kind), which may not hold other parameters than the
-        module's. Neither for gradient clipping by the norm of all nor for GradScaler: both look at all gradients before a step.
+        module's. Neither for gradient clipping by the norm of all nor for GradScaler: both look at all gradients before a step. Every rank
+        calls it between the same two steps, as ``register_comm_hook``.
         """
         self._optimizer = optimizer
         self._reducer.set_optimizer(BucketSteps(optimizer, [param for _, param in self._named]))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from .errors import TrainError
+
+
+def applied() -> tuple[int, int]:
+    """Numbers that change when ``torch.distributed.optim._apply_optimizer_in_backward`` gives any parameter an optimizer."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return (len(module.param_to_acc_grad_map), len(module.param_to_optim_hook_handle_map)) if module else (0, 0)
 
 
 def take_over(params: Sequence[nn.Parameter]) -> bool:

@@ -33,7 +33,7 @@ from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
 from .divergence import check
 from .errors import OutsideForward, ReductionFailed, TrainError
 from .flat import Bucket, Portion, Storage, reduce_sparse
-from .group import gather, ranks
+from .group import gather, ranks, verify_same
 from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
 from .running import Place, RunningStatistics
@@ -94,7 +94,9 @@ class Reducer:
         self._total = float(self.world)  # samples of all ranks that gradients are scaled for: those of the last step
         self.step, self.backwards = step, 0
         self.lazy = self.params[0].is_cuda
-        self.looks = False  # reads the words in each step all the same
+        self.looks = False  # reads the words in each step all the same; the same on every rank
+        self._unread = False  # the last step was used before its words were read
+        self._compared = False  # the ranks' hooks and optimizers, before the first reduction
         self._concluded = 0
         self._reported = False
         self._lacked: set[int] = set()  # parameters without a gradient in the last reduction
@@ -112,12 +114,19 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self._arena: Arena | None = None  # where they lie
         self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
-        self._install()
+        self._outdated = True
+        self._let_go()
+        self._watch()
+        self._rewind()
 
     # -- the plan in memory ---------------------------------------------------------------------------------------
 
-    def _install(self) -> None:
-        """Make the buckets of the planner's present plan and watch their parameters."""
+    def install(self) -> None:
+        """Make the buckets of the planner's present plan and watch their parameters. Every rank calls it at the same point.
+
+        Until then there are no buckets, and the next reduction begins with it: so whoever changes the plan in a forward, which need not
+        run on every rank, has only to say that it is outdated.
+        """
         plan = self.planner.buckets
         words = ControlWords(self.rank, self.world, len(plan), len(self.params))
         grads = self.planner.gradients
@@ -159,16 +168,29 @@ class Reducer:
 
     def _renew(self) -> None:
         """Install the new plan, if there is one. Every rank comes here before the first bucket of the same reduction."""
+        if not self._compared:
+            self._compare()
         if self._outdated:
             left = self._left
             with reduction("the memory of a new plan"):
-                self._install()
+                self.install()
             self._left = left
+
+    def _compare(self) -> None:
+        """Raise ModelMismatch, on every rank alike, unless all have a communication hook or none, and all step in the backward or none:
+        it decides what travels where. Once, in the first reduction: who registers one later has to do so on every rank."""
+        lines = [
+            f"{'no' if self._hook is None else 'a'} communication hook",
+            f"{'no' if self._optimizer_step is None else 'an'} optimizer that steps in the backward",
+        ]
+        with reduction("comparing hooks and optimizers"):
+            verify_same(lines, "extensions", self._group, self.planner.device)
+        self._compared = True
 
     def _watch(self) -> None:
         """A hook on every parameter while the order is learnt; later, on the last of each portion: a hook costs a microsecond."""
         self._all_watched = self.planner.learning or self._options.mean_over_users or self.planner.surprised or self._anywhere
-        wanted = set(self._sparse)
+        wanted = set(self._sparse if self.buckets else range(len(self.params)))
         for bucket in self.buckets:
             for portion in bucket.portions:
                 watched = portion.indices if self._all_watched else portion.indices[-1:]
@@ -196,11 +218,11 @@ class Reducer:
 
     def set_hook(self, hook: Hook | None, state: Any) -> None:
         self._hook = None if hook is None else (hook, state)
-        self._install()
+        self._outdated = True
 
     def set_optimizer(self, step: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        self._outdated = self._outdated or self._optimizer_step is None
         self._optimizer_step = step
-        self._install()
 
     def close(self) -> None:
         """Leave the parameters alone."""
@@ -453,9 +475,12 @@ class Reducer:
             self._words, self._tail[: self._words.size], self.step, float(self.world) if self._transport.averages else 1.0
         )
         lacking = any(bucket.lacking for bucket in self.buckets)
-        agreed = None if self._lazy and not lacking else self.reading.agreement
-        late = agreed.late if agreed and not self._lazy else ()
-        correction = self._total / agreed.samples if agreed and agreed.samples else 1.0
+        self._unread = self._lazy
+        agreed = None if self._unread and not (lacking or self.said.looks) else self.reading.agreement
+        # Not what this rank alone has read decides what all ranks do, nor a factor that has to be the same on all.
+        common = agreed if agreed and self._is_common(agreed) else None
+        late = common.late if common else ()
+        correction = self._total / common.samples if common and common.samples else 1.0
         users = agreed.users or (None if agreed.with_data else [0] * len(self.params)) if agreed else None
         self._notice([index for index, count in enumerate(agreed.users) if not count] if agreed and agreed.with_data else ())
         for index, bucket in enumerate(self.buckets):
@@ -468,11 +493,11 @@ class Reducer:
             if agreed and users and self._options.mean_over_users:
                 bucket.spread(users, agreed.with_data)
             self._optimize(bucket.params, agreed)
-        self._arrive_sparse(agreed, users, correction)
+        self._arrive_sparse(agreed, users if common else None, correction)
         if agreed and (newcomers := self.trained.newcomers(agreed.trained)):
             self._reduce_newcomers(newcomers, agreed, correction)
-        if agreed and agreed.samples:
-            self._total = agreed.samples
+        if common and common.samples:
+            self._total = common.samples
         self.running.arrive(float(self.world) if self._transport.averages else 1.0)
 
     def _notice(self, unused: Collection[int]) -> None:
@@ -481,6 +506,10 @@ class Reducer:
         if not self._unused <= self._noticed:
             self._noticed |= self._unused
             self._watch()
+
+    def _is_common(self, agreed: Agreement) -> bool:
+        """Has every rank read these words by now?"""
+        return (not self._unread or agreed.looking == self.world) and len(set(agreed.trained)) == 1
 
     def _arrive_sparse(self, agreed: Agreement | None, users: Sequence[int] | None, correction: float) -> None:
         for index in self._sparse:
@@ -507,7 +536,7 @@ class Reducer:
     def obey_as(self, old: Reducer) -> None:
         """Do what the user has asked of ``old``, in its place."""
         self.number = old.number
-        self.sync, self.every, self.looks = old.sync, old.every, old.looks
+        self.sync, self.every = old.sync, old.every
         self.said = replace(old.said, status=0, trained=self.said.trained)
 
     def go_on_from(self, old: Reducer) -> None:
@@ -515,6 +544,7 @@ class Reducer:
         self.obey_as(old)
         self.step, self.backwards, self._total = old.step, old.backwards, old._total
         self.reading, self._concluded, self.last_times = old.reading, old._concluded, old.last_times
+        self.looks, self._compared = old.looks, old._compared
         self.running.go_on_from(old.running)
 
     def _optimize(self, params: Sequence[nn.Parameter], agreed: Agreement | None) -> None:
@@ -532,7 +562,8 @@ class Reducer:
             self.trained.refuse(self._group, self.planner.device, all_have_looked=not self.lazy)
         self.trained.learn(agreement.trained)
         # Another order of adding up the samples, in a ring or a tree, may give another last bit.
-        if self._lazy and (agreement.late or agreement.failed or not math.isclose(agreement.samples, self._total, rel_tol=1e-5)):
+        same = agreement.looking == self.world or math.isclose(agreement.samples, self._total, rel_tol=1e-5) and not agreement.late
+        if self._unread and (agreement.failed or not same):
             self.looks = True
             raise TrainError(
                 f"the gradients of step {agreement.step} were not whole and have been used: on some rank the graph or the number of "
@@ -541,7 +572,7 @@ class Reducer:
             )
         if agreement.lacking and not self._reported:
             self._report()
-        self.looks = self.looks or agreement.lacking > 0
+        self.looks = self.looks or agreement.lacking > 0 or agreement.looking > 0
         if agreement.failed:
             self._refuse(agreement)
             return
@@ -565,9 +596,12 @@ class Reducer:
 
     @property
     def _lazy(self) -> bool:
-        """Is a step used before its words are read, so that the host need not wait for the GPU? Only while nothing unusual was seen."""
+        """Is a step used before its words are read, so that the host need not wait for the GPU? Only while nothing unusual was seen.
+
+        The same on every rank, because the collectives that follow the reading come earlier or later with it.
+        """
         settled = not self.planner.learning and not self._options.mean_over_users and self._optimizer_step is None
-        return self.lazy and settled and not self.looks
+        return self.lazy and settled and not self.looks and not self.trained.differs
 
     def _report(self) -> None:
         """Say once which parameters lack a gradient, and where."""

@@ -50,6 +50,7 @@ class TorchNames(Original):
     _reducer: Reducer
     _options: Options
     set_group: Callable[..., None]
+    _prepare: Callable[[], bool]
     step_in_backward: Callable[..., None]
     register_comm_hook: Callable[..., None]
 
@@ -176,7 +177,7 @@ class TorchNames(Original):
 
     def join_hook(self, **kwargs: Any) -> JoinedRank:
         """For ``torch.distributed.algorithms.join.Join``; keyword argument ``divide_by_initial_world_size``, default True."""
-        self._reducer.looks = self._has_joined = True
+        self._reducer.said.looks = self._has_joined = True
         return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
 
     # -- hooks and optimizers -------------------------------------------------------------------------------------------

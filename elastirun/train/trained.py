@@ -39,6 +39,11 @@ class Trained:
             self.now, self.digest = now, _digest(now)
         return any(now)
 
+    @property
+    def differs(self) -> bool:
+        """Has this rank found others than those that the reducer was made for? Then so has every rank, unless one is wrong."""
+        return self.digest != self._before
+
     def newcomers(self, digests: Sequence[int]) -> list[nn.Parameter]:
         """The parameters that are trained since this step, if all ranks say the same (``digests``, by rank)."""
         if set(digests) != {self.digest}:

@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "the mean is over samples",
-        *("reducer", "correction = self._total / agreed.samples if agreed and agreed.samples else 1.0", "correction = 1.0"),
+        *("reducer", "correction = self._total / common.samples if common and common.samples else 1.0", "correction = 1.0"),
         *("ddp", "the_mean_is_over_samples"),
     ),
     Mutant(
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step whose words come too late is not passed over",
-        *("reducer", "if self._lazy and (agreement.late", "if False and (agreement.late"),
+        *("reducer", "if self._unread and (agreement.failed", "if False and (agreement.failed"),
         *("ddp", "on_a_gpu_the_words_are_read_a_step_later"),
     ),
     Mutant(
@@ -356,8 +356,78 @@ MUTANTS = (
         *("ways", "a_parameter_that_is_put_in_place_later_is_named[added-adapter.weight]"),
     ),
     Mutant(
+        "who adapts to what is frozen waits for nobody",
+        *("ddp", "        self._reducer.go_on_from(old)\n", "        self._reducer.go_on_from(old)\n        self._reducer.install()\n"),
+        *("order", "an_evaluation_on_one_rank_waits_for_nobody_where_freezing_changes[2-shared memory]"),
+    ),
+    Mutant(
+        "who begins without copying is told",
+        *("ddp", '            "init_sync": init_sync,\n', ""),
+        *("order", "ranks_that_are_built_otherwise_are_told[init_sync-group]"),
+    ),
+    Mutant(
+        "who looks for unused parameters alone is told",
+        *("ddp", '            "find_unused_parameters": self.find_unused_parameters,\n', ""),
+        *("order", "ranks_that_are_built_otherwise_are_told[find_unused-group]"),
+    ),
+    Mutant(
+        "who has other sparse gradients is told",
+        *("ddp", "{' sparse' * (name in sparse)}", ""),
+        *("order", "ranks_that_are_built_otherwise_are_told[sparse-group]"),
+    ),
+    Mutant(
+        "who has a hook alone is told",
+        *("reducer", "        if not self._compared:\n", "        if False:\n"),
+        *("order", "what_one_rank_alone_registers_is_an_error_on_every_rank[hook-2-shared memory]"),
+    ),
+    Mutant(
+        "optimizers that are given to parameters at any time are found",
+        *("ddp", "if seldom or self._applied != applied():", "if seldom:"),
+        *("ways", "the_same_as_with_torchs_class[optimizer_in_backward_much_later-group]"),
+    ),
+    Mutant(
+        "a rank does not begin to look alone",
+        *("ddp", "samples)\n        self._reducer.said.looks = True", "samples)\n        self._reducer.looks = True"),
+        *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
+    ),
+    Mutant(
+        "all look when one has said so",
+        *("reducer", " or agreement.looking > 0", ""),
+        *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
+    ),
+    Mutant(
+        "who says how many samples it has reads the words of that step",
+        *("reducer", "not (lacking or self.said.looks)", "not lacking"),
+        *("lazily", "all_ranks_say_how_many_samples_they_have[2-group]"),
+    ),
+    Mutant(
+        "what one rank alone has read changes no collective",
+        *("reducer", "users if common else None, correction)", "users, correction)"),
+        *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
+    ),
+    Mutant(
+        "nor a gradient",
+        *("reducer", "(not self._unread or agreed.looking == self.world) and", "True and"),
+        *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
+    ),
+    Mutant(
+        "sums of samples are compared by closeness",
+        *("reducer", "math.isclose(agreement.samples, self._total, rel_tol=1e-5)", "agreement.samples == self._total"),
+        *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
+    ),
+    Mutant(
+        "find_unused_parameters keeps looking",
+        *("ddp", "self._reducer.looks = self.find_unused_parameters", "self._reducer.looks = False"),
+        *("lazily", "with_find_unused_parameters_graphs_may_change[2-group]"),
+    ),
+    Mutant(
+        "a step that freezes or unfreezes is looked at",
+        *("reducer", " and not self.trained.differs", ""),
+        *("lazily", "what_is_unfrozen_is_reduced_from_the_first_step_on[2-group]"),
+    ),
+    Mutant(
         "the weight of a step is remembered",
-        *("reducer", "            self._total = agreed.samples\n", "            pass\n"),
+        *("reducer", "            self._total = common.samples\n", "            pass\n"),
         *("ddp", "even_weights_cost_no_second_pass"),
     ),
 )

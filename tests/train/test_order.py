@@ -37,8 +37,8 @@ def mean_of(world: int, step: int, models: int = 1, seed: int = 0) -> list[Tenso
 
 
 def unlike(rank: int, world: int, options: dict[str, Any], other: dict[str, Any], frozen: str) -> str:
-    model = make()
-    if rank == 1 and frozen:
+    model = nn.Embedding(5, 2, sparse=rank == 1) if frozen == "sparse" else make()
+    if rank == 1 and frozen == "0.bias":
         model.get_parameter(frozen).requires_grad_(False)
     try:
         DDP(model, **(other if rank == 1 else options))
@@ -56,8 +56,15 @@ def unlike(rank: int, world: int, options: dict[str, Any], other: dict[str, Any]
         ({}, {"check_replicas_every": 7}, "", "check_replicas_every=1000 on ranks 0, 2; check_replicas_every=7 on rank 1"),
         ({}, {"mean_over": "users"}, "", "mean_over_users=False on ranks 0, 2; mean_over_users=True on rank 1"),
         ({"broadcast_buffers": True}, {}, "", "broadcast_buffers=True on ranks 0, 2; broadcast_buffers=None on rank 1"),
+        ({}, {"init_sync": False}, "", "init_sync=True on ranks 0, 2; init_sync=False on rank 1"),
+        ({"init_sync": False}, {}, "", "init_sync=False on ranks 0, 2; init_sync=True on rank 1"),
+        ({}, {"find_unused_parameters": True}, "", "find_unused_parameters=False on ranks 0, 2; find_unused_parameters=True on rank 1"),
+        ({}, {}, "sparse", r"weight \(5, 2\) torch.float32 on ranks 0, 2; weight \(5, 2\) torch.float32 sparse on rank 1"),
     ],
-    ids=["frozen", "bucket_cap_mb", "check_replicas_every", "mean_over", "broadcast_buffers"],
+    ids=[
+        *("frozen", "bucket_cap_mb", "check_replicas_every", "mean_over", "broadcast_buffers"),
+        *("init_sync", "no_init_sync", "find_unused", "sparse"),
+    ],
 )
 def test_ranks_that_are_built_otherwise_are_told(
     transport: str, options: dict[str, Any], other: dict[str, Any], frozen: str, said: str
@@ -98,6 +105,56 @@ def test_what_one_rank_freezes_later_is_an_error_on_every_rank(transport: str) -
     said = "the ranks do not have the same parameters to train: the first difference is 0.bias on rank 0; 0.weight on rank 1"
     for found in run(2, later, transport, "one"):
         assert found[:3] == [True] * 3 and len(found) == 4 and "the ranks do not have the same parameters to train" in found[3], said
+
+
+def toggled(rank: int, world: int, transport: str) -> list[bool]:
+    """What is frozen changes with each step, and between the steps the first rank evaluates alone."""
+    model = make()
+    ddp, found = DDP(model, transport=transport), []
+    for step in range(7):
+        for param in model[0].parameters():  # type: ignore[index]
+            param.requires_grad_(step % 2 == 0)
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        exact = mean_of(world, step)[0 if step % 2 == 0 else 2 :]
+        found.append(close([p.grad for p in model.parameters() if p.grad is not None], exact))
+        if rank == 0:
+            ddp.eval()
+            with torch.set_grad_enabled(step > 3):
+                ddp(batch(step, 0))
+            ddp.train()
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_evaluation_on_one_rank_waits_for_nobody_where_freezing_changes(transport: str, world: int) -> None:
+    assert run(world, toggled, transport) == [[True] * 7] * world
+
+
+def extended(rank: int, world: int, transport: str, what: str) -> list[str]:
+    model = make()
+    ddp, told = DDP(model, transport=transport), []
+    if rank == 1 and what == "hook":
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif rank == 1:
+        ddp.step_in_backward(torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(2):
+        try:
+            ddp(batch(step, rank)).pow(2).mean().backward()
+        except ModelMismatch as error:
+            assert all(param.grad is None for param in model.parameters())
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "group"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("what", "said"), [("hook", "communication hook"), ("step", "optimizer that steps in the backward")])
+def test_what_one_rank_alone_registers_is_an_error_on_every_rank(transport: str, world: int, what: str, said: str) -> None:
+    for told in run(world, extended, transport, what):
+        assert len(told) == 2 and all(re.search(f"no {said} on ranks? .*; an? {said} on rank 1", text) for text in told), told
 
 
 # -- others in the same group ----------------------------------------------------------------------------------------------

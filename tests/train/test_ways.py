@@ -176,6 +176,23 @@ def optimizer_in_backward_later(rank: int, wrap: Wrap) -> list[Any]:
     return optimizer_in_backward(rank, wrap, later=True)
 
 
+def optimizer_in_backward_much_later(rank: int, wrap: Wrap) -> list[Any]:
+    """All parameters but the first get one between two steps."""
+    optim: Any = importlib.import_module("torch.distributed.optim")
+    model = make()
+    ddp, stepped = wrap(model), list(model.parameters())[1:]
+    optimizer = torch.optim.SGD(stepped, 0.1)
+    for step in range(8):
+        if step == 4 and wrap is not Torchs:
+            optim._apply_optimizer_in_backward(torch.optim.SGD, stepped, {"lr": 0.1})
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+        if step >= 4 and wrap is Torchs:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [[p.flatten().tolist() for p in ddp.parameters()], [p.grad is None for p in ddp.parameters()]]
+
+
 def wrapped_twice(rank: int, wrap: Wrap) -> list[Any]:
     """Parameters of two wrapped modules, which are called by turns; the second contains the first."""
     inner = wrap(make())
@@ -213,6 +230,7 @@ CASES = [
     nothing_reduced,
     optimizer_in_backward,
     optimizer_in_backward_later,
+    optimizer_in_backward_much_later,
 ]
 
 
