@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "all that an exception interrupted is finished first: before a construction",
-        *("ddp", "        settle()\n        self._join(group_of", "        self._join(group_of"),
+        *("ddp", "        settle()\n        if device_mesh", "        if device_mesh"),
         *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[construction-group]"),
     ),
     Mutant(
