@@ -72,7 +72,8 @@ class DistributedDataParallel(TorchNames):
 
     Gradients are not views of one another's memory, but of the module's: keep a copy of one that you need after the next backward.
     A parameter that no rank used in a step has no gradient (None), as without data parallelism. Copies (``copy.deepcopy``, pickles) belong
-    to the default group; a copy begins to reduce in its own first backward, which every rank has to run.
+    to the default group; a copy begins to reduce in its own first backward, which every rank has to run (of several
+    copies in the same order).
 
     Raises TrainError (no process group, nothing to train, wrong arguments) and ModelMismatch. In a backward: ReductionFailed or PeerLost;
     the module can then be used again after ``set_group``.
