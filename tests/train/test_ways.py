@@ -199,7 +199,7 @@ def wrapped_twice(rank: int, wrap: Wrap) -> list[Any]:
     outer, found = wrap(inner), []
     for step in range(8):
         inner.zero_grad()
-        (outer if step % 3 == 2 else inner)(batch(step, rank)).pow(2).mean().backward()
+        (outer if step % 4 == 3 else inner)(batch(step, rank)).pow(2).mean().backward()
         found.append(grads(inner))
     return found
 
@@ -211,7 +211,7 @@ def half_of_it(rank: int, wrap: Wrap) -> list[Any]:
     second, found = wrap(nn.Sequential(trunk, nn.Linear(1, 2))), []
     for step in range(8):
         second.zero_grad()
-        (second if step % 3 == 2 else first)(batch(step, rank)).pow(2).mean().backward()
+        (second if step % 4 == 3 else first)(batch(step, rank)).pow(2).mean().backward()
         found.append(grads(trunk))
     return found
 
