@@ -542,9 +542,9 @@ def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> d
     if mesh is None:
         return group
     if group is not None:
-        raise TrainError("Cannot specify both process_group and device_mesh arguments.")
+        raise TrainError("Cannot specify both process_group and device_mesh arguments. Give one of them")
     if mesh.ndim != 1:
-        raise TrainError(f"Only 1D device mesh is supported, but got {mesh}.")
+        raise TrainError(f"Only 1D device mesh is supported, but got {mesh}: give one of its dimensions by name, as in mesh['data']")
     if mesh._get_root_mesh() != mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 

@@ -77,7 +77,7 @@ class Reducer:
         self.trained = Trained(named, needs)
         self.names, self.params = [name for name, _ in self.trained.pairs], [param for _, param in self.trained.pairs]
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.sync, self.every = True, 1  # reduce at all; in each so-manieth backward
+        self.sync, self.every = True, 1  # reduce at all; in every n-th backward
         self.said = Said(trained=self.trained.digest)
         self.reading: Reading | None = None  # of the last reduction's control words
         self.times, self.last_times = StepTimes(), StepTimes()
