@@ -336,7 +336,7 @@ class Reducer:
     def _launch_full(self) -> None:
         """Launch the buckets that are full, in order; the last waits for the end of the backward, it carries the control words."""
         while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0 and not self._one_by_one:
-            with self._or_broken(BaseException):
+            with self._or_broken(self.step + 1):
                 self._launch(self._next)
 
     @property
@@ -428,7 +428,7 @@ class Reducer:
     def finish(self) -> None:
         """Reduce what is not reduced yet and wait for all of it; the gradients are there when this returns."""
         begun = time.perf_counter()
-        with self._or_broken(BaseException):
+        with self._or_broken(self.step + 1):
             self._renew()
             with torch.no_grad():
                 late = [index for index in range(self._next) if self.buckets[index].has_late()]
@@ -447,18 +447,21 @@ class Reducer:
             self._seen.clear()
             self._reset()
         if not self._lazy:
-            with self._or_broken(ReductionFailed):
-                self.conclude()
+            self.conclude()
 
     @contextmanager
-    def _or_broken(self, error: type[BaseException]) -> Iterator[None]:
-        """After an ``error`` within it this rank has missed a part of what the others do: the module cannot be used until set_group()."""
-        step = self.step + 1
+    def _or_broken(self, step: int, raised_by_all: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """Mark the module broken until set_group() if an exception ends the block: this rank has missed a part of what the others do.
+
+        An error in ``raised_by_all`` ends the block at the same point on every rank and breaks nothing, unless a peer is gone.
+        """
         try:
             yield
-        except error as what:
-            text = f"the reduction of step {step} was interrupted by {type(what).__name__}. {AGAIN}"
-            self._broken = what if isinstance(what, ReductionFailed) else ReductionFailed(text)
+        except BaseException as what:
+            if isinstance(what, ReductionFailed):
+                self._broken = what
+            elif not isinstance(what, raised_by_all):
+                self._broken = ReductionFailed(f"the reduction of step {step} was interrupted by {type(what).__name__}. {AGAIN}")
             raise
 
     def _arrive(self, late: Sequence[int]) -> None:
@@ -556,7 +559,10 @@ class Reducer:
         if self.reading is None or self.reading.step == self._concluded:
             return
         self._concluded = self.reading.step
-        agreement = self.reading.agreement
+        with self._or_broken(self.reading.step, raised_by_all=(TrainError,)):
+            self._conclude(self.reading.agreement)
+
+    def _conclude(self, agreement: Agreement) -> None:
         if len(set(agreement.trained)) > 1:
             self.trained.drop_gradients()
             self.trained.refuse(self._group, self.planner.device, all_have_looked=not self.lazy)

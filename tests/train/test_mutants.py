@@ -101,6 +101,11 @@ MUTANTS = (
         *("ddp", "on_a_gpu_the_words_are_read_a_step_later"),
     ),
     Mutant(
+        "an interrupt after a reduction breaks the module",
+        *("reducer", "elif not isinstance(what, raised_by_all):", "elif not raised_by_all:"),
+        *("trouble", "an_interrupt_after_a_reduction_is_not_passed_over[group]"),
+    ),
+    Mutant(
         "a failed backward drops the step everywhere",
         *("reducer", "        if agreement.failed:\n", "        if False:\n"),
         *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),

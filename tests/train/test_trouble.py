@@ -168,6 +168,39 @@ def test_an_exception_within_a_reduction_is_not_passed_over(transport: str, what
         assert right
 
 
+def interrupted_after(rank: int, world: int, transport: str) -> list[Any]:
+    """Ctrl-C on rank 1 while the ranks compare their replicas, which follows the reduction of step 2."""
+    ddp, told = DDP(make(), transport=transport, check_replicas_every=2), []
+    compare = ddp._reducer.check_replicas
+
+    def interrupt() -> None:
+        compare()
+        raise KeyboardInterrupt
+
+    for step in range(3):
+        if step == 1 and rank == 1:
+            ddp._reducer.check_replicas = interrupt  # type: ignore[method-assign]
+        if step == 2 and rank == 0:
+            continue  # rank 0 knows of nothing: it would wait for its peer
+        ddp.zero_grad()
+        try:
+            ddp(batch(step, rank)).pow(2).mean().backward()
+        except (KeyboardInterrupt, ReductionFailed) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    ddp.set_group()
+    ddp.zero_grad()
+    ddp(batch(3, rank)).pow(2).mean().backward()
+    return [told, close(grads(ddp.module), alone(ddp.module, [(1, batch(3, r)) for r in range(world)]))]
+
+
+@pytest.mark.parametrize("transport", ["group", "auto"])
+def test_an_interrupt_after_a_reduction_is_not_passed_over(transport: str) -> None:
+    none, told = run(2, interrupted_after, transport)
+    assert none == [[], True]
+    broken = "ReductionFailed: the reduction of step 2 was interrupted by KeyboardInterrupt. Use set_group() with a new process group"
+    assert told == [["KeyboardInterrupt: ", broken], True]
+
+
 def mismatched(rank: int, world: int, kind: str) -> str:
     module = make()
     if kind == "shape" and rank == 1:
