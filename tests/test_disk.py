@@ -22,6 +22,7 @@ from elastirun.agent.disk import LIMIT, DiskThread
 from elastirun.config import LogPolicy, Std, StdMap
 
 from .cluster import PATIENCE, Cluster
+from .descriptors import descriptors
 from .test_workers import Loop, spec
 
 ALL = StdMap(Std.ALL)
@@ -196,7 +197,7 @@ def test_a_round_that_begins_while_the_disk_hangs_waits_no_longer_than_its_limit
         go.wait(PATIENCE)
         make(path, mode)
 
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = descriptors()
     loop.logs._limit = 0.05
     monkeypatch.setattr(log_files, "make_folder", hang)
     loop.start(spec(SPEAKS))
@@ -205,7 +206,7 @@ def test_a_round_that_begins_while_the_disk_hangs_waits_no_longer_than_its_limit
     assert loop.logs.last_lines(0) == ("err",)
     go.set()
     loop.logs.disk.drain(PATIENCE)
-    assert len(os.listdir("/proc/self/fd")) == fds, "files opened too late are closed"
+    assert descriptors() == fds, "files opened too late are closed"
 
 
 def test_workers_that_print_go_on_while_the_disk_hangs(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.records import Status
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
+from tests.descriptors import descriptors
 from tests.test_exchange import CODEC, JOB, PATIENCE, Watched, row
 
 
@@ -236,12 +237,12 @@ def test_reconnect_closes_the_connection_and_opens_another(made: list[Driver]) -
 def test_threads_and_descriptors_do_not_grow_with_reconnects(made: list[Driver]) -> None:
     driver = new_driver(made, Watched)
     await_threads(1)
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = len(descriptors())
     for _ in range(200):
         assert isinstance(ask(driver), Synced)
         driver.reconnect()
     await_threads(1)
-    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert len(descriptors()) <= fds
 
 
 def test_without_a_thread_the_exchange_fails_and_the_next_one_tries_again(made: list[Driver], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from elastirun.rendezvous.events import Synced, SyncFailed
 from elastirun.rendezvous.records import Broken, Cause, Closed, Member, RoundRecord, Verdict
 from elastirun.train import RoundUnknown, is_current
 from tests.cluster import Cluster, Worker, dies, kill
+from tests.descriptors import descriptors
 
 RECORD = RoundRecord(store_id="s", round=3, members=(Member("a", "a", "", 1, "", 0), Member("b", "b", "", 1, "", 0)))
 PATIENCE = 30.0
@@ -174,7 +175,7 @@ class Agent:
 
     @property
     def descriptors(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return len(descriptors())
 
 
 @pytest.fixture
