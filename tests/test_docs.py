@@ -1,4 +1,4 @@
-"""What the documentation says of the code is generated from it. Written anew with: python -m tests.test_docs"""
+"""What the documentation says of the code is generated from it or checked against it. Written anew with: python -m tests.test_docs"""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 from elastirun.rendezvous.transitions import TRANSITIONS
 
-PAGE = Path(__file__).parent.parent / "docs" / "rendezvous.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "rendezvous.md"
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("deploy/*.md")]
 BLOCK = re.compile(r"(<!-- generated: [^\n]*\n)(.*?)(<!-- end -->)", re.S)
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def diagram() -> str:
@@ -19,16 +22,33 @@ def diagram() -> str:
     return f"\n{picture}\n| a node that is | when | becomes |\n|---|---|---|\n{rows}\n\n"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {"#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_the_page_on_the_rendezvous_shows_the_transitions_of_the_code() -> None:
     found = BLOCK.search(PAGE.read_text())
     assert found and found[2] == diagram(), "python -m tests.test_docs writes it anew"
 
 
-def test_links_lead_somewhere() -> None:
-    root = PAGE.parent.parent
-    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("benchmarks/*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()) if "://" not in link]
-    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    dead = []
+    for page in PAGES:
+        for path, anchor in LINK.findall(page.read_text()):
+            target = page.parent / path if path else page
+            if "://" not in path and not (target.exists() and (not anchor or target.suffix != ".md" or anchor in anchors(target))):
+                dead.append(f"{page.name}: {path}{anchor}")
+    assert dead == []
+
+
+def test_the_index_leads_to_every_page_and_the_readme_leads_to_the_index() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / path).resolve() for path, _ in LINK.findall(index.read_text())}
+    assert {page.resolve() for page in PAGES} - linked - {index} == set()
+    assert "(docs/index.md)" in (ROOT / "README.md").read_text()
 
 
 if __name__ == "__main__":
