@@ -1,16 +1,16 @@
 """Three nodes train together on this machine; one is killed and replaced. At the end a table says what happened when.
 
-    make failover        or        python examples/failover.py [--epochs N] [--pause SECONDS]
+    make failover        or        python examples/failover.py [--epochs N] [--pause SECONDS] [--svg PATH]
 
 A "node" is one elastirun agent with a loopback address of its own (127.0.0.1, 127.0.0.2, ...) and one worker that runs
-examples/train.py. All are started with the same command, as they would be on machines of their own; only who hosts the
-rendezvous store is said to each (is_host), because here every address is everyone's.
+examples/train.py. All nodes are started with the same command, as on machines of their own. The one exception is is_host, which says
+which node hosts the rendezvous store: on one machine every address belongs to every node.
 
-Read ``play`` first: do something to the nodes, await what the others make of it, write both down. Nothing sleeps: with
-``--event-log-handler=console`` each agent tells what happens on its node as lines of JSON on stderr, with the time on the
-clock that ``time.monotonic`` reads, and how the training goes on is what the workers print.
-There is no --max-restarts among the options: only a script's own failures cost restarts, not those of nodes.
-The exit status is 0 when the training ended, and as well as an undisturbed one does.
+Read ``scenario`` first: do something to a node, wait for the reaction of the others, note both. Nothing waits by time: with
+``--event-log-handler=console`` each agent writes its events as lines of JSON to stderr, with the time of the clock that
+``time.monotonic`` reads, and the workers print the progress of the training.
+--max-restarts is not given, so it is 0: only a failure of the script costs a restart, not the loss of a node.
+The exit status is 0 if the training ended, and with the accuracy of a training without failures.
 """
 
 import argparse
@@ -30,85 +30,90 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from failover_svg import draw
+
 ROOT = Path(__file__).resolve().parent.parent
-HOST = 1  # the node that hosts the store; any other may go
-UNDISTURBED = 95.0  # per cent of the held-out digits; training that nobody disturbs ends above this
-LIMIT = 300.0  # seconds for the whole play; it takes a quarter of that
+HOST = 1  # the node that hosts the store; any other node may be lost
+UNDISTURBED = 95.0  # per cent of the held-out digits; a training without failures ends above this
+LIMIT = 300.0  # seconds for the whole scenario; it takes a quarter of that
 EPOCH = re.compile(r"epoch +(\d+)/(\d+) .* world size (\d+)")
+TRAINING = re.compile(r"(\d+) workers? on \w+: ")
 ACCURACY = re.compile(r"test accuracy ([\d.]+) %")
-SHOWN = re.compile(r"elastirun: (?!\{)|epoch |\d+ workers? on |test accuracy ")  # the rest of what nodes say is left out
+SHOWN = re.compile(r"elastirun: (?!\{)|epoch |\d+ workers? on |test accuracy ")  # other output of the nodes is not shown
 
 
-async def play(stage: "Stage") -> None:
-    since = await stage.start(1)
-    stage.write("node 1 started", since)
-    await see_new_round(stage, since, nodes=1)
+async def scenario(job: "Job") -> None:
+    since = await job.start(1)
+    job.note("node 1 started", since)
+    await see_new_round(job, since, nodes=1)
 
-    since = await stage.start(2, 3)
-    stage.write("nodes 2 and 3 started", since)
-    await see_notice(stage, since)
-    await see_new_round(stage, since, nodes=3)
+    since = await job.start(2, 3)
+    job.note("nodes 2 and 3 started", since)
+    await see_notice(job, since)
+    await see_new_round(job, since, nodes=3)
 
-    since = stage.kill(3)
-    stage.write("node 3 killed (kill -9 of its agent)", since)
-    await see_notice(stage, since)
-    await see_new_round(stage, since, nodes=2)
+    since = job.kill(3)
+    job.note("node 3 killed (kill -9 of its agent)", since)
+    await see_notice(job, since)
+    await see_new_round(job, since, nodes=2)
 
-    since = await stage.start(4)
-    stage.write("node 4 started in its place", since)
-    await see_notice(stage, since)
-    await see_new_round(stage, since, nodes=3)
+    since = await job.start(4)
+    job.note("node 4 started in its place", since)
+    await see_notice(job, since)
+    await see_new_round(job, since, nodes=3)
 
-    statuses = await stage.all_ended()
-    stage.write(f"the training ended; test accuracy {stage.accuracy} %, exit status of the nodes {statuses}", stage.now())
+    statuses = await job.all_ended()
+    job.note(f"the training ended; test accuracy {job.accuracy} %, exit status of the nodes {statuses}", job.now())
     if any(statuses):
-        raise Mishap("a node did not end well")
+        raise ScenarioFailed("a node ended with an error")
 
 
-async def see_notice(stage: "Stage", since: float) -> None:
-    """A node stops its workers because of what was done at ``since``."""
-    stop = await stage.hear("stop")
-    stage.write(f"  noticed after {stop.at - since:.1f} s: {stop.event['reason']}", stop.at)
+async def see_notice(job: "Job", since: float) -> None:
+    """Wait until a node stops its workers because of what was done at ``since``."""
+    stop = await job.next_event("stop")
+    job.note(f"  noticed after {stop.at - since:.1f} s: {stop.event['reason']}", stop.at)
 
 
-async def see_new_round(stage: "Stage", since: float, nodes: int) -> None:
-    """A round with so many nodes is formed, and trains."""
-    formed = await stage.hear("round", nodes=nodes)
+async def see_new_round(job: "Job", since: float, nodes: int) -> None:
+    """Wait until a round of so many nodes is formed and has trained for an epoch."""
+    formed = await job.next_event("round", nodes=nodes)
     number, workers = formed.event["round"], formed.event["world_size"]
     size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
-    stage.write(f"  round {number} formed after {formed.at - since:.1f} s: {size} ({formed.event['reason']})", formed.at)
-    epoch = await stage.hear("epoch", world_size=workers)
-    stage.write(f"  round {number} trains after {epoch.at - since:.1f} s: epoch {epoch.event['number']} is done", epoch.at)
+    job.note(f"  round {number} formed after {formed.at - since:.1f} s: {size} ({formed.event['reason']})", formed.at)
+    epoch = await job.next_event("epoch", world_size=workers)
+    job.note(f"  round {number} trains after {epoch.at - since:.1f} s: epoch {epoch.event['number']} is done", epoch.at)
 
 
-class Mishap(Exception):
-    """The play cannot go on; the message says why."""
+class ScenarioFailed(Exception):
+    """The scenario cannot go on; the message says why."""
 
 
 @dataclass
-class Heard:
-    """One line that a node said, and what happened according to it."""
+class Line:
+    """One line of output of a node, and the event in it."""
 
-    at: float  # seconds since the play began
+    at: float  # seconds since the scenario began
     node: int
-    line: str
-    event: dict[str, Any]
+    text: str
+    event: dict[str, Any]  # empty: the line is for people
 
     def __str__(self) -> str:
-        return f"{self.at:6.1f} s  node {self.node} | {self.line}"
+        return f"{self.at:6.1f} s  node {self.node} | {self.text}"
 
 
-def event_in(line: str) -> dict[str, Any]:
-    """What a line tells a program: the agents' events as they are, the end of an epoch as one more."""
-    if line.startswith("elastirun: {"):
-        return dict(json.loads(line.removeprefix("elastirun: ")))
-    if found := EPOCH.match(line):
+def event_in(text: str) -> dict[str, Any]:
+    """Return the event that a line reports: an agent's event as it is, the begin of training and the end of an epoch as events of ours."""
+    if text.startswith("elastirun: {"):
+        return dict(json.loads(text.removeprefix("elastirun: ")))
+    if found := EPOCH.match(text):
         return {"event": "epoch", "number": f"{found[1]} of {found[2]}", "world_size": int(found[3])}
+    if found := TRAINING.match(text):
+        return {"event": "training", "world_size": int(found[1])}
     return {}
 
 
-class Stage:
-    """The nodes, what they say, and the table. ``folder`` holds the checkpoint and the logs."""
+class Job:
+    """The nodes, their output, and the table. ``folder`` holds the checkpoint and the logs."""
 
     def __init__(self, folder: Path, epochs: int, pause: float) -> None:
         self.train = ("examples/train.py", f"--checkpoint={folder}/digits.pt", f"--epochs={epochs}", f"--pause={pause}", "--device=cpu")
@@ -117,22 +122,24 @@ class Stage:
         self.began = time.monotonic()
         self.agents: dict[int, Process] = {}
         self.killed: set[int] = set()
-        self.listeners: list[asyncio.Task[None]] = []
-        self.heard: asyncio.Queue[Heard] = asyncio.Queue()
-        self.latest: deque[Heard] = deque(maxlen=60)  # for when something goes wrong
+        self.readers: list[asyncio.Task[None]] = []
+        self.unread: asyncio.Queue[Line] = asyncio.Queue()
+        self.latest: deque[Line] = deque(maxlen=60)  # shown if something goes wrong
         self.accuracy: float | None = None
         self.table: list[tuple[float, str]] = []
+        self.events: list[tuple[float, int, dict[str, Any]]] = []  # all of them, for the picture: time, node, event
 
     def now(self) -> float:
         return time.monotonic() - self.began
 
-    def write(self, text: str, at: float) -> None:
+    def note(self, text: str, at: float) -> None:
         self.table.append((at, text))
 
     async def start(self, *nodes: int) -> float:
-        """Start the agents of these nodes; when that was."""
+        """Start the agents of these nodes; return the time."""
         at = self.now()
         for node in nodes:
+            self.events.append((at, node, {"event": "start"}))
             options = (  # --last-call=0: the first node begins at once, alone
                 *("--nnodes=1:3", "--nproc-per-node=1", "--rdzv-id=failover", f"--rdzv-endpoint=127.0.0.{HOST}:{self.port}"),
                 *(f"--rdzv-conf=is_host={int(node == HOST)}", f"--local-addr=127.0.0.{node}"),
@@ -148,58 +155,63 @@ class Stage:
                 start_new_session=True,  # Ctrl-C is for this program, which then ends the nodes
             )
             assert agent.stdout and agent.stderr
-            self.listeners += [asyncio.create_task(self.listen(node, stream)) for stream in (agent.stdout, agent.stderr)]
+            self.readers += [asyncio.create_task(self.read(node, stream)) for stream in (agent.stdout, agent.stderr)]
         return at
 
     def kill(self, node: int) -> float:
-        """Kill the agent of a node; its worker ends with it, as it would on a machine that loses power."""
+        """Kill the agent of a node; its worker ends with it, as on a machine that loses power. Return the time."""
         self.killed.add(node)
         self.agents[node].kill()
-        return self.now()
+        at = self.now()
+        self.events.append((at, node, {"event": "kill"}))
+        return at
 
-    async def listen(self, node: int, stream: asyncio.StreamReader) -> None:
-        """Take in what is said on a node until nobody is left there."""
+    async def read(self, node: int, stream: asyncio.StreamReader) -> None:
+        """Read the output of a node to its end."""
         while raw := await stream.readline():
-            line = re.sub(rf"{re.escape(socket.gethostname())} 127\.0\.0\.(\d+)", r"node \1", raw.decode(errors="replace").rstrip())
-            event = event_in(line)
-            self.take_in(Heard(event["mono"] - self.began if "mono" in event else self.now(), node, line, event))
+            text = re.sub(rf"{re.escape(socket.gethostname())} 127\.0\.0\.(\d+)", r"node \1", raw.decode(errors="replace").rstrip())
+            event = event_in(text)
+            self.take(Line(event["mono"] - self.began if "mono" in event else self.now(), node, text, event))
         if node not in self.killed:
-            self.take_in(Heard(self.now(), node, "(silence)", {"event": "end", "reason": "its output ended"}))
+            self.take(Line(self.now(), node, "(end of output)", {"event": "ended", "reason": "its output ended"}))
 
-    def take_in(self, heard: Heard) -> None:
-        if SHOWN.match(heard.line):
-            print(heard, flush=True)
-        if found := ACCURACY.match(heard.line):
+    def take(self, line: Line) -> None:
+        """Show the line if it is for people, and keep its event."""
+        if SHOWN.match(line.text):
+            print(line, flush=True)
+        if found := ACCURACY.match(line.text):
             self.accuracy = float(found[1])
-        if not heard.event:
-            self.latest.append(heard)
-        self.heard.put_nowait(heard)
+        if line.event:
+            self.events.append((line.at, line.node, line.event))
+        else:
+            self.latest.append(line)
+        self.unread.put_nowait(line)
 
-    async def hear(self, name: str, **fields: object) -> Heard:
-        """The next event of this name with these fields, of whatever node."""
+    async def next_event(self, name: str, **fields: object) -> Line:
+        """Return the next event with this name and these fields, of any node."""
         while True:
-            heard = await self.heard.get()
-            if heard.event.items() >= {"event": name, **fields}.items():
-                return heard
-            if heard.event.get("event") == "end":
-                raise Mishap(f"node {heard.node} ended too early ({heard.event['reason']}); if all went well, give more --epochs")
+            line = await self.unread.get()
+            if line.event.items() >= {"event": name, **fields}.items():
+                return line
+            if line.event.get("event") in ("end", "ended"):
+                raise ScenarioFailed(f"node {line.node} ended too early ({line.event['reason']}); if all went well, give more --epochs")
 
     async def all_ended(self) -> list[int]:
-        """Await the end of the training; the exit statuses of the nodes that were not killed."""
+        """Wait for the end of the training; return the exit statuses of the nodes that were not killed."""
         statuses = [await agent.wait() for node, agent in self.agents.items() if node not in self.killed]
-        await asyncio.gather(*self.listeners)
+        await asyncio.gather(*self.readers)
         return statuses
 
     async def clear(self) -> None:
-        """Whatever happened: end the agents, and with them their workers. Their output ends when the last of them has."""
+        """End the agents and with them their workers, whatever happened. Their output ends when the last process has ended."""
         for agent in self.agents.values():
             if agent.returncode is None:
                 agent.kill()
-        await asyncio.gather(*(agent.wait() for agent in self.agents.values()), *self.listeners, return_exceptions=True)
+        await asyncio.gather(*(agent.wait() for agent in self.agents.values()), *self.readers, return_exceptions=True)
 
 
 def free_port() -> int:
-    """Below those that the system gives to clients, so that none of them takes it before the store does."""
+    """Return a free port below those that the system gives to clients, so that no client takes it before the store does."""
     while True:
         port = random.randrange(10_000, 30_000)
         with socket.socket() as s:
@@ -207,38 +219,41 @@ def free_port() -> int:
                 return port
 
 
-async def perform(folder: Path, epochs: int, pause: float) -> bool:
-    """The whole play with its table and verdict; whether all went as it should."""
-    stage, mishap = Stage(folder, epochs, pause), ""
+async def perform(folder: Path, epochs: int, pause: float, svg: Path | None) -> bool:
+    """Run the scenario, print its table and the result; return whether all went as it should."""
+    job, error = Job(folder, epochs, pause), ""
     this = asyncio.current_task()
     assert this
-    for signum in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C comes in at an await, never in the middle of starting a node
+    for signum in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C arrives at an await, never while a node is being started
         asyncio.get_running_loop().add_signal_handler(signum, this.cancel)
     try:
-        await asyncio.wait_for(play(stage), LIMIT)
-    except Mishap as error:
-        mishap = str(error)
+        await asyncio.wait_for(scenario(job), LIMIT)
+    except ScenarioFailed as failed:
+        error = str(failed)
     except asyncio.TimeoutError:
-        mishap = f"the play was not over after {LIMIT:.0f} s"
+        error = f"the scenario was not over after {LIMIT:.0f} s"
     finally:
-        await stage.clear()
-    if not mishap and (stage.accuracy is None or stage.accuracy < UNDISTURBED):
-        mishap = f"accuracy {stage.accuracy} %, but undisturbed training reaches {UNDISTURBED:.0f} %"
-    if mishap:
-        print("\nThe last that was heard:", *stage.latest, sep="\n")
-    print("\n    time    what happened", *(f"{at:6.1f} s    {text}" for at, text in stage.table), "", sep="\n")
-    print(f"FAILED: {mishap}" if mishap else f"HELD: a node was lost and replaced; {stage.accuracy} % is as good as undisturbed training")
-    return not mishap
+        await job.clear()
+    if not error and (job.accuracy is None or job.accuracy < UNDISTURBED):
+        error = f"accuracy {job.accuracy} %, but training without failures reaches {UNDISTURBED:.0f} %"
+    if error:
+        print("\nThe last lines of the nodes:", *job.latest, sep="\n")
+    print("\n    time    what happened", *(f"{at:6.1f} s    {text}" for at, text in job.table), "", sep="\n")
+    print(f"FAILED: {error}" if error else f"HELD: a node was lost and replaced; {job.accuracy} % is as good as undisturbed training")
+    if svg and not error:
+        svg.write_text(draw(job.events))
+    return not error
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Three nodes train on this machine; one is killed and replaced.")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training images (30)")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds to sleep in each step, so that there is time (0.05)")
+    parser.add_argument("--svg", type=Path, help="draw what happened into this file")
     args = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory(prefix="elastirun_failover_", ignore_cleanup_errors=True) as folder:
-            return 0 if asyncio.run(perform(Path(folder), args.epochs, args.pause)) else 1
+            return 0 if asyncio.run(perform(Path(folder), args.epochs, args.pause, args.svg)) else 1
     except asyncio.CancelledError:
         print("\nstopped; every node was ended", file=sys.stderr)
         return 130

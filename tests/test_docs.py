@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from elastirun.errors import ExitCode
 from elastirun.rendezvous.transitions import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +50,11 @@ def test_the_index_leads_to_every_page_and_the_readme_leads_to_the_index() -> No
     linked = {(index.parent / path).resolve() for path, _ in LINK.findall(index.read_text())}
     assert {page.resolve() for page in PAGES} - linked - {index} == set()
     assert "(docs/index.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_on_exit_codes_has_every_code_and_no_other() -> None:
+    rows = re.findall(r"^\| (\d[\d +n]*) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M)
+    assert rows == [*(str(int(code)) for code in ExitCode if code < 128), "128 + n", *(str(int(code)) for code in ExitCode if code > 128)]
 
 
 if __name__ == "__main__":

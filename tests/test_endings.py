@@ -1,4 +1,4 @@
-"""How it can end, and the exit code that each node ends with then. One test for each line of the table in the README."""
+"""How it can end, and the exit code that each node ends with then. One test for each line of docs/exit-codes.md."""
 
 from __future__ import annotations
 
