@@ -16,24 +16,25 @@ from dataclasses import replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import cpus, descriptors, failures, lodgers, net
-from elastirun.agent.blame import Blame
-from elastirun.agent.console import Console
+from elastirun.agent import shared_store
 from elastirun.agent.events import EventLog, changes
-from elastirun.agent.family import Family
-from elastirun.agent.logs import END_LIMIT, RunLogs
-from elastirun.agent.place import Place, introduction, rules
-from elastirun.agent.process import WorkerSpec, require_pidfds
+from elastirun.agent.failures import report
+from elastirun.agent.failures.tracker import Blame
+from elastirun.agent.host import cpus, descriptors, net
+from elastirun.agent.output.console import Console
+from elastirun.agent.output.logs import END_LIMIT, RunLogs
+from elastirun.agent.processes.process import WorkerSpec, require_pidfds
+from elastirun.agent.processes.process_tree import Family
+from elastirun.agent.processes.signals import Signals
+from elastirun.agent.processes.workers import WorkerExit, Workers
 from elastirun.agent.round_check import RoundCheck
-from elastirun.agent.signals import Signals
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
+from elastirun.agent.store_access import Place, introduction, rules
 from elastirun.agent.worker_store import SharedStore, WorkerStore
-from elastirun.agent.workers import WorkerExit, Workers
 from elastirun.config import LaunchConfig
 from elastirun.errors import ExitCode, StartError, StoreError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec, clip
-from elastirun.rendezvous.driver import Driver
 from elastirun.rendezvous.events import (
     Changed,
     Event,
@@ -47,10 +48,11 @@ from elastirun.rendezvous.events import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, RoundRecord, Status
+from elastirun.rendezvous.store_thread import Driver
 from elastirun.rendezvous.stores import torch_class
+from elastirun.rendezvous.sync import Exchange
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
@@ -497,7 +499,7 @@ class Agent:
         assert record is not None
         began = self._blame.began if record.round == self._attempt + 1 else None
         used = f"{record.failures - 1} of {self._config.max_restarts}"
-        return failures.report(self._config.command.script, reason, records, record.round, used, began, self._logs.directory)
+        return report.report(self._config.command.script, reason, records, record.round, used, began, self._logs.directory)
 
     def _stay_for_lodgers(self) -> None:
         def pause(seconds: float) -> bool:
@@ -506,7 +508,7 @@ class Agent:
             return bool(self._signum)
 
         try:
-            lodgers.wait_for_lodgers(self._place.connect(), self._config.run_id, pause, self._console.say)
+            shared_store.wait_for_lodgers(self._place.connect(), self._config.run_id, pause, self._console.say)
         except StoreError as error:
             self._console.say(f"cannot look whether other jobs need this store: {error}")
         self._console.flush(FLUSH)
@@ -514,14 +516,14 @@ class Agent:
     def _leave_error_file(self, reason: str, records: tuple[ExitRecord, ...]) -> None:
         if path := self._environ.get("TORCHELASTIC_ERROR_FILE"):
             try:
-                self._logs.disk.call(partial(failures.write_error_file, path, reason, records), END_LIMIT)
+                self._logs.disk.call(partial(report.write_error_file, path, reason, records), END_LIMIT)
             except OSError as error:
                 self._console.say(f"cannot write TORCHELASTIC_ERROR_FILE {path}: {error.strerror}")
 
     def _exit_code(self, finish: Finish) -> int:
         outcome = finish.outcome
         if outcome is Outcome.FAILED and finish.closed and self._config.exit_code_from_worker:
-            return failures.exit_code(finish.closed.failures)
+            return report.exit_code(finish.closed.failures)
         if self._sick:
             return ExitCode.SICK
         if outcome is Outcome.LEFT and self._signum:

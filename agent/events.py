@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 
-from elastirun.agent.log_files import LogFile
+from elastirun.agent.output.log_files import LogFile
 from elastirun.rendezvous.records import RoundRecord
 
 FORMAT = 1  # raised when a field changes its meaning

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from elastirun.agent import exec_worker
+from elastirun.agent.processes import exec_worker
 from elastirun.errors import StartError, StoreError
 
 BINARY = "ELASTIRUN_ETCD_BINARY"  # names etcd's program where it is not on PATH

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 
-from elastirun.agent import marks, numa
-from elastirun.agent.process import WorkerSpec
+from elastirun.agent.host import numa
+from elastirun.agent.processes import marks
+from elastirun.agent.processes.process import WorkerSpec
 from elastirun.config import Command, LaunchConfig
 from elastirun.rendezvous.ranks import Place, places
 from elastirun.rendezvous.records import RoundRecord

@@ -19,17 +19,17 @@ from dataclasses import replace
 from typing import Any
 
 from elastirun import clock
-from elastirun.agent.place import Place, introduction, rules
+from elastirun.agent.store_access import Place, introduction, rules
 from elastirun.agent.worker_store import SharedStore, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.errors import ElastirunError
 from elastirun.rendezvous import events
 from elastirun.rendezvous.actions import Action, Change, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.driver import Driver
-from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Closed, ExitRecord, RoundRecord, Status, Verdict
+from elastirun.rendezvous.store_thread import Driver
+from elastirun.rendezvous.sync import Exchange
 
 CLOSE_LIMIT = 5.0  # seconds until the job is closed once all workers here succeeded; torchrun's own barrier was before
 LEAVE_LIMIT = 3.0  # seconds to say goodbye

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from elastirun.agent import net
+from elastirun.agent.host import net
 from elastirun.errors import StartError
 from elastirun.rendezvous.stores import tcp
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lab import machine, table
-from elastirun.train.flat import Storage
-from elastirun.train.shared_memory import SharedMemory
-from elastirun.train.transport import ProcessGroup
+from elastirun.train.bucket_memory import Storage
+from elastirun.train.transports.group import GroupTransport
+from elastirun.train.transports.shared_memory import SharedMemory
 from tests.train import worlds
 
 ROW = 10
@@ -33,7 +33,7 @@ def measure(rank: int, ranks: int, sizes: list[int], rounds: int, hosts: int) ->
     """(seconds, CPU seconds, seconds in a row) of each round on this rank, by size and transport."""
     assert dist.group.WORLD is not None
     transports: dict[str, Any] = {
-        "gloo": ProcessGroup(dist.group.WORLD),
+        "gloo": GroupTransport(dist.group.WORLD),
         "shared": SharedMemory(dist.group.WORLD, host=str(rank * hosts // ranks) if hosts > 1 else None),
     }
     found: dict[tuple[int, str], list[tuple[float, float, float]]] = {}

@@ -31,8 +31,8 @@ from torch.futures import Future
 
 from benchmarks.lab import machine, table
 from elastirun.train import DistributedDataParallel
+from elastirun.train.bucket_memory import Storage
 from elastirun.train.buckets import Link
-from elastirun.train.flat import Storage
 from tests.train import worlds
 
 MB = 1 << 20

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lab import ELASTIRUN, TORCHRUN, Bench, Launcher, machine, shown, table
-from elastirun.agent.cpus import cgroup_folders
+from elastirun.agent.host.cpus import cgroup_folders
 
 SCRIPT = """
 import json, os, signal, socket, time

@@ -20,11 +20,11 @@ from benchmarks.lab import table
 from elastirun.rendezvous.actions import Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
-from elastirun.rendezvous.exchange import Exchange
-from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import NodeRow
 from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.sync import Exchange
 
 T = TypeVar("T")
 WAY = 0.002  # seconds from a node to the store

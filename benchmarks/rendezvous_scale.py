@@ -30,18 +30,18 @@ from typing import Any
 
 from benchmarks.lab import machine, table
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
-from elastirun.agent.place import ETCD_LIMIT, EXCHANGE_LIMIT
 from elastirun.agent.private_etcd import PrivateEtcd
+from elastirun.agent.store_access import ETCD_LIMIT, EXCHANGE_LIMIT
 from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.driver import Driver
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
-from elastirun.rendezvous.exchange import Exchange
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.stores import etcd
+from elastirun.rendezvous.store_thread import Driver
 from elastirun.rendezvous.stores.base import Store
+from elastirun.rendezvous.stores.etcd import store
 from elastirun.rendezvous.stores.tcp import TcpStore, serve
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
+from elastirun.rendezvous.sync import Exchange
 
 PROCESSES = 8
 SETTLE, WINDOW = 3.0, 10.0  # seconds before the running nodes are counted, and how long
@@ -216,7 +216,7 @@ class AtEtcd(Elastirun):
     limit, lasting = ETCD_LIMIT, True
 
     def _connector(self, port: int, tally: Tally) -> Callable[[], Store]:
-        open_store = etcd.connector([f"127.0.0.1:{port}"])
+        open_store = store.connector([f"127.0.0.1:{port}"])
 
         def connect() -> Store:
             store = open_store()

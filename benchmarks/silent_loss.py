@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lab import ELASTIRUN, TORCHRUN, WORKER, Bench, Launcher, machine, seconds, shown, table
-from tests import hosts
+from tests.support import hosts
 
 LOST = 2  # the host whose cable is pulled; host 0 has the store
 PATIENCE = 120.0  # seconds for what every launcher is expected to do

@@ -1,12 +1,12 @@
-from elastirun import early, standard_streams
+from elastirun import early_signals, standard_streams
 
 
 def main() -> None:
-    early.obey()
+    early_signals.obey()
     standard_streams.open_closed()
-    from elastirun import cli  # imports click and much else
+    from elastirun.cli import main  # imports click and much else
 
-    cli.main()
+    main.main()
 
 
 if __name__ == "__main__":

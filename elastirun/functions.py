@@ -21,8 +21,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from elastirun.cli.options import normalise
 from elastirun.errors import ExitCode, JobFailed, UsageError
-from elastirun.options import normalise
 from elastirun.start_command import start_command
 
 WORKER = str(Path(__file__).with_name("function_worker.py"))

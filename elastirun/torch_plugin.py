@@ -58,8 +58,8 @@ def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
     """``parameters`` as options of ours, and what to warn of. Errors: ``UsageError``."""
     import uuid
 
-    from elastirun.reading import Facts, Reading
-    from elastirun.resolve import resolve
+    from elastirun.cli.given_options import Facts, Reading
+    from elastirun.cli.resolve import resolve
 
     given = {
         "nnodes": f"{parameters.min_nodes}:{parameters.max_nodes}",

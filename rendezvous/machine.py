@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from elastirun.rendezvous import events, forming
+from elastirun.rendezvous import events, formation
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.liveness import Lease, Liveness, Newest, Since
+from elastirun.rendezvous.polling import Reading
 from elastirun.rendezvous.ranks import successors
-from elastirun.rendezvous.reading import Reading
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
 
@@ -128,7 +128,7 @@ class Machine:
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
 
     def _on_synced(self, event: events.Synced) -> None:
-        if event.round is not None and (lie := forming.untrue(self.rules, event.round, self.row)):
+        if event.round is not None and (lie := formation.untrue(self.rules, event.round, self.row)):
             self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {lie}"))
             return
         self._take_in(event)
@@ -159,7 +159,7 @@ class Machine:
         found = event.round if self._earlier is None else None
         self._note_keep_alive(event)
         self._met = self._met or found is not None
-        if found is not None and (how := forming.disagreement(self.rules, found)):
+        if found is not None and (how := formation.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
         self.record = found
         self._same_round.see(found and found.fence, event.now)
@@ -182,7 +182,7 @@ class Machine:
         """A newcomer's ``found`` record is of a run that has ended, or no node of it has been seen yet."""
         if found.closed is not None:
             return True
-        if not self.rules.lasting or (found.round == 0 and not forming.disagreement(self.rules, found)):
+        if not self.rules.lasting or (found.round == 0 and not formation.disagreement(self.rules, found)):
             return False
         return self._asked is not None or all(row.status is LEFT for row in rows.values())
 
@@ -194,7 +194,7 @@ class Machine:
             return ""
         if record.members and all(m.id in self.rows for m in record.members):
             return ""  # all of them have said goodbye
-        alone = forming.may_still_work(self.rules, record, self.rows, self.quiet)
+        alone = formation.may_still_work(self.rules, record, self.rows, self.quiet)
         wait = max(alone, self._untouched.see((record.store_id, record.version), self._now) + self.rules.expire - self._now)
         if wait <= 0:
             return ""
@@ -240,7 +240,7 @@ class Machine:
     def _on_failed(self, event: events.WorkersFailed) -> None:
         if self.state is not RUNNING:
             return
-        reason = forming.describe(forming.root_cause(event.failures)[0])
+        reason = formation.describe(formation.root_cause(event.failures)[0])
         self._break = Broken(Cause.FAILURE, reason, self.row.id)
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
 
@@ -302,28 +302,28 @@ class Machine:
     def _beside_a_round(self, record: RoundRecord) -> None:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
-        holder = forming.holder(self.rules, record, self.row)
-        taken_in = self._same_round.since + (0.0 if self.row.hosts else forming.hold(record))
+        holder = formation.holder(self.rules, record, self.row)
+        taken_in = self._same_round.since + (0.0 if self.row.hosts else formation.hold(record))
         if holder is not None and self._now >= self._same_round.since + 2 * self.rules.expire:
-            place = f"--node-rank={self.row.node_rank} is held by {forming.names([holder])} in round {record.round}"
+            place = f"--node-rank={self.row.node_rank} is held by {formation.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
         elif len(record.members) >= self.rules.max_nodes and not self.row.hosts:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
-        elif any(forming.has_succeeded(m, record, self.rows) for m in record.members):
+        elif any(formation.has_succeeded(m, record, self.rows) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
         elif self._now < taken_in:
-            self._progress(f"{forming.why_held(record)}; newcomers are taken in after {forming.hold(record):g} s", at_once=True)
+            self._progress(f"{formation.why_held(record)}; newcomers are taken in after {formation.hold(record):g} s", at_once=True)
             self._wake_at(taken_in)
         elif self._now < self._candidates.since + self.rules.debounce:
             self._wake_at(self._candidates.since + self.rules.debounce)
         elif self._wanted is None:
-            joined = forming.break_up(record, Cause.JOIN, f"{forming.names(newcomers)} joined", self.row.id, self._ran)
+            joined = formation.break_up(record, Cause.JOIN, f"{formation.names(newcomers)} joined", self.row.id, self._ran)
             self._wanted = Change(record, joined)
 
     def _form(self, record: RoundRecord) -> None:
         """No round is on: form the next one if that can be done, else say for what is waited."""
         standing = self._standing()
-        shared = forming.share_losses(record, self._live.silent)
+        shared = formation.share_losses(record, self._live.silent)
         if shared is not None:
             self._wanted = Change(record, shared)
             return
@@ -332,7 +332,7 @@ class Machine:
             return
         rows, same = self._rows_that_count(record), self._candidates.since
         over = self._over.see(record.round, self._now)
-        decision = forming.form(self.rules, record, rows, self._live.silent, self._now, same, over, self.quiet)
+        decision = formation.form(self.rules, record, rows, self._live.silent, self._now, same, over, self.quiet)
         can_form = self._can_form.see(decision.record is not None, self._now)
         if decision.record is None:
             self._wait(decision.reason, at_once=decision.news)
@@ -368,7 +368,7 @@ class Machine:
             left = self._outcome[0] is Outcome.LEFT
             self._stop(Trigger.LEAVE, planned=left, reason=self._outcome[1], within=None if left else self.rules.expire)
         elif record is None:
-            planned, reason = forming.why_over(self.record, self.row.round)
+            planned, reason = formation.why_over(self.record, self.row.round)
             self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
         elif self._alone_and_cut_off(record):
             self._break = Broken(Cause.LEAVE, CUT_OFF, self.row.id)
@@ -382,11 +382,11 @@ class Machine:
         elif self._outcome is not None:
             self._go(Trigger.LEAVE)
         else:
-            missing = [m for m in record.members if not forming.has_succeeded(m, record, self._with_own())]
+            missing = [m for m in record.members if not formation.has_succeeded(m, record, self._with_own())]
             if not missing:
-                self._wanted = Change(record, forming.succeed(record, self.row.id))
+                self._wanted = Change(record, formation.succeed(record, self.row.id))
             elif self._sees_all:
-                self._progress(f"all workers here succeeded; waiting for {forming.names(missing)}")
+                self._progress(f"all workers here succeeded; waiting for {formation.names(missing)}")
 
     def _in_draining(self) -> None:
         """Wait for WorkersStopped; a round of one that is cut off meanwhile has no time for that."""
@@ -402,7 +402,7 @@ class Machine:
         limit = self.rules.expire + LINGER if self.hosting and written else GOODBYE
         lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._nobody_is_left(self.record)
         over_time = self._now - self._left_at >= limit
-        if self.rules.lasting and self.record is not None and (marked := forming.mark_over(self.record, self.row)):
+        if self.rules.lasting and self.record is not None and (marked := formation.mark_over(self.record, self.row)):
             self._wanted = Change(self.record, marked)
             written = False
         host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
@@ -530,7 +530,7 @@ class Machine:
         if record.broken is not None:
             return self.row.id == record.broken.by and bool(record.broken.lost)
         late = {i for i in successors(record, self.row.id) if self._live.absent(i) or self.quiet(i) > LATE * self.rules.beat}
-        late -= {m.id for m in record.members if late and forming.has_succeeded(m, record, self.rows)}
+        late -= {m.id for m in record.members if late and formation.has_succeeded(m, record, self.rows)}
         return record.open and self._place(record) is not None and bool(late)
 
     def _put(self) -> Put | None:
@@ -567,14 +567,14 @@ class Machine:
 
     def _somebody_is_new(self, record: RoundRecord) -> bool:
         """A node waits of which we do not know yet whether it lives: its next keep-alive will show."""
-        newcomers = [row for row in forming.candidates(record, self.rows, self._live.silent) if record.index(row.id) is None]
+        newcomers = [row for row in formation.candidates(record, self.rows, self._live.silent) if record.index(row.id) is None]
         return any(self._live.undecided(row.id, self._now, 2 * self.rules.beat) for row in newcomers)
 
     def _standing(self) -> list[NodeRow]:
         """The candidates for the next round; remembers since when they are the same."""
         record = self.record
         assert record is not None
-        rows = forming.candidates(record, self._rows_that_count(record), self._live.silent)
+        rows = formation.candidates(record, self._rows_that_count(record), self._live.silent)
         self._candidates.see((frozenset(row.id for row in rows), record.round), self._now)
         return rows
 
@@ -585,14 +585,14 @@ class Machine:
             self._break = None
             return None
         if self._break is not None and record.round == self.row.round:
-            return Change(record, forming.break_up(record, self._break.cause, self._break.reason, self._break.by, self._ran))
+            return Change(record, formation.break_up(record, self._break.cause, self._break.reason, self._break.by, self._ran))
         for m in record.members:
             if m.id not in self.rows and not self._live.silent(m.id):
                 continue  # nothing is known of it: most of a thousand members
-            gone = m.id != self.row.id and forming.is_over(m, record, self.rows, self._live.silent)
-            if gone and not forming.has_succeeded(m, record, self.rows):
+            gone = m.id != self.row.id and formation.is_over(m, record, self.rows, self._live.silent)
+            if gone and not formation.has_succeeded(m, record, self.rows):
                 silent, expire = self._live.silent(m.id), self.rules.expire
-                return Change(record, forming.lose(record, m, self.rows.get(m.id), silent, expire, self.row.id, self._ran))
+                return Change(record, formation.lose(record, m, self.rows.get(m.id), silent, expire, self.row.id, self._ran))
         return None
 
     # -- words ----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.cluster import Cluster
-    from tests.etcd_server import Etcd
+    from tests.support.cluster import Cluster
+    from tests.support.etcd_server import Etcd
 
 LAUNCHER_PREFIXES = ("ELASTIRUN_", "GROUP_", "LOCAL_", "MASTER_", "PET_", "ROLE_", "TORCHELASTIC_")
 KEPT = "ELASTIRUN_ETCD_BINARY"  # the server that the tests start
@@ -33,7 +33,7 @@ for _signum, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Cluster]:
     """The agents of one job, each on a loopback address of its own."""
-    from tests.cluster import cluster
+    from tests.support.cluster import cluster
 
     with cluster(tmp_path) as made:
         yield made
@@ -42,7 +42,7 @@ def nodes(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Etcd]:
     """An etcd of one member."""
-    from tests.etcd_server import etcd
+    from tests.support.etcd_server import etcd
 
     with etcd() as made:
         yield made

@@ -24,20 +24,20 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from elastirun import parse
 from elastirun.agent.events import changes
-from elastirun.agent.failures import exit_code, read_error_file, report
-from elastirun.agent.lines import LAST_LINE_BYTES, LAST_LINES, MAX_LINE, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.failures.report import exit_code, read_error_file, report
+from elastirun.agent.output.lines import LAST_LINE_BYTES, LAST_LINES, MAX_LINE, LastLines, PrefixedLines, WholeLines
+from elastirun.cli import parse
 from elastirun.errors import BadRecord, BadSignature, StoreError
 from elastirun.rendezvous import events
 from elastirun.rendezvous.actions import Put, Start, Sync
 from elastirun.rendezvous.codec import MAX_BYTES, MAX_TEXT, Codec
-from elastirun.rendezvous.exchange import MAX_ROW, Exchange
-from elastirun.rendezvous.forming import Rules, describe, signature
+from elastirun.rendezvous.formation import Rules, describe, signature
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Closed, Member, NodeRow, RoundRecord
 from elastirun.rendezvous.stores.memory import MemoryStore
-from tests.test_codec import a_value
+from elastirun.rendezvous.sync import MAX_ROW, Exchange
+from tests.rendezvous.test_codec import a_value
 
 SLOWEST = 5.0  # seconds of CPU for one input; the longest takes a tenth of a second
 KEY = "elastirun/job/node/n1"

@@ -11,21 +11,21 @@ from typing import Any, cast
 
 import pytest
 
-from elastirun.agent.blame import Blame
-from elastirun.agent.failures import make_record
-from elastirun.agent.lines import MAX_LINE
-from elastirun.agent.logs import RunLogs
-from elastirun.agent.workers import WorkerExit
+from elastirun.agent.failures.report import make_record
+from elastirun.agent.failures.tracker import Blame
+from elastirun.agent.output.lines import MAX_LINE
+from elastirun.agent.output.logs import RunLogs
+from elastirun.agent.processes.workers import WorkerExit
 from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import MAX_BYTES
-from elastirun.rendezvous.exchange import MAX_ROW, Exchange
 from elastirun.rendezvous.records import Closed, ExitRecord, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.stores import tcp
-from elastirun.rendezvous.stores.etcd_client import LARGEST
+from elastirun.rendezvous.stores.etcd.client import LARGEST
 from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.sync import MAX_ROW, Exchange
 from tests import fuzz
-from tests.test_stores import Server, server  # noqa: F401
+from tests.rendezvous.test_stores import Server, server  # noqa: F401
 
 INPUTS = {"codec": 5000, "exchange": 1000, "parse": 12_000, "lines": 2500, "error_file": 1500, "report": 1000, "machine": 1200}
 

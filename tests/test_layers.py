@@ -34,8 +34,9 @@ EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.secret_files")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
-    Layer("elastirun.rendezvous.driver", ("elastirun.rendezvous", *SHARED)),
-    Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.driver", "elastirun.rendezvous.stores")),  # decisions
+    Layer("elastirun.rendezvous.store_thread", ("elastirun.rendezvous", *SHARED)),
+    # decisions
+    Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.train", ("torch",)),
     Layer("elastirun.errors", never=EFFECTS),
@@ -100,16 +101,16 @@ def test_every_module_keeps_to_its_layer() -> None:
         ("elastirun.rendezvous.machine", "import torch"),
         ("elastirun.rendezvous.machine", "def f():\n    import torch"),
         ("elastirun.rendezvous.machine", "import time"),
-        ("elastirun.rendezvous.machine", "from . import driver"),
+        ("elastirun.rendezvous.machine", "from . import store_thread"),
         ("elastirun.rendezvous.machine", "from elastirun.config import Timing"),
         ("elastirun.rendezvous.machine", "from ..agent import workers"),
-        ("elastirun.rendezvous.driver", "from elastirun import agent"),
+        ("elastirun.rendezvous.store_thread", "from elastirun import agent"),
         ("elastirun.rendezvous.stores.tcp", "from torch.distributed import TCPStore"),
         ("elastirun.agent.spec", "import torch"),
         ("elastirun.agent.spec", "import click"),
-        ("elastirun.agent.spec", "from elastirun.cli import main"),
-        ("elastirun.cli", "from elastirun.rendezvous import machine"),
-        ("elastirun.cli", "import torch"),
+        ("elastirun.agent.spec", "from elastirun.cli.main import main"),
+        ("elastirun.cli.main", "from elastirun.rendezvous import machine"),
+        ("elastirun.cli.main", "import torch"),
         ("elastirun.config", "import elastirun.agent"),
         ("elastirun.train.ddp", "from elastirun.agent import spec"),
         ("elastirun.train.ddp", "import psutil"),
@@ -130,7 +131,7 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("elastirun.rendezvous.stores.tcp", "if TYPE_CHECKING:\n    from torch.distributed import TCPStore"),
         ("elastirun.agent.agent", "import psutil\nfrom elastirun.config import LaunchConfig"),
         ("elastirun.agent.agent", "from elastirun.rendezvous.machine import step"),
-        ("elastirun.cli", "import click\nfrom elastirun.config import LaunchConfig\nfrom elastirun.agent.agent import run"),
+        ("elastirun.cli.main", "import click\nfrom elastirun.config import LaunchConfig\nfrom elastirun.agent.agent import run"),
         ("elastirun.train.ddp", "import torch.distributed as dist\nfrom elastirun.train import buckets"),
     ],
 )
@@ -140,7 +141,7 @@ def test_an_allowed_import_is_not(module: str, source: str) -> None:
 
 def test_the_command_line_comes_up_without_torch() -> None:
     """`elastirun --help` must not cost the second that importing torch takes."""
-    code = "import sys, elastirun.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, elastirun.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 

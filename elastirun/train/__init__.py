@@ -1,6 +1,6 @@
 """The training core: what a worker may use to train on changing worlds. It needs torch, and knows nothing of the launcher."""
 
-from .control import Agreement
+from .control_words import Agreement
 from .current import is_current
 from .ddp import DistributedDataParallel
 from .errors import Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError

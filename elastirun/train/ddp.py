@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import engine
-from .control import REQUESTS, Agreement
+from . import autograd_engine
+from .collectives import copy_from_first, find, gather, give_back, own, verify_same
+from .comm_hooks import Hook
+from .control_words import REQUESTS, Agreement
 from .errors import TrainError
-from .group import copy_from_first, find, gather, give_back, own, verify_same
-from .hooks import Hook
 from .optimizer import BucketSteps, applied, step_each, take_over
 from .outputs import find_tensors, to_device
 from .reducer import Options, Reducer, settle
-from .running import places
+from .running_stats import places
 from .state_dicts import take_both_forms
-from .stats import report
+from .step_times import report
 from .torch_names import TorchNames, torchs
-from .transport import choose, reduction
+from .transports.base import reduction
+from .transports.choose import choose
 
 T = TypeVar("T")
 
@@ -264,7 +265,7 @@ class DistributedDataParallel(TorchNames):
             self._reducer.running.after_forward()
         if self._trained:
             tensors = find_tensors(output)
-            if not (self._asleep and engine.before_backward(tensors, self._waking)):
+            if not (self._asleep and autograd_engine.before_backward(tensors, self._waking)):
                 self._reducer.announce(tensors)
         return output
 
@@ -498,7 +499,7 @@ class Waking:
 
     def begin(self) -> None:
         ddp = self._ddp()
-        if ddp is not None and ddp._asleep and engine.accumulates():
+        if ddp is not None and ddp._asleep and autograd_engine.accumulates():
             ddp._reducer.begin()
 
     def fired(self, index: int) -> None:

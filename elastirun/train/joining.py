@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from .transport import reduction
+from .transports.base import reduction
 
 if TYPE_CHECKING:
     from .torch_names import TorchNames

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from . import buckets as plans
+from .bucket_memory import Storage
 from .buckets import MIB, Gradient, Link
-from .flat import Storage
-from .group import broadcast
-from .transport import Transport
+from .collectives import broadcast
+from .transports.base import Transport
 
 MEASURED = 3  # backwards whose times the plan is made from
 REPLAN = (10, 100, 1000, 10_000)  # steps after which a plan is made anew for parameters that were seen to lack a gradient

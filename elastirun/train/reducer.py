@@ -28,18 +28,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from . import engine
-from .control import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
-from .divergence import check
+from . import autograd_engine
+from .bucket_memory import Bucket, Portion, Storage, reduce_sparse
+from .collectives import gather, ranks, verify_same
+from .comm_hooks import GradBucket, Hook, HookWork
+from .control_words import FAILED, NOT_FINITE, Agreement, ControlWords, Reading, Said
 from .errors import OutsideForward, ReductionFailed, TrainError
-from .flat import Bucket, Portion, Storage, reduce_sparse
-from .group import gather, ranks, verify_same
-from .hooks import GradBucket, Hook, HookWork
 from .planner import Planner
-from .running import Place, RunningStatistics
-from .stats import StepTimes, lacking
+from .replica_check import check
+from .running_stats import Place, RunningStatistics
+from .step_times import StepTimes, lacking
 from .trained import Trained
-from .transport import AGAIN, Arena, Transport, reduction
+from .transports.base import AGAIN, Arena, Transport, reduction
 
 log = logging.getLogger("elastirun.train")
 
@@ -86,7 +86,7 @@ class Reducer:
         self._hook: tuple[Hook, Any] | None = None
         self._broken: ReductionFailed | None = None
         self.running = RunningStatistics(statistics, self.rank == 0)
-        self._nodes = [engine.accumulator(param) for param in self.params]
+        self._nodes = [autograd_engine.accumulator(param) for param in self.params]
         self._sparse = sorted(index for index, name in enumerate(self.names) if name in sparse)
         self._handles: dict[int, Any] = {}  # by parameter: the hooks that tell of its gradient
         self._samples = 1.0  # of this rank, in the reduction under way
@@ -201,7 +201,7 @@ class Reducer:
         for index in self._handles.keys() - wanted:
             self._handles.pop(index).remove()
         for index in wanted - self._handles.keys():
-            self._handles[index] = engine.after_accumulation(self._nodes[index], self, index)
+            self._handles[index] = autograd_engine.after_accumulation(self._nodes[index], self, index)
 
     def _reset(self) -> None:
         """Ready for the next backward."""
@@ -250,7 +250,7 @@ class Reducer:
         """A backward may begin: at one of ``outputs``, or, if the engine takes it first, at a parameter. If there is no output with a graph
         (they hide in some object), all backwards begin at parameters, at any of them."""
         self._expects = True
-        if not engine.before_backward(outputs, self) and not self._anywhere:
+        if not autograd_engine.before_backward(outputs, self) and not self._anywhere:
             self._anywhere = True
             self._watch()
             self._rewind()
@@ -258,12 +258,12 @@ class Reducer:
     def expect(self, outputs: Sequence[Tensor]) -> None:
         """A backward will begin at ``outputs``; if there are none, at any parameter."""
         self._expects = True
-        engine.before_backward(outputs, self)
+        autograd_engine.before_backward(outputs, self)
 
     @property
     def interrupted(self) -> bool:
         """Has an exception ended a backward of which the others wait for a part?"""
-        return self._begun and not engine.running()
+        return self._begun and not autograd_engine.running()
 
     def will_reduce(self) -> bool:
         """Does the next backward reduce?"""
@@ -275,10 +275,10 @@ class Reducer:
             return
         self.conclude()
         self._begun = True
-        self._task = engine.task()
+        self._task = autograd_engine.task()
         _under_way.add(self)
-        engine.at_the_end(self._end)
-        self._certain = any(map(engine.executes, self._nodes)) or engine.accumulates()
+        autograd_engine.at_the_end(self._end)
+        self._certain = any(map(autograd_engine.executes, self._nodes)) or autograd_engine.accumulates()
         self._versions = None if self._certain else [param.grad is not None and param.grad._version for param in self.params]
         self.backwards += 1
         self._reducing = self.sync and self.backwards % self.every == 0
@@ -319,7 +319,7 @@ class Reducer:
     def _unannounced(self, index: int) -> None:
         """A gradient came from a backward without a forward: one of a penalty, which is the same on every rank; unless there is nothing
         else, over and over. Twice in a row is a penalty after a step and one before the next."""
-        elsewhere = any(one.trained.holds(self.params[index]) for one in _under_way if one._task == engine.task())
+        elsewhere = any(one.trained.holds(self.params[index]) for one in _under_way if one._task == autograd_engine.task())
         grad = self.params[index].grad
         if not self.sync or elsewhere or grad is None:
             return

@@ -22,9 +22,9 @@ from .buckets import CAP, FIRST_CAP, MIB
 from .errors import TrainError
 from .joining import NOT_JOINING, JoinedRank, announce
 from .outputs import find_tensors
-from .running import places
-from .stats import report
-from .transport import reduction
+from .running_stats import places
+from .step_times import report
+from .transports.base import reduction
 
 if TYPE_CHECKING:
     from torch.nn.parallel.distributed import DistributedDataParallel as Original

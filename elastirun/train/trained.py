@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .control import TRAINED_LIMIT
+from .collectives import digest, verify_same
+from .control_words import TRAINED_LIMIT
 from .errors import ModelMismatch
-from .group import digest, verify_same
 
 
 class Trained:

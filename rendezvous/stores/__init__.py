@@ -1,1 +1,1 @@
-"""The stores: bytes only. One conformance suite (``tests/test_stores.py``) holds for all of them."""
+"""The stores: bytes only. One conformance suite (``tests/rendezvous/test_stores.py``) holds for all of them."""

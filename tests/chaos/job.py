@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.network import Network
-from tests.etcd_server import alone
+from tests.support.etcd_server import alone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESTART_AFTER = 0.3  # seconds until the supervisor starts an agent that has ended again

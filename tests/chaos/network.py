@@ -19,8 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.hosts import NET, Space
-from tests.hosts import missing as missing_namespaces
+from tests.support.hosts import NET, Space
+from tests.support.hosts import missing as missing_namespaces
 
 TUN = Path("/dev/net/tun")
 TUNSETIFF, TUNSETCARRIER = 0x400454CA, 0x400454E2

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.events import SyncFailed, Tick, WorkersStopped
-from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.machine import Machine
 from tests.sim import invariants
 from tests.sim.world import Node, World

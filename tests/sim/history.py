@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastirun.rendezvous import forming, reading
+from elastirun.rendezvous import formation, polling
 from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.formation import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, Violation, World
 
@@ -147,8 +147,8 @@ class History:
         world = self.world
         world.transcript = [] if transcript else None
         violation = None
-        often = reading.ALL_PER_NODE
-        reading.ALL_PER_NODE = often * self.plan.sparse
+        often = polling.ALL_PER_NODE
+        polling.ALL_PER_NODE = often * self.plan.sparse
         try:
             self._carry_out()
         except Violation as found:
@@ -156,7 +156,7 @@ class History:
         except Exception as error:  # an assertion or a crash in the machine itself
             violation = f"{type(error).__name__}: {error}"
         finally:
-            reading.ALL_PER_NODE = often
+            polling.ALL_PER_NODE = often
         rounds = max((number for number, _ in world.history), default=0)
         return Result(self.plan, violation, world.t, rounds, world.transcript or [])
 
@@ -169,7 +169,7 @@ class History:
         world.run(max([TROUBLE, *(fault.when + LOOP for fault in self.plan.faults if fault.kind == "loop")]))
         self._heal()
         world.run(5.0)  # what was about to end ends
-        for seconds in (HEALED_WITHIN, forming.hold(world.record) if world.record else 0.0, JOINED_WITHIN):
+        for seconds in (HEALED_WITHIN, formation.hold(world.record) if world.record else 0.0, JOINED_WITHIN):
             if world.run(seconds, lambda: invariants.settled(world)):
                 break
         else:

@@ -1,4 +1,4 @@
-"""Which seed notices that a rule is taken out: every mutant of tests/test_mutants.py, under histories.
+"""Which seed notices that a rule is taken out: every mutant of tests/rendezvous/test_mutants.py, under histories.
 
     python -m tests.sim.mutants --seeds 2000 --write docs/mutants.md
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.test_mutants import MUTANTS, Mutant, copy_to, source
+from tests.rendezvous.test_mutants import MUTANTS, Mutant, copy_to, source
 
 HEAD = "| rule taken out | in | the test that misses it | first seed that does |\n|---|---|---|---|\n"
 

@@ -2,7 +2,7 @@
 
 A story is a text file. Lines with ``#`` are for the reader, lines with ``>`` are done, the rest is what happened, and is written anew with
 
-    python -m tests.sim.transcript tests/transcripts/*.txt
+    python -m tests.sim.transcript tests/rendezvous/transcripts/*.txt
 
 Times are seconds of the simulated world, rounded.
 """
@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.formation import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, World
 

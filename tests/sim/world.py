@@ -22,12 +22,12 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Changed, Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
-from elastirun.rendezvous.exchange import Exchange, Operation, Steps
-from elastirun.rendezvous.forming import Rules
+from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.liveness import Lease
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
 from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.sync import Exchange, Operation, Steps
 
 TIME_LIMIT = 3.0  # of one exchange, as the agent has it
 STANDSTILL = 2.0  # as the agent has it

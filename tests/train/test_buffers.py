@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from elastirun.train import DistributedDataParallel, ReductionFailed
-from elastirun.train.running import RunningStatistics, places
+from elastirun.train.running_stats import RunningStatistics, places
 from tests.train.beside import Case, Wrap, check
 from tests.train.test_ddp import WIDTH, batch
 from tests.train.worlds import Died, run

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import TrainError, flat
+from elastirun.train import TrainError, bucket_memory
 from tests.train.worlds import run
 
 WIDTH = 4
@@ -229,7 +229,7 @@ class Twice(nn.Module):
 
 
 def late(rank: int, world: int, cap: float, portion: int) -> list[bool]:
-    flat.PORTION = portion
+    bucket_memory.PORTION = portion
     ddp, found = DDP(Twice(), bucket_cap_mb=cap), []
     for step in range(12):
         again = rank == 1 and step in (6, 9, 10)  # after everything was learnt: the third layer fires once more than known, on one rank
@@ -246,7 +246,7 @@ def late(rank: int, world: int, cap: float, portion: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(("cap", "portion"), [(0.00001, flat.PORTION), (25, 1)], ids=["bucket", "portion"])  # of a parameter each
+@pytest.mark.parametrize(("cap", "portion"), [(0.00001, bucket_memory.PORTION), (25, 1)], ids=["bucket", "portion"])  # of a parameter each
 def test_a_gradient_that_comes_after_it_was_looked_for_is_added(cap: float, portion: int) -> None:
     assert all(map(all, run(2, late, cap, portion)))
 

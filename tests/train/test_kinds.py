@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastirun.train import DistributedDataParallel, flat
+from elastirun.train import DistributedDataParallel, bucket_memory
 from tests.train.kinds import KINDS, Kind
 from tests.train.worlds import run
 
 STEPS = 8  # the first plans, the last one with a hook per bucket, and some after it
 # MiB of a bucket: about a parameter; several; planned. Bytes of a portion: more than a bucket has; a parameter; several
-CAPS: tuple[tuple[float | None, int], ...] = ((0.0005, flat.PORTION), (0.005, 1), (None, 1024))
+CAPS: tuple[tuple[float | None, int], ...] = ((0.0005, bucket_memory.PORTION), (0.005, 1), (None, 1024))
 Grads = dict[str, Tensor | None]
 
 
@@ -57,7 +57,7 @@ def make(kind: Kind) -> nn.Module:
 
 def train(rank: int, world: int, number: int, transport: str) -> list[float]:
     kind, found = KINDS[number], []
-    for cap, flat.PORTION in CAPS:
+    for cap, bucket_memory.PORTION in CAPS:
         module = make(kind)
         ddp = DistributedDataParallel(module, bucket_cap_mb=cap, transport=transport)
         model = kind.wrap(ddp)

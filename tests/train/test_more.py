@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import Diverged, TrainError
-from elastirun.train.stats import stragglers
+from elastirun.train.step_times import stragglers
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
 from tests.train.worlds import run
 

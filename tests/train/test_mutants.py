@@ -1,4 +1,4 @@
-"""Every rule of the training core has a test that notices when it is taken out, as in tests/test_mutants.py."""
+"""Every rule of the training core has a test that notices when it is taken out, as in tests/rendezvous/test_mutants.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_mutants import copy, is_missed, run
+from tests.rendezvous.test_mutants import copy, is_missed, run
 
 __all__ = ["copy"]  # the fixture
 
@@ -31,12 +31,12 @@ MUTANTS = (
     Mutant("late gradients are reduced once more", "reducer", "if index in late:", "if False:", "ddp", LATE),
     Mutant(
         "a travelling bucket is nobody's gradient",
-        *("flat", "            param.grad = None\n\n    def _copy(", "            pass\n\n    def _copy("),
+        *("bucket_memory", "            param.grad = None\n\n    def _copy(", "            pass\n\n    def _copy("),
         *("ddp", LATE),
     ),
     Mutant(
         "what comes after its portion is added",
-        *("flat", "            if param.grad is not None:\n                view.add_", "            if False:\n                view.add_"),
+        *("bucket_memory", " if param.grad is not None:\n                view.add_", " if False:\n                view.add_"),
         *("ddp", "a_gradient_that_comes_after_it_was_looked_for_is_added[portion]"),
     ),
     Mutant(
@@ -74,7 +74,7 @@ MUTANTS = (
         *("ddp", "            ddp._reducer.begin()\n", "            pass\n"),
         *("in_place", "the_same_as_with_torchs_class[copied-2]"),
     ),
-    Mutant("no data, not even a NaN", "flat", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
+    Mutant("no data, not even a NaN", "bucket_memory", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
     Mutant(
         "a request is heard once",
         *("reducer", "self.said.requests, self.said.status = set(), 0", "pass"),
@@ -87,12 +87,12 @@ MUTANTS = (
     ),
     Mutant(
         "what nobody used has no gradient",
-        *("flat", "if users is not None and users[self.indices[at]] == 0:", "if False:"),
+        *("bucket_memory", "if users is not None and users[self.indices[at]] == 0:", "if False:"),
         *("kinds", "the_gradients_are_those_of_one_process[branches-2]"),
     ),
     Mutant(
         "the mean over users",
-        *("flat", "if 0 < users[index] < with_data:", "if False:"),
+        *("bucket_memory", "if 0 < users[index] < with_data:", "if False:"),
         *("ddp", "a_parameter_that_a_rank_does_not_use[users]"),
     ),
     Mutant(
@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0's statistics are taken over",
-        *("running", "        if self.at_once:\n", "        if False:\n"),
+        *("running_stats", "        if self.at_once:\n", "        if False:\n"),
         *("more", "running_statistics_are_rank_0s_after_each_reduction"),
     ),
     Mutant(
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "parameters do not hold the module",
-        *("engine", "    ref = weakref.ref(listener)\n\n    def fired", "    ref = lambda: listener\n\n    def fired"),
+        *("autograd_engine", "    ref = weakref.ref(listener)\n\n    def fired", "    ref = lambda: listener\n\n    def fired"),
         *("torch_cases", "a_case_of_torchs_own[goes_away]"),
     ),
     Mutant(
@@ -162,37 +162,37 @@ MUTANTS = (
     ),
     Mutant(
         "statistics that were written stay",
-        *("running", "self._noted == _versions(buffers) != self._taken", "_versions(buffers) != self._taken"),
+        *("running_stats", "self._noted == _versions(buffers) != self._taken", "_versions(buffers) != self._taken"),
         *("beside_torch", "the_same_numbers[statistics_written]"),
     ),
     Mutant(
         "a forward after it does not undo that",
-        *("running", "if self._arrived and self._untouched:", "if self._arrived:"),
+        *("running_stats", "if self._arrived and self._untouched:", "if self._arrived:"),
         *("beside_torch", "the_same_numbers[statistics_written]"),
     ),
     Mutant(
         "what a forward writes is nobody else's write",
-        *("running", "if self._arrived and self._untouched:", "if False:"),
+        *("running_stats", "if self._arrived and self._untouched:", "if False:"),
         *("buffers", f"{LEFT}[no_sync-group]"),
     ),
     Mutant(
         "a module that is evaluated uses rank 0's statistics",
-        *("running", "if any(not layer.training for layer in self._layers):", "if False:"),
+        *("running_stats", "if any(not layer.training for layer in self._layers):", "if False:"),
         *("buffers", f"{LEFT}[inference-group]"),
     ),
     Mutant(
         "a reduction that fails leaves the statistics alone",
-        *("running", "torch.mul(self._tail, factor, out=self._kept)", "self._arrived = make_views(buffers, self._tail)"),
+        *("running_stats", "torch.mul(self._tail, factor, out=self._kept)", "self._arrived = make_views(buffers, self._tail)"),
         *("buffers", "a_reduction_that_fails_leaves_the_statistics_alone[checkpoint-group]"),
     ),
     Mutant(
         "what forwards have saved may be overwritten with what it was",
-        *("running", "torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):", "torch.no_grad():"),
+        *("running_stats", "torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):", "torch.no_grad():"),
         *("buffers", f"{BUFFERS}[a_forward_kept_over_a_reduction-group]"),
     ),
     Mutant(
         "counts are whole numbers",
-        *("running", "if factor != 1.0 and self._counts:", "if False:"),
+        *("running_stats", "if factor != 1.0 and self._counts:", "if False:"),
         *("buffers", "counts_that_travel_as_a_mean_are_whole_numbers_again"),
     ),
     Mutant(
@@ -237,7 +237,7 @@ MUTANTS = (
     ),
     Mutant(
         "a checksum weighs each place",
-        *("divergence", "weights[: part.numel()]).sum()", "weights[0]).sum()"),
+        *("replica_check", "weights[: part.numel()]).sum()", "weights[0]).sum()"),
         *("more", "two_changes_that_cancel_in_a_sum_are_found"),
     ),
     Mutant(
@@ -287,12 +287,12 @@ MUTANTS = (
     ),
     Mutant(
         "without shared memory the group is taken",
-        *("shared_memory", "if self._strict or isinstance(error, ReductionFailed):", "if True:"),
+        *("transports/shared_memory", "if self._strict or isinstance(error, ReductionFailed):", "if True:"),
         *("order", "buckets_go_through_the_group_where_there_is_no_memory_to_share[later]"),
     ),
     Mutant(
         "a frozen layer uses rank 0's statistics",
-        *("running", "if any(not layer.training for layer in self._layers):", "if False:"),
+        *("running_stats", "if any(not layer.training for layer in self._layers):", "if False:"),
         *("buffers", f"{LEFT}[frozen-group]"),
     ),
     Mutant(
@@ -337,7 +337,7 @@ MUTANTS = (
     ),
     Mutant(
         "an exception within a reduction is not passed over",
-        *("reducer", "            self._broken = what if", "            _ = what if"),
+        *("reducer", "            elif not isinstance(what, raised_by_all):", "            elif False:"),
         *("trouble", "an_exception_within_a_reduction_is_not_passed_over[hook-group]"),
     ),
     Mutant(

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import flat
+from elastirun.train import bucket_memory
 from elastirun.train.outputs import find_tensors
 from elastirun.train.planner import PROBES
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
@@ -72,7 +72,7 @@ def memory(rank: int, world: int, transport: str) -> list[int]:
     reducer, allocate = ddp._reducer, ddp._transport.allocate
     former: list[StorageWeakRef] = []
 
-    def look(storages: Sequence[flat.Storage]) -> Any:
+    def look(storages: Sequence[bucket_memory.Storage]) -> Any:
         if storages[0].numel < PROBES[0]:  # it is not the link that is measured
             found.append(sum(not ref.expired() for ref in former))
         return allocate(storages)

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import TrainError, flat
+from elastirun.train import TrainError, bucket_memory
 from tests.train.worlds import run
 
 WIDTH, STEPS = 4, 8
@@ -61,7 +61,7 @@ def batch(seed: int, step: int, micro: int, rank: int) -> Tensor:
 
 def trial(rank: int, world: int, seed: int) -> list[str]:
     rng = random.Random(seed)  # the same on all ranks
-    flat.PORTION = (1, 64, 1 << 20)[seed % 3]
+    bucket_memory.PORTION = (1, 64, 1 << 20)[seed % 3]
     layers, stable = rng.randint(1, 6), rng.random() < 0.5
     net = Net(layers, seed)
     ddp = DDP(net, bucket_cap_mb=rng.choice([None, 1e-5, 2e-4]), transport=rng.choice(["auto", "group"]))
@@ -98,7 +98,7 @@ def duet(rank: int, world: int, seed: int) -> list[str]:
     """Two modules in one backward, in an order of each rank's own, with hooks, freezing, failures, penalties, forwards
     without a backward, and new groups between the steps."""
     rng = random.Random(f"duet {seed}")  # the same on all ranks
-    flat.PORTION = (1, 64, 1 << 20)[seed % 3]
+    bucket_memory.PORTION = (1, 64, 1 << 20)[seed % 3]
     nets = [Net(rng.randint(1, 4), seed + number) for number in range(2)]
     ddps = [DDP(net, bucket_cap_mb=rng.choice([None, 1e-5, 2e-4]), transport=("shared memory", "group")[seed % 2]) for net in nets]
     for ddp in ddps:

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elastirun.train.bucket_memory import Storage
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
-from elastirun.train.flat import Storage
-from elastirun.train.shared_memory import SharedArena, SharedMemory
-from elastirun.train.transport import ProcessGroup, choose
+from elastirun.train.transports.choose import choose
+from elastirun.train.transports.group import GroupTransport
+from elastirun.train.transports.shared_memory import SharedArena, SharedMemory
 from tests.train.worlds import Died, run
 
 CPU = torch.device("cpu")
@@ -246,8 +247,8 @@ WITHOUT_NUMPY = """
 import os, sys
 sys.modules["numpy"] = None
 import torch, torch.distributed as dist
-from elastirun.train.flat import Storage
-from elastirun.train.transport import choose
+from elastirun.train.bucket_memory import Storage
+from elastirun.train.transports.choose import choose
 rank = 1 if os.fork() else 0
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
@@ -443,15 +444,15 @@ def chosen(rank: int, ranks: int, wanted: list[str], without: int | None) -> str
 
 def test_shared_memory_is_chosen_where_it_can_be_had_unless_it_is_switched_off() -> None:
     assert run(2, chosen, ["auto", "auto"], None) == ["SharedMemory"] * 2
-    assert run(2, chosen, ["group", "group"], None) == ["ProcessGroup"] * 2
-    assert run(1, chosen, ["auto"], None) == ["ProcessGroup"]
+    assert run(2, chosen, ["group", "group"], None) == ["GroupTransport"] * 2
+    assert run(1, chosen, ["auto"], None) == ["GroupTransport"]
     assert "1 ranks" in run(1, chosen, ["shared memory"], None)[0]
     assert run(2, chosen, ["gloo", "gloo"], None) == ["there is no transport 'gloo': auto, group or shared memory"] * 2
 
 
 def test_the_ranks_agree_when_one_of_them_cannot_share_memory_or_does_not_want_to() -> None:
-    assert run(3, chosen, ["auto"] * 3, 1) == ["ProcessGroup"] * 3
-    assert run(2, chosen, ["auto", "group"], None) == ["ProcessGroup"] * 2
+    assert run(3, chosen, ["auto"] * 3, 1) == ["GroupTransport"] * 3
+    assert run(2, chosen, ["auto", "group"], None) == ["GroupTransport"] * 2
     assert run(2, chosen, ["shared memory"] * 2, 1) == [
         "ranks [1] cannot share memory",
         "ranks [1] cannot share memory: [Errno 28] No space left on device",
@@ -459,7 +460,7 @@ def test_the_ranks_agree_when_one_of_them_cannot_share_memory_or_does_not_want_t
 
 
 def choice_for_other_devices(rank: int, ranks: int) -> None:
-    assert isinstance(choose(world(), torch.device("meta")), ProcessGroup)
+    assert isinstance(choose(world(), torch.device("meta")), GroupTransport)
     with pytest.raises(TrainError, match="parameters on meta"):
         choose(world(), torch.device("meta"), "shared memory")
     dist.barrier()
@@ -473,7 +474,7 @@ def weak(rank: int, ranks: int) -> str:
     platform.machine = lambda: "aarch64"
     with pytest.raises(TrainError) as error:
         choose(world(), CPU, "shared memory")
-    assert isinstance(choose(world(), CPU), ProcessGroup)
+    assert isinstance(choose(world(), CPU), GroupTransport)
     return str(error.value)
 
 
@@ -482,7 +483,7 @@ def test_shared_memory_is_not_for_processors_that_reorder_stores() -> None:
 
 
 def group_loses_a_rank(rank: int, ranks: int) -> Any:
-    arena = ProcessGroup(world()).allocate(storages(10))
+    arena = GroupTransport(world()).allocate(storages(10))
     arena.all_reduce(0).wait()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

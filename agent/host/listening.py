@@ -1,0 +1,29 @@
+"""Describe on which addresses this node will listen, for ``--dry-run``."""
+
+from __future__ import annotations
+
+from elastirun.agent.host import net
+from elastirun.config import Endpoint, LaunchConfig
+
+EVERYWHERE = "every interface of this machine"
+_ROUTE = "a free port of the address that leads to the other nodes"
+
+
+def describe(config: LaunchConfig) -> list[str]:
+    """One line for each socket of this node's agent. Looks the endpoint up, which may take as long as DNS does."""
+    if config.standalone:
+        local = config.endpoint and net.local_address(config.endpoint.host)
+        return [f"the workers' store: {Endpoint(local, config.endpoint.port) if local and config.endpoint else 'a free port of 127.0.0.1'}"]
+    own = config.local_addr
+    workers = f"a free port of {own}, on {EVERYWHERE} if that is no address of it" if own else _ROUTE
+    if config.endpoint is None:
+        return ["the rendezvous store: not here, it is etcd", f"the workers' store: {workers}, while this node has rank 0"]
+    where, port = net.host_address(config.endpoint, config.is_host), config.endpoint.port
+    if where is None:
+        store = f"not here, {config.endpoint.host} is no address of this machine" if config.is_host is None else "not here"
+    else:
+        store = f"port {port} of {EVERYWHERE}" if where == "" else str(Endpoint(where, port))
+        store += " if no other agent does" if config.is_host is None else ""
+    if config.meet_at_endpoint:
+        return [f"the rendezvous store: {store}", "the workers' store: the same"]
+    return [f"the rendezvous store: {store}", f"the workers' store: {workers}, while this node has rank 0"]

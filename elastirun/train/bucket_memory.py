@@ -1,0 +1,193 @@
+"""Gradients in flat memory: one tensor per bucket, and for each parameter a view of it that is the parameter's ``grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .transports.base import Work
+
+LARGE = 16384  # elements: from here one operation per gradient costs less than another pass over the bucket
+ALIGNED = 64  # elements; buckets and slices of them begin at cache lines, whatever the dtype
+PORTION = 1 << 20  # bytes that a core's cache still holds when their last gradient has come
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What one bucket needs: ``numel`` elements of ``dtype`` on ``device``."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def zeros(storages: Sequence[Storage]) -> list[Tensor]:
+    """Memory for buckets, in one piece as far as their types are the same: a large piece goes back to the system when there is a new plan,
+    small ones would stay in the heap."""
+    buffers: list[Tensor] = []
+    for (dtype, device), run in groupby(storages, lambda storage: (storage.dtype, storage.device)):
+        sizes = [storage.numel for storage in run]
+        padded = [-(-numel // ALIGNED) * ALIGNED for numel in sizes]
+        parts = torch.split(torch.zeros(sum(padded), dtype=dtype, device=device), padded)
+        buffers += [part[:numel] for part, numel in zip(parts, sizes, strict=True)]
+    return buffers
+
+
+class Portion:
+    """Neighbours in a bucket, gathered as soon as they are all there: while they are in the cache, and so that the memory which they came
+    in is free again. ``first`` is the position of the first of them in the bucket, ``indices[i]`` the number of ``params[i]``."""
+
+    def __init__(self, first: int, indices: Sequence[int], params: Sequence[nn.Parameter], views: Sequence[Tensor], flat: Tensor) -> None:
+        self.first, self.indices, self.params, self.views, self.flat = first, indices, params, list(views), flat
+        self.large = flat.numel() >= LARGE * len(params)
+        self.watched = 0  # how many of the parameters have a hook
+        self.pending = 0  # of these, how many are still to fire in this backward
+        self.taken = False
+        self.lacking: list[int] = []  # positions in the bucket that had no gradient
+
+    def take(self, scale: float) -> None:
+        """Gather the gradients, times ``scale``, in ``flat``."""
+        self.taken, self.lacking = True, []
+        grads = [param.grad for param in self.params]
+        if self.large and scale != 1.0 or not self._copy(grads):
+            self._copy_each(grads, scale)
+        elif scale != 1.0:
+            self.flat.mul_(scale)
+        for param in self.params:
+            param.grad = None
+
+    def _copy(self, grads: Sequence[Tensor | None]) -> bool:
+        """The usual case in one call: to look at each gradient would cost more than to copy it."""
+        try:
+            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):  # one is missing, or sparse
+            return False
+        return True
+
+    def _copy_each(self, grads: Sequence[Tensor | None], scale: float) -> None:
+        for at, (grad, view) in enumerate(zip(grads, self.views, strict=True), self.first):
+            if grad is None:
+                self.lacking.append(at)
+                view.zero_()
+            elif grad is view:
+                view.mul_(scale)
+            elif grad.dtype == view.dtype and not grad.is_sparse:
+                torch.mul(grad.detach(), scale, out=view)
+            else:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad).mul_(scale)
+
+    def take_more(self, scale: float) -> None:
+        """Add what came after ``take``: another use of a parameter, or a gradient that came later than those around it."""
+        for at, (param, view) in enumerate(zip(self.params, self.views, strict=True), self.first):
+            if param.grad is not None:
+                view.add_(param.grad.to_dense() if param.grad.is_sparse else param.grad, alpha=scale)
+                param.grad = None
+                self.lacking = [other for other in self.lacking if other != at]
+
+
+class Bucket:
+    """Gradients that travel together. ``views[i]`` is the place of ``params[i]``'s gradient in ``flat``."""
+
+    def __init__(self, label: str, indices: Sequence[int], params: Sequence[nn.Parameter], flat: Tensor) -> None:
+        self.label, self.indices, self.params, self.flat = label, indices, params, flat
+        self.views = make_views(params, flat)
+        self.portions: list[Portion] = []
+        first = begun = at = 0
+        for position, view in enumerate(self.views, 1):
+            at += view.numel() * (2 if view.is_complex() else 1)
+            full = (at - begun) * flat.element_size() >= PORTION and not flat.is_cuda  # there, what counts is the number of kernels
+            if full or position == len(params):
+                part = slice(first, position)
+                self.portions.append(Portion(first, indices[part], params[part], self.views[part], flat[begun:at]))
+                first, begun = position, at
+        self.pending = 0  # portions that are still to be taken in this backward
+        self.lacking: list[int] = []  # positions that had no gradient when the bucket was launched
+        self.work: Work | None = None
+
+    def take(self, scale: float) -> None:
+        """Gather what is not in ``flat`` yet, times ``scale``."""
+        if scale == 0.0:  # no data: not even a NaN
+            self.lacking = list(range(len(self.params)))
+            self.flat.zero_()
+            for param in self.params:
+                param.grad = None
+            return
+        for portion in self.portions:
+            portion.take_more(scale) if portion.taken else portion.take(scale)
+        self.lacking = [at for portion in self.portions for at in portion.lacking]
+
+    def reset(self) -> None:
+        """Ready for the next backward."""
+        self.work, self.pending = None, len(self.portions)
+        for portion in self.portions:
+            portion.pending, portion.taken = portion.watched, False
+
+    def has_late(self) -> bool:
+        """Did a gradient come after the launch?"""
+        self.lacking = [at for at in self.lacking if self.params[at].grad is None]
+        return any(param.grad is not None for param in self.params)
+
+    def take_late(self, scale: float) -> Tensor:
+        """The gradients that came after the launch, times ``scale``, as a tensor like ``flat``."""
+        extra = torch.zeros_like(self.flat)
+        for param, view in zip(self.params, make_views(self.params, extra), strict=True):
+            if param.grad is not None:
+                view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
+                param.grad = None
+        return extra.mul_(scale)
+
+    def land(self, users: Sequence[int] | None) -> None:
+        """Make the reduced values the parameters' gradients. Where nobody had one (``users``, by parameter), there is none."""
+        for param, view in zip(self.params, self.views, strict=True):
+            param.grad = view
+        for at in self.lacking:
+            if users is not None and users[self.indices[at]] == 0:
+                self.params[at].grad = None
+
+    def spread(self, users: Sequence[int], with_data: int) -> None:
+        """From the mean over all ranks to the mean over those that used the parameter."""
+        for index, view in zip(self.indices, self.views, strict=True):
+            if 0 < users[index] < with_data:
+                view.mul_(with_data / users[index])
+
+
+def reduce_sparse(param: nn.Parameter, scale: float, group: dist.ProcessGroup) -> None:
+    """Replace a sparse gradient by its sum over the ranks, times ``scale``. It travels by itself; gloo can add such tensors up."""
+    # Of a rank without data not even a NaN counts.
+    grad = param.grad if param.grad is not None and scale else torch.zeros_like(param).to_sparse(1)
+    total = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * scale
+    dist.all_reduce(total, group=group)
+    param.grad = total
+
+
+def make_views(params: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """A view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
+
+    Each is a tensor with a version counter of its own (``.data``): what is done to one gradient is not held against the others.
+    """
+    views, at = [], 0
+    for param in params:
+        size = param.numel() * (2 if param.is_complex() else 1)
+        part = flat[at : at + size]
+        if param.is_complex():
+            part = torch.view_as_complex(part.view(-1, 2))
+        views.append((part.as_strided(param.shape, param.stride()) if is_dense(param) else part.view(param.shape)).data)
+        at += size
+    return views
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Do the strides fill memory without gap or overlap, in whatever order of dimensions?"""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

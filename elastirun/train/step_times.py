@@ -1,0 +1,84 @@
+"""Where the time of a step goes, measured on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .collectives import ranks
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+STRAGGLES = 1.2  # a rank that computes for so many times the median is named
+
+
+@dataclass
+class StepTimes:
+    """The clock of the step under way, in seconds; ``busy`` is what this rank tells the others."""
+
+    forward: float = 0.0  # sum over the forwards since the last reduction
+    backward: float = 0.0  # sum over the backwards, without the wait at the end
+    exposed: float = 0.0  # the wait at the end: communication that nothing covered
+    begun: float = 0.0  # when the present backward began
+    launches: list[float] = field(default_factory=list)  # by bucket, since the backward began
+    ready: list[float] = field(default_factory=list)  # by bucket: when its result was there, as seen by this rank
+
+    @property
+    def busy(self) -> float:
+        return self.forward + self.backward
+
+    def begin(self) -> None:
+        self.begun = time.perf_counter()
+
+    def launched(self) -> None:
+        self.launches.append(time.perf_counter() - self.begun)
+
+    def arrived(self) -> None:
+        self.ready.append(time.perf_counter() - self.begun)
+
+
+def stragglers(seconds: Sequence[float]) -> dict[int, float]:
+    """Ranks that computed much longer than the median rank, and how many times as long."""
+    middle = sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
+    return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
+
+
+def lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:
+    """A sentence on the parameters without a gradient; ``lacked[rank][i]`` says whether ``names[i]`` had none on a rank."""
+    where = {name: [rank for rank, theirs in enumerate(lacked) if theirs[index]] for index, name in enumerate(names)}
+    found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return (
+        f"these parameters had no gradient, which counts as zero where other ranks had one: {', '.join(found[:8])}{more}. Nothing needs to "
+        "be done if that is meant; it is said once"
+    )
+
+
+def report(reducer: Reducer) -> dict[str, Any]:
+    """The last step of ``reducer``, in words that a log can take."""
+    times, reading, planner = reducer.last_times, reducer.reading, reducer.planner
+    seconds = reading.agreement.seconds if reading else ()
+    moments = zip(reducer.buckets, times.launches, times.ready, strict=False)
+    return {
+        "steps": reducer.step,
+        "forward": times.forward,
+        "backward": times.backward,
+        "exposed": times.exposed,
+        "bytes": sum(bucket.flat.nbytes for bucket in reducer.buckets),
+        "buckets": [
+            {
+                "parameters": [reducer.names[index] for index in bucket.indices],
+                "bytes": bucket.flat.nbytes,
+                "launched": launched,
+                "ready": ready,
+            }
+            for bucket, launched, ready in moments
+        ],
+        "plan": planner.epoch,
+        "link": planner.link and {"latency": planner.link.latency, "bytes_per_second": 1 / max(planner.link.per_byte, 1e-15)},
+        "seconds_by_rank": seconds,
+        "stragglers": stragglers(seconds) if seconds else {},
+    }

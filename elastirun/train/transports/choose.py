@@ -1,0 +1,30 @@
+"""Which transport reduces the gradients: shared memory on one host, or the process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ReductionFailed, TrainError
+from .base import Transport
+from .group import GroupTransport
+from .shared_memory import SharedMemory
+
+
+def choose(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto") -> Transport:
+    """The transport for parameters on ``device``; all ranks call it at the same time and get the same.
+
+    ``wanted``: "auto" takes shared memory where it can be had and the process group elsewhere, "shared memory" raises TrainError where it
+    cannot be had, "group" takes the process group.
+    """
+    if wanted not in ("auto", "group", "shared memory"):
+        raise TrainError(f"there is no transport {wanted!r}: auto, group or shared memory")
+
+    try:
+        if device.type != "cpu" or dist.get_world_size(group) == 1:
+            raise TrainError(f"not for {dist.get_world_size(group)} ranks with parameters on {device}")
+        return SharedMemory(group, willing=wanted != "group", strict=wanted == "shared memory")
+    except TrainError as error:
+        if wanted == "shared memory" or isinstance(error, ReductionFailed):
+            raise
+    return GroupTransport(group)

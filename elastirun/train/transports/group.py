@@ -1,0 +1,49 @@
+"""Reductions by a torch process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from ..bucket_memory import Storage, zeros
+from .base import reduction
+
+
+class GroupWork:
+    def __init__(self, work: dist.Work, what: str) -> None:
+        self._work, self._what = work, what
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        with reduction(self._what):
+            self._work.wait()
+
+
+class GroupArena:
+    def __init__(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, storages: Sequence[Storage]) -> None:
+        self._group, self._op = group, op
+        self.buffers = zeros(storages)
+
+    def all_reduce(self, index: int) -> GroupWork:
+        what = f"the reduction of bucket {index}"
+        with reduction(what):
+            work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
+        assert work is not None
+        return GroupWork(work, what)
+
+
+class GroupTransport:
+    """Any torch process group: NCCL, gloo and the others."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.averages = dist.get_backend(group) == "nccl"  # gloo's AVG is a sum and a division on top
+
+    def allocate(self, storages: Sequence[Storage]) -> GroupArena:
+        return GroupArena(self._group, dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM, storages)
+
+    def close(self) -> None:
+        """The group is its owner's."""

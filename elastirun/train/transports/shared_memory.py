@@ -1,0 +1,269 @@
+"""Sums of buckets through memory that the ranks of one host share, instead of through loopback sockets.
+
+A rank's buckets lie in a file in memory (memfd; /dev/shm has 64 MB in a container) that its neighbours on the host map, too. When all of
+them have come with a bucket, each adds up one slice of it, in the order of the ranks, and writes the sum to everybody: the same bits on
+every rank and for any layout of the buckets. How far a rank is with a bucket is a word in its own file, which only it writes and which only
+grows. There is no thread: who begins, asks or waits pushes on what is pending. On several hosts, a leader of each adds up over gloo.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import platform
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from mmap import MAP_POPULATE, MAP_SHARED, PAGESIZE, mmap
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from ..bucket_memory import ALIGNED, Storage
+from ..errors import PeerLost, ReductionFailed, TrainError
+from .base import AGAIN, Arena, reduction
+from .group import GroupTransport, GroupWork
+
+log = logging.getLogger("elastirun.train")
+
+BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still there when it is written to the others
+SPIN, NAP = 2e-4, 5e-4  # seconds: a wait looks again and again for so long; later it sleeps an eighth of what it has waited, at most a nap
+
+
+class SharedMemory:
+    """The transport for processors: shared memory between the ranks of a host, a gloo group between the hosts.
+
+    Every rank of ``group`` makes one at the same time; all get a TrainError if one cannot, is not ``willing``, or if no two share a host.
+    ``host`` tells hosts apart; by default, a host is what shares a kernel, a pid namespace and a user. A wait ends with an error after the
+    timeout of ``group``, and milliseconds after a neighbour has ended or closed its transport. After an error, the transport is closed.
+    """
+
+    averages = False
+
+    def __init__(self, group: dist.ProcessGroup, host: str | None = None, willing: bool = True, strict: bool = True) -> None:
+        self._group, self.rank = group, dist.get_rank(group)
+        self._strict = strict
+        self._instead: GroupTransport | None = None  # the transport of the buckets that found no memory
+        self._processes: dict[int, int] = {}  # ranks by descriptor; a socket would live on in a fork, such as a DataLoader's worker
+        weakref.finalize(self, _close_all, self._processes)
+        self._ended = select.poll()
+        self._closed: list[memoryview] = []  # a word of each rank of this host
+        self.between: list[Any] = []  # on the leaders of several hosts: their gloo group
+        options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # which backends need not have
+        self.timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
+        told = self._agreed(lambda: (_host(host, willing), os.getpid(), time.time_ns()))
+        hosts = [numbers[0] for numbers in told]
+        self.ranks = [rank for rank, there in enumerate(hosts) if there == hosts[self.rank]]
+        self.leaders = [rank for rank, there in enumerate(hosts) if there not in hosts[:rank]]
+        if len(self.leaders) == len(hosts):
+            raise TrainError("no two ranks share a host")
+        self._pids = {rank: told[rank][1] for rank in self.ranks}
+        self._agreed(self._watch)
+        self._closed = [memoryview(m).cast("Q") for m in self.share(PAGESIZE)]
+        if len(self.leaders) > 1 and self.rank in self.leaders:  # the time: the store may still know an earlier transport's leaders
+            store = c10d.PrefixStore(f"elastirun/{told[0][2]}", c10d._get_process_group_store(group))
+            self.between = [dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), self.timeout)]
+
+    def _watch(self) -> None:
+        for rank in set(self.ranks) - {self.rank}:
+            self._processes[descriptor := os.pidfd_open(self._pids[rank])] = rank
+            self._ended.register(descriptor, select.POLLIN)
+
+    def allocate(self, storages: Sequence[Storage]) -> Arena:
+        """Where a rank has not the memory, every rank raises TrainError if ``strict``; else buckets go through the group from now on."""
+        if self._instead is None:
+            try:
+                return SharedArena(self, storages)
+            except TrainError as error:
+                if self._strict or isinstance(error, ReductionFailed):
+                    raise
+                self._instead = GroupTransport(self._group)
+                if self.rank == 0:
+                    log.warning("there is no shared memory for the gradients (%s): they go through the process group from now on", error)
+        return self._instead.allocate(storages)
+
+    def close(self) -> None:
+        """Neighbours who wait for this rank get a PeerLost. Buffers stay as they are for as long as they are used."""
+        if self._closed:
+            self._closed[self.ranks.index(self.rank)][0] = 1
+        self._ended = select.poll()
+        _close_all(self._processes)
+        between, self.between = self.between, []
+        if between:  # its end closes the connections, so that the other leaders learn it; but not before a sum under way has its deadline
+            threading.Thread(target=between.clear, daemon=True).start()
+
+    def share(self, size: int) -> list[mmap]:
+        """``size`` zero bytes of each rank of this host, in their order."""
+        maps: list[mmap] = []
+        with ExitStack() as stack:
+
+            def create() -> tuple[int, int]:
+                file = stack.enter_context(open(os.memfd_create("elastirun"), "r+b", buffering=0)).fileno()
+                os.posix_fallocate(file, 0, size)  # no memory left: an error here instead of SIGBUS later
+                return file, os.fstat(file).st_ino
+
+            def map_all() -> None:
+                for rank, pid in self._pids.items():
+                    with open(f"/proc/{pid}/fd/{files[rank][0]}", "r+b", buffering=0) as file:
+                        if os.fstat(file.fileno()).st_ino != files[rank][1]:
+                            raise OSError(f"process {pid} is another one now")
+                        maps.append(mmap(file.fileno(), size, flags=MAP_SHARED | MAP_POPULATE))
+
+            files = self._agreed(create)
+            self._agreed(map_all)
+        return maps
+
+    def _agreed(self, action: Callable[[], tuple[int, ...] | None]) -> list[list[int]]:
+        """Up to three numbers of each rank, from its ``action``; a TrainError on all ranks if that raises an OSError on one."""
+        told, why = torch.zeros((dist.get_world_size(self._group), 4), dtype=torch.int64, device="cpu"), ""
+        try:
+            told[self.rank] = torch.tensor((1, *(action() or ()), 0, 0, 0)[:4], device="cpu")
+        except (OSError, ValueError) as error:
+            why = f": {error}"
+        with reduction("an agreement on shared memory"):
+            dist.all_reduce(told, group=self._group)
+        if failed := [rank for rank, (fine, *_) in enumerate(told.tolist()) if not fine]:
+            self.close()
+            raise TrainError(f"ranks {failed} cannot share memory{why}")
+        return [numbers for _, *numbers in told.tolist()]
+
+    def lost(self) -> tuple[int, str] | None:
+        """A rank of this host that is gone, and how."""
+        # First who closed: it may have seen the end of one, who is to be named, a moment before it can be seen here.
+        closed = [(rank, "closed its transport, as after an error") for rank, word in zip(self.ranks, self._closed, strict=True) if word[0]]
+        ended = [(self._processes[descriptor], "ended") for descriptor, _ in self._ended.poll(0)]
+        return next(((rank, f"rank {rank} (pid {self._pids[rank]}) {how}") for rank, how in ended + closed), None)
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[0])
+
+
+def _host(name: str | None, willing: bool) -> int:
+    """A number for what processes must share so that one can open the other's files: the kernel, the pid namespace, the user."""
+    if not willing or platform.machine() != "x86_64":
+        # Other processors may show a neighbour the word before the bucket, and Python has no barrier against that.
+        raise OSError(f"{platform.machine()} orders memory weakly" if willing else "it is switched off")
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        name = name or f"{file.read()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+
+
+class SharedArena:
+    """Buckets of all ranks of this host. The memory lives as long as a tensor in it."""
+
+    def __init__(self, transport: SharedMemory, storages: Sequence[Storage]) -> None:
+        self.transport, self._mine = transport, transport.ranks.index(transport.rank)
+        self._rounds, self._handed_on = [0] * len(storages), 0  # how often each has begun; how many in all went to the other leaders
+        self._pending: list[Reduction] = []
+        lengths = (8 * len(storages) + 1, *(storage.numel * storage.dtype.itemsize for storage in storages))
+        *offsets, size = itertools.accumulate(-(-length // PAGESIZE) * PAGESIZE for length in lengths)
+        maps = transport.share(size)
+        self._words = [memoryview(m)[: 8 * len(storages)].cast("Q") for m in maps]
+        self._buckets = [[_tensor(m, *place) for m in maps] for place in zip(storages, offsets, strict=True)]
+        self.buffers = [_tensor(maps[self._mine], *place) for place in zip(storages, offsets, strict=True)]  # versions of their own
+
+    def all_reduce(self, index: int) -> Reduction:
+        self._rounds[index] += 1
+        self._pending.append(work := Reduction(self, index, self._reduce(index)))
+        self.push()
+        return work
+
+    def push(self) -> None:
+        """Go on with all that is pending, as far as the other ranks allow."""
+        try:
+            for work in self._pending:
+                work.over = next(work.steps, False)
+        except ReductionFailed:  # between the hosts
+            self.transport.close()
+            raise
+        self._pending = [work for work in self._pending if not work.over]
+
+    def _reduce(self, index: int) -> Iterator[bool]:
+        """One bucket's way; says at each step whether it is at the end."""
+        word, number = 3 * self._rounds[index], sum(self._rounds)
+        buffers, several = self._buckets[index], len(self.transport.leaders) > 1
+        yield from self._meet(index, word)
+        self._add(buffers, spread=not several)
+        yield from self._meet(index, word + 1)
+        if several:
+            while self.transport.between and self._handed_on < number - 1:  # in the same order on all leaders
+                yield False
+            if self.transport.between:
+                self._handed_on += 1
+                work = GroupWork(self.transport.between[0].allreduce(buffers[:1]), f"the sum of the hosts' bucket {index}")
+                while not work.done():
+                    yield False
+                work.wait()
+                del work  # it would keep the connections open
+            else:
+                while self._words[0][index] < word + 2:
+                    yield False
+                buffers[self._mine].copy_(buffers[0])
+            yield from self._meet(index, word + 2)  # the leader may not write what another one has still to copy
+        yield True
+
+    def _meet(self, index: int, word: int) -> Iterator[bool]:
+        # x86-64 shows others this after all that was stored before; past the cache, too: torch's operations end with locked instructions.
+        self._words[self._mine][index] = word
+        while self._behind(index, word):
+            yield False
+
+    def _behind(self, index: int, word: int) -> list[int]:
+        return [rank for rank, words in zip(self.transport.ranks, self._words, strict=True) if words[index] < word]
+
+    def lacking(self, index: int) -> str:
+        word = self._words[self._mine][index]
+        behind = self._behind(index, word)
+        return f"{f'ranks {behind}' if behind else 'other hosts'} did not {'finish' if word % 3 else 'come with'} bucket {index}"
+
+    def _add(self, buffers: list[Tensor], spread: bool) -> None:
+        """Add up this rank's slice into the first buffer; with ``spread``, write it to the others."""
+        step = -(-buffers[0].numel() // (len(buffers) * ALIGNED)) * ALIGNED
+        slices = [buffer[self._mine * step :][:step].split(BLOCK // buffer.element_size()) for buffer in buffers]  # type: ignore[no-untyped-call]
+        for total, *others in zip(*slices, strict=True):
+            for other in others:
+                total.add_(other)
+            for other in others if spread else ():
+                other.copy_(total)
+
+
+def _tensor(memory: mmap, storage: Storage, offset: int) -> Tensor:
+    count = storage.numel  # of which frombuffer wants one at least
+    if not count:
+        return torch.zeros(0, dtype=storage.dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=storage.dtype, count=count, offset=offset)
+
+
+class Reduction:
+    """One bucket on its way."""
+
+    def __init__(self, arena: SharedArena, index: int, steps: Iterator[bool]) -> None:
+        self._arena, self._index, self.steps, self.over = arena, index, steps, False
+
+    def done(self) -> bool:
+        self._arena.push()
+        return self.over
+
+    def wait(self) -> None:
+        begun, transport = time.monotonic(), self._arena.transport
+        while not self.done():
+            waited = time.monotonic() - begun
+            if waited < SPIN:
+                os.sched_yield()  # with more ranks than cores, the rank that is waited for may want this one
+                continue
+            time.sleep(min(NAP, waited / 8))
+            lost = transport.lost()
+            if (lost or waited > transport.timeout.total_seconds()) and not self.done():  # it may have been a neighbour's last deed
+                text = f"{self._arena.lacking(self._index)} in {waited:.3g} s. {AGAIN}"
+                transport.close()  # so that those who wait for this rank learn that it is out
+                raise PeerLost(lost[0], f"{lost[1]}: {text}") if lost else ReductionFailed(text)

@@ -1,0 +1,170 @@
+"""A worker's bytes as lines: the last ones kept, whole ones passed on, files that are kept small."""
+
+from __future__ import annotations
+
+import math
+import random
+import selectors
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastirun.agent.output.disk import DiskThread
+from elastirun.agent.output.lines import HOLD, LAST_LINES, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.output.log_files import MAX_LINE, LogFile, open_log
+
+
+def lines_of(*data: bytes) -> tuple[str, ...]:
+    last = LastLines()
+    for each in data:
+        last.feed(each)
+    return last.lines()
+
+
+def test_the_last_lines() -> None:
+    assert lines_of() == lines_of(b"") == ()
+    assert lines_of(b"a\nb", b"c\n", b"\nd") == ("a", "bc", "", "d")
+    assert lines_of(b"".join(b"%d\n" % i for i in range(100))) == tuple(str(i) for i in range(70, 100))
+    assert lines_of(b"x\n" * LAST_LINES + b"y") == ("x",) * 29 + ("y",)
+    assert lines_of(b"x" * 400, b"y" * 400, b"\nz") == ("x" * 400 + "y" * 100, "z")
+    assert lines_of(b"\xff\xc3\xa9\x1b[31mred\x1b[0m\n") == ("\\xff\u00e9red",)
+
+
+def test_of_a_progress_bar_the_last_state_is_kept() -> None:
+    assert lines_of(b"0%\r50%", b"\r100%\ndone\r\n") == ("100%", "done")
+    assert lines_of(*(b"%d%%\r" % i for i in range(101))) == ("100%",)
+    assert lines_of(b"start\n", *(b"\r" + b"#" * 600 + b"%d" % i for i in range(99)), b"\rend") == ("start", "end")
+
+
+def test_a_long_line_is_cut_into_lines() -> None:
+    got: list[bytes] = []
+    lines = PrefixedLines(b"> ", got.append)
+    for _ in range(150):
+        lines.feed(b"x" * 1024)
+    assert sum(len(each) for each in got) > 128 * 1024  # not kept until the line ends
+    lines.feed(b"\nshort\n" + b"y" * 70000 + b"\nz")
+    lines.flush()
+    lines.flush()
+    sizes = [len(line) for line in b"".join(got).split(b"\n")]
+    assert sizes == [65538, 65538, 150 * 1024 - 2 * 65536 + 2, 7, 65538, 70000 - 65536 + 2, 3, 0]
+
+
+# ---- whole lines
+
+
+def passed_on(*data: bytes) -> tuple[list[bytes], WholeLines]:
+    got: list[bytes] = []
+    lines = WholeLines(got.append)
+    for each in data:
+        lines.feed(each)
+    return got, lines
+
+
+def test_a_line_is_passed_on_in_one_piece() -> None:
+    got, lines = passed_on(b"a\nb", b"c", b"\n", b"d\ne\n", b"f")
+    assert got == [b"a\n", b"bc\n", b"d\ne\n"]
+    assert time.monotonic() < lines.due <= time.monotonic() + HOLD
+    lines.flush()
+    assert got[-1] == b"f" and lines.due == math.inf
+
+
+def test_a_beginning_waits_from_when_it_came() -> None:
+    got, lines = passed_on(b".")
+    due = lines.due
+    lines.feed(b".")
+    assert lines.due == due and got == [], "dots that come one by one are shown in the end"
+    lines.feed(b"\n.")
+    assert lines.due >= due and got == [b"..\n"]
+    lines.feed(b"\n")
+    assert lines.due == math.inf
+
+
+@pytest.mark.parametrize("data", [b"\r50%", b"50%\r", b"x\n\r1%", b"x" * MAX_LINE])
+def test_a_progress_bar_and_a_very_long_line_do_not_wait(data: bytes) -> None:
+    got, lines = passed_on(data)
+    assert got == [data] and lines.due == math.inf
+
+
+# ---- files
+
+
+@pytest.fixture
+def disk() -> Iterator[DiskThread]:
+    with selectors.PollSelector() as selector:
+        made = DiskThread(selector, pytest.fail)
+        yield made
+        made.close(60)
+        assert not selector.get_map()
+
+
+def log_file(path: Path, disk: DiskThread, limit: int = 0) -> LogFile:
+    return LogFile(str(path), open_log(str(path)), disk, limit)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_file_with_a_limit_keeps_the_newest_lines_whole(disk: DiskThread, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    path, older = tmp_path / "log", tmp_path / "log.1"
+    limit = rng.choice([MAX_LINE, MAX_LINE + 1, 100_000])
+    file = log_file(path, disk, limit)
+    sizes = rng.choice([[0, 1, 80], [2000], [30_000, 60_000, MAX_LINE - 20], [5, 40_000]])
+    text = b"".join(b"%d " % i + b"x" * rng.choice(sizes) + b"\n" for i in range(5 * limit // (sum(sizes) // len(sizes) + 5)))
+    at = 0
+    while at < len(text):
+        size = rng.choice([1, 100, 4096, 65536, 131072]) if len(text) - at < 300_000 else 65536
+        file.write(text[at : at + size])
+        at += size
+        disk.drain(60)
+        assert path.stat().st_size <= limit and (not older.exists() or older.stat().st_size <= limit)
+    file.close()
+    disk.drain(60)
+    kept = older.read_bytes() + path.read_bytes()
+    assert older.read_bytes().endswith(b"\n") and older.stat().st_size > limit - MAX_LINE
+    assert text.endswith(kept) and kept[:1].isdigit() and text[-len(kept) - 1 :][:1] == b"\n", "nothing torn, nothing lost between"
+    assert {each.stat().st_mode & 0o777 for each in (path, older)} == {0o600} and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("size", [1000, 65536, 1 << 20])
+def test_a_line_without_end_is_cut(disk: DiskThread, tmp_path: Path, size: int) -> None:
+    file = log_file(tmp_path / "log", disk, 100_000)
+    for _ in range((1 << 20) // size):
+        file.write(b"x" * size)
+    file.write(b"\nend\n")
+    file.close()
+    disk.drain(60)
+    kept = (tmp_path / "log.1").read_bytes() + (tmp_path / "log").read_bytes()
+    assert kept == b"x" * (len(kept) - 5) + b"\nend\n" and 100_000 <= len(kept) <= 200_000
+
+
+def test_a_file_that_somebody_has_taken_away(disk: DiskThread, tmp_path: Path) -> None:
+    file = log_file(tmp_path / "log", disk, MAX_LINE)
+    file.write(b"x" * 60_000 + b"\n")
+    disk.drain(60)
+    (tmp_path / "log").unlink()
+    file.write(b"y" * 60_000 + b"\n")
+    file.close()
+    disk.drain(60)
+    assert (tmp_path / "log").read_bytes() == b"y" * 60_000 + b"\n"
+
+
+def test_without_a_limit_a_file_grows(disk: DiskThread, tmp_path: Path) -> None:
+    file = log_file(tmp_path / "log", disk)
+    for _ in range(40):
+        file.write(b"x" * 9999 + b"\n")
+    file.close()
+    disk.drain(60)
+    assert (tmp_path / "log").stat().st_size == 400_000 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_told_once() -> None:
+    said: list[str] = []
+    with selectors.PollSelector() as selector:
+        disk = DiskThread(selector, said.append)
+        file = log_file(Path("/dev/full"), disk)
+        file.write(b"x")
+        file.write(b"x")
+        file.close()
+        disk.close(60)
+    assert said == ["cannot write /dev/full: No space left on device; output that does not fit is lost there"]

@@ -1,0 +1,78 @@
+"""Where this node listens: as --dry-run describes it, and as it is said where that is every interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastirun.agent.host import net
+from elastirun.agent.host.listening import describe
+from elastirun.agent.store_access import why_everywhere
+from elastirun.config import Endpoint
+from tests.cli.test_resolve import config_of
+from tests.support.cluster import cluster
+
+FOREIGN = "203.0.113.250"  # a documentation address: nobody's
+BY_ROUTE = "the workers' store: a free port of the address that leads to the other nodes, while this node has rank 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("", ["the workers' store: a free port of 127.0.0.1"]),
+        ("--master-port=7", ["the workers' store: 127.0.0.1:7"]),
+        (f"--rdzv-endpoint={FOREIGN}:7", ["the workers' store: 127.0.0.1:7"]),
+        (
+            "--nnodes=2 --node-rank=0 --master-addr=127.0.0.3 --master-port=7",
+            ["the rendezvous store: 127.0.0.3:7", "the workers' store: the same"],
+        ),
+        ("--nnodes=2 --node-rank=1 --master-addr=127.0.0.3", ["the rendezvous store: not here", "the workers' store: the same"]),
+        (
+            f"--nnodes=2 --rdzv-id=j --rdzv-endpoint={FOREIGN}",
+            [f"the rendezvous store: not here, {FOREIGN} is no address of this machine", BY_ROUTE],
+        ),
+        (
+            f"--nnodes=2 --rdzv-id=j --rdzv-endpoint={FOREIGN}:7 --rdzv-conf=is_host=1",
+            ["the rendezvous store: port 7 of every interface of this machine", BY_ROUTE],
+        ),
+        ("--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7", ["the rendezvous store: 127.0.0.3:7 if no other agent does", BY_ROUTE]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=h", ["the rendezvous store: not here, it is etcd", BY_ROUTE]),
+    ],
+)
+def test_a_dry_run_says_where_this_node_would_listen(line: str, lines: list[str]) -> None:
+    assert describe(config_of(f"{line} t.py")) == lines
+
+
+def test_every_interface_is_not_listened_on_without_a_word(tmp_path: Path) -> None:
+    with cluster(tmp_path) as nodes:
+        where = (f"--rdzv-endpoint={FOREIGN}:{nodes.port}", "--rdzv-conf=is_host=1", f"--local-addr={FOREIGN}")
+        agent = nodes.launch(1, "--nnodes=1:2", "--last-call=0", "--rdzv-id=j", *where, str(nodes.script))
+        (worker,) = nodes.round(1)
+        assert worker.env["GLOO_SOCKET_IFNAME"] == net.interface_of("127.0.0.1"), "gloo has sockets of its own, and no other node"
+        worker.tell("exit 0")
+        assert nodes.ends(agent) == 0
+        for store in ("rendezvous", "workers'"):
+            assert nodes.out(1).count(f"warning: the {store} store listens on every interface of this machine") == 1, nodes.out(1)
+
+
+def test_a_name_that_is_hidden_behind_the_loopback_is_described_as_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Debian's 127.0.1.1 in /etc/hosts: which of our addresses the others get for that name cannot be known."""
+    monkeypatch.setattr(net, "_look_up", lambda host: (("127.0.0.3",), True))
+    (store, _) = describe(config_of("--nnodes=2 --rdzv-id=j --rdzv-endpoint=hidden:7 t.py"))
+    assert store == "the rendezvous store: port 7 of every interface of this machine if no other agent does"
+    listener = net.open_host_socket(Endpoint("hidden", 0), None)
+    assert listener is not None and net.is_everywhere(listener)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ((), "h does not resolve here; give an address of this machine"),
+        (("127.0.0.3",), "/etc/hosts hides h behind a loopback address; give 127.0.0.3"),
+        ((FOREIGN,), "h is no address of this machine (is_host=1)"),
+    ],
+)
+def test_the_warning_says_why_and_what_to_do(found: tuple[str, ...], why: str) -> None:
+    assert why_everywhere(Endpoint("h", 7), found).startswith(why)

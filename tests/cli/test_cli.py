@@ -1,0 +1,520 @@
+"""The command line as people and scripts use it: names, bad input, ``--help``, ``--dry-run``, and the agent it would start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from elastirun.cli import main, parse
+from elastirun.cli.options import GROUPS, OPTIONS, normalise
+from elastirun.config import Command, LaunchConfig
+from elastirun.errors import ExitCode, StartError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "correct horse battery staple"
+
+Elastirun = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def elastirun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Elastirun:
+    """Run ``main`` in a folder with a script ``t.py``; the agent is a stand-in that keeps its configuration. No torch, no devices."""
+    seen: list[LaunchConfig] = []
+
+    def run(config: LaunchConfig) -> int:
+        seen.append(config)
+        return 7
+
+    agent = ModuleType("elastirun.agent.agent")
+    agent.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "elastirun.agent.agent", agent)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(main, "count_devices", {"gpu": 0, "auto": 0, "xpu": 0}.get)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("")
+
+    def call(*argv: str, **environ: str) -> SimpleNamespace:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as exit_:
+            main.main(argv)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(status=exit_.value.code, out=out, err=err, config=seen[-1] if seen else None)
+
+    return call
+
+
+# --- the table of options
+
+
+FROZEN = """
+module m PET_MODULE flag
+no-python - PET_NO_PYTHON flag
+run-path - PET_RUN_PATH flag
+dry-run - PET_DRY_RUN flag
+version - - flag
+nnodes - PET_NNODES 1:1
+nproc-per-node - PET_NPROC_PER_NODE 1
+standalone - PET_STANDALONE flag
+node-rank - PET_NODE_RANK 0
+role - PET_ROLE default
+rdzv-endpoint - PET_RDZV_ENDPOINT ''
+rdzv-id - PET_RDZV_ID none
+rdzv-backend - PET_RDZV_BACKEND static
+master-addr - PET_MASTER_ADDR 127.0.0.1
+master-port - PET_MASTER_PORT None
+local-addr - PET_LOCAL_ADDR None
+join-timeout - PET_JOIN_TIMEOUT 600
+last-call - PET_LAST_CALL 5
+expire - PET_EXPIRE 5
+store-grace - PET_STORE_GRACE 60
+token-file - PET_TOKEN_FILE None
+rdzv-conf - PET_RDZV_CONF ''
+max-restarts - PET_MAX_RESTARTS 0
+restart-window - PET_RESTART_WINDOW 0
+fail-fast - PET_FAIL_FAST flag
+restart-pause - PET_RESTART_PAUSE 10
+exit-code-from-worker - PET_EXIT_CODE_FROM_WORKER flag
+grace - PET_GRACE 30
+failure-grace - PET_FAILURE_GRACE None
+shutdown-timeout - PET_SHUTDOWN_TIMEOUT None
+signals-to-handle - PET_SIGNALS_TO_HANDLE SIGTERM,SIGINT,SIGHUP,SIGQUIT
+forward-signals - PET_FORWARD_SIGNALS ''
+log-dir - PET_LOG_DIR None
+redirects r PET_REDIRECTS 0
+tee t PET_TEE 0
+local-ranks-filter - PET_LOCAL_RANKS_FILTER ''
+show - PET_SHOW ''
+log-limit - PET_LOG_LIMIT None
+log-mode - PET_LOG_MODE 600
+duplicate-stdout-filters - PET_DUPLICATE_STDOUT_FILTERS ''
+duplicate-stderr-filters - PET_DUPLICATE_STDERR_FILTERS ''
+event-log-handler - PET_EVENT_LOG_HANDLER null
+numa-binding - PET_NUMA_BINDING None
+virtual-local-rank - PET_VIRTUAL_LOCAL_RANK flag
+monitor-interval - PET_MONITOR_INTERVAL 0.1
+start-method - PET_START_METHOD spawn
+logs-specs - PET_LOGS_SPECS None
+"""
+
+
+def test_names_short_forms_variables_and_defaults_do_not_change() -> None:
+    table = [
+        f"{o.name[2:]} {o.short or '-'} {o.env or '-'} {'flag' if o.flag else repr('') if o.default == '' else o.default}" for o in OPTIONS
+    ]
+    assert table == FROZEN.strip().splitlines()
+
+
+def test_every_option_of_torchrun_is_here_with_its_short_form_variable_and_default() -> None:
+    code = """
+import json
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.run import get_args_parser
+actions = [a for a in get_args_parser()._actions if a.option_strings]
+print(json.dumps([(a.dest, a.option_strings, isinstance(a, (env, check_env)), a.nargs == 0, a.default, a.choices) for a in actions]))
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    theirs = {dest: rest for dest, *rest in json.loads(answer) if dest != "help"}
+    ours = {option.dest: option for option in OPTIONS if not option.new}
+    assert sorted(theirs) == sorted(ours)
+    for dest, (names, in_environment, flag, default, choices) in theirs.items():
+        option = ours[dest]
+        assert set(names) == {option.name, "--" + dest} | ({"-" + option.short} if option.short else set())
+        assert option.flag == flag
+        assert option.env == f"PET_{dest.upper()}" or not in_environment
+        assert flag or (option.default or None) == (str(default) if default not in (None, [], "") else None)
+        for value in choices or ():
+            assert value in option.metavar + option.help
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ("--nproc_per_node=2 t.py", ["--nproc-per-node=2"]),
+        ("--nproc-per_node 2 t.py", ["--nproc-per-node=2"]),
+        ("--nproc 2 t.py", ["--nproc-per-node=2"]),
+        ("--redirect=3 t.py", ["--redirects=3"]),
+        ("--rdzv_e a_b:1 t.py", ["--rdzv-endpoint=a_b:1"]),
+        ("--rdzv-conf=a=b t.py", ["--rdzv-conf=a=b"]),
+        ("--role= t.py", ["--role="]),
+        ("--max-restarts -1 t.py", ["--max-restarts=-1"]),
+        ("-r 3 -t3 -r=0:1 t.py", ["--redirects=3", "--tee=3", "--redirects=0:1"]),
+        ("-m t.py", ["--module"]),
+        ("-mr3 t.py", ["--module", "--redirects=3"]),
+        ("--standa t.py", ["--standalone"]),
+        ("--t 3 t.py", ["--tee=3"]),  # not --token-file, which torchrun does not have
+        ("--v t.py", ["--virtual-local-rank"]),
+        ("--e null t.py", ["--event-log-handler=null"]),
+        ("--vers t.py", ["--version"]),
+        ("-h t.py", ["--help"]),
+        ("--he t.py", ["--help"]),
+        ("-- t.py", []),
+    ],
+)
+def test_names_are_written_in_full(given: str, tokens: list[str]) -> None:
+    assert normalise(given.split()) == (tokens, ["t.py"])
+
+
+@pytest.mark.parametrize(
+    "tail", ["--nnodes=2", "--help", "--", "-- --x", "-m", "--bad_option a", "''", "--nproc_per_node", "${local_rank} --version"]
+)
+def test_what_follows_the_script_is_left_alone(elastirun: Elastirun, tail: str) -> None:
+    args = [word.replace("''", "") for word in tail.split()]
+    assert normalise(["--nnodes=1", "t.py", *args]) == (["--nnodes=1"], ["t.py", *args])
+    assert elastirun("t.py", *args).config.command == Command("t.py", tuple(args))
+
+
+# --- bad input
+
+
+BAD = [
+    # (command line, what the line must name)
+    ("", "no script"),
+    ("--nnodes=1", "no script"),
+    ("--", "no script"),
+    ("--nnodes", "--nnodes"),
+    ("--nnodes= t.py", "--nnodes"),
+    ("--nnodes --standalone t.py", "--nnodes: the value is missing"),
+    ("--nnodes=a t.py", "--nnodes"),
+    ("--nnodes=0 t.py", "--nnodes"),
+    ("--nnodes=3:2 t.py", "2:3"),
+    ("--nnodes=1:2:3 t.py", "--nnodes"),
+    ("--nnodes=2 t.py", "--rdzv-endpoint"),
+    ("--nproc-per-node=0 t.py", "--nproc-per-node"),
+    ("--nproc-per-node=-1 t.py", "--nproc-per-node"),
+    ("--nproc-per-node=1.5 t.py", "--nproc-per-node"),
+    ("--nproc-per-node=99999 t.py", "--nproc-per-node"),
+    ("--nproc-per-node=gpu t.py", "gpu"),
+    ("--nproc-per-node=foo t.py", "'foo'"),
+    ("--nproc-per-nodes=2 t.py", "did you mean --nproc-per-node"),
+    ("-nnodes=2 t.py", "did you mean --nnodes"),
+    ("-x t.py", "'-x'"),
+    ("--log=a t.py", "--log-dir, --logs-specs"),
+    ("--rdzv=a t.py", "--rdzv-endpoint, --rdzv-id"),
+    ("--standalone=1 t.py", "takes no value"),
+    ("--standalone --nnodes=2 t.py", "--standalone"),
+    ("--rdzv-backend=nope t.py", "c10d, static"),
+    ("--rdzv-backend=etcd --nnodes=2 t.py", "--rdzv-endpoint=HOST:2379"),
+    ("--nprocs=2 t.py", "did you mean --nproc-per-node"),
+    ("--rdzv-endpoint=h:99999 t.py", "there is no port 99999; give one from 1 to 65535"),
+    ("--rdzv-endpoint=h:x t.py", "no port number"),
+    ("--log-mode=755 t.py", "640 (and the group)"),
+    ("--log-mode=400 t.py", "--log-mode"),
+    ("--rdzv-endpoint=a:1,b:2 t.py", "--rdzv-endpoint"),
+    ("--rdzv-endpoint=http://h:1 t.py", "--rdzv-endpoint"),
+    ("--rdzv-conf=a t.py", "--rdzv-conf"),
+    ("--rdzv-conf=join_timout=5 t.py", "join_timeout"),
+    ("--rdzv-conf=is_host=perhaps t.py", "is_host"),
+    ("--rdzv-conf=store_type=file t.py", "store_type"),
+    ("--rdzv-id=" + "x" * 201 + " t.py", "--rdzv-id"),
+    ("--node-rank=x t.py", "--node-rank"),
+    ("--nnodes=2 --node-rank=2 --master-addr=h t.py", "--node-rank"),
+    ("--master-port=x t.py", "--master-port"),
+    ("--master-port=70000 t.py", "--master-port"),
+    ("--nnodes=2 --master-addr=h:1 t.py", "--master-addr"),
+    ("--local-addr=a/b t.py", "--local-addr"),
+    ("--max-restarts=-1 t.py", "--max-restarts"),
+    ("--monitor-interval=0 t.py", "--monitor-interval"),
+    ("--start-method=thread t.py", "spawn"),
+    ("--event-log-handler=mine t.py", "--event-log-handler"),
+    ("--logs-specs=mine t.py", "--logs-specs"),
+    ("--module --no-python t", "--module and --no-python"),
+    ("--log-dir=t.py t.py", "--log-dir"),
+    ("--log-dir=t.py/below t.py", "is not a folder"),
+    ("-r 4 t.py", "--redirects"),
+    ("-t 0:1,1 t.py", "--tee"),
+    ("--local-ranks-filter=a t.py", "--local-ranks-filter"),
+    ("--show=0,x t.py", "--show"),
+    ("--show=3-1 t.py", "--show"),
+    ("--log-limit=lots t.py", "--log-limit"),
+    ("--log-limit=63K t.py", "65536 bytes or more"),
+    ("--numa-binding=everywhere t.py", "core-complex"),
+    ("--signals-to-handle=SIGKILL t.py", "SIGKILL"),
+    ("--shutdown-timeout=-1 t.py", "--shutdown-timeout"),
+    ("--grace=inf t.py", "--grace"),
+    ("--failure-grace=-1 t.py", "--failure-grace"),
+    ("--event-log-handler=jsonl t.py", "--log-dir"),
+    ("--grace=1 --shutdown-timeout=2 t.py", "--grace and --shutdown-timeout"),
+    ("--expire=0.5 t.py", "--expire"),
+    ("--join-timeout=0 t.py", "--join-timeout"),
+    ("--last-call=-1 t.py", "--last-call"),
+    ("--store-grace=soon t.py", "--store-grace"),
+    ("--token-file=nowhere t.py", "--token-file"),
+    ("--token-file=. t.py", "--token-file"),
+    ("--token-file=t.py t.py", "16 to 4096 bytes"),
+    ("--token-file=/dev/zero t.py", "too long"),
+]
+
+
+@pytest.mark.parametrize(("line", "part"), BAD)
+def test_bad_input_is_one_line_and_status_2(elastirun: Elastirun, line: str, part: str) -> None:
+    assert_bad(elastirun(*line.split()), part)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PET_STANDALONE", "perhaps"),
+        ("PET_STANDALONE", ""),
+        ("PET_NNODES", "1:"),
+        ("PET_NNODES", ""),
+        ("PET_NPROC_PER_NODE", "x"),
+        ("PET_MAX_RESTARTS", "many"),
+        ("PET_START_METHOD", "thread"),
+        ("PET_MASTER_PORT", ""),
+        ("PET_RDZV_CONF", "a\nb"),
+        ("PET_RDZV_ID", "a\nb"),
+        ("PET_TEE", "all"),
+        ("PET_TOKEN_FILE", ""),
+        ("PET_DRY_RUN", "x"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "x"),
+    ],
+)
+def test_a_bad_variable_is_named(elastirun: Elastirun, variable: str, value: str) -> None:
+    assert_bad(elastirun("--local-ranks-filter=9", "t.py", **{variable: value}), f"elastirun: {variable}: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("nowhere.py", "'nowhere.py'"),
+            (".", "__main__.py"),
+        ("--no-python no-such-program-here", "no program 'no-such-program-here'; give its path, or a name that is in PATH"),
+        ("--no-python ./t.py", "chmod +x"),
+    ],
+)
+def test_a_script_that_is_missing_here_is_one_line_and_status_3(elastirun: Elastirun, line: str, part: str) -> None:
+    assert_bad(elastirun(*line.split()), part, ExitCode.ENVIRONMENT)
+
+
+def test_an_interpreter_or_a_torch_that_is_missing_here_too(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without_torch:
+        without_torch.setattr("importlib.util.find_spec", lambda name: None)
+        assert_bad(elastirun("t.py"), "elastirun: torch is not installed for ", ExitCode.ENVIRONMENT)
+    assert_bad(elastirun("t.py", PYTHON_EXEC="/no/such/python"), "elastirun: PYTHON_EXEC: ", ExitCode.ENVIRONMENT)
+
+
+def assert_bad(result: SimpleNamespace, part: str, status: ExitCode = ExitCode.USAGE) -> None:
+    assert result.status == status
+    assert result.err.startswith("elastirun: ") and result.err.count("\n") == 1, result.err
+    assert part in result.err
+    assert (result.out, result.config) == ("", None)
+
+
+def test_folders_without_permission(elastirun: Elastirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root every access is allowed
+    assert_bad(elastirun("--log-dir=below/here", "--module", "t"), "cannot be written to")
+    assert_bad(elastirun("t.py"), "'t.py' cannot be read", ExitCode.ENVIRONMENT)
+
+
+def test_the_working_folder_is_gone(elastirun: Elastirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_bad(elastirun("/bin/sh"), "the working folder is gone")
+
+
+# --- what works
+
+
+def test_the_agent_gets_the_configuration_and_its_status_is_ours(elastirun: Elastirun) -> None:
+    result = elastirun("--nproc-per-node=3", "t.py", PET_MAX_RESTARTS="2")
+    assert (result.status, result.out, result.err) == (7, "", "")
+    assert (result.config.nproc, result.config.max_restarts) == (3, 2)
+
+
+@pytest.mark.parametrize("value", ["1", "yes", "TRUE", " 1 "])
+def test_flags_from_the_environment(elastirun: Elastirun, value: str) -> None:
+    assert elastirun("os", PET_MODULE=value).config.command.module is True
+    assert elastirun("t.py", PET_MODULE="0").config.command.module is False
+
+
+def test_warnings_are_one_line_each(elastirun: Elastirun) -> None:
+    result = elastirun("--node-rank=1", "--log-dir=/dev/null", "-r3", "t.py")
+    assert result.status == 7
+    assert re.fullmatch(r"(elastirun: warning: [^\n]+\n){2}", result.err)
+    assert elastirun("--show=3", "t.py").err.endswith("there is no rank 3 among 1 worker\n")
+
+
+def test_programs_folders_and_per_rank_names_are_found(elastirun: Elastirun, tmp_path: Path) -> None:
+    assert elastirun("--no-python", "sh", "-c", "true").config.command == Command("sh", ("-c", "true"), no_python=True)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").touch()
+    assert elastirun("app").status == 7
+    assert elastirun("train_${local_rank}.py").status == 7
+    assert elastirun("--log-dir=new/folder", "t.py").config.logs.log_dir == Path("new/folder")
+    assert not (tmp_path / "new").exists()  # the agent makes it
+
+
+def test_a_token(elastirun: Elastirun, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"\n {SECRET}\n")
+    file.chmod(0o600)
+    result = elastirun("--token-file=token", "t.py")
+    assert (result.config.token, result.err) == (SECRET.encode(), "")
+    assert SECRET not in repr(result.config)
+    file.chmod(0o640)
+    assert "chmod 600" in elastirun("--token-file=token", "t.py").err
+
+
+@pytest.mark.parametrize(("conf", "scheme"), [("user=me,password_file=secret", ""), ("cert=t.py,key=secret", "https://")])
+def test_a_secret_for_etcd_that_others_can_read_is_warned_of(elastirun: Elastirun, tmp_path: Path, conf: str, scheme: str) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    line = ("--nnodes=2", "--rdzv-id=j", "--rdzv-backend=etcd", f"--rdzv-endpoint={scheme}h", f"--rdzv-conf={conf}", "t.py")
+    for mode, warned in ((0o644, True), (0o600, False)):
+        file.chmod(mode)
+        result = elastirun(*line)
+        assert (result.status, "='secret': others on this machine can read it; chmod 600 it" in result.err) == (7, warned), result.err
+    file.unlink()
+    os.mkfifo(file)
+    assert "others" not in elastirun(*line).err, "and it is not opened"
+
+
+def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(SECRET)
+    (tmp_path / "token").chmod(0o600)
+    line = "--dry-run --nnodes=1:3 --rdzv-endpoint=node0 --rdzv-id=j --token-file=token --nproc-per-node=2 t.py --name"
+    result = elastirun(*line.split(), "a b", PET_ROLE="trainer")
+    assert (result.status, result.err, result.config) == (0, "", None)
+    assert SECRET not in result.out
+    for row in (
+        r"--nnodes +1:3 +command line",
+        r"--role +trainer +environment PET_ROLE",
+        r"--rdzv-backend +c10d +derived: MIN:MAX nodes",
+        r"--rdzv-endpoint +node0:29400 +derived: .*",
+        r"--token-file +token +command line",
+    ):
+        assert re.search(rf"^  {row}$", result.out, re.MULTILINE), row
+    assert f"2 workers would each run: {sys.executable} -u t.py --name 'a b'\nNothing was started.\n" in result.out
+    assert "\n1 worker would run: " in elastirun("--dry-run", "t.py").out
+    assert re.search("^listens: the rendezvous store: not here, ", result.out, re.MULTILINE)
+    assert "--expire" not in result.out and " default" not in result.out.replace("its default;", ""), "only what was given or derived"
+
+
+def test_help_teaches(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    result = elastirun("--nnodes=nonsense", "--help", PET_STANDALONE="nonsense")  # nothing else need be right
+    assert (result.status, result.err) == (0, "")
+    assert max(map(len, result.out.splitlines())) <= 101
+    places = [
+        result.out.index(text) for text in ("auto train.py", "--nnodes=1:3", "--master-addr=node0", *(f"{title}:" for title in GROUPS))
+    ]
+    assert places == sorted(places)
+    for option in OPTIONS:
+        assert f" {option.name} " in result.out
+        shown = f"[{option.env}={option.default}]" if option.default else f"[{option.env}]"
+        assert option.env is None or shown in " ".join(result.out.split())
+
+
+def test_the_examples_of_the_help_work(elastirun: Elastirun) -> None:
+    (Path("train.py")).touch()
+    examples = re.findall(r"^  elastirun (--.*train\.py.*)$", elastirun("--help").out, re.MULTILINE)
+    assert len(examples) == 3
+    for example in examples:
+        result = elastirun(*example.split())
+        assert (result.status, result.err) == (7, ""), example
+
+
+def test_the_page_for_those_who_come_from_torchrun_names_every_option_and_key() -> None:
+    page = (ROOT / "docs" / "torchrun.md").read_text()
+    assert [option.name for option in OPTIONS if f"`{option.name}`" not in page] == []
+    keys = page.partition("## Keys of")[2].partition("\n## ")[0]
+    documented = {key for row in re.findall(r"^\|([^|]*`[^|]*)\|", keys, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert documented == {*parse.KEYS, *parse.KEYS_WITHOUT_EFFECT, *parse.ETCD_KEYS, *parse.ETCD_ALIASES}
+
+
+def test_version(elastirun: Elastirun) -> None:
+    assert re.fullmatch(r"elastirun \d+\.\d+\S*\n", elastirun("--version").out)
+
+
+# --- a real process
+
+
+def process(*argv: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "elastirun", *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_real_process(tmp_path: Path) -> None:
+    (tmp_path / "t.py").touch()
+    result = process("--nnodes=a", "t.py", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "elastirun: --nnodes: 'a' is not a number of nodes; give N or MIN:MAX, such as 2 or 1:4\n"
+    result = process("--dry-run", "--standalone", "t.py", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert process("t.py", cwd=tmp_path, PET_STANDALONE="perhaps").returncode == 2
+
+
+def test_stdout_that_cannot_be_written_to_is_no_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-m", "elastirun", "--version"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run([sys.executable, "-m", "elastirun", "--help"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def fake_torch(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "torch.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_devices_are_counted_by_asking_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+from types import SimpleNamespace as new
+def kind(count):
+    return new(is_available=lambda: count > 0, device_count=lambda: count)
+cuda, xpu, npu, accelerator = kind(8), kind(0), kind(4), kind(8)
+_C = new(_get_privateuse1_backend_name=lambda: "npu")
+print("noise")
+"""
+    fake_torch(tmp_path, source, monkeypatch)
+    assert [main.count_devices(kind) for kind in ("gpu", "xpu", "npu", "auto", "foo")] == [8, 0, 4, 8, None]
+
+
+def test_no_torch_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torch(tmp_path, "raise ImportError('no such luck')", monkeypatch)
+    with pytest.raises(ValueError, match=r"ImportError: no such luck\); give a number"):
+        main.count_devices("gpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "err"),
+    [
+        (UsageError("two\nlines"), ExitCode.USAGE, "elastirun: two lines\n"),
+        (StartError("port 1 is taken"), ExitCode.ENVIRONMENT, "elastirun: port 1 is taken\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_of_the_agent(
+    error: BaseException, status: int, err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_with(error, monkeypatch) == status
+    assert capsys.readouterr().err == err
+
+
+def test_a_bug_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end_with(ZeroDivisionError(), monkeypatch) == ExitCode.BUG
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and err.splitlines()[-1].startswith("elastirun: this is a bug")
+
+
+def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> object:
+    def fail(argv: object) -> int:
+        raise error
+
+    monkeypatch.setattr(main, "_prepare", fail)
+    with pytest.raises(SystemExit) as exit_:
+        main.main([])
+    return exit_.value.code

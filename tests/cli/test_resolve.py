@@ -1,0 +1,360 @@
+"""From what was given to the configuration: torchrun's rules, what is derived, what is warned of, what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from elastirun.cli.given_options import Facts, Reading
+from elastirun.cli.options import normalise
+from elastirun.cli.resolve import resolve
+from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Std, StdMap, Timing
+from elastirun.errors import UsageError
+
+NOBODY: Mapping[str, str] = {}
+
+
+def reading_of(line: str, environ: Mapping[str, str] = NOBODY) -> tuple[LaunchConfig, Reading]:
+    """The configuration for a command line, on a made-up machine with 6 CPUs, 2 GPUs and 3 of another kind."""
+    tokens, script = normalise(line.split())
+    given = {name[2:].replace("-", "_"): value if equals else "1" for name, equals, value in (token.partition("=") for token in tokens)}
+    devices = {"gpu": 2, "auto": 2, "xpu": 0, "npu": 3}
+    reading = Reading(given, environ)
+    return resolve(reading, script, Facts(lambda: 6, devices.get, lambda: "new-id")), reading
+
+
+def config_of(line: str, environ: Mapping[str, str] = NOBODY, warnings: int = 0) -> LaunchConfig:
+    config, reading = reading_of(line, environ)
+    assert len(reading.warnings) == warnings, reading.warnings
+    return config
+
+
+def warning_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
+    _, reading = reading_of(line, environ)
+    (warning,) = reading.warnings
+    assert warning.isprintable()
+    return warning
+
+
+def error_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
+    with pytest.raises(UsageError) as caught:
+        reading_of(line, environ)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_the_plain_case() -> None:
+    assert config_of("train.py --lr 0.1") == LaunchConfig(Command("train.py", ("--lr", "0.1")), 1, 1, 1, "new-id", None)
+
+
+# --- where the nodes meet
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint", "static"),
+    [
+        ("t.py", None, False),
+        ("--standalone t.py", None, False),
+        ("--standalone --nnodes=1 t.py", None, False),
+        ("--standalone --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", None, False),
+        ("--rdzv-backend=c10d t.py", None, False),
+        ("--rdzv-backend=static t.py", None, False),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", None, False),
+        ("--master-addr=10.0.0.1 t.py", None, False),  # torchrun ignores it too when there is no port
+        ("--master-port=0 t.py", None, False),
+        ("--master-port=1234 t.py", Endpoint("127.0.0.1", 1234), True),
+        ("--rdzv-endpoint=localhost:7 t.py", Endpoint("localhost", 7), True),
+        ("--rdzv-endpoint=h --rdzv-backend=c10d t.py", Endpoint("h", 29400), False),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-backend=c10d t.py", Endpoint("h", 29400), False),
+        ("--nnodes=1:3 --rdzv-id=a --rdzv-endpoint=h t.py", Endpoint("h", 29400), False),
+        ("--nnodes=3 --rdzv-id=a --rdzv-endpoint=h t.py", Endpoint("h", 29400), False),
+        ("--nnodes=1:3 --rdzv-id=a --master-addr=h t.py", Endpoint("h", 29500), False),
+        ("--nnodes=2 --rdzv-id=a --rdzv-backend=c10d --master-addr=h --master-port=9 t.py", Endpoint("h", 9), False),
+        ("--nnodes=2 --node-rank=1 --rdzv-endpoint=h:7 t.py", Endpoint("h", 7), True),
+        ("--nnodes=2 --node-rank=1 --rdzv-endpoint=h t.py", Endpoint("h", 29400), True),
+        ("--nnodes=2 --node-rank=1 --rdzv-backend=static --rdzv-endpoint=h t.py", Endpoint("h", 29500), True),
+        ("--nnodes=2 --node-rank=0 --master-addr=10.0.0.1 t.py", Endpoint("10.0.0.1", 29500), True),
+        ("--nnodes=2 --node-rank=0 --master-addr=[fd00::1] --master-port=8 t.py", Endpoint("fd00::1", 8), True),
+    ],
+)
+def test_meeting_place(line: str, endpoint: Endpoint | None, static: bool) -> None:
+    config = config_of(line)
+    assert (config.endpoint, config.fixed_ranks) == (endpoint, static)
+
+
+@pytest.mark.parametrize(
+    ("line", "shared", "alone"),
+    [
+        ("t.py", False, True),
+        ("--master-port=7 t.py", True, True),
+        ("--rdzv-endpoint=h:7 t.py", True, True),
+        ("--rdzv-endpoint=h:7 --rdzv-conf=is_host=0 t.py", True, False),
+        ("--rdzv-endpoint=h:7 --rdzv-backend=c10d t.py", False, False),
+        ("--nnodes=2 --node-rank=1 --master-addr=h t.py", True, False),
+        ("--nnodes=2 --node-rank=1 --rdzv-endpoint=h t.py", True, False),
+        ("--nnodes=1:2 --rdzv-id=j --master-addr=h t.py", True, False),
+        ("--nnodes=1:2 --rdzv-id=j --rdzv-endpoint=h t.py", False, False),
+    ],
+)
+def test_where_workers_meet_and_whether_others_can_come(line: str, shared: bool, alone: bool) -> None:
+    config = config_of(line)
+    assert (config.meet_at_endpoint, config.standalone) == (shared, alone)
+    assert not config_of(line, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}).meet_at_endpoint
+
+
+@pytest.mark.parametrize(
+    ("line", "run_id"),
+    [
+        ("t.py", "new-id"),
+        ("--rdzv-id=job t.py", "job"),
+        ("--standalone --rdzv-id=job t.py", "job"),
+        ("--rdzv-id=none --rdzv-endpoint=h t.py", "new-id"),
+        ("--nnodes=2 --rdzv-id=job --rdzv-endpoint=h t.py", "job"),
+        ("--nnodes=2 --node-rank=1 --master-addr=h t.py", "none"),
+    ],
+)
+def test_run_id(line: str, run_id: str) -> None:
+    assert config_of(line).run_id == run_id
+
+
+def test_jobs_without_a_name_are_warned_of() -> None:
+    assert "give all nodes of a job one name" in warning_of("--nnodes=2 --rdzv-endpoint=h t.py")
+    assert "random name" in warning_of("--rdzv-id= t.py")
+    assert error_of("--nnodes=2 --rdzv-endpoint=h t.py", {"PET_RDZV_ID": ""}).startswith("PET_RDZV_ID: it is empty")
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "host"),
+    [
+        ("t.py", None, None),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h t.py", None, None),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-backend=c10d --node-rank=1 t.py", 1, None),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-conf=is_host=1 t.py", None, True),
+        ("--nnodes=2 --node-rank=0 --master-addr=h t.py", 0, True),
+        ("--nnodes=2 --node-rank=1 --master-addr=h t.py", 1, False),
+        ("--nnodes=2 --node-rank=1 --master-addr=h --rdzv-conf=is_host=t t.py", 1, True),
+        ("--nnodes=2 --rdzv-conf=rank=1 --master-addr=h t.py", 1, False),
+        ("--master-port=7 t.py", 0, True),
+    ],
+)
+def test_node_rank_and_host(line: str, rank: int | None, host: bool | None) -> None:
+    config = config_of(line)
+    assert (config.node_rank, config.is_host) == (rank, host)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("--standalone --rdzv-endpoint=h:1 t.py", "--rdzv-endpoint is ignored"),
+        ("--standalone --rdzv-backend=etcd-v2 t.py", "--rdzv-backend is ignored"),
+        ("--rdzv-backend=etcd-v2 --rdzv-endpoint=h t.py", "version 3 of its API"),
+        ("--rdzv-backend=etcd --rdzv-endpoint=h --rdzv-conf=user=u,password_file=f t.py", "goes over the network as it is"),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-conf=cacert=f t.py", "cacert has no effect"),
+        ("--standalone --nnodes=1:4 t.py", "this node runs alone"),
+        ("--nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", "no other node can join with --rdzv-endpoint=localhost:0"),
+        ("--nnodes=1:2 --rdzv-backend=static --node-rank=0 --master-addr=h t.py", "waits for all 2 nodes"),
+        ("--nnodes=2 --master-addr=h t.py", "--node-rank is not given, so this is node 0"),
+        ("--node-rank=1 t.py", "is --nnodes missing?"),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-backend=c10d --node-rank=2 t.py", "no such place among 2"),
+        ("--nnodes=2 --node-rank=1 --master-addr=h --rdzv-conf=rank=0 t.py", "rank=0 is ignored"),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --master-addr=k t.py", "--master-addr is ignored"),
+        ("--nnodes=2 --rdzv-conf=rank=2 --master-addr=h t.py", "--rdzv-conf rank=2 is ignored"),
+        ("--rdzv-conf=cacert=/x t.py", "cacert has no effect"),
+    ],
+)
+def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> None:
+    assert part in warning_of(line)
+
+
+def test_ignored_node_numbers_leave_one_node() -> None:
+    config = config_of("--standalone --nnodes=1:4 t.py", warnings=1)
+    assert (config.min_nodes, config.max_nodes) == (1, 1)
+    config = config_of("--nnodes=1:2 --rdzv-backend=static --node-rank=0 --master-addr=h t.py", warnings=1)
+    assert (config.min_nodes, config.max_nodes) == (2, 2)
+
+
+def test_variables_that_an_operator_sets_on_every_pod_are_no_noise() -> None:
+    pod = {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h:29400", "PET_RDZV_ID": "j", "PET_NODE_RANK": "2"}
+    assert config_of("t.py", pod | {"PET_MASTER_ADDR": "k", "PET_MASTER_PORT": "1"}).endpoint == Endpoint("h", 29400)
+
+
+def test_etcd() -> None:
+    conf = "ca_cert=/ca,cert=/c,ssl_cert_key=/k,user=u,password_file=/p,etcd_prefix=jobs"
+    config = config_of(f"--nnodes=1:4 --rdzv-id=j --rdzv-backend=etcd --rdzv-endpoint=https://a,https://b:7 --rdzv-conf={conf} t.py")
+    assert config.etcd == Etcd((Endpoint("a", 2379), Endpoint("b", 7)), True, "/ca", "/c", "/k", "u", "/p", "/jobs/")
+    assert (config.endpoint, config.standalone, config.min_nodes, config.max_nodes) == (None, False, 1, 4)
+    alone = config_of("--standalone --rdzv-backend=etcd t.py")
+    assert (alone.etcd, alone.standalone) == (Etcd(()), True)
+    assert config_of("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=protocol=https t.py").etcd == Etcd((Endpoint("a", 2379),), True)
+    assert config_of("--rdzv-backend=static --rdzv-endpoint=a t.py").etcd is None
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--nnodes=2 t.py", ["--nnodes: 2 nodes", "--rdzv-endpoint=HOST", "--master-addr=HOST"]),
+        ("--nnodes=1:2 --rdzv-backend=c10d t.py", ["--nnodes: 2 nodes", "--rdzv-endpoint=HOST"]),
+        ("--nnodes=2 --master-port=1 t.py", ["--master-addr=HOST"]),
+        ("--standalone --nnodes=2 t.py", ["--nnodes", "--standalone"]),
+        ("--nnodes=2 --rdzv-endpoint=h:0 t.py", ["--nnodes", "--rdzv-endpoint=h:0"]),
+        ("--nnodes=2 --node-rank=2 --master-addr=h t.py", ["--node-rank", "0 to 1", "--nnodes"]),
+        ("--rdzv-backend=etcd-v2 t.py", ["--rdzv-backend: etcd runs apart", "--rdzv-endpoint=HOST:2379"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a,https://b t.py", ["--rdzv-endpoint", "mixes"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=cert=c t.py", ["--rdzv-conf: cert is given without key"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=cert=c,key=k t.py", ["cert is for https", "https://HOST"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=http://a --rdzv-conf=protocol=https t.py", ["protocol='https'", "--rdzv-endpoint"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=user=u t.py", ["user is given without password_file"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=a --rdzv-conf=prefix=/ t.py", ["prefix=''"]),
+        ("--module --no-python t", ["--module and --no-python"]),
+        ("--grace=5 --shutdown-timeout=6 t.py", ["--grace and --shutdown-timeout"]),
+        ("--join-timeout=5 --rdzv-conf=join_timeout=6 t.py", ["--join-timeout and --rdzv-conf join_timeout"]),
+        ("--join-timeout=5 --rdzv-conf=timeout=6 t.py", ["--join-timeout and --rdzv-conf join_timeout"]),
+        ("--last-call=5 --rdzv-conf=last_call_timeout=6 t.py", ["--last-call and --rdzv-conf last_call_timeout"]),
+        ("--expire=5 --rdzv-conf=keep_alive_interval=6 t.py", ["--expire and --rdzv-conf keep_alive"]),
+        ("--rdzv-conf=keep_alive_interval=.1,keep_alive_max_attempt=2 t.py", ["--rdzv-conf", "0.2 seconds"]),
+        ("--logs-specs=x t.py", ["--logs-specs", "not built yet"]),
+        ("--nproc-per-node=xpu t.py", ["--nproc-per-node: torch can use no xpu"]),
+        ("--nproc-per-node=foo t.py", ["--nproc-per-node: torch knows no kind of device 'foo'"]),
+    ],
+)
+def test_what_cannot_be(line: str, parts: list[str]) -> None:
+    message = error_of(line)
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_the_variable_is_named_when_the_value_came_from_it() -> None:
+    assert error_of("t.py", {"PET_NNODES": "two"}).startswith("PET_NNODES: 'two'")
+    assert error_of("t.py", {"PET_STANDALONE": "perhaps"}).startswith("PET_STANDALONE: 'perhaps'")
+    assert error_of("t.py", {"PET_START_METHOD": "thread"}).startswith("PET_START_METHOD: 'thread'")
+    assert error_of("--module t", {"PET_NO_PYTHON": "1"}).startswith("--module and PET_NO_PYTHON")
+    assert error_of("t.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}).startswith("TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 'x'")
+
+
+def test_the_command_line_goes_before_the_environment() -> None:
+    environ = {"PET_NNODES": "nonsense", "PET_STANDALONE": "0", "PET_ROLE": "env", "PET_MAX_RESTARTS": "3"}
+    config = config_of("--nnodes=1 --role=line t.py", environ)
+    assert (config.role, config.max_restarts) == ("line", 3)
+    assert config_of("--grace=5 t.py", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}).timing.grace == 5.0
+
+
+# --- the rest
+
+
+@pytest.mark.parametrize(("value", "count"), [("4", 4), ("cpu", 6), ("gpu", 2), ("auto", 2), ("npu", 3)])
+def test_workers(value: str, count: int) -> None:
+    assert config_of(f"--nproc-per-node={value} t.py").nproc == count
+
+
+def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
+    reading = Reading({"nproc_per_node": "auto"}, {})
+    assert resolve(reading, ["t.py"], Facts(lambda: 6, lambda kind: 0, lambda: "id")).nproc == 6
+
+
+def test_times() -> None:
+    assert config_of("t.py").timing == Timing()
+    given = config_of("--join-timeout=1 --last-call=0 --expire=3 --store-grace=4 --grace=2.5 t.py").timing
+    assert given == Timing(join_timeout=1, last_call=0, beat=0.5, expire=3, store_grace=4, grace=2.5, failure_grace=2.5)
+    conf = "join_timeout=7,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=1"
+    given = config_of(f"--rdzv-conf={conf} --shutdown-timeout=0 t.py").timing
+    assert given == Timing(join_timeout=7, last_call=8, beat=0.25, expire=1, grace=0, failure_grace=0)
+    assert config_of("--grace=60 t.py").timing.failure_grace == 60, "one grace on every path, when it is asked for"
+    assert config_of("--shutdown-timeout=30 t.py").timing.failure_grace == 30
+    assert config_of("t.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).timing.failure_grace == 9
+    assert config_of("--grace=60 --failure-grace=3 --restart-pause=0 t.py").timing == Timing(grace=60, failure_grace=3, restart_pause=0)
+    assert config_of("--rdzv-conf=keep_alive_interval=2 t.py").timing.expire == 6.0
+    assert config_of("--rdzv-conf=keep_alive_max_attempt=2 t.py").timing.expire == 10.0
+    assert config_of("--join-timeout=7 --rdzv-conf=join_timeout=7 t.py").timing.join_timeout == 7.0
+    assert config_of("--join-timeout=7 t.py", {"PET_RDZV_CONF": "join_timeout=8"}).timing.join_timeout == 7.0
+    assert config_of("t.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).timing.grace == 9.0
+    assert config_of("--nnodes=2 --node-rank=0 --master-addr=h t.py").timing.join_timeout == 900.0
+
+
+@pytest.mark.parametrize("line", ["", "--expire=1", "--expire=1.9", "--rdzv-conf=keep_alive_interval=0.4", "--expire=900"])
+def test_a_node_beats_often_enough_not_to_be_lost(line: str) -> None:
+    timing = config_of(f"{line} t.py").timing
+    assert timing.expire >= 4 * timing.beat > 0
+
+
+def test_logs() -> None:
+    line = "-r 1:2 -t 3 --log-dir=/x --local-ranks-filter=0 --duplicate-stdout-filters=a,b --duplicate-stderr-filters=c --nproc-per-node=2"
+    config = config_of(f"{line} --event-log-handler=console t.py", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"})
+    redirects = StdMap(Std.NONE, ((1, Std.ERR),))
+    assert config.logs == LogPolicy(Path("/x"), redirects, StdMap(Std.ALL), frozenset({0}), ("a", "b"), ("c",), "${rank}", "console")
+
+
+def test_what_is_shown_and_how_much_is_kept() -> None:
+    logs = config_of("--show -1,0 --log-limit=2M -r 3 t.py").logs  # a value that begins with - may stand by itself
+    assert (logs.show, logs.limit) == (((-1, -1), (0, 0)), 2 << 20)
+    assert config_of("--nnodes=2 --rdzv-endpoint=h --rdzv-id=j t.py", {"PET_SHOW": "99"}).logs.show == ((99, 99),)
+    assert (config_of("t.py").logs.show, config_of("t.py").logs.limit) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("--log-dir=/dev/null -r 3 t.py", "--redirects is ignored"),
+        ("--duplicate-stdout-filters=a t.py", "add --tee=3"),
+        ("-t 4:1 --nproc-per-node=4 t.py", "no local rank 4 among 4"),
+        ("--local-ranks-filter=0,9 t.py", "no local rank 9"),
+        ("--show=0,-1,-3,2-5 --nproc-per-node=2 t.py", "--show: there is no rank -3, 2 among 2"),
+        ("--log-limit=1M t.py", "--log-limit has no effect"),
+        ("--log-limit=1M -t 3 --log-dir=/dev/null t.py", "--log-limit has no effect"),
+        ("--signals-to-handle=SIGTERM,SIGFOO t.py", "no signal 'SIGFOO'"),
+        ("--run-path --no-python t.py", "--no-python is ignored"),
+        ("--run-path --module t.py", "--module is ignored"),
+    ],
+)
+def test_what_has_no_effect_is_warned_of(line: str, part: str) -> None:
+    assert part in warning_of(line)
+
+
+def test_the_command() -> None:
+    assert config_of("-m pkg.mod -m").command == Command("pkg.mod", ("-m",), module=True)
+    assert config_of("--no-python ./run.sh").command == Command("./run.sh", no_python=True)
+    assert config_of("--run-path --module t.py", warnings=1).command == Command("t.py", run_path=True)
+
+
+def test_the_rest_is_taken_over() -> None:
+    line = "--local-addr=[fd00::1] --role=a --max-restarts=2 --signals-to-handle=USR1 --numa-binding=core-complex --virtual-local-rank t.py"
+    config = config_of(line)
+    assert (config.local_addr, config.role, config.max_restarts, config.signals) == ("fd00::1", "a", 2, ("SIGUSR1",))
+    assert (config.numa_binding, config.virtual_local_rank) == ("core-complex", True)
+    assert config_of("t.py", {"PET_LOCAL_ADDR": "", "PET_LOG_DIR": ""}).local_addr is None
+
+
+def test_virtual_local_ranks_need_a_gpu_each() -> None:
+    line = "--virtual-local-rank --nproc-per-node=2 t.py"
+    assert "CUDA_VISIBLE_DEVICES lists 1" in error_of(line, {"CUDA_VISIBLE_DEVICES": "3"})
+    for visible in ("3,4", ""):
+        assert config_of(line, {"CUDA_VISIBLE_DEVICES": visible}).nproc == 2
+    assert config_of(line).nproc == 2, "as many as GPUs"
+    assert "3 workers need a GPU each, this node has 2" in error_of(line.replace("node=2", "node=3"))
+
+
+def test_rows_say_where_each_value_came_from() -> None:
+    _, reading = reading_of(
+        "--nnodes=2 --rdzv-endpoint=h --nproc-per-node=cpu t.py", {"PET_ROLE": "x", "PET_RDZV_ID": "j", "PET_LOG_DIR": "a\nb"}
+    )
+    rows = {row.option: (row.value, row.source) for row in reading.rows()}
+    assert rows["--nnodes"] == ("2", "command line")
+    assert rows["--rdzv-endpoint"] == ("h:29400", "derived: --rdzv-endpoint, with c10d's port")
+    assert rows["--rdzv-backend"] == ("c10d", "derived: an endpoint and no --node-rank")
+    assert rows["--role"] == ("x", "environment PET_ROLE")
+    assert rows["--log-dir"] == (r"'a\nb'", "environment PET_LOG_DIR")
+    assert rows["--nproc-per-node"] == ("6", "derived: usable CPUs")
+    assert rows["--monitor-interval"] == ("0.1", "default")
+    assert rows["--module"] == ("no", "default")
+
+
+def test_signals_to_pass_on() -> None:
+    assert config_of("--forward-signals=USR1,sigusr2 t.py").forward_signals == ("SIGUSR1", "SIGUSR2")
+    assert config_of("t.py").forward_signals == ()
+    assert "--forward-signals and --signals-to-handle contradict" in error_of("--forward-signals=HUP --signals-to-handle=TERM,HUP t.py")
+
+
+def test_which_failures_count() -> None:
+    config = config_of("--restart-window=90 --fail-fast --exit-code-from-worker t.py")
+    assert (config.restart_window, config.fail_fast, config.exit_code_from_worker) == (90.0, True, True)
+    assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)

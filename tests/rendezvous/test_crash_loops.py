@@ -1,0 +1,111 @@
+"""A node that is started, killed and started again, over and over: the others get on without it, until it has come to stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastirun.rendezvous import formation
+from elastirun.rendezvous.records import Broken, Cause
+from tests.rendezvous.test_formation import RULES, after, chosen, form, row
+from tests.sim import invariants
+from tests.sim.world import World
+
+
+@pytest.mark.parametrize(("losses", "seconds"), [(0, 0.0), (2, 0.0), (3, 10.0), (4, 20.0), (5, 40.0), (8, 300.0), (10**15, 300.0)])
+def test_newcomers_wait_longer_with_each_early_loss(losses: int, seconds: float) -> None:
+    assert formation.hold(after("ab", losses=losses)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("cause", "lost", "ran", "losses"),
+    [
+        (Cause.LOST, ("c",), 5.0, 4),
+        (Cause.FAILURE, ("c",), 5.0, 4),  # its peers failed before it was found silent
+        (Cause.LOST, ("c",), formation.EARLY, 0),
+        (Cause.FAILURE, (), 5.0, 3),
+        (Cause.FAILURE, (), formation.EARLY, 0),
+        (Cause.LEAVE, (), 5.0, 3),  # it had time for a checkpoint
+        (Cause.JOIN, (), 500.0, 3),  # what the newcomers are worth has still to be seen
+        (Cause.JOIN, ("c",), 5.0, 4),
+    ],
+)
+def test_a_round_counts_when_it_lost_a_node_soon(cause: Cause, lost: tuple[str, ...], ran: float, losses: int) -> None:
+    record = after("abc", losses=3, broken=Broken(cause, "r", "a", lost, ran=ran))
+    decision = form(record, [row("a", 1), row("b", 1), *([] if lost else [row("c", 1)])], max_restarts=9)
+    assert decision.record is not None and decision.record.losses == losses
+
+
+@pytest.mark.parametrize(
+    ("cause", "losses", "least", "expected"),
+    [
+        (Cause.LOST, 1, 1, "adb"),
+        (Cause.LOST, 2, 1, "ab"),  # the third loss in a row: who came since has to wait
+        (Cause.FAILURE, 2, 1, "ab"),
+        (Cause.LOST, 2, 3, ""),  # it is needed, but not at once
+        (Cause.JOIN, 9, 1, "adb"),  # the round was ended for it
+    ],
+)
+def test_after_many_early_losses_the_survivors_go_on_by_themselves(cause: Cause, losses: int, least: int, expected: str) -> None:
+    record = after("acb", losses=losses, broken=Broken(cause, "r", "a", ("c",), ran=5.0))
+    decision = form(record, [row("a", 1), row("b", 1), row("d")], now=5.0, min_nodes=least, max_restarts=9)
+    assert chosen(decision) == expected
+    if not expected:
+        assert decision.reason == "3 rounds in a row lost a node within 60 s of their start; the next one starts after 10.0 s"
+        assert chosen(form(record, [row("a", 1), row("b", 1), row("d")], now=10.0, min_nodes=least)) == "adb"
+        assert chosen(form(record, [row("a", 1), row("b", 1), row("d")], now=0.0, min_nodes=least, restart_pause=0.0)) == "adb"
+
+
+@pytest.mark.parametrize("alive", [1.0, 4.0, 12.0, 40.0])
+def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work(alive: float) -> None:
+    world = World(min_nodes=2, max_nodes=3)
+    invariants.install(world)
+    stay, comes = [world.add(), world.add()], [world.add("x")]
+    assert world.run(30, world.running(*stay, *comes))
+
+    def kill() -> None:
+        comes[-1].crash()
+        world.at(1.0, again)
+
+    def again() -> None:
+        comes.append(world.add("x"))
+        if len(comes) < 300 / (alive + 1):
+            world.at(alive, kill)
+
+    world.at(alive, kill)
+    world.run(300)
+    assert 4 <= max(number for number, _ in world.history) <= 11, "59 when nobody has to wait"
+    assert world.run(formation.LONGEST_HOLD + 20, world.running(*stay, comes[-1])), "when it has come to stay it is taken in"
+    assert any("newcomers are taken in after" in said for node in comes for said in node.said)
+
+
+def test_a_newcomer_with_a_slow_beat_is_taken_in_by_the_round_that_was_ended_for_it() -> None:
+    """Its row may not have changed yet when the next round forms; that it wrote the record is proof enough."""
+    world = World(min_nodes=1, max_nodes=3, beat=0.2)
+    a, b = world.add(), world.add()
+    assert world.run(30, world.running(a, b))
+    c = world.add(rules=replace(world.rules, beat=2.0))
+    assert world.run(10, world.running(a, b, c))
+    assert world.history == [(1, 2), (2, 3)]
+
+
+def test_a_round_that_was_ended_says_how_long_it_ran() -> None:
+    world = World(min_nodes=1, max_nodes=3)
+    a, b = world.add(), world.add()
+    assert world.run(30, world.running(a, b))
+    began = world.t
+    world.run(20)
+    b.crash()
+    assert world.run(20, lambda: world.record is not None and world.record.broken is not None)
+    broken = world.record.broken  # type: ignore[union-attr]
+    assert broken is not None and broken.ran == pytest.approx(world.t - began, abs=1.0)
+
+
+def test_other_settings_in_a_store_that_lasts_are_refused_with_a_word_about_a_job_just_killed() -> None:
+    record = after("ab", settings=replace(RULES, max_restarts=7).settings)
+    assert "try again" not in formation.disagreement(RULES, record)
+    lasting = replace(RULES, lasting=True)
+    record = replace(record, settings=replace(lasting, max_restarts=7).settings)
+    told = formation.disagreement(lasting, record)
+    assert told.endswith("start all nodes with the same, or try again in 5 s if that job was just killed")

@@ -1,0 +1,179 @@
+"""Changes are heard of, whatever happens to connections and servers; and while there is nothing to hear, nothing is done."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.etcd.client import OPTIONS, Cluster
+from elastirun.rendezvous.stores.etcd.store import EtcdStore, Leases, connector
+from tests.support.cluster import PATIENCE
+from tests.support.etcd_server import Etcd, ask, etcd
+from tests.support.relay import Relay
+
+QUICK = ("--heartbeat-interval=50", "--election-timeout=500")
+
+
+@pytest.fixture
+def key() -> str:
+    return f"elastirun/{os.urandom(4).hex()}/round"
+
+
+class Listener:
+    """Counts the calls of ``changed``, each of which can be awaited."""
+
+    def __init__(self, store: EtcdStore, key: str) -> None:
+        self.store = store
+        self.calls = 0
+        self._called = threading.Condition()
+        store.watch(key, self._changed)
+        self.hears(1)  # it has begun
+
+    def _changed(self) -> None:
+        with self._called:
+            self.calls += 1
+            self._called.notify_all()
+
+    def hears(self, calls: int, patience: float = PATIENCE) -> None:
+        """Wait until there were so many calls in all."""
+        with self._called:
+            assert self._called.wait_for(lambda: self.calls >= calls, patience), f"{self.calls} calls, not {calls}"
+        assert self.calls == calls
+
+
+def count_up(store: EtcdStore, key: str) -> int:
+    """Write the next number."""
+    now = store.get([key]).get(key)
+    number = int(now or 0) + 1
+    assert store.put_if(key, now, b"%d" % number) == b"%d" % number
+    return number
+
+
+def lose_connection(store: EtcdStore) -> None:
+    store._client.leave(store._client.link())
+
+
+def test_each_change_is_heard_of_and_nothing_else(server: Etcd, key: str) -> None:
+    connect = connector(server.endpoints)
+    listener, writer = Listener(connect(), key), connect()
+    for i in range(2, 7):
+        writer.put_if(f"{key}-{i}", None, b"another key, which this one begins")
+        count_up(writer, key)
+        listener.hears(i)
+    writer.delete(key)
+    listener.hears(7)
+    listener.store.close()
+
+
+def test_a_lost_connection_is_no_change_and_changes_without_one_are_heard_of_later(server: Etcd, key: str) -> None:
+    listener, writer = Listener(connector(server.endpoints)(), key), connector(server.endpoints)()
+    for i in (2, 3, 4):
+        lose_connection(listener.store)
+        count_up(writer, key)  # before or after it has connected again
+        listener.hears(i)
+    listener.store.close()
+
+
+def test_nothing_is_missed_when_the_server_is_killed_and_comes_back(key: str) -> None:
+    with etcd(3, options=QUICK) as cluster:
+        first, *others = cluster.members
+        listener = Listener(connector([first.endpoint])(), key)
+        writer = connector([member.endpoint for member in others])()
+        first.kill()
+        count_up(writer, key)
+        assert listener.calls == 1
+        cluster.start_one(first)
+        listener.hears(2)
+        count_up(writer, key)
+        listener.hears(3)
+        first.kill()
+        cluster.start_one(first)
+        first.wait_until_ready()
+        count_up(writer, key)
+        listener.hears(4)
+        listener.store.close()
+
+
+def test_a_stopped_member_is_left_as_soon_as_an_operation_finds_it(key: str) -> None:
+    with etcd(3, options=QUICK) as cluster:
+        listener = Listener(connector(cluster.endpoints)(), key)
+        stopped = cluster.member(listener.store.endpoint)
+        writer = connector([member.endpoint for member in cluster.members if member is not stopped])()
+        stopped.freeze()
+        count_up(writer, key)
+        assert listener.store.get([key]) == {key: b"1"}
+        listener.hears(2)
+        stopped.thaw()
+        listener.store.close()
+
+
+def test_a_watch_alone_leaves_a_connection_that_fell_silent(server: Etcd, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without operations that would notice; the times are those of the product, divided."""
+    for name in ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
+        monkeypatch.setitem(OPTIONS, name, OPTIONS[name] // 6)
+    with Relay(server.endpoints[0]) as relay:
+        listener = Listener(connector([relay.endpoint])(), key)
+        relay.silence()
+        count_up(connector(server.endpoints)(), key)
+        listener.hears(2, patience=30.0)  # without the ping's own limit it takes 60 s
+        listener.store.close()
+
+
+def test_a_watch_alone_goes_to_another_endpoint_when_its_own_is_gone(server: Etcd, key: str) -> None:
+    with Relay(server.endpoints[0]) as relay:
+        cluster = Cluster([relay.endpoint, server.endpoints[0]])
+        cluster.position = 0
+        listener = Listener(EtcdStore(cluster, Leases(10.0)), key)
+        assert listener.store.endpoint == relay.endpoint
+    count_up(connector(server.endpoints)(), key)
+    listener.hears(2)
+    assert listener.store.endpoint == server.endpoints[0]
+    listener.store.close()
+
+
+def test_what_etcd_has_forgotten_counts_as_a_change(server: Etcd, key: str) -> None:
+    listener, writer = Listener(connector(server.endpoints)(), key), connector(server.endpoints)()
+    for _ in range(5):
+        newest = count_up(writer, key + "-other")
+    ask(writer, "KV/Compact", revision=writer._range(writer._key(key)).header.revision, physical=True)
+    lose_connection(listener.store)
+    listener.hears(2)
+    lose_connection(listener.store)
+    count_up(writer, key)
+    listener.hears(3)
+    assert newest == 5
+    listener.store.close()
+
+
+def test_while_the_server_is_away_it_is_asked_for_now_and_then(key: str) -> None:
+    with etcd() as own:
+        listener = Listener(connector(own.endpoints)(), key)
+        own.stop()
+        with pytest.raises(StoreError):
+            listener.store.get([key])
+        used, began = time.process_time(), time.monotonic()
+        threading.Event().wait(2.0)
+        share = (time.process_time() - used) / (time.monotonic() - began)
+        print(f"\nCPU while the server is away: {share:.2%}")
+        assert share < 0.1, "etcd3's own watch takes 40 %"
+        own.start()
+        count_up(connector(own.endpoints)(), key)
+        listener.hears(2)
+        listener.store.close()
+
+
+def test_it_ends_with_its_connection(server: Etcd, key: str) -> None:
+    before = set(threading.enumerate())
+    listener = Listener(connector(server.endpoints)(), key)
+    mine = set(threading.enumerate()) - before
+    assert any(thread.name == "etcd watch" for thread in mine)
+    listener.store.close()
+    for thread in mine:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), thread.name
+    count_up(connector(server.endpoints)(), key)
+    assert listener.calls == 1

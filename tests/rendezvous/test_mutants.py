@@ -1,0 +1,479 @@
+"""Every rule has a test that notices when it is taken out: it is broken in a copy of the package, and the test must fail there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``rule`` is broken when ``old``, which stands once in ``rendezvous/<module>.py``, becomes ``new``; then ``test`` fails."""
+
+    rule: str
+    module: str
+    old: str
+    new: str
+    test: str
+
+
+def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
+    return Mutant(rule, module, old, new, f"tests/rendezvous/test_{file}.py::test_{test}")
+
+
+MUTANTS = (
+    # Who sits where.
+    mutant(
+        "a newcomer takes the hole, not the end",
+        *("ranks", "waiting.pop(0) if waiting else None", "None"),
+        *("formation", "survivors_keep_their_place_and_newcomers_take_holes"),
+    ),
+    mutant(
+        "no newcomer puts a survivor out",
+        *("ranks", "limit - sum(s is not None for s in survivors)", "limit"),
+        *("formation", "survivors_keep_their_place_and_newcomers_take_holes"),
+    ),
+    mutant(
+        "a fixed rank is the wish",
+        *("ranks", "    if fixed:", "    if False:"),
+        *("machine", "fixed_ranks_follow_the_wish"),
+    ),
+    mutant(
+        "numbers in addresses count as numbers",
+        *("ranks", "(0, int(part)) if part.isdecimal() else (1, part)", "(1, part)"),
+        *("formation", "numbers_in_addresses_are_compared_as_numbers"),
+    ),
+    mutant(
+        "nobody's address crashes us",
+        *("ranks", "part.isdecimal()", "part.isdigit()"),
+        *("formation", "numbers_in_addresses_are_compared_as_numbers"),
+    ),
+    # When a round forms.
+    mutant(
+        "no round while a member of the last one may still work",
+        *("formation", "    if active:", "    if False:"),
+        *("formation", "no_round_before_every_member_of_the_last_is_over"),
+    ),
+    mutant(
+        "a re-formation waits for no last call",
+        *("formation", "if first and len(chosen)", "if len(chosen)"),
+        *("formation", "a_re_formation_waits_for_no_last_call"),
+    ),
+    mutant(
+        "a lost member costs no restart",
+        *("formation", "record.broken.cause is not Cause.FAILURE or lost:", "record.broken.cause is not Cause.FAILURE:"),
+        *("machine", "a_lost_node_is_dropped_within_expire_and_two_seconds_and_costs_no_restart"),
+    ),
+    mutant(
+        "--max-restarts restarts are allowed",
+        *("formation", "(record.failures > rules.max_restarts or", "(record.failures >= rules.max_restarts or"),
+        *("machine", "a_worker_failure_restarts_everyone_quickly_and_keeps_ranks"),
+    ),
+    mutant(
+        "restarts are counted",
+        *("formation", "failures=before + 1,", "failures=before,"),
+        *("formation", "only_a_failure_without_a_lost_member_costs_a_restart"),
+    ),
+    mutant(
+        "a success is of this very round",
+        *("formation", "row.succeeded == record.round", "row.succeeded > 0"),
+        *("formation", "success_is_of_the_very_round"),
+    ),
+    mutant(
+        "blame comes before time",
+        *("formation", "(f.blame, f.after, f.rank)", "(f.after, f.rank)"),
+        *("machine", "the_budget_is_the_jobs_and_its_end_reaches_every_node_with_the_root_cause"),
+    ),
+    mutant(
+        "what one has found lost is lost for all",
+        *("formation", "m.id in record.broken.lost", "False"),
+        *("formation", "a_loss_that_one_node_has_found_counts_for_all"),
+    ),
+    mutant(
+        "quick failures wait longer and longer",
+        *("formation", "if now < over_since + pause:", "if False:"),
+        *("rules", "rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer"),
+    ),
+    mutant(
+        "a round that ran for long is no quick failure",
+        *("formation", "record.quick + 1 if ran < QUICK else 0", "record.quick + 1"),
+        *("rules", "rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer"),
+    ),
+    mutant(
+        "a round that may go on where nobody sees it has the time to stop",
+        *("formation", "    if left > 0:\n", "    if False:\n"),
+        *("formation", "a_round_of_which_nothing_is_heard_is_given_the_time_to_stop_by_itself"),
+    ),
+    mutant(
+        "no round without the node that hosts the store",
+        *("formation", "    if waiting is not None:\n", "    if False:\n"),
+        *("host", "nobody_takes_the_place_of_a_silent_host"),
+    ),
+    mutant(
+        "the store's host has a place in a full round, too",
+        *("ranks", "if row.hosts), None)", "if False), None)"),
+        *("host", "the_host_has_a_place_in_a_full_round_too"),
+    ),
+    mutant(
+        "of two nodes with one fixed rank the host has it",
+        *("ranks", "key=lambda row: not row.hosts", "key=lambda row: 0"),
+        *("host", "of_two_nodes_with_one_fixed_rank_the_host_has_it"),
+    ),
+    mutant(
+        "the first round waits for the row of the host",
+        *("formation", "if first and now < until else None", "if False else None"),
+        *("host", "the_first_round_waits_for_the_row_of_the_host_and_not_for_ever"),
+    ),
+    mutant(
+        "a host that comes late is no spare",
+        *("machine", ">= self.rules.max_nodes and not self.row.hosts:", ">= self.rules.max_nodes:"),
+        *("host", "a_host_that_comes_late_is_no_spare"),
+    ),
+    # Who is silent.
+    mutant(
+        "a slow answer does not count against the others",
+        *("liveness", "started - self._since(seen) > self.expire", "self.expire < received - self._since(seen)"),
+        *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+    ),
+    mutant(
+        "time counts from when a change was received",
+        *("liveness", "_Seen(seq, received, proven=seen is not None)\n", "_Seen(seq, started, proven=seen is not None)\n"),
+        *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+    ),
+    mutant(
+        "one's own trouble with the store excuses the others",
+        *("machine", "self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))", "pass"),
+        *("silence", "after_trouble_with_the_store_the_others_have_their_time_anew"),
+    ),
+    mutant(
+        "the last to find the store back has some seconds more than the first",
+        *("machine", "LAST_BACK if self.rules.lasting else", "0.0 if self.rules.lasting else"),
+        *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
+    ),
+    mutant(
+        "a keep-alive of before the trouble is no sign of life",
+        *("liveness", "self._excused = max(self._excused, until)", "for seen in self._seen.values(): seen.changed = until"),
+        *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
+    ),
+    mutant(
+        "where rows have leases, one that is away for a moment makes nobody lost",
+        *("liveness", "started > max(seen.away + lease.absence,", "started > max(seen.away,"),
+        *("silence", "a_row_that_is_away_for_a_moment_makes_nobody_lost"),
+    ),
+    mutant(
+        "where rows have leases, one that has vanished makes its node lost in time",
+        *("liveness", "if self._lease is not None:\n                self._observe", "if False:\n                self._observe"),
+        *("silence", "where_rows_have_leases_a_node_is_lost_between_expire_and_two_seconds_later"),
+    ),
+    mutant(
+        "where rows have leases, a keep-alive writes nothing",
+        *("machine", "due = lease_is_over if self.rules.lasting else", "due ="),
+        *("silence", "where_rows_have_leases_a_node_that_has_nothing_new_to_say_writes_nothing"),
+    ),
+    mutant(
+        "a row whose lease may be over is written anew",
+        *("machine", "lease_is_over = self._doubts > (self._sync.put is not None)", "lease_is_over = False"),
+        *("silence", "a_node_writes_its_row_anew_when_its_lease_may_be_over"),
+    ),
+    mutant(
+        "a lease that is renewed while its row is gone is no keep-alive",
+        *("sync", "kept_alive=kept_alive and row is not None", "kept_alive=kept_alive"),
+        *("sync", "a_keep_alive_counts_only_with_its_row"),
+    ),
+    mutant(
+        "an old row that is put back is no sign of life",
+        *("liveness", "(row.seq < seq or (left and not has_left))", "(left and not has_left)"),
+        *("liveness", "old_rows_are_left_out_and_who_has_left_does_not_come_back"),
+    ),
+    mutant(
+        "who has left does not come back",
+        *("liveness", "(row.seq < seq or (left and not has_left))", "row.seq < seq"),
+        *("replay", "old_joining_rows_are_taken_into_no_round"),
+    ),
+    mutant(
+        "only a rising seq is a sign of life",
+        *("liveness", "seq > seen.seq:", "seq != seen.seq:"),
+        *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
+    ),
+    mutant(
+        "a node's own seq rises when an older row of it was put back",
+        *("machine", "max(self._seq, base.seq if base else 0) + 1", "(base.seq if base else 0) + 1"),
+        *("replay", "a_node_whose_own_old_row_is_put_back_goes_on_above_its_newest"),
+    ),
+    mutant(
+        "a run whose nodes have left binds nobody",
+        *("machine", "if not self.rules.lasting or (found.round == 0", "if True or (found.round == 0"),
+        *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
+    ),
+    mutant(
+        "a run that may go on out of reach is waited for",
+        *("machine", "wait = max(alone, self._untouched", "wait = max(0.0, self._untouched"),
+        *("machine", "where_the_store_outlives_the_job_nodes_that_were_killed_are_waited_for"),
+    ),
+    mutant(
+        "who leaves a broken round says in the record that it has stopped",
+        *("formation", "broken is None or broken.over or record.closed", "True or broken.over or record.closed"),
+        *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
+    ),
+    mutant(
+        "the neighbours of a late member are watched before it is lost",
+        *("machine", "return record.open and self._place(record) is not None and bool(late)", "return False"),
+        *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
+    ),
+    # What a node does.
+    mutant(
+        "no worker starts before every member has seen the round",
+        *("machine", "elif self._all_have_seen(record):", "elif True:"),
+        *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
+    ),
+    mutant(
+        "another store is another rendezvous",
+        *("machine", "event.round.store_id != self.record.store_id", "False"),
+        *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
+    ),
+    mutant(
+        "a node with other settings takes no part",
+        *("machine", "(how := formation.disagreement(self.rules, found))", "(how := '')"),
+        *("rules", "nodes_started_with_other_settings_are_told_so_and_change_nothing"),
+    ),
+    mutant(
+        "a fixed place has one holder",
+        *("machine", "self._now >= self._same_round.since + 2 * self.rules.expire", "False"),
+        *("rules", "a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs"),
+    ),
+    mutant(
+        "a replacement has the time until the lost one is missed",
+        *("machine", "self._now >= self._same_round.since + 2 * self.rules.expire", "True"),
+        *("rules", "the_replacement_of_a_lost_node_with_a_fixed_rank_is_not_excluded"),
+    ),
+    mutant(
+        "into the store of a job that is over nothing is written",
+        *("machine", "self._may_be_earlier(event.round, rows) else None", "False else None"),
+        *("steps", "into_the_store_of_a_job_that_is_over_nothing_is_written"),
+    ),
+    mutant(
+        "a running round is not broken before it is clear that no more newcomers come",
+        *("machine", "elif self._now < self._candidates.since + self.rules.debounce:", "elif False:"),
+        *("steps", "a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come"),
+    ),
+    mutant(
+        "a spare disturbs nobody",
+        *("machine", "if len(record.members) >= self.rules.max_nodes and not self.row.hosts:", "if False:"),
+        *("machine", "a_spare_waits_without_disturbing_and_steps_in"),
+    ),
+    mutant(
+        "nobody is taken in while a round is finishing",
+        *("machine", "elif any(formation.has_succeeded(m, record, self.rows) for m in record.members):", "elif False:"),
+        *("steps", "nobody_is_taken_in_while_a_round_is_finishing"),
+    ),
+    mutant(
+        "a done node that goes spoils no success",
+        *("machine", "if gone and not formation.has_succeeded(m, record, self.rows):", "if gone:"),
+        *("steps", "a_member_that_has_succeeded_may_fall_silent"),
+    ),
+    mutant(
+        "success needs every member",
+        *("machine", "            if not missing:\n", "            if True:\n"),
+        *("machine", "success_needs_every_member_in_one_round"),
+    ),
+    mutant(
+        "a round of one that is cut off stops in time",
+        *("machine", "return self._now >= limit", "return False"),
+        *("machine", "a_round_of_one_cut_off_stops_before_others_may_take_over"),
+    ),
+    mutant(
+        "one exchange at a time",
+        *("machine", "if self.finished or self._syncing:", "if self.finished:"),
+        *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
+    ),
+    mutant(
+        "a running node reads three rows, not all",
+        *("polling", "            return successors(record, self.me)\n", "            return None\n"),
+        *("machine", "a_running_node_reads_three_rows_however_many_there_are"),
+    ),
+    mutant(
+        "only those first in line read all rows",
+        *("polling", "or self.is_first(record, away):", "or True:"),
+        *("scale", "no_node_but_those_first_in_line_reads_all_rows"),
+    ),
+    mutant(
+        "who is ready for another round is not ready for this one",
+        *("machine", "if row is not None and row.round == record.round]", "if row is not None]"),
+        *("steps", "a_member_that_is_ready_for_another_round_is_not_ready_for_this_one"),
+    ),
+    mutant(
+        "a node named with other slots takes no part",
+        *("machine", "place is not None and record.members[place].slots == self.row.slots", "place is not None"),
+        *("steps", "a_node_that_is_named_with_other_slots_takes_no_part"),
+    ),
+    mutant(
+        "a verdict does not overrule that a node leaves",
+        *("machine", "(overrule and self._outcome[0] is not Outcome.LEFT)", "overrule"),
+        *("steps", "a_verdict_does_not_overrule_that_this_node_leaves"),
+    ),
+    mutant(
+        "a lone round's time counts from when its keep-alive was sent",
+        *("machine", "            self.kept_alive = event.started", "            self.kept_alive = event.now"),
+        *("lone_round", "its_time_counts_from_when_the_keep_alive_was_sent_not_answered"),
+    ),
+    mutant(
+        "a lone round that drains is hurried when it is cut off",
+        *("machine", "self.row.round != self._hurried and self._alone_and_cut_off(record)", "self.row.round != self._hurried and False"),
+        *("lone_round", "it_is_hurried_when_it_is_cut_off_while_it_drains"),
+    ),
+    mutant(
+        "of a round that is cut off the shortest silence counts",
+        *("formation", "rules.longest_alone - min(", "rules.longest_alone - max("),
+        *("formation", "of_a_round_that_is_cut_off_the_member_heard_of_last_counts"),
+    ),
+    mutant(
+        "who is not read is not silent",
+        *("liveness", "for node_id in self._seen.keys() - seqs.keys():", "for node_id in ():"),
+        *("liveness", "who_is_not_read_is_not_called_silent"),
+    ),
+    mutant(
+        "all rows are read when a watched one is away",
+        *("machine", "self._earlier is not None or self._may_have_lost_several()", "self._earlier is not None"),
+        *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
+    ),
+    mutant(
+        "an absence that nobody watched begins anew",
+        *("liveness", "if started - seen.looked > SURE * lease.ttl:", "if False:"),
+        *("liveness", "at_a_store_with_leases_a_row_must_stay_away_as_long_as_somebody_looks"),
+    ),
+    # A node that crashes again and again.
+    mutant(
+        "newcomers wait beside a round after many early losses",
+        *("machine", "elif self._now < taken_in:", "elif False:"),
+        *("crash_loops", "a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work"),
+    ),
+    mutant(
+        "after many early losses the survivors go on by themselves",
+        *("formation", "if held and len(survivors) >= rules.min_nodes:", "if False:"),
+        *("crash_loops", "after_many_early_losses_the_survivors_go_on_by_themselves"),
+    ),
+    mutant(
+        "a round that ran for long makes early losses forgotten",
+        *("formation", "0 if broken.ran >= EARLY else record.losses", "record.losses"),
+        *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),
+    ),
+    mutant(
+        "a round that newcomers ended says nothing of them",
+        *("formation", "or (broken.cause is Cause.JOIN and not lost)", ""),
+        *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),
+    ),
+    mutant(
+        "whoever ended the round lives",
+        *("machine", " | ({record.broken.by} if record.broken else set())", ""),
+        *("crash_loops", "a_newcomer_with_a_slow_beat_is_taken_in_by_the_round_that_was_ended_for_it"),
+    ),
+    # What comes from outside.
+    mutant(
+        "an older round record is not believed",
+        *("sync", "and record.version < newest.version:", "and False:"),
+        *("sync", "an_older_round_record_is_not_believed"),
+    ),
+    mutant(
+        "the old list of members stays when the record was not written",
+        *("sync", "if found == value and before is not None", "if before is not None"),
+        *("sync", "the_list_of_the_members_stays_when_the_record_is_not_written"),
+    ),
+    mutant(
+        "no success while own workers run",
+        *("formation", "and row.succeeded != record.round:\n        return f\"it says", "and False:\n        return f\"it says"),
+        *("replay", "success_is_not_believed_while_own_workers_run"),
+    ),
+    mutant(
+        "a round of more nodes than --nnodes allows is refused",
+        *("formation", "if len(record.members) > most and", "if False and"),
+        *("replay", "a_record_with_more_members_than_nnodes_allows_is_refused"),
+    ),
+    mutant(
+        "members are those that the record names",
+        *("sync", "if hashlib.sha256(data).hexdigest() != digest:", "if False:"),
+        *("sync", "a_list_of_members_that_is_not_the_one_named_is_not_believed"),
+    ),
+    mutant(
+        "a record has one spelling",
+        *("codec", 'if _spell({**plain, "v": FORMAT}) != payload:', "if False:"),
+        *("codec", "what_is_not_canonical_json_is_bad"),
+    ),
+    mutant(
+        "a signature holds for one key",
+        *("codec", 'key.encode() + b"\\0" + payload', "payload"),
+        *("codec", "a_signature_holds_for_one_key_one_token_and_nothing_unsigned"),
+    ),
+    mutant(
+        "another's row under one's own key is written over",
+        *("sync", "self._parse_row(key, found)", "self._codec.decode(key, found, NodeRow)"),
+        *("sync", "what_others_have_put_into_ones_own_row_is_written_over"),
+    ),
+    mutant(
+        "a changed row is parsed anew",
+        *("sync", "if known is None or known[0] != data:", "if known is None:"),
+        *("sync", "an_unchanged_row_is_parsed_once_and_a_changed_one_anew"),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("mutants")
+    copy_to(to)
+    return to
+
+
+def copy_to(folder: Path) -> None:
+    """The package and its tests, links resolved."""
+    for name in ("elastirun", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """pytest in the copy. Nothing is written there: a stale .pyc would hide the next mutant."""
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    return subprocess.run(command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+
+
+def source(root: Path, one: Mutant) -> Path:
+    return root / "elastirun" / "rendezvous" / f"{one.module}.py"
+
+
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
+def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
+    is_missed(copy, source(copy, one), one.old, one.new, one.test)
+
+
+def is_missed(copy: Path, path: Path, old: str, new: str, test: str) -> None:
+    """With ``new`` for ``old`` in ``path``, which is in ``copy``, ``test`` fails."""
+    original = path.read_text()
+    assert original.count(old) == 1, f"{path.name} has changed: say anew how the rule is broken there"
+    path.write_text(original.replace(old, new))
+    try:
+        found = run(copy, test)
+    finally:
+        path.write_text(original)
+    assert found.returncode == 1 and "1 failed" in found.stdout, f"{test} does not notice\n{found.stdout[-2000:]}"
+    assert "SyntaxError" not in found.stdout and "NameError" not in found.stdout, f"the mutant does not run\n{found.stdout[-2000:]}"
+
+
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path) -> None:
+    found = run(copy, *dict.fromkeys(one.test for one in MUTANTS))
+    assert found.returncode == 0, found.stdout[-2000:]
+    assert str(copy) in run_python(copy), "the copy is what is tested"
+
+
+def run_python(copy: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", "import elastirun.rendezvous.machine as m; print(m.__file__)"]
+    return subprocess.run(command, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout

@@ -1,0 +1,79 @@
+"""Which rows a node reads: few, and always those that matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastirun.rendezvous.formation import Rules, break_up
+from elastirun.rendezvous.polling import ALL_PER_NODE, Reading, first_in_line
+from elastirun.rendezvous.records import Cause, Member, RoundRecord, Status
+
+RULES = Rules(1, 6, new_store_id="mine")
+ROUND = RoundRecord("s", 2, 1, tuple(Member(i, i, "10.0.0.1", 1, 1) for i in "abcdef"))
+
+
+def here(node_id: str) -> bool:
+    return False
+
+
+def look(me: str, record: RoundRecord | None, state: Status = Status.JOINING, now: float = 0.0, **more: object) -> tuple[str, ...] | None:
+    options = {"away": here, "hosting": False, **more}
+    return Reading(RULES, me, 0.0).rows(state, record, now=now, **options)  # type: ignore[arg-type]
+
+
+def over(cause: Cause = Cause.FAILURE, by: str = "a", lost: tuple[str, ...] = ()) -> RoundRecord:
+    return break_up(ROUND, cause, "why", by, 0.0, lost)
+
+
+@pytest.mark.parametrize(
+    ("record", "away", "first"),
+    [
+        (over(), "", "ab"),
+        (over(Cause.LOST, "c", ("a",)), "", "bc"),
+        (over(Cause.LEAVE, "b"), "", "ac"),
+        (over(), "ab", "cd"),
+        (over(Cause.LOST, "f", ("c", "d")), "ab", "ef"),
+        (over(), "abcdef", ""),
+    ],
+)
+def test_the_lowest_ranks_that_are_still_there_are_first_in_line(record: RoundRecord, away: str, first: str) -> None:
+    assert "".join(first_in_line(record, lambda i: i in away)) == first
+
+
+def test_who_is_first_reads_all_and_the_others_watch_who_is() -> None:
+    assert look("a", over()) is None is look("b", over())
+    assert look("f", over()) == ("a", "b")
+    away = {"away": lambda i: i in "ab"}
+    assert look("c", over(), **away) is None
+    assert look("f", over(), **away) == ("a", "b", "c", "d"), "those who are away may come back"
+
+
+def test_while_a_round_runs_three_are_watched_and_while_it_begins_also_those_first_in_line() -> None:
+    for state in (Status.RUNNING, Status.DRAINING):
+        assert look("a", ROUND, state) == ("b", "c", "d") and look("e", ROUND, state) == ("f", "a", "b")
+    assert set(look("d", ROUND, Status.READY) or ()) == {"a", "b", "e", "f"}
+
+
+def test_before_the_first_round_whoever_found_the_store_empty_is_first() -> None:
+    assert look("a", RoundRecord("mine")) is None
+    assert look("a", RoundRecord("another")) == ()
+    assert look("a", None) == ()
+
+
+def test_now_and_then_everybody_reads_all() -> None:
+    due = ALL_PER_NODE * len(ROUND.members)
+    assert look("f", over(), now=due - 0.01) == ("a", "b") and look("f", over(), now=due) is None
+
+
+def test_a_newcomer_beside_a_round_and_a_host_that_waits_to_go_read_all() -> None:
+    assert look("x", ROUND) is None
+    assert look("f", over(), Status.LEFT, hosting=True) is None and look("f", over(), Status.LEFT) == ("a", "b")
+
+
+def test_a_running_node_looks_each_beat_and_at_a_store_that_tells_of_changes_every_other() -> None:
+    assert Reading(RULES, "a", 0.0).interval(Status.RUNNING, ROUND) == RULES.beat
+    lasting = replace(RULES, lasting=True)
+    assert Reading(lasting, "a", 0.0).interval(Status.RUNNING, ROUND) == 2 * RULES.beat
+    assert Reading(replace(lasting, expire=2.0), "a", 0.0).interval(Status.RUNNING, ROUND) == RULES.beat, "not so seldom that it seems lost"

@@ -1,0 +1,167 @@
+"""Real etcd servers for tests: one member or several, on free ports of their own; what they leave is removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastirun.rendezvous.stores.etcd.messages import load
+from elastirun.rendezvous.stores.etcd.store import EtcdStore
+from tests.support.cluster import PATIENCE, free_port
+
+BINARY = os.environ.get("ELASTIRUN_ETCD_BINARY") or shutil.which("etcd")
+MISSING = "no etcd: neither on PATH nor named by ELASTIRUN_ETCD_BINARY (Debian: apt-get install etcd-server)"
+needs_etcd = pytest.mark.skipif(BINARY is None, reason=MISSING)
+READY = ("serving client traffic", "ready to serve client requests")  # as 3.4 says it, and later ones
+
+
+@dataclass
+class Member:
+    """One server. It does not outlive the thread that started it, should that be killed."""
+
+    name: str
+    folder: Path
+    scheme: str = "http"
+    port: int = field(default_factory=free_port)
+    peer_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[str] | None = None
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://127.0.0.1:{self.peer_port}"
+
+    def start(self, initial_cluster: str, options: tuple[str, ...]) -> None:
+        url = f"{self.scheme}://{self.endpoint}"
+        command = ["setpriv", "--pdeathsig", "KILL", str(BINARY), "--name", self.name, "--data-dir", str(self.folder / self.name)]
+        command += ["--listen-client-urls", url, "--advertise-client-urls", url]
+        command += ["--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url]
+        command += ["--initial-cluster", initial_cluster, "--logger=zap", "--log-outputs=stderr", "--unsafe-no-fsync", *options]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, args=(self.process,))
+        self._reader.start()
+
+    def wait_until_ready(self) -> None:
+        assert self._ready.wait(PATIENCE) and self.process and self.process.poll() is None, "".join(self.log[-20:])
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """End it, and wait until it has ended."""
+        if self.process is None:
+            return
+        self.process.send_signal(signum)
+        self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        self.process = None
+
+    def freeze(self) -> None:
+        """Stop it, and wait until it stands."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        with process.stderr:
+            for line in process.stderr:
+                self.log.append(line)
+                if any(words in line for words in READY):
+                    self._ready.set()
+        self._ready.set()  # it has ended: nobody need wait
+
+
+def alone(folder: Path, url: str) -> list[str]:
+    """The command of one server for clients at ``url``, which elects itself at once."""
+    command = ["setpriv", "--pdeathsig", "KILL", str(BINARY), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
+    command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:0"]
+    return [*command, "--heartbeat-interval=10", "--election-timeout=100"]
+
+
+class Etcd:
+    """A cluster. ``options`` are given to every member."""
+
+    def __init__(self, folder: Path, count: int = 1, scheme: str = "http", options: tuple[str, ...] = ()) -> None:
+        self.members = [Member(f"m{i}", folder, scheme) for i in range(count)]
+        self.options = options
+        self._initial_cluster = ",".join(f"{member.name}={member.peer_url}" for member in self.members)
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [member.endpoint for member in self.members]
+
+    def member(self, endpoint: str) -> Member:
+        return next(member for member in self.members if endpoint.endswith(member.endpoint))
+
+    def start(self) -> None:
+        for member in self.members:
+            self.start_one(member)
+        for member in self.members:
+            member.wait_until_ready()
+
+    def start_one(self, member: Member) -> None:
+        """Start a member, the first time or again; it has its data."""
+        member.start(self._initial_cluster, self.options)
+
+    def leader(self) -> Member:
+        """Who leads, asked of one member after the other until one knows."""
+        messages = load()
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            for member in self.members:
+                with messages.grpc.insecure_channel(member.endpoint) as channel:
+                    try:
+                        status = messages.method(channel, "Maintenance/Status")(messages.StatusRequest(), timeout=1)
+                    except messages.grpc.RpcError:
+                        continue
+                if status.leader == status.header.member_id:
+                    return member
+            time.sleep(0.05)
+        raise AssertionError("nobody leads")
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.kill()
+
+
+def ask(store: EtcdStore, method: str, **fields: object) -> Any:
+    """What etcd answers to a question that the store itself has no need of, over its connection."""
+    messages = store._client.messages
+    request = getattr(messages, messages._methods[method].input_type.rpartition(".")[2])
+    return store._client.call(method, request(**fields))
+
+
+@contextmanager
+def etcd(count: int = 1, scheme: str = "http", options: tuple[str, ...] = ()) -> Iterator[Etcd]:
+    """A cluster that runs. A single member elects itself at once instead of after a second."""
+    if BINARY is None:
+        pytest.skip(MISSING)
+    folder = Path(tempfile.mkdtemp(prefix="elastirun-etcd-"))
+    if count == 1:
+        options = ("--heartbeat-interval=10", "--election-timeout=100", *options)
+    made = Etcd(folder, count, scheme, options)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(folder)

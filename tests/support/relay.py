@@ -1,0 +1,94 @@
+"""What comes instead of a server: connections that fall silent, as behind a firewall that has forgotten them, or something else."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from tests.support.cluster import PATIENCE
+
+
+class Relay:
+    """Listens at ``endpoint`` and passes on what comes. ``silence`` holds up the connections there are; new ones are well."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self.connections = 0
+        self._silent = [threading.Event()]  # of the connections there are
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def silence(self) -> None:
+        self._silent[-1].set()
+        self._silent.append(threading.Event())
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+                server = socket.create_connection(self._target)
+            except OSError:
+                return
+            self.connections += 1
+            self._sockets += [client, server]
+            for source, sink in ((client, server), (server, client)):
+                thread = threading.Thread(target=self._pump, args=(source, sink, self._silent[-1]))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, silent: threading.Event) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if not silent.is_set():
+                    sink.sendall(data)
+            if not silent.is_set():
+                sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the other direction has ended it
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        for one in self._sockets:
+            try:
+                one.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it is not connected any more
+        for thread in self._threads:
+            thread.join()
+        for one in (self._listening, *self._sockets):
+            one.close()
+
+
+@contextmanager
+def something_else(reply: bytes) -> Iterator[tuple[str, int]]:
+    """What is not the server one looks for: at that address and port it says ``reply`` to whoever has spoken, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(64)
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listening.getsockname()
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE)

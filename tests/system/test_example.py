@@ -1,0 +1,104 @@
+"""The example: alone, under torchrun and under elastirun, broken off and resumed with other numbers of workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.system.test_hostile import Trap
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "examples" / "train.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ELASTIRUN = ("-m", "elastirun", "--standalone", "--nproc-per-node=2")
+
+
+def train(cwd: Path, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> str:
+    """What the example prints when run in ``cwd``."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(TRAIN), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def epochs(output: str) -> dict[int, float]:
+    """The loss of each epoch that was reported."""
+    return {int(number): float(loss) for number, loss in re.findall(r"epoch +(\d+)/\d+  loss ([\d.]+)", output)}
+
+
+def test_training_in_pieces_with_other_worker_counts_is_the_same_training(tmp_path: Path) -> None:
+    whole = train(tmp_path, "--epochs=3")
+    first = train(tmp_path, "--epochs=1", "--checkpoint=pieces/digits.pt")
+    second = train(tmp_path, "--epochs=3", "--checkpoint=pieces/digits.pt", launcher=TORCHRUN)
+    assert "from scratch" in first and "going on after epoch 1 of pieces/digits.pt" in second
+    assert second.count("world size 2") == 2
+    assert {**epochs(first), **epochs(second)} == pytest.approx(epochs(whole), rel=0.02)
+    assert (tmp_path / "runs" / "digits.pt").is_file()
+    assert sorted(path.name for path in (tmp_path / "pieces").iterdir()) == ["digits.pt"]
+
+
+def test_the_example_learns_the_digits_under_elastirun(tmp_path: Path) -> None:
+    assert sorted(epochs(train(tmp_path, "--epochs=2", launcher=ELASTIRUN))) == [1, 2]
+    output = train(tmp_path, launcher=ELASTIRUN)
+    assert "going on after epoch 2 of runs/digits.pt" in output, "the same command goes on, under --standalone too"
+    assert sorted(epochs(output)) == list(range(3, 21))
+    assert (final := re.search(r"test accuracy ([\d.]+) %\s*\Z", output)), output
+    assert float(final[1]) >= 95.0
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_train", TRAIN)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "digits.pt"
+    example.save(path, {"epoch": 1})
+
+    def half(state: object, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(example.torch, "save", half)
+        example.save(path, {"epoch": 2})
+    assert example.torch.load(path, weights_only=True) == {"epoch": 1}
+    example.save(path, {"epoch": 3})
+    assert example.torch.load(path, weights_only=True) == {"epoch": 3}
+
+
+def test_a_worker_whose_round_was_replaced_publishes_nothing(tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    example.save(tmp_path / "digits.pt", {"epoch": 2})
+    monkeypatch.setattr(example, "is_current", lambda timeout: False)
+    with pytest.raises(RuntimeError, match="not published"):
+        example.save(tmp_path / "digits.pt", {"epoch": 1})
+    assert example.torch.load(tmp_path / "digits.pt", weights_only=True) == {"epoch": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.pt"]
+
+
+def test_a_checkpoint_of_another_rank_is_not_unpickled(tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reaches the workers' store can take the place of rank 0."""
+    data = io.BytesIO()
+    example.torch.save(Trap(tmp_path / "trap"), data)
+    content = example.torch.frombuffer(bytearray(data.getvalue()), dtype=example.torch.uint8)
+    sent = iter((example.torch.tensor(len(content)), content))
+    stranger = SimpleNamespace(get_rank=lambda: 1, broadcast=lambda tensor, src: tensor.copy_(next(sent)))
+    monkeypatch.setattr(example, "dist", stranger)
+    with pytest.raises(pickle.UnpicklingError):
+        example.resume(tmp_path / "none", None, None, example.torch.device("cpu"))
+    assert not (tmp_path / "trap").exists()
