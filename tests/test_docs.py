@@ -11,6 +11,8 @@ from elastirun.rendezvous.transitions import TRANSITIONS
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "rendezvous.md"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("deploy/*.md")]
+SOURCES = ("agent", "benchmarks", "elastirun", "examples", "rendezvous", "tests")
+OTHERS = {"torch/__init__.py", "agent/x.py"}  # named in pages, and not ours
 BLOCK = re.compile(r"(<!-- generated: [^\n]*\n)(.*?)(<!-- end -->)", re.S)
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
@@ -43,6 +45,12 @@ def test_links_lead_to_files_and_headings_that_exist() -> None:
             if "://" not in path and not (target.exists() and (not anchor or target.suffix != ".md" or anchor in anchors(target))):
                 dead.append(f"{page.name}: {path}{anchor}")
     assert dead == []
+
+
+def test_source_files_that_pages_name_exist() -> None:
+    files = {f"/{path.relative_to(ROOT)}" for top in SOURCES for path in (ROOT / top).rglob("*.py")}
+    named = [(page, name) for page in PAGES for name in re.findall(r"`([\w/]+\.py)`", page.read_text())]
+    assert [f"{page.name}: {name}" for page, name in named if name not in OTHERS and not any(f.endswith("/" + name) for f in files)] == []
 
 
 def test_the_index_leads_to_every_page_and_the_readme_leads_to_the_index() -> None:
