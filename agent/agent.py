@@ -18,8 +18,8 @@ from functools import partial
 from elastirun import clock
 from elastirun.agent import shared_store
 from elastirun.agent.events import EventLog, changes
-from elastirun.agent.failures import report
-from elastirun.agent.failures.tracker import Blame
+from elastirun.agent.failures import classify, report
+from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
@@ -132,7 +132,7 @@ class Agent:
         stack.callback(self._events_log.close)
         self._recorded: RoundRecord | None = None  # the round record whose news are in the events
         self._over_since: float | None = None  # since when the last round here is known to be over
-        self._blame = Blame(row.name, self._logs)
+        self._tracker = FailureTracker(row.name, self._logs)
         self._workers = Workers(
             self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._family.owns, self._family.worker_ended
         )
@@ -229,7 +229,7 @@ class Agent:
             return 0.0
         now = clock.now()
         ticks = (self._logs.tick(now), self._round_check.tick(now))
-        dues = (self._machine.wake, self._workers.deadline, self._driver.deadline, self._blame.tell_at, *ticks)
+        dues = (self._machine.wake, self._workers.deadline, self._driver.deadline, self._tracker.report_at, *ticks)
         due = min(d for d in dues if d is not None)
         return None if due == math.inf else max(0.0, due - clock.now())
 
@@ -238,8 +238,8 @@ class Agent:
         if deadline is not None and now >= deadline:
             self._workers.tick(now)
         self._events.extend(self._driver.give_up(now))
-        if now >= self._blame.tell_at:
-            self._events.append(WorkersFailed(now, self._blame.tell()))
+        if now >= self._tracker.report_at:
+            self._events.append(WorkersFailed(now, self._tracker.take_report()))
         if now >= self._machine.wake:
             self._events.append(Tick(now))
 
@@ -300,7 +300,7 @@ class Agent:
         self._events_log.write("signal", signal=name, count=count)
         if count == 1:
             self._signum = signum
-            self._blame.leave()
+            self._tracker.agent_signalled()
         if self._finish:  # all that still runs are processes which the workers have left
             self._stop_left_running(SECOND_SIGNAL_GRACE if count < 3 else 0.0)
         elif count == 1:
@@ -320,7 +320,7 @@ class Agent:
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
         self._events_log.write("worker_exit", rank=end.rank, local_rank=end.local_rank, pid=end.pid, code=end.code, after=end.after)
-        self._blame.ended(end)
+        self._tracker.worker_ended(end)
 
     def _on_stuck(self, text: str) -> None:
         """A worker that SIGKILL does not end holds its GPU, and would hold the next one's: this node is of no use."""
@@ -330,13 +330,13 @@ class Agent:
 
     def _on_workers_idle(self) -> None:
         self._lone = False
-        if self._blame.stopped or self._finish:
+        if self._tracker.stopped or self._finish:
             self._family.end_leftovers()
         if self._over_since is not None:
             self._events_log.write("stopped", round=self._attempt + 1, after=round(clock.now() - self._over_since, 3))
-        if self._blame.stopped:
-            self._events.append(WorkersStopped(clock.now(), self._blame.worst))
-        elif not self._blame.worst:  # else the machine is told, if not yet, and asks to stop
+        if self._tracker.stopped:
+            self._events.append(WorkersStopped(clock.now(), self._tracker.failures))
+        elif not self._tracker.failures:  # else the machine is told, if not yet, and asks to stop
             self._events.append(WorkersSucceeded(clock.now()))
 
     # -- what is asked for ----------------------------------------------------------------------------------------------
@@ -366,9 +366,9 @@ class Agent:
         self._attempt = record.round - 1
         self._lone = len(record.members) == 1 and not self._config.standalone
         self._renew(clock.now())
-        if self._started and not self._blame.stopped:
+        if self._started and not self._tracker.stopped:
             self._end_left_running()
-        self._blame.begin(self._attempt, alone=record.world_size == 1)
+        self._tracker.start_round(self._attempt, alone=record.world_size == 1)
         try:
             specs = self._specs(record, node_rank)
             self._announce(record, node_rank, specs)
@@ -386,7 +386,7 @@ class Agent:
                 self._events.append(Reachable(clock.now(), self._address, self._worker_store.port))
         except (OSError, StartError) as error:
             rank = sum(m.slots for m in record.members[:node_rank])
-            self._blame.add(ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
+            self._tracker.add(ExitRecord(self._name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
 
     def _end_left_running(self) -> None:
         """Nothing of the last round may be in the way of the next one, also when its workers here had succeeded."""
@@ -421,10 +421,10 @@ class Agent:
             self._console.say(f"round {record.round}: {size}; here {here} ({record.reason})")
 
     def _stop(self, action: Stop) -> None:
-        if self._blame.stopped:  # it is to be quicker
+        if self._tracker.stopped:  # it is to be quicker
             self._workers.stop(action.within or 0.0)
             return
-        self._blame.stop(self._workers.alive)
+        self._tracker.before_stop(self._workers.alive)
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace
         grace = grace if action.within is None else min(grace, action.within)
@@ -497,7 +497,7 @@ class Agent:
     def _report(self, reason: str, records: tuple[ExitRecord, ...]) -> str:
         record = self._machine.record
         assert record is not None
-        began = self._blame.began if record.round == self._attempt + 1 else None
+        began = self._tracker.began if record.round == self._attempt + 1 else None
         used = f"{record.failures - 1} of {self._config.max_restarts}"
         return report.report(self._config.command.script, reason, records, record.round, used, began, self._logs.directory)
 
@@ -523,7 +523,7 @@ class Agent:
     def _exit_code(self, finish: Finish) -> int:
         outcome = finish.outcome
         if outcome is Outcome.FAILED and finish.closed and self._config.exit_code_from_worker:
-            return report.exit_code(finish.closed.failures)
+            return classify.exit_code(finish.closed.failures)
         if self._sick:
             return ExitCode.SICK
         if outcome is Outcome.LEFT and self._signum:

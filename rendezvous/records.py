@@ -47,7 +47,7 @@ class ExitRecord:
     local_rank: int
     pid: int
     code: int  # exit status; minus the signal number when a signal ended it
-    blame: int  # class of the failure: 0 its own fault … 9 surely a victim; see agent/failures/report.py
+    blame: int  # class of the failure: 0 its own fault … 9 surely a victim; see agent/failures/classify.py
     after: float  # seconds from the start of the workers to this exit, on this node
     lines: tuple[str, ...] = ()  # the last lines of its stderr
     note: str = ""  # what its agent knows besides: the kernel's word for it

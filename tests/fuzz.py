@@ -25,7 +25,8 @@ from itertools import accumulate
 from typing import Any
 
 from elastirun.agent.events import changes
-from elastirun.agent.failures.report import exit_code, read_error_file, report
+from elastirun.agent.failures.classify import exit_code
+from elastirun.agent.failures.report import read_error_file, report
 from elastirun.agent.output.lines import LAST_LINE_BYTES, LAST_LINES, MAX_LINE, LastLines, PrefixedLines, WholeLines
 from elastirun.cli import parse
 from elastirun.errors import BadRecord, BadSignature, StoreError

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from elastirun.agent.failures.report import make_record
-from elastirun.agent.failures.tracker import Blame
+from elastirun.agent.failures.classify import make_record
+from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.output.lines import MAX_LINE
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes.workers import WorkerExit
@@ -116,13 +116,13 @@ def test_a_row_with_all_the_failures_it_may_tell_of_can_be_read_by_the_others(ch
 @pytest.mark.parametrize("character", ["x", "🎉"])
 def test_what_all_workers_of_a_thousand_nodes_said_last_fits_into_one_answer_of_etcd(character: str) -> None:
     said = [f"{i} {character * 600}" for i in range(40)] + [character * 600]
-    blame = Blame("n" * 128, cast(RunLogs, None))
+    tracker = FailureTracker("n" * 128, cast(RunLogs, None))
     for i in range(8):
-        blame.add(make_record("n" * 128, WorkerExit(i, i, 1, 1, float(i), False), said, note="y" * 200))
-    first, *others = blame.worst
+        tracker.add(make_record("n" * 128, WorkerExit(i, i, 1, 1, float(i), False), said, note="y" * 200))
+    first, *others = tracker.failures
     assert first == make_record("n" * 128, WorkerExit(0, 0, 1, 1, 0.0, False), said, note="y" * 200)
     assert len(others) == 7 and all(other.lines[-1] == character * 200 for other in others), "one line of each is shown"
-    row = NodeRow("n" * 400, "n" * 128, "a", 1, 8, failures=blame.worst)
+    row = NodeRow("n" * 400, "n" * 128, "a", 1, 8, failures=tracker.failures)
     assert 1000 * len(fuzz.SIGNED.encode(fuzz.KEY, row)) < LARGEST
 
 

@@ -1,4 +1,4 @@
-"""Whether the kernel killed for want of memory: from its own counters, never guessed from a SIGKILL."""
+"""Detection of out-of-memory kills by the kernel's own counters. A SIGKILL alone proves nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from elastirun.agent.host.cpus import Read, cgroup_folders
 
 GIB = 1 << 30
-UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2^63
-NEAR = 0.9  # of its limit, a group's peak when that limit is what its process was killed for
+UNLIMITED = 1 << 60  # bytes; cgroup version 1 writes "no limit" as a number near 2^63
+NEAR_LIMIT = 0.9  # fraction of a group's limit; a group whose peak is below it was not killed for that limit
 
 
 def read_file(path: str) -> str:
@@ -16,9 +16,9 @@ def read_file(path: str) -> str:
 
 
 def oom_kills(read: Read = read_file) -> int | None:
-    """Processes of our control group that the kernel has killed for want of memory so far; None where it does not count.
+    """Return how many processes of our control group the kernel has killed for want of memory; None where the kernel does not count.
 
-    Version 2 counts in ``memory.events``, version 1 in ``memory.oom_control``; without a group the whole machine's count is taken.
+    Version 2 counts in ``memory.events``, version 1 in ``memory.oom_control``. Without a control group, return the machine's count.
     """
     own = [f"{folder}/{name}" for folder in _folders(read)[:1] for name in ("memory.events", "memory.oom_control")]
     for path in (*own, "/proc/vmstat"):
@@ -29,9 +29,9 @@ def oom_kills(read: Read = read_file) -> int | None:
 
 
 def explain(before: int | None, read: Read = read_file) -> str | None:
-    """What to say of a process that died of SIGKILL when ``before`` was counted at its start.
+    """Return a note on a worker that died of SIGKILL. ``before``: the count (``oom_kills``) when the worker was started.
 
-    Empty: it was not for memory; None: the kernel does not say.
+    Empty when the kernel has killed nothing since; None when the kernel does not count.
     """
     now = oom_kills(read)
     if before is None or now is None:
@@ -40,7 +40,7 @@ def explain(before: int | None, read: Read = read_file) -> str | None:
         return ""
     groups = [found for folder in _folders(read) if (found := _peak_and_limit(folder, read))]
     peak, limit = max(groups, key=lambda group: group[0] / group[1], default=(0, 1))
-    if peak < NEAR * limit:  # the machine's memory was spent, not a group's
+    if peak < NEAR_LIMIT * limit:  # the machine ran out of memory, not a group
         return "OOM-killed"
     return f"OOM-killed, {peak / GIB:.1f} of {limit / GIB:.1f} GiB"
 
@@ -53,12 +53,12 @@ def _folders(read: Read) -> list[str]:
 
 
 def _peak_and_limit(folder: str, read: Read) -> tuple[int, int] | None:
-    """In bytes; None: there is no limit, or the kernel does not tell the peak (version 2 before Linux 5.19)."""
+    """Return a group's peak use and limit in bytes; None without a limit or without a record of the peak (version 2 before Linux 5.19)."""
     for limit, peak in (("memory.max", "memory.peak"), ("memory.limit_in_bytes", "memory.max_usage_in_bytes")):
         try:
             size = int(read(f"{folder}/{limit}"))
             return (int(read(f"{folder}/{peak}")), size) if 0 < size < UNLIMITED else None
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # no such file, or the word "max"
             continue
     return None
 

@@ -1,133 +1,154 @@
-"""The failures of this node's workers in the running round: which of them count, and when they are reported to the other nodes.
+"""Failures of this node's workers in the running round: which of them count, and when to report them to the other nodes.
 
-The first to end is often not the culprit. A worker that fails because it lost its peers may be dead some milliseconds
-before the traceback of the one it lost; were all workers stopped at once, nothing would ever show who that was. So the
-failure of a victim is held back for a moment, in which nothing happens and the culprit, here or on another node, can
-fail by itself.
+The first worker to end is often not the culprit. A worker that lost its peers may end some milliseconds before the
+traceback of the peer is written. If all workers were stopped at once, nothing would show which worker failed first. So
+the failure of a victim is held back for VICTIM_HOLD seconds, in which the culprit, on this node or another, can fail by itself.
 
-The failure of a worker that a signal may have ended is held back longer. systemd, Slurm and ``docker stop`` signal every
-process of a node, the workers often some milliseconds before the agent: when the agent is signalled as well, its workers have
-not failed, the node leaves. Any other failure is reported at once.
+A failure that a signal may have caused is held back for SIGNAL_HOLD seconds. systemd, Slurm and ``docker stop`` signal every
+process of a node, the workers often some milliseconds before the agent. If the agent is signalled too, its workers have
+not failed: the node leaves. Every other failure is reported at once (see docs/decisions/0001).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import select
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 from elastirun import clock
 from elastirun.agent.failures import oom
-from elastirun.agent.failures.report import (
+from elastirun.agent.failures.classify import (
     STDOUT_CLOSED,
     VICTIM,
-    explain,
-    full_disk,
-    has_failed,
+    explain_signal,
     lost_its_stdout,
     make_record,
-    may_be_asked_for,
-    nobody_reads,
-    read_error_file,
+    may_be_stopped_from_outside,
     shorten,
+    shows_own_failure,
 )
+from elastirun.agent.failures.report import read_error_file
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.rendezvous.formation import root_cause
 from elastirun.rendezvous.records import ExitRecord
 
-HOLD = 0.3  # seconds that the failure of a victim is held back
-SIGNAL_HOLD = 1.0  # seconds that an end is held back which a signal may have brought about; the agent is signalled within milliseconds
-MAX_TOLD = 8  # failures of one node and round that are reported to the other nodes
+VICTIM_HOLD = 0.3  # seconds; the culprit writes its traceback and ends within tens of milliseconds
+SIGNAL_HOLD = 1.0  # seconds; a supervisor signals the agent within milliseconds of its workers
+MAX_REPORTED = 8  # failures per node and round that the node's row carries; more would not fit
 
 
-class Blame:
-    """``tell_at``: when ``worst`` is to be told, on ``elastirun.clock``; ``began``: when the set was started, seconds since the epoch."""
+class FailureTracker:
+    """Collects the failures of one round after the other. All methods are called in the loop's thread.
+
+    ``report_at``: when to report ``failures`` to the machine, on ``elastirun.clock``; infinity when there is nothing to report.
+    ``began``: when the current round's workers were started, in seconds since the epoch; None before the first round.
+    ``stopped``: whether the agent has told the round's workers to stop.
+    """
 
     def __init__(self, node: str, logs: RunLogs) -> None:
         self._node, self._logs = node, logs
         self.began: float | None = None
-        self.begin(-1, False)
+        self.start_round(-1, False)
 
-    def begin(self, attempt: int, alone: bool) -> None:
-        """A new set is about to start. ``attempt``: its round - 1; ``alone``: its only worker has no peers to lose."""
+    def start_round(self, attempt: int, alone: bool) -> None:
+        """Forget the last round. ``attempt``: the new round's number - 1. ``alone``: its only worker has no peers to lose."""
         self._attempt, self._alone = attempt, alone
         self._records: list[ExitRecord] = []
-        self._held: list[ExitRecord] = []  # those of ``_records`` that do not count once the agent is signalled
-        self._leaving = False  # the agent was signalled: this node leaves
-        self._suspects: dict[int, tuple[str, ...]] = {}  # what local ranks that were failing when we stopped them had said by then
+        self._held: list[ExitRecord] = []  # those of ``_records`` that do not count if the agent is signalled
+        self._leaving = False  # the agent was signalled, so this node leaves
+        self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the failure that a worker had shown when the agent stopped it
         self._oom_kills = oom.oom_kills()
         self.stopped = False
-        self.tell_at = math.inf
+        self.report_at = math.inf
         if attempt >= 0:
             self.began = time.time()
 
     @property
-    def worst(self) -> tuple[ExitRecord, ...]:
-        """The failures so far, the root cause first and whole, the others with their last lines."""
-        first, others = root_cause(self._records)[:1], root_cause(self._records)[1:MAX_TOLD]
+    def failures(self) -> tuple[ExitRecord, ...]:
+        """The failures so far: the root cause first and whole, the others with their last lines only."""
+        first, others = root_cause(self._records)[:1], root_cause(self._records)[1:MAX_REPORTED]
         return (*first, *map(shorten, others))
 
     def add(self, record: ExitRecord, hold: float = 0.0) -> None:
-        """Record a failure, which is reported to the machine after ``hold`` seconds."""
-        if hold == SIGNAL_HOLD or (hold and self._held):  # the victims of a worker that was told to leave have not failed either
+        """Record a failure that is to be reported to the machine in ``hold`` seconds."""
+        # While such a worker is held back, its peers' failures may be due to its end: hold them back as long.
+        if hold == SIGNAL_HOLD or (hold and self._held):
             if self._leaving:
                 return
             self._held.append(record)
             hold = SIGNAL_HOLD
         self._records.append(record)
         if not self.stopped:
-            self.tell_at = min(self.tell_at, clock.now() + hold)
+            self.report_at = min(self.report_at, clock.now() + hold)
 
-    def ended(self, end: WorkerExit) -> None:
-        """A worker has ended."""
+    def worker_ended(self, end: WorkerExit) -> None:
+        """Record the end of a worker as a failure if it is one."""
         if end.killed_by_us:
-            if end.code and end.local_rank in self._suspects:
-                self.add(make_record(self._node, end, self._suspects[end.local_rank], alone=self._alone))
+            if end.code and end.local_rank in self._shown:
+                self.add(make_record(self._node, end, self._shown[end.local_rank], alone=self._alone))
         elif end.code:
             lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
-            unread = self._logs.own_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and nobody_reads(1)
-            note = "; ".join(filter(None, (self._out_of_memory(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
+            unread = self._logs.own_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
+            note = "; ".join(filter(None, (self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
             record = make_record(self._node, end, lines, error, note, self._alone or unread)
-            asked = may_be_asked_for(end, error or lines)
-            self.add(record, SIGNAL_HOLD if asked else HOLD if record.blame == VICTIM else 0.0)
+            from_outside = may_be_stopped_from_outside(end, error or lines)
+            self.add(record, SIGNAL_HOLD if from_outside else VICTIM_HOLD if record.blame == VICTIM else 0.0)
 
-    def _out_of_memory(self, end: WorkerExit, lines: Sequence[str]) -> str:
+    def _signal_note(self, end: WorkerExit, lines: Sequence[str]) -> str:
         killed = oom.explain(self._oom_kills)
-        note = explain(end.code, lines, killed)
+        note = explain_signal(end.code, lines, killed)
         if killed and killed in note:
-            self._oom_kills = (self._oom_kills or 0) + 1  # that explains this end and no other
+            self._oom_kills = (self._oom_kills or 0) + 1  # each kill that the kernel counts explains one end only
         return note
 
     def _full_disk(self, end: WorkerExit) -> str:
         path = self._logs.error_file(self._attempt, end.local_rank)
         return self._logs.in_time(partial(full_disk, os.path.dirname(path)), "") if path else ""
 
-    def leave(self) -> None:
-        """The agent was signalled. Workers that a signal ended a moment ago, or ends from now on, have left: they did not fail."""
+    def agent_signalled(self) -> None:
+        """Drop the failures that are held back for a signal, and ignore later ones: those workers have left, they did not fail."""
         self._leaving = True
         self._records = [record for record in self._records if record not in self._held]
         self._held.clear()
         if not self._records:
-            self.tell_at = math.inf
+            self.report_at = math.inf
 
-    def tell(self) -> tuple[ExitRecord, ...]:
-        """Return ``worst``, to be reported to the machine when ``tell_at`` has come. All recorded failures count from now on."""
-        self.tell_at = math.inf
+    def take_report(self) -> tuple[ExitRecord, ...]:
+        """Return ``failures`` for the machine. All of them count from now on, even if the agent is signalled later."""
+        self.report_at = math.inf
         self._held.clear()
-        return self.worst
+        return self.failures
 
-    def stop(self, alive: Iterable[int]) -> None:
-        """The local ranks ``alive`` are about to be signalled.
+    def before_stop(self, alive: Iterable[int]) -> None:
+        """Note what the workers with the local ranks ``alive`` have written, before the agent signals them.
 
-        What they say from now on may come of that signal, and is not held against them. What they have said before is.
+        What they write later may be due to the signal, and does not count.
         """
-        self.stopped, self.tell_at = True, math.inf
+        self.stopped, self.report_at = True, math.inf
         shown = {local_rank: (self._logs.last_lines(local_rank), self._error(local_rank)) for local_rank in alive}
-        self._suspects = {i: error or lines for i, (lines, error) in shown.items() if has_failed(lines, error)}
+        self._shown = {i: error or lines for i, (lines, error) in shown.items() if shows_own_failure(lines, error)}
 
     def _error(self, local_rank: int) -> tuple[str, ...] | None:
         path = self._logs.error_file(self._attempt, local_rank)
         return self._logs.in_time(partial(read_error_file, path), None) if path else None
+
+
+def has_no_reader(fd: int) -> bool:
+    """Whether ``fd`` is a pipe or a socket that nobody reads from any more."""
+    poller = select.poll()
+    poller.register(fd, select.POLLOUT)
+    return any(mask & (select.POLLERR | select.POLLHUP) for _, mask in poller.poll(0))
+
+
+def full_disk(folder: str) -> str:
+    """Return a note that the file system of ``folder`` is full, which may hide why a worker failed; empty when it is not full."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return ""
+    resource = "space" if found.f_blocks and not found.f_bavail else "inode" if found.f_files and not found.f_favail else ""
+    return f"the file system of its logs has no {resource} left ({folder})" if resource else ""

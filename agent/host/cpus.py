@@ -1,6 +1,6 @@
-"""How many CPUs this process may use: the smaller of its affinity and the CPU quota of its control group.
+"""Number of CPUs that this process may use: the smaller of its affinity and the CPU quota of its control group.
 
-``os.cpu_count()`` says what the machine has; in a container with a quota of two CPUs that is a wrong number of workers or threads.
+``os.cpu_count()`` returns the CPUs of the machine. In a container with a quota of two CPUs that number of workers or threads is wrong.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 Read = Callable[[str], str]
-"""The text of a file; OSError when it cannot be read."""
+"""Returns the text of a file. Raises OSError when the file cannot be read."""
 
 
 def usable_cpus() -> int:
-    """CPUs that this process can keep busy all the time, at least 1. A quota of 2.5 CPUs counts as 2."""
+    """Return how many CPUs this process can keep busy all the time, at least 1. A quota of 2.5 CPUs counts as 2."""
     quota = cpu_quota(lambda path: Path(path).read_text())
     allowed = len(os.sched_getaffinity(0))
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def cpu_quota(read: Read) -> float | None:
-    """The tightest quota, in CPUs, of this process' control group and the groups around it; None: no quota.
+    """Return the tightest quota, in CPUs, of this process' control group and the groups above it; None without a quota.
 
-    Knows version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``). A file that is missing or says something else sets no quota.
+    Reads version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``). A missing or unreadable file counts as no quota.
     """
     try:
         folders = cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo"))
@@ -34,7 +34,7 @@ def cpu_quota(read: Read) -> float | None:
 
 
 def cgroup_folders(cgroup: str, mountinfo: str, controller: str = "cpu") -> list[str]:
-    """The folders that can hold this process' limits of ``controller``, innermost first, up to where the hierarchy is mounted.
+    """Return the folders that can limit this process' ``controller``: its own group's first, up to the mount point of the hierarchy.
 
     ``cgroup`` and ``mountinfo`` are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
     """
@@ -45,7 +45,7 @@ def cgroup_folders(cgroup: str, mountinfo: str, controller: str = "cpu") -> list
         if not v2 and controller not in controllers.split(","):
             continue
         for root, mount_point in _mounts(mountinfo, v2, controller):
-            # Inside a container the path may be the host's, outside of what is mounted: then the mount's top is our group.
+            # In a container the path may be the host's and lie outside the mount. Then the top of the mount is our group.
             below = PurePosixPath(path)
             inner = below.relative_to(root) if below.is_relative_to(root) else PurePosixPath()
             top = PurePosixPath(mount_point)
@@ -54,7 +54,7 @@ def cgroup_folders(cgroup: str, mountinfo: str, controller: str = "cpu") -> list
 
 
 def _mounts(mountinfo: str, v2: bool, controller: str) -> list[tuple[str, str]]:
-    """(root within the hierarchy, mount point) of each mount of the version 2 hierarchy, or of version 1's ``controller``."""
+    """Return (root within the hierarchy, mount point) of each mount of version 2, or of each mount of version 1 that has ``controller``."""
     found = []
     for line in mountinfo.splitlines():
         mount, separator, file_system = line.partition(" - ")

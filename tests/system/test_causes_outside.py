@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.failures.report import full_disk, lost_its_stdout
+from elastirun.agent.failures.classify import lost_its_stdout
+from elastirun.agent.failures.tracker import full_disk
 from tests.support.cluster import PATIENCE
 
 ROOT = Path(__file__).parents[2]

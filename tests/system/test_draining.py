@@ -13,8 +13,8 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent import shared_store
-from elastirun.agent.failures.report import may_be_asked_for
-from elastirun.agent.failures.tracker import HOLD, SIGNAL_HOLD, Blame
+from elastirun.agent.failures.classify import may_be_stopped_from_outside
+from elastirun.agent.failures.tracker import SIGNAL_HOLD, VICTIM_HOLD, FailureTracker
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.rendezvous.codec import Codec
@@ -97,23 +97,23 @@ def test_a_worker_that_alone_is_ended_by_a_signal_has_failed(nodes: Cluster) -> 
 
 def test_what_a_leave_takes_back() -> None:
     signalled, victim, own = (ExitRecord("n", rank, rank, 7, code, 0, 1.0) for rank, code in enumerate((-15, 1, 3)))
-    blame = Blame("n", cast(RunLogs, None))
-    blame.add(signalled, SIGNAL_HOLD)
-    blame.add(victim, HOLD)
-    assert blame.tell_at > clock.now() + HOLD, "the victim of one that was told to leave waits as long"
-    blame.leave()
-    blame.add(signalled, SIGNAL_HOLD)
-    assert (blame.worst, blame.tell_at) == ((), math.inf), "nobody has failed, also later on"
-    blame.begin(1, False)
-    blame.add(own)
-    blame.add(signalled, SIGNAL_HOLD)
-    blame.leave()
-    assert blame.worst == (own,) and blame.tell_at <= clock.now()
-    blame.begin(2, False)
-    blame.add(signalled, SIGNAL_HOLD)
-    blame.tell()
-    blame.leave()
-    assert blame.worst == (signalled,), "what was told counts"
+    tracker = FailureTracker("n", cast(RunLogs, None))
+    tracker.add(signalled, SIGNAL_HOLD)
+    tracker.add(victim, VICTIM_HOLD)
+    assert tracker.report_at > clock.now() + VICTIM_HOLD, "the victim of one that was told to leave waits as long"
+    tracker.agent_signalled()
+    tracker.add(signalled, SIGNAL_HOLD)
+    assert (tracker.failures, tracker.report_at) == ((), math.inf), "nobody has failed, also later on"
+    tracker.start_round(1, False)
+    tracker.add(own)
+    tracker.add(signalled, SIGNAL_HOLD)
+    tracker.agent_signalled()
+    assert tracker.failures == (own,) and tracker.report_at <= clock.now()
+    tracker.start_round(2, False)
+    tracker.add(signalled, SIGNAL_HOLD)
+    tracker.take_report()
+    tracker.agent_signalled()
+    assert tracker.failures == (signalled,), "what was told counts"
 
 
 TRACEBACK = "Traceback (most recent call last):"
@@ -136,4 +136,4 @@ TRACEBACK = "Traceback (most recent call last):"
     ],
 )
 def test_which_ends_may_come_of_a_signal(code: int, catches: bool, lines: tuple[str, ...], expected: bool) -> None:
-    assert may_be_asked_for(WorkerExit(0, 0, 7, code, 1.0, False, catches), lines) is expected
+    assert may_be_stopped_from_outside(WorkerExit(0, 0, 7, code, 1.0, False, catches), lines) is expected
