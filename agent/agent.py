@@ -18,6 +18,7 @@ from functools import partial
 from elastirun import clock
 from elastirun.agent import shared_store
 from elastirun.agent.events import EventLog, changes
+from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.failures import classify, report
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
@@ -32,7 +33,7 @@ from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
 from elastirun.agent.store_access import Place, introduction, rules
 from elastirun.agent.worker_store import SharedStore, WorkerStore
 from elastirun.config import LaunchConfig
-from elastirun.errors import ExitCode, StartError, StoreError
+from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import (
@@ -73,7 +74,7 @@ _EXIT_CODES = {
 
 
 def run(config: LaunchConfig) -> int:
-    """Run this node's part of the job to its end. Returns the exit code (``elastirun.errors.ExitCode``).
+    """Run this node's part of the job to its end. Returns the exit code (``ExitCode``).
 
     The process is the agent's from then on: it handles signals, and torch cannot be imported in it any more.
     """

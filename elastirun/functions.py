@@ -21,8 +21,9 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from elastirun.agent.exit_codes import ExitCode
 from elastirun.cli.options import normalise
-from elastirun.errors import ExitCode, JobFailed, UsageError
+from elastirun.errors import JobFailed, UsageError
 from elastirun.start_command import start_command
 
 WORKER = str(Path(__file__).with_name("function_worker.py"))

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from elastirun.errors import ExitCode, UsageError
+from elastirun.agent.exit_codes import ExitCode
+from elastirun.errors import UsageError
 from elastirun.start_command import start_command
 
 _USAGE = "usage: python -m elastirun.takeover (COMMAND | -m MODULE | FILE.py) [ARGUMENTS...]"

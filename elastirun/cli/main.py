@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import traceback
 import uuid
 from collections.abc import Sequence
@@ -23,13 +24,14 @@ import click
 from click.core import ParameterSource
 
 from elastirun import __version__, early_signals, standard_streams
+from elastirun.agent.exit_codes import ExitCode, help_text
 from elastirun.agent.host.cpus import usable_cpus
 from elastirun.cli.given_options import DEFAULT_SOURCE, Facts, Reading, Row
 from elastirun.cli.options import GROUPS, OPTIONS, RUN, Option, normalise
 from elastirun.cli.parse import quote
 from elastirun.cli.resolve import resolve
 from elastirun.config import Command, Etcd, LaunchConfig
-from elastirun.errors import ElastirunError, ExitCode, StartError, UsageError
+from elastirun.errors import ElastirunError, StartError, UsageError
 from elastirun.secret_files import advice, read_secret_file
 
 TOKEN_BYTES = range(16, 4097)  # how long a secret may be
@@ -52,12 +54,6 @@ Options come before SCRIPT. What follows SCRIPT is its own; ${local_rank} there 
 Names may be written with _ for - and cut short where that is clear. In [brackets]: the environment
 variable that sets the same, and its default; the command line goes before it. --dry-run shows where
 each value came from.
-
-Exit status: 0 all workers succeeded; 1 a worker failed and no restart was left; 2 wrong use, nothing
-was started; 3 something is missing here, or the nodes were started differently; 128+N told to stop
-by signal N; 200 peers were lost and did not come back; 201 too few nodes came, or the rendezvous
-was lost; 202 this node is sick; 203 a bug in elastirun; 204 another node has this one's rank.
-From 128 on, trying again may help.
 """
 
 
@@ -150,7 +146,7 @@ class GroupedCommand(click.Command):
             with formatter.section(title):
                 own = [("-h, --help".ljust(_HELP_COLUMN), "Show this.")] if title == RUN else []
                 formatter.write_dl([_help_of(option) for option in options] + own, col_max=_HELP_COLUMN)
-        formatter.write(f"\n{_NOTES}")
+        formatter.write(f"\n{_NOTES}\n{textwrap.fill(help_text(), 100)}\n")
 
 
 def _help_of(option: Option) -> tuple[str, str]:

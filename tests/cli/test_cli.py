@@ -13,10 +13,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from elastirun.agent.exit_codes import ExitCode
 from elastirun.cli import main, parse
 from elastirun.cli.options import GROUPS, OPTIONS, normalise
 from elastirun.config import Command, LaunchConfig
-from elastirun.errors import ExitCode, StartError, UsageError
+from elastirun.errors import StartError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "correct horse battery staple"
