@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,6 +138,47 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
 )
 def test_an_allowed_import_is_not(module: str, source: str) -> None:
     assert violations(module, source) == []
+
+
+def cycle(sources: Mapping[str, ast.Module]) -> list[str]:
+    """Modules that import each other in a circle when they are imported, the first one again at the end; empty when there are none.
+
+    ``sources``: the modules by name. Importing a module also runs the packages that it is in.
+    """
+
+    def needed(name: str, module: str) -> set[str]:
+        parts = name.split(".")
+        found = {".".join(parts[:count]) for count in range(1, len(parts) + 1)} & sources.keys()
+        return {other for other in found if not inside(module, (other,))}
+
+    graph = {}
+    for module, tree in sources.items():
+        package = any(name.startswith(f"{module}.") for name in sources)
+        eager = [name for name, eager, _ in imports(tree, module, package) if eager]
+        graph[module] = set().union(*(needed(name, module) for name in eager))
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycle({module: ast.parse(path.read_text()) for module, path in sources()}) == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "c", "found"),
+    [
+        ("import p.b", "from p.c import f", "from . import a", True),
+        ("import p.b", "import p.c", "", False),
+        ("import p.b", "import p.c", "def f():\n    import p.a", False),
+        ("import p.b", "import p.c", "if TYPE_CHECKING:\n    import p.a", False),
+    ],
+)
+def test_a_cycle_is_found(a: str, b: str, c: str, found: bool) -> None:
+    modules = {"p": "", "p.a": a, "p.b": b, "p.c": c}
+    assert bool(cycle({name: ast.parse(source) for name, source in modules.items()})) == found
 
 
 def test_the_command_line_comes_up_without_torch() -> None:
