@@ -24,9 +24,10 @@ from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
-from elastirun.agent.processes.process import WorkerSpec, require_pidfds
+from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.processes.process_tree import Family
 from elastirun.agent.processes.signals import Signals
+from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit, Workers
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs

@@ -10,7 +10,7 @@ from string import Template
 
 from elastirun.agent.host import numa
 from elastirun.agent.processes import marks
-from elastirun.agent.processes.process import WorkerSpec
+from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import Command, LaunchConfig
 from elastirun.rendezvous.ranks import Place, places
 from elastirun.rendezvous.records import RoundRecord

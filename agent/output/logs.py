@@ -22,7 +22,7 @@ from elastirun.agent.output.console import Console
 from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.lines import HOLD, LastLines, PrefixedLines, WholeLines
 from elastirun.agent.output.log_files import LogFile, close_all, make_run_folder, open_all, tail
-from elastirun.agent.processes.process import WorkerSpec
+from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import LogPolicy, Std
 from elastirun.errors import StartError, UsageError
 

@@ -6,29 +6,12 @@ import os
 import select
 import selectors
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from elastirun.agent.processes.spawn import WorkerSpec, spawn
 from elastirun.errors import StartError
-
-_SHIM = str(Path(__file__).with_name("exec_worker.py"))
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """What to start as one worker."""
-
-    local_rank: int
-    rank: int
-    argv: tuple[str, ...]
-    env: Mapping[str, str]  # the complete environment, nothing is added
-    cpus: frozenset[int] | None = None  # those it may run on; None: the agent's
-    group: str = ""  # the control group it enters; empty: it stays in the agent's
-    files: int | None = None  # its soft limit of open descriptors; None: the agent's
 
 
 def require_pidfds() -> None:
@@ -50,14 +33,11 @@ def require_pidfds() -> None:
 
 
 class Process:
-    """A worker that runs from the moment this object exists; ``on_exit(self, code)`` is called once, from the selector's loop.
+    """A worker that runs from the moment this object exists. ``on_exit(self, code)`` is called once, from the selector's loop.
 
-    ``code`` is the exit status, or minus the number of the signal that ended it. ``stdout`` and ``stderr`` are descriptors
-    for the worker (None: the agent's own); the caller closes its copies. A worker that has ended stays a zombie, which
-    keeps the number of its process group, until ``reap`` is called.
-
-    Create it in the loop's own thread: the parent-death signal is tied to the *thread* that forked.
-    Raises OSError when the process cannot be made; a command that cannot be run is the worker's exit code 126 or 127.
+    ``code`` is the exit status, or minus the number of the signal that ended the worker. For ``spec``, ``stdout``, ``stderr``, the
+    thread to call from and OSError see ``spawn``. An ended worker stays a zombie until ``reap`` is called, so that no other process
+    gets the number of its process group.
     """
 
     def __init__(
@@ -71,26 +51,18 @@ class Process:
         self.spec = spec
         self._selector = selector
         self._on_exit = on_exit
-        cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else "-"
-        command = [sys.executable, "-I", "-S", _SHIM, str(os.getpid()), cpus, spec.group or "-"]
-        command += ["-" if spec.files is None else str(spec.files), *spec.argv]
-        self._popen = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True)
-        self.pid = self._popen.pid
-        try:
-            self._pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            self._popen.kill()
-            self._popen.wait()
-            raise
+        started = spawn(spec, stdout, stderr)
+        self.pid, self._pidfd = started.pid, started.pidfd
+        self._reaped = False
         selector.register(self._pidfd, selectors.EVENT_READ, self._ready)
 
     @property
     def ended(self) -> bool:
-        """True from the moment the kernel knows it, which may be before ``on_exit``."""
-        return self._popen.returncode is not None or self._look() is not None
+        """Whether the worker has ended. True from the moment the kernel knows it, which may be before ``on_exit``."""
+        return self._reaped or self._exit_code() is not None
 
     def signal(self, signum: int) -> bool:
-        """Send to the worker itself, not to its children. False when it has ended already, or may not be signalled."""
+        """Send ``signum`` to the worker, not to its children. False when the worker has ended, or may not be signalled."""
         if self.ended:
             return False
         try:
@@ -100,13 +72,13 @@ class Process:
         return True
 
     def kill_group(self) -> None:
-        """SIGKILL to the worker and everything in its process group. Does nothing once the worker is reaped."""
-        if self._popen.returncode is None:  # so the number is still ours: a zombie holds it
+        """Send SIGKILL to the worker's process group. Does nothing once the worker is reaped."""
+        if not self._reaped:  # the worker, alive or zombie, keeps the number of the group
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def kill_and_reap(self, timeout: float) -> None:
-        """End it here and now, without ``on_exit``; ``timeout`` (seconds) bounds the wait for a process stuck in the kernel."""
+        """Kill the worker and wait for its end; ``on_exit`` is not called. ``timeout``, seconds, is for a process stuck in the kernel."""
         self._on_exit = _ignore
         self.kill_group()
         poller = select.poll()
@@ -119,31 +91,31 @@ class Process:
         """Whether the worker has a handler for the signal, or had one when it ended. False once it is reaped."""
         with suppress(OSError, ValueError, IndexError):
             status = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
-            return self._popen.returncode is None and bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (signum - 1) & 1)
+            return not self._reaped and bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (signum - 1) & 1)
         return False
 
     def reap(self) -> None:
-        """Kill what is left of the process group of an ended worker, and let its number go."""
-        if self._popen.returncode is not None or (code := self._look()) is None:
+        """Kill what is left of the process group of an ended worker, then reap the worker. Does nothing while the worker runs."""
+        if self._reaped or self._exit_code() is None:
             return
         self.kill_group()
         with suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
         os.close(self._pidfd)
-        self._popen.returncode = code  # so that Popen knows that there is nothing left to wait for
+        self._reaped = True
 
-    def _look(self) -> int | None:
-        """The exit code of an ended worker, which stays a zombie; None while it runs."""
+    def _exit_code(self) -> int | None:
+        """Return the exit code of an ended worker without reaping it; None while it runs."""
         try:
             info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        except ChildProcessError:  # given up before, and buried as a stranger when it died after all
+        except ChildProcessError:  # it was given up, died later, and was reaped like any orphan
             return -signal.SIGKILL
         if info is None:
             return None
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def _ready(self, mask: int = 0) -> None:
-        if self._popen.returncode is not None or (code := self._look()) is None:
+        if self._reaped or (code := self._exit_code()) is None:
             return
         self._selector.unregister(self._pidfd)
         self._on_exit(self, code)

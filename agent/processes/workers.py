@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from elastirun import clock
 from elastirun.agent.output.logs import RoundLogs
 from elastirun.agent.processes.left_running import LeftRunning
-from elastirun.agent.processes.process import Process, WorkerSpec
+from elastirun.agent.processes.process import Process
+from elastirun.agent.processes.spawn import WorkerSpec
 
 DRAIN = 0.5  # seconds that a foreign process may hold a worker's pipe open after the last exit
 GIVE_UP = 10.0  # seconds a process may take to die of SIGKILL

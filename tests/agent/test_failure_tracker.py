@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.processes.process import Process, WorkerSpec
+from elastirun.agent.processes.process import Process
+from elastirun.agent.processes.spawn import WorkerSpec
 from tests.support.cluster import Cluster, Worker
 
 TRIES = int(os.environ.get("BLAME_TRIES", "0"))

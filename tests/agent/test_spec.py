@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastirun.agent.host import numa
-from elastirun.agent.processes import process
-from elastirun.agent.processes.process import WorkerSpec
+from elastirun.agent.processes import spawn
+from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.spec import Surroundings, command_line, cpu_sets, worker_specs
 from elastirun.config import Command, Endpoint, LaunchConfig
 from elastirun.rendezvous.records import Member, RoundRecord
@@ -264,7 +264,7 @@ def test_the_sets_are_made_once_from_gpus_and_cpus(monkeypatch: pytest.MonkeyPat
 def run_bound(cpus: str) -> subprocess.CompletedProcess[str]:
     """A program that prints its CPUs, started as a worker is."""
     program = [sys.executable, "-I", "-S", "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
-    shim = [sys.executable, "-I", "-S", process._SHIM, str(os.getpid()), cpus, "-", "-", *program]
+    shim = [sys.executable, "-I", "-S", spawn._EXEC_WORKER, str(os.getpid()), cpus, "-", "-", *program]
     return subprocess.run(shim, capture_output=True, text=True, check=True)
 
 

@@ -20,8 +20,9 @@ import pytest
 from elastirun.agent.host import net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import RunLogs
-from elastirun.agent.processes import process
-from elastirun.agent.processes.process import Process, WorkerSpec
+from elastirun.agent.processes import process, spawn
+from elastirun.agent.processes.process import Process
+from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import GIVE_UP, WorkerExit, Workers
 from elastirun.agent.worker_store import WorkerStore
 from elastirun.config import LogPolicy
@@ -358,7 +359,8 @@ def test_a_worker_that_had_died_before_we_signalled_is_not_ours(loop: Loop) -> N
 def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
     agent = """
 import selectors, signal, sys
-from elastirun.agent.processes.process import Process, WorkerSpec
+from elastirun.agent.processes.process import Process
+from elastirun.agent.processes.spawn import WorkerSpec
 code = "import os, signal; os.write(1, b'%d ' % os.getpid()); signal.pause()"
 Process(WorkerSpec(0, 0, (sys.executable, "-c", code), {}), selectors.PollSelector(), print)
 signal.pause()
@@ -387,7 +389,7 @@ def subreaper(on: bool) -> None:
 
 
 def test_a_worker_whose_agent_died_before_it_was_armed_does_not_start() -> None:
-    command = [sys.executable, "-I", "-S", process._SHIM, str(os.getppid()), "-", "echo", "started"]
+    command = [sys.executable, "-I", "-S", spawn._EXEC_WORKER, str(os.getppid()), "-", "echo", "started"]
     done = subprocess.run(command, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 

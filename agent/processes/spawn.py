@@ -1,0 +1,54 @@
+"""Start one worker process. The only place that knows how; ``agent/processes/process.py`` watches what was started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
+_NONE = "-"  # stands for an argument of exec_worker.py that is not given
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What to start as one worker."""
+
+    local_rank: int
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]  # the complete environment; nothing is added
+    cpus: frozenset[int] | None = None  # CPUs the worker may run on; None: the agent's
+    group: str = ""  # the control group the worker enters; empty: it stays in the agent's
+    files: int | None = None  # the worker's soft limit of open descriptors; None: the agent's
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A child of this process that is the leader of a session of its own. Whoever called ``spawn`` reaps it and closes ``pidfd``."""
+
+    pid: int
+    pidfd: int
+
+
+def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None) -> Spawned:
+    """Start a worker. ``stdout`` and ``stderr`` are descriptors for it (None: this process's own); the caller closes its copies.
+
+    Call it in the thread that lives as long as the worker may: the parent-death signal is tied to the *thread* that forked.
+    Raises OSError when no process can be made. A command that cannot be executed is the worker's exit code 126 or 127.
+    """
+    cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else _NONE
+    command = [sys.executable, "-I", "-S", _EXEC_WORKER, str(os.getpid()), cpus, spec.group or _NONE]
+    command += [_NONE if spec.files is None else str(spec.files), *spec.argv]
+    child = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True)
+    try:
+        pidfd = os.pidfd_open(child.pid)
+    except OSError:
+        child.kill()
+        child.wait()
+        raise
+    child.returncode = 0  # else Popen reaps the child behind the caller's back
+    return Spawned(child.pid, pidfd)
