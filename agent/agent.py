@@ -16,8 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import shared_store
-from elastirun.agent.events import EventLog, changes
+from elastirun.agent import events, shared_store
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.failures import classify, report
 from elastirun.agent.failures.tracker import FailureTracker
@@ -132,8 +131,7 @@ class Agent:
         stack.callback(self._logs.close)
         self._events_log = self._open_events()
         stack.callback(self._events_log.close)
-        self._recorded: RoundRecord | None = None  # the round record whose news are in the events
-        self._over_since: float | None = None  # since when the last round here is known to be over
+        self._round_events = events.RoundEvents(self._events_log, self._id)
         self._tracker = FailureTracker(row.name, self._logs)
         self._workers = Workers(
             self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._family.owns, self._family.worker_ended
@@ -153,10 +151,10 @@ class Agent:
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
-    def _open_events(self) -> EventLog:
+    def _open_events(self) -> events.EventLog:
         policy = self._config.logs
         also = self._console.say if policy.event_log == "console" else None
-        return EventLog(self._id, self._name, self._logs.events_file(), also)
+        return events.EventLog(self._id, self._name, self._logs.events_file(), also)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +213,7 @@ class Agent:
                 self._console.say(what + ("; its workers were ended" if ended else ""))
             self._lone = self._lone and not ended
             self._events.appendleft(StoodStill(now, overdue, ended))
-            self._events_log.write("stood_still", seconds=round(overdue, 3), workers_ended=ended)
+            self._events_log.write(events.StoodStill(round(overdue, 3), ended))
         self._renew(now)
 
     def _renew(self, now: float) -> None:
@@ -256,21 +254,8 @@ class Agent:
             if isinstance(event, Synced | SyncFailed):
                 self._round_check.settle(event)
             actions = self._machine.step(event)
-            self._record_news(event.now)
+            self._round_events.see(self._machine.record, event.now, self._machine.quiet)
             self._perform_all(actions)
-
-    def _record_news(self, now: float) -> None:
-        record = self._machine.record
-        if record is None or record is self._recorded:
-            return
-        for name, fields in changes(self._recorded, record):
-            more: dict[str, object] = {}
-            if name == "broken":
-                self._over_since = self._over_since or now
-                if record.broken and record.broken.by == self._id and record.broken.lost:
-                    more["detected_after"] = round(self._machine.quiet(record.broken.lost[0]), 3)
-            self._events_log.write(name, **fields, **more)
-        self._recorded = record
 
     def _perform_all(self, actions: list[Action]) -> None:
         for action in actions:
@@ -299,7 +284,7 @@ class Agent:
     def _on_signal(self, signum: int, count: int) -> None:
         """The first signal drains this node, the second hurries, the third ends at once."""
         name = signal.Signals(signum).name
-        self._events_log.write("signal", signal=name, count=count)
+        self._events_log.write(events.Signal(name, count))
         if count == 1:
             self._signum = signum
             self._tracker.agent_signalled()
@@ -321,7 +306,7 @@ class Agent:
         self._family.reap(self._workers.pids)
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
-        self._events_log.write("worker_exit", rank=end.rank, local_rank=end.local_rank, pid=end.pid, code=end.code, after=end.after)
+        self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
         self._tracker.worker_ended(end)
 
     def _on_stuck(self, text: str) -> None:
@@ -334,8 +319,7 @@ class Agent:
         self._lone = False
         if self._tracker.stopped or self._finish:
             self._family.end_leftovers()
-        if self._over_since is not None:
-            self._events_log.write("stopped", round=self._attempt + 1, after=round(clock.now() - self._over_since, 3))
+        self._round_events.stopped(self._attempt + 1, clock.now())
         if self._tracker.stopped:
             self._events.append(WorkersStopped(clock.now(), self._tracker.failures))
         elif not self._tracker.failures:  # else the machine is told, if not yet, and asks to stop
@@ -412,11 +396,7 @@ class Agent:
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
         nodes, workers = len(record.members), record.world_size
-        after = None if self._over_since is None else round(clock.now() - self._over_since, 3)
-        place = {"node_rank": node_rank, "ranks": [spec.rank for spec in specs]}
-        shape = {"round": record.round, "reason": record.reason, "nodes": nodes, "world_size": workers}
-        self._events_log.write("round", **shape, **place, formed_after=after)
-        self._over_since = None
+        self._round_events.start(record, node_rank, [spec.rank for spec in specs], clock.now())
         if self._config.max_nodes > 1 or record.round > 1:
             here = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
             size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
@@ -430,8 +410,7 @@ class Agent:
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace
         grace = grace if action.within is None else min(grace, action.within)
-        self._over_since = clock.now()
-        self._events_log.write("stop", round=self._attempt + 1, planned=action.planned, reason=action.reason, grace=grace)
+        self._round_events.stop(self._attempt + 1, action.planned, action.reason, grace, clock.now())
         if not self._workers.running and not self._workers.left_running:
             self._on_workers_idle()
             return
@@ -452,7 +431,7 @@ class Agent:
         """The last words, and the exit code."""
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         code = self._exit_code(finish)
-        self._events_log.write("end", outcome=finish.outcome.value, reason=finish.reason, code=int(code))
+        self._events_log.write(events.End(finish.outcome.value, finish.reason, int(code)))
         if finish.outcome is Outcome.FAILED:
             records = finish.closed.failures if finish.closed else ()
             self._console.write_err(self._report(finish.reason, records).encode())

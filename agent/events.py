@@ -1,10 +1,11 @@
-"""events.jsonl: what happened, one JSON object a line, for programs; docs/events.md describes every event and field."""
+"""events.jsonl: what happened on this node, one JSON object a line, for programs. docs/events.md describes every event and field."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from elastirun.agent.output.log_files import LogFile
 from elastirun.rendezvous.records import RoundRecord
@@ -12,16 +13,141 @@ from elastirun.rendezvous.records import RoundRecord
 FORMAT = 1  # raised when a field changes its meaning
 
 
+@dataclass(frozen=True)
+class Formed:
+    """A round was formed, with or without this node."""
+
+    round: int
+    reason: str
+    nodes: Sequence[str]  # host names in rank order
+    joined: Sequence[str]  # since the round before
+    gone: Sequence[str]  # since the round before
+    world_size: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """The workers of this node are started."""
+
+    round: int
+    reason: str
+    nodes: int
+    world_size: int
+    node_rank: int
+    ranks: Sequence[int]
+    formed_after: float | None  # seconds since this node knew that the last round was over; None: this is its first
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """A worker ended."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    code: int  # exit status, or minus the number of the signal that ended it
+    after: float  # seconds since the start of the round
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The running round is over before its work is done."""
+
+    round: int
+    cause: str
+    reason: str
+    by: str  # host name of the node that noticed
+    lost: Sequence[str]  # host names of the nodes that fell silent
+
+
+@dataclass(frozen=True)
+class BrokenByLoss(Broken):
+    """``Broken``, on the node that noticed the loss."""
+
+    detected_after: float  # seconds since the last keep-alive of the lost node
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The workers of this node get the stop signal."""
+
+    round: int
+    planned: bool
+    reason: str
+    grace: float  # seconds until SIGKILL
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The last worker of this node has ended."""
+
+    round: int
+    after: float  # seconds since ``Stop``
+
+
+@dataclass(frozen=True)
+class Signal:
+    """This agent got a signal."""
+
+    signal: str
+    count: int  # of the signals so far, this one included
+
+
+@dataclass(frozen=True)
+class StoodStill:
+    """This agent did not run for a while."""
+
+    seconds: float
+    workers_ended: bool
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The job is decided."""
+
+    round: int
+    verdict: str
+    reason: str
+    by: str  # host name
+
+
+@dataclass(frozen=True)
+class End:
+    """The agent's last line."""
+
+    outcome: str
+    reason: str
+    code: int
+
+
+Event = Formed | Round | WorkerExit | Broken | Stop | Stopped | Signal | StoodStill | Closed | End
+NAMES: Mapping[type[Event], str] = {
+    Formed: "formed",
+    Round: "round",
+    WorkerExit: "worker_exit",
+    Broken: "broken",
+    BrokenByLoss: "broken",
+    Stop: "stop",
+    Stopped: "stopped",
+    Signal: "signal",
+    StoodStill: "stood_still",
+    Closed: "closed",
+    End: "end",
+}
+
+
 class EventLog:
     """Appends to ``file`` (None: no file) and hands each line to ``also`` (the console, when asked for)."""
 
     def __init__(self, node: str, name: str, file: LogFile | None = None, also: Callable[[str], None] | None = None) -> None:
-        self._who = {"node": node, "name": name}
+        self._node, self._name = node, name
         self._file, self._also = file, also
 
-    def write(self, event: str, **fields: object) -> None:
-        """Write one line; a full or hanging disk loses the line, not the job."""
-        line = json.dumps({"v": FORMAT, "time": time.time(), "mono": time.monotonic(), "event": event, **self._who, **fields})
+    def write(self, event: Event) -> None:
+        """Write one line. A disk that is full or hangs loses the line and does not stop the job."""
+        when = {"v": FORMAT, "time": time.time(), "mono": time.monotonic()}
+        line = json.dumps({**when, "event": NAMES[type(event)], "node": self._node, "name": self._name, **vars(event)})
         if self._file is not None:
             self._file.write(line.encode() + b"\n")
         if self._also is not None:
@@ -33,23 +159,58 @@ class EventLog:
             self._file = None
 
 
-def changes(old: RoundRecord | None, new: RoundRecord) -> list[tuple[str, Mapping[str, object]]]:
-    """What happened between two looks at the round record, as events with their fields. Pure."""
-    found: list[tuple[str, Mapping[str, object]]] = []
+class RoundEvents:
+    """Writes the events of rounds to ``log``, and remembers when the last round ended: their durations count from that moment."""
+
+    def __init__(self, log: EventLog, node: str) -> None:
+        self._log = log
+        self._node = node  # id of this node
+        self._seen: RoundRecord | None = None  # the record whose changes are written
+        self._over_since: float | None = None  # when this node knew that the last round is over, until the next one starts
+
+    def see(self, record: RoundRecord | None, now: float, silent_for: Callable[[str], float]) -> None:
+        """Write what has changed since the last ``record``. ``silent_for``: node id to seconds without a keep-alive."""
+        if record is None or record is self._seen:
+            return
+        for event in changes(self._seen, record):
+            if isinstance(event, Broken):
+                self._over_since = self._over_since or now
+                if record.broken and record.broken.by == self._node and record.broken.lost:
+                    event = BrokenByLoss(**vars(event), detected_after=round(silent_for(record.broken.lost[0]), 3))
+            self._log.write(event)
+        self._seen = record
+
+    def start(self, record: RoundRecord, node_rank: int, ranks: Sequence[int], now: float) -> None:
+        """The workers with these ranks are started on this node."""
+        after = None if self._over_since is None else round(now - self._over_since, 3)
+        self._log.write(Round(record.round, record.reason, len(record.members), record.world_size, node_rank, ranks, after))
+        self._over_since = None
+
+    def stop(self, number: int, planned: bool, reason: str, grace: float, now: float) -> None:
+        """The workers of round ``number`` get the stop signal, and have ``grace`` seconds."""
+        self._over_since = now
+        self._log.write(Stop(number, planned, reason, grace))
+
+    def stopped(self, number: int, now: float) -> None:
+        """The last worker of round ``number`` has ended. Writes nothing where the round itself was not over before."""
+        if self._over_since is not None:
+            self._log.write(Stopped(number, round(now - self._over_since, 3)))
+
+
+def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:
+    """Return what happened between two reads of the round record. Pure."""
+    found: list[Event] = []
     names = {m.id: m.name for m in (*(old.members if old else ()), *new.members)}
     before = {m.id for m in old.members} if old else set()
     now = {m.id for m in new.members}
-    again = old is not None and old.round == new.round
-    if new.round and not again:
+    same_round = old is not None and old.round == new.round
+    if new.round and not same_round:
         joined, gone = ([names[i] for i in sorted(ids, key=lambda i: names[i])] for ids in (now - before, before - now))
-        fields = {"round": new.round, "reason": new.reason, "nodes": [m.name for m in new.members], "joined": joined, "gone": gone}
-        found.append(("formed", {**fields, "world_size": new.world_size, "restarts": new.failures}))
-    broken = new.broken
-    if broken is not None and not (again and old and old.broken is not None):
-        lost, by = [names.get(i, i) for i in broken.lost], names.get(broken.by, broken.by)
-        found.append(("broken", {"round": new.round, "cause": broken.cause.value, "reason": broken.reason, "by": by, "lost": lost}))
-    if new.closed is not None and not (old and old.closed):
-        closed = new.closed
-        by = names.get(closed.by, closed.by)
-        found.append(("closed", {"round": new.round, "verdict": closed.verdict.value, "reason": closed.reason, "by": by}))
+        found.append(Formed(new.round, new.reason, [m.name for m in new.members], joined, gone, new.world_size, new.failures))
+    broken, closed = new.broken, new.closed
+    if broken is not None and not (same_round and old and old.broken is not None):
+        lost = [names.get(i, i) for i in broken.lost]
+        found.append(Broken(new.round, broken.cause.value, broken.reason, names.get(broken.by, broken.by), lost))
+    if closed is not None and not (old and old.closed):
+        found.append(Closed(new.round, closed.verdict.value, closed.reason, names.get(closed.by, closed.by)))
     return found

@@ -398,7 +398,7 @@ def check_machine(life: list[events.Event]) -> bool:
                 mine = action.record.members[action.node_rank]
                 assert (mine.id, mine.slots) == ("me", machine.row.slots)
         if machine.record is not None:
-            json.dumps(changes(told, machine.record))
+            json.dumps([vars(event) for event in changes(told, machine.record)])
             told = machine.record
     return machine.record is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -10,32 +11,51 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastirun.agent.events import changes
-from elastirun.rendezvous.records import Broken, Cause, Closed, Member, RoundRecord, Verdict
+from elastirun.agent.events import NAMES, Broken, Closed, End, EventLog, Formed, changes
+from elastirun.rendezvous import records
+from elastirun.rendezvous.records import Cause, Member, RoundRecord, Verdict
 from tests.support.cluster import Cluster, kill
 
 ALWAYS = {"v", "time", "mono", "event", "node", "name"}
 EMPTY = RoundRecord("s")
 FIRST = replace(EMPTY, round=1, members=(Member("a1", "a", "", 1, 2), Member("b1", "b", "", 1, 2)), reason="the first round")
-BROKEN = replace(FIRST, broken=Broken(Cause.LOST, "b silent", "a1", ("b1",)))
+BROKEN = replace(FIRST, broken=records.Broken(Cause.LOST, "b silent", "a1", ("b1",)))
 SECOND = replace(FIRST, round=2, members=(Member("a1", "a", "", 1, 2), Member("c1", "c", "", 1, 2)), reason="b silent")
-CLOSED = replace(SECOND, closed=Closed(Verdict.SUCCEEDED, "all well", "c1"))
+CLOSED = replace(SECOND, closed=records.Closed(Verdict.SUCCEEDED, "all well", "c1"))
 
 
 def test_each_change_of_the_record_is_told_once() -> None:
     assert changes(None, EMPTY) == [] and changes(FIRST, FIRST) == [] and changes(BROKEN, BROKEN) == []
-    assert changes(EMPTY, FIRST) == [
-        (
-            "formed",
-            {"round": 1, "reason": "the first round", "nodes": ["a", "b"], "joined": ["a", "b"], "gone": []}
-            | {"world_size": 4, "restarts": 0},
-        )
-    ]
-    assert changes(FIRST, BROKEN) == [("broken", {"round": 1, "cause": "lost", "reason": "b silent", "by": "a", "lost": ["b"]})]
-    ((_, formed),) = changes(BROKEN, SECOND)
-    assert (formed["joined"], formed["gone"]) == (["c"], ["b"])
-    assert changes(SECOND, CLOSED) == [("closed", {"round": 2, "verdict": "succeeded", "reason": "all well", "by": "c"})]
-    assert [name for name, _ in changes(FIRST, replace(CLOSED, broken=BROKEN.broken))] == ["formed", "broken", "closed"]
+    assert changes(EMPTY, FIRST) == [Formed(1, "the first round", ["a", "b"], joined=["a", "b"], gone=[], world_size=4, restarts=0)]
+    assert changes(FIRST, BROKEN) == [Broken(1, "lost", "b silent", by="a", lost=["b"])]
+    (formed,) = changes(BROKEN, SECOND)
+    assert isinstance(formed, Formed) and (formed.joined, formed.gone) == (["c"], ["b"])
+    assert changes(SECOND, CLOSED) == [Closed(2, "succeeded", "all well", by="c")]
+    assert [type(event) for event in changes(FIRST, replace(CLOSED, broken=BROKEN.broken))] == [Formed, Broken, Closed]
+
+
+def test_the_page_and_the_code_have_the_same_events_and_fields() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+    fields: dict[str, set[str]] = {}
+    for event, name in NAMES.items():
+        fields.setdefault(name, set()).update(field.name for field in dataclasses.fields(event))
+    cells = {m[1]: m[2] for m in re.finditer(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, re.M)}
+    assert cells.keys() == fields.keys()
+    values = {*NAMES.values(), *(member.value for member in (*Cause, *Verdict))}
+    for name, cell in cells.items():
+        named = set(re.findall(r"`(\w+)`", cell))
+        assert fields[name] <= named <= fields[name] | values, name
+
+
+def test_a_line_begins_with_the_same_fields_whatever_happened() -> None:
+    lines: list[str] = []
+    EventLog("n-1", "n", also=lines.append).write(End("left", "SIGTERM", 143))
+    (line,) = lines
+    assert re.fullmatch(
+        r'\{"v": 1, "time": [\d.]+, "mono": [\d.]+, "event": "end", "node": "n-1", "name": "n", '
+        r'"outcome": "left", "reason": "SIGTERM", "code": 143\}',
+        line,
+    )
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -63,8 +83,7 @@ def test_a_life_with_a_failure_a_loss_and_a_signal_as_the_page_describes_it(node
     assert loss.get("detected_after", 3.0) >= 3.0, "not before it has expired"
     assert by["round"]["round"] == 3 and 0 < by["round"]["formed_after"] < 30
     assert (by["end"]["outcome"], by["end"]["code"], by["signal"]["signal"]) == ("left", 143, "SIGTERM")
-    page = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
-    described = {m[1]: set(re.findall(r"`(\w+)`", m[2])) for m in re.finditer(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, re.M)}
+    fields = {name: {field.name for field in dataclasses.fields(event)} for event, name in NAMES.items()}
     for event in found:
-        assert event.keys() - ALWAYS <= described[event["event"]], "docs/events.md describes every field"
-    assert {e["event"] for e in found} >= described.keys() - {"stood_still", "closed"}, "and nothing that is not there"
+        assert event.keys() - ALWAYS - {"detected_after"} == fields[event["event"]] - {"detected_after"}
+    assert {e["event"] for e in found} >= fields.keys() - {"stood_still", "closed"}
