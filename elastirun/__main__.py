@@ -1,8 +1,10 @@
+"""Entry point of the command: installs signal handlers and checks the standard streams before the slow imports."""
+
 from elastirun import early_signals, standard_streams
 
 
 def main() -> None:
-    early_signals.obey()
+    early_signals.install()
     standard_streams.open_closed()
     from elastirun.cli import main  # imports click and much else
 

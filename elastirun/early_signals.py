@@ -1,7 +1,8 @@
-"""Signals are obeyed from the first moment, before anything slow is imported; until the agent takes them over nothing has been started.
+"""Minimal signal handlers, installed before slow imports. Nothing has been started yet, so they exit with 128 + n.
 
-Process 1 of a container needs this most: there the kernel drops every signal that has no handler, and nobody can help in the
-time before these lines, while Python itself starts. ``_signal`` because ``signal`` would cost 8 ms more.
+The agent replaces them with its own handlers. Process 1 of a container needs them most: the kernel drops every signal for which process 1
+has no handler. A signal that arrives while Python itself starts, before these lines, is lost all the same.
+``_signal`` is imported in place of ``signal``, which would cost 8 ms more.
 """
 
 import os
@@ -22,23 +23,23 @@ from _signal import (  # type: ignore[import-not-found,unused-ignore]
 EARLY = {"SIGTERM": SIGTERM, "SIGINT": SIGINT, "SIGHUP": SIGHUP, "SIGQUIT": SIGQUIT}  # the default of --signals-to-handle
 
 
-def leave(signum: int, frame: object) -> None:
-    os._exit(128 + signum)
-
-
-def obey() -> None:
-    """From now on these signals end this process with 128 + n, also where whoever started it had blocked them.
+def install() -> None:
+    """Let the ``EARLY`` signals end this process with 128 + n, and unblock them: the parent may have started us with them blocked.
 
     SIGHUP that was ignored at start (nohup) stays ignored.
     """
     for signum in EARLY.values():
         if signum != SIGHUP or getsignal(signum) != SIG_IGN:
-            signal(signum, leave)
+            signal(signum, _exit)
     pthread_sigmask(SIG_UNBLOCK, EARLY.values())
 
 
-def keep(names: tuple[str, ...]) -> None:
-    """Only those of ``names`` go on being obeyed, the others do what they do in any Python program."""
+def restrict_to(names: tuple[str, ...]) -> None:
+    """Keep the handlers of the signals in ``names``. The other ``EARLY`` signals get back the behaviour of any Python program."""
     for name, signum in EARLY.items():
-        if name not in names and getsignal(signum) is leave:
+        if name not in names and getsignal(signum) is _exit:
             signal(signum, default_int_handler if signum == SIGINT else SIG_DFL)
+
+
+def _exit(signum: int, frame: object) -> None:
+    os._exit(128 + signum)

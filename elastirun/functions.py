@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elastirun.agent.exit_codes import ExitCode
-from elastirun.cli.options import normalise
+from elastirun.cli import command_line as cli
 from elastirun.errors import JobFailed, UsageError
 from elastirun.start_command import start_command
 
@@ -39,7 +39,7 @@ def launch_function(fn: Callable[..., Any], args: Sequence[object], options: Map
     """See ``elastirun.launch``."""
     with tempfile.TemporaryDirectory(prefix="elastirun_launch_") as folder:  # 0700
         line = [*command_line(options), WORKER, folder]
-        normalise(line)  # an unknown option is an error here, not in another process
+        cli.parse(line)  # a wrong option is an error of this process, not of the launcher
         _write(folder, "preparation", _preparation())
         _write(folder, "call", _pickled_call(fn, args))
         error_file = f"{folder}/error.json"

@@ -58,7 +58,7 @@ def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
     """``parameters`` as options of ours, and what to warn of. Errors: ``UsageError``."""
     import uuid
 
-    from elastirun.cli.given_options import Facts, Reading
+    from elastirun.cli.given_options import GivenOptions, MachineFacts
     from elastirun.cli.resolve import resolve
 
     given = {
@@ -71,9 +71,9 @@ def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
         "max_restarts": str(MOST_RESTARTS),
         "restart_pause": "0",
     }
-    reading = Reading(given, {})
-    facts = Facts(cpus=lambda: 1, devices=lambda kind: None, new_id=lambda: str(uuid.uuid4()))
-    return resolve(reading, ["torchrun"], facts), reading.warnings
+    options = GivenOptions(given, {})
+    facts = MachineFacts(cpus=lambda: 1, devices=lambda kind: None, new_id=lambda: str(uuid.uuid4()))
+    return resolve(options, ["torchrun"], facts), options.warnings
 
 
 def reach(record: Any, node_rank: int, is_on: Callable[[], bool]) -> Any:

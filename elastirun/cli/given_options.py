@@ -1,9 +1,10 @@
-"""The options as they were given, on the command line or in the environment, and what became of them."""
+"""Options as they were given, on the command line or in the environment, with where each value came from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeVar
 
 from elastirun.cli import parse
@@ -12,17 +13,24 @@ from elastirun.errors import UsageError
 
 T = TypeVar("T")
 
-DEFAULT, ENVIRONMENT, COMMAND_LINE = range(3)  # how close to the user a value was given
 DEFAULT_SOURCE = "default"  # ``Row.source`` of an option that nobody gave
 
 
+class Origin(IntEnum):
+    """Where the value of an option came from. The higher one takes precedence."""
+
+    DEFAULT = 0
+    ENVIRONMENT = 1
+    COMMAND_LINE = 2
+
+
 @dataclass(frozen=True)
-class Facts:
-    """What only the machine can tell."""
+class MachineFacts:
+    """Questions to this machine, handed to ``resolve`` so that it stays pure."""
 
     cpus: Callable[[], int]  # CPUs this process may use
-    devices: Callable[[str], int | None]  # how many of "gpu", "xpu", "auto" or another kind; None: no such kind; ValueError: cannot tell
-    new_id: Callable[[], str]  # a name that nobody else has
+    devices: Callable[[str], int | None]  # number of "gpu", "xpu", "auto" or another kind; None: no such kind; ValueError: unknown
+    new_id: Callable[[], str]  # a name that is unique in the world
 
 
 @dataclass(frozen=True)
@@ -34,57 +42,77 @@ class Row:
     source: str
 
 
-class Reading:
-    """The options as they were given, and what became of them: warnings, and values that were derived."""
+class GivenOptions:
+    """The options as they were given. ``resolve`` adds warnings and the values that it derived.
+
+    ``given`` maps the dest of each option on the command line to its text, "1" for a flag.
+    """
 
     def __init__(self, given: Mapping[str, str], environ: Mapping[str, str]) -> None:
-        """``given``: dest -> text from the command line, "1" for a flag."""
-        self.given = given
         self.environ = environ
         self.warnings: list[str] = []
-        self._derived: dict[str, tuple[str, str]] = {}
+        self._given = given
+        self._derived: dict[str, tuple[str, str]] = {}  # by dest: the value that is used, and its source
 
-    def level(self, dest: str) -> int:
-        if dest in self.given:
-            return COMMAND_LINE
+    def origin(self, dest: str) -> Origin:
+        """Return where the option's value came from."""
+        if dest in self._given:
+            return Origin.COMMAND_LINE
         env = BY_DEST[dest].env
-        return ENVIRONMENT if env is not None and env in self.environ else DEFAULT
+        return Origin.ENVIRONMENT if env is not None and env in self.environ else Origin.DEFAULT
+
+    def is_given(self, dest: str) -> bool:
+        """Tell whether the option is on the command line or in the environment."""
+        return self.origin(dest) > Origin.DEFAULT
 
     def label(self, dest: str) -> str:
-        """The name under which the value was given: ``--nnodes`` or ``PET_NNODES``."""
+        """Return the name under which the value was given: ``--nnodes`` or ``PET_NNODES``."""
         option = BY_DEST[dest]
-        return option.env if option.env and self.level(dest) == ENVIRONMENT else option.name
+        return option.env if option.env and self.origin(dest) == Origin.ENVIRONMENT else option.name
 
     def text(self, dest: str) -> str | None:
+        """Return the option's text as it was given, or its default."""
         option = BY_DEST[dest]
-        if dest in self.given:
-            return self.given[dest]
+        if dest in self._given:
+            return self._given[dest]
         return self.environ.get(option.env, option.default) if option.env else option.default
 
+    def has_text(self, dest: str) -> bool:
+        """Tell whether the option's text is more than white space."""
+        return bool((self.text(dest) or "").strip())
+
     def read(self, dest: str, parser: Callable[[str], T]) -> T:
+        """Return the parsed value. Raises ``UsageError`` with the option's label when ``parser`` raises ValueError."""
         try:
             return parser(self.text(dest) or "")
         except ValueError as error:
             raise UsageError(f"{self.label(dest)}: {error}") from None
 
     def optional(self, dest: str, parser: Callable[[str], T]) -> T | None:
+        """Return the parsed value; None when the option was not given and has no default."""
         return None if self.text(dest) is None else self.read(dest, parser)
 
     def flag(self, dest: str) -> bool:
+        """Return the value of a flag."""
         return bool(self.optional(dest, parse.boolean))
 
     def warn(self, text: str) -> None:
+        """Add a warning, which is printed before the agent starts."""
         self.warnings.append(text)
 
     def derive(self, dest: str, value: object, why: str) -> None:
-        """``--dry-run`` shows this in place of what was given."""
+        """Record that ``value`` is used in place of what was given, for ``--dry-run``."""
         self._derived[dest] = (str(value), f"derived: {why}")
 
     def rows(self) -> list[Row]:
+        """Return one line of ``--dry-run`` for each option."""
         found = []
         for option in OPTIONS:
-            level = self.level(option.dest)
-            source = (f"environment {option.env}", "command line")[level - 1] if level else DEFAULT_SOURCE
+            source = {
+                Origin.DEFAULT: DEFAULT_SOURCE,
+                Origin.ENVIRONMENT: f"environment {option.env}",
+                Origin.COMMAND_LINE: "command line",
+            }[self.origin(option.dest)]
             text = self.text(option.dest)
             shown = ("yes" if self.flag(option.dest) else "no") if option.flag else text or "-"
             value, source = self._derived.get(option.dest, (shown, source))

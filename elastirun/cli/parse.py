@@ -1,7 +1,7 @@
-"""Pure parsers of what people write: text -> value.
+"""Pure parsers of option values: text -> value.
 
-Each raises ``ValueError`` whose message says what is wrong and, after a semicolon, what to write instead; the caller puts the name
-of the option or variable in front. Texts are quoted with ``quote``, so that a message stays one line whatever was given.
+Each raises ``ValueError``. The message says what is wrong and, after a semicolon, what to write instead; the caller puts the name
+of the option or variable in front. ``quote`` keeps a message on one line whatever text was given.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from elastirun.config import Endpoint, Std, StdMap
 
 T = TypeVar("T")
 
-LONGEST_NAME = 200  # characters in a run id or role: they become file names and keys
-LONGEST_TIME = 365 * 24 * 3600.0  # seconds
+LONGEST_NAME = 200  # characters in a run id or role: they become file names (255 bytes at most) and keys
+LONGEST_TIME = 365 * 24 * 3600.0  # seconds: a year; anything longer is a typing mistake, and timers would overflow
+LONGEST_QUOTE = 80  # characters of a text in a message
 
 
 def quote(text: str) -> str:
-    """``text`` in quotes, on one line, printable, and not longer than a message can bear."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+    """Return ``text`` in quotes: printable, on one line, cut to ``LONGEST_QUOTE``."""
+    return repr(text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 3] + "...")
 
 
 def nearest(text: str, names: Iterable[str], similarity: float = 0.6) -> str:
-    """`` (did you mean X?)`` for the closest of ``names``, or nothing when none has the ``similarity``, from 0 to 1."""
+    """Return `` (did you mean X?)`` for the closest of ``names``, or nothing when none is similar enough (0 to 1)."""
     close = difflib.get_close_matches(text, list(names), 1, similarity)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
-    """A parser of whole numbers from ``low`` to ``high``."""
+    """Return a parser of whole numbers from ``low`` to ``high``."""
     wanted = f"give a whole number of at least {low}" if high == 10**9 else f"give a whole number from {low} to {high}"
 
     def parse(text: str) -> int:
@@ -50,7 +51,7 @@ def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
 
 
 def seconds(low: float = 0.0, *, above: bool = False) -> Callable[[str], float]:
-    """A parser of durations in seconds: at least ``low``, or more than ``low`` with ``above``."""
+    """Return a parser of durations in seconds: at least ``low``, or more than ``low`` with ``above``."""
     wanted = f"give a number {'above' if above else 'of at least'} {low:g}"
 
     def parse(text: str) -> float:
@@ -68,6 +69,8 @@ def seconds(low: float = 0.0, *, above: bool = False) -> Callable[[str], float]:
 
 
 def choice(*names: str) -> Callable[[str], str]:
+    """Return a parser that accepts one of ``names``."""
+
     def parse(text: str) -> str:
         if text not in names:
             raise ValueError(f"{quote(text)} is not one of {', '.join(names)}{nearest(text, names)}")
@@ -77,7 +80,7 @@ def choice(*names: str) -> Callable[[str], str]:
 
 
 def boolean(text: str) -> bool:
-    """``1 0 true false t f yes no y n on off`` in any case; any other whole number counts as true, as for torchrun."""
+    """Parse ``1 0 true false t f yes no y n on off`` in any case; any other whole number is true, as with torchrun."""
     word = text.strip().lower()
     if re.fullmatch(r"[+-]?[0-9]{1,18}", word):
         return int(word) != 0
@@ -89,7 +92,7 @@ def boolean(text: str) -> bool:
 
 
 def name(text: str) -> str:
-    """A run id or a role: anything printable of a sensible length."""
+    """Parse a run id or a role: printable text of at most ``LONGEST_NAME`` characters."""
     if not text.isprintable():
         raise ValueError(f"{quote(text)} holds control characters; give printable text")
     if len(text) > LONGEST_NAME:
@@ -98,7 +101,7 @@ def name(text: str) -> str:
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """``N`` or ``MIN:MAX`` -> (fewest, most) nodes."""
+    """Parse ``N`` or ``MIN:MAX`` nodes into (minimum, maximum)."""
     parts = [part.strip() for part in text.split(":")]
     if len(parts) > 2 or not all(re.fullmatch(r"\+?[0-9]{1,9}", part) for part in parts):
         raise ValueError(f"{quote(text)} is not a number of nodes; give N or MIN:MAX, such as 2 or 1:4")
@@ -111,7 +114,7 @@ def nodes(text: str) -> tuple[int, int]:
 
 
 def host(text: str) -> str:
-    """A host name or a numeric address; IPv6 with or without brackets, the result is without."""
+    """Parse a host name or a numeric address. IPv6 may have brackets; the result has none."""
     stripped = text.strip()
     inner = stripped[1:-1] if stripped.startswith("[") and stripped.endswith("]") else stripped
     if _is_ipv6(inner):
@@ -126,7 +129,7 @@ def host(text: str) -> str:
 
 
 def endpoint(text: str, default_port: int) -> Endpoint:
-    """``HOST``, ``HOST:PORT``, ``[IPV6]`` or ``[IPV6]:PORT``. Port 0 stands for any free one."""
+    """Parse ``HOST``, ``HOST:PORT``, ``[IPV6]`` or ``[IPV6]:PORT``. Port 0 stands for any free port."""
     given = text.strip()
     if "," in given:
         raise ValueError(f"{quote(text)} names several endpoints; give one HOST:PORT, the same on every node")
@@ -148,7 +151,10 @@ def endpoint(text: str, default_port: int) -> Endpoint:
 
 
 def etcd_endpoints(text: str) -> tuple[bool | None, tuple[Endpoint, ...]]:
-    """``a:2379,b:2379``, each with ``http://`` or ``https://`` in front or all without: whether it is https (None: not said), and which."""
+    """Parse ``a:2379,b:2379``, all with the same scheme or all without, into (whether it is https, the endpoints).
+
+    None in place of whether it is https: there is no scheme.
+    """
     schemes: set[str] = set()
     found: list[Endpoint] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -169,11 +175,11 @@ def _is_ipv6(text: str) -> bool:
         ipaddress.IPv6Address(text)
     except ValueError:
         return False
-    return text.isprintable()  # the name of an interface behind a % may be anything to that class
+    return text.isprintable()  # IPv6Address accepts any characters in the scope id behind a %
 
 
 def std_map(text: str) -> StdMap:
-    """``3`` for every worker, or ``0:1,10:3`` by local rank; workers not named then have 0."""
+    """Parse ``3`` for every worker, or ``0:1,10:3`` by local rank. Local ranks that are not named get 0."""
     if re.fullmatch(r"[0-3]", text.strip()):
         return StdMap(Std(int(text)))
     by_rank: dict[int, Std] = {}
@@ -187,7 +193,7 @@ def std_map(text: str) -> StdMap:
 
 
 def local_ranks(text: str) -> frozenset[int] | None:
-    """``0,2`` -> those local ranks; empty -> None, which is all of them."""
+    """Parse ``0,2`` into a set of local ranks. Empty text gives None: all of them."""
     if not text.strip():
         return None
     items = text.split(",")
@@ -197,7 +203,7 @@ def local_ranks(text: str) -> frozenset[int] | None:
 
 
 def ranks(text: str) -> tuple[tuple[int, int], ...] | None:
-    """``0,4-7,-1`` -> (first, last) of each range of ranks; below 0 counts from the end of the world. Empty -> None: all."""
+    """Parse ``0,4-7,-1`` into (first, last) of each range; negative ranks count from the end of the world. Empty text gives None: all."""
     found: list[tuple[int, int]] = []
     for item in text.split(",") if text.strip() else []:
         match = re.fullmatch(r"\s*(-?[0-9]{1,9})(?:-([0-9]{1,9}))?\s*", item)
@@ -209,7 +215,7 @@ def ranks(text: str) -> tuple[tuple[int, int], ...] | None:
 
 
 def byte_size(least: int) -> Callable[[str], int]:
-    """A parser for ``500000`` or ``10M``: K, M, G and T are powers of 1024, a B behind them changes nothing."""
+    """Return a parser of ``500000`` or ``10M``. K, M, G and T are powers of 1024; a B or iB behind them changes nothing."""
 
     def parser(text: str) -> int:
         match = re.fullmatch(r"\s*([0-9]{1,15})\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
@@ -224,7 +230,7 @@ def byte_size(least: int) -> Callable[[str], int]:
 
 
 def file_mode(text: str) -> int:
-    """``640`` -> 0o640: the permissions of a file that its owner can read and write and nobody execute."""
+    """Parse ``640`` into 0o640: permissions with which the owner can read and write, and nobody can execute."""
     match = re.fullmatch(r"\s*(?:0o?)?(6[0246]{2})\s*", text)
     if match is None:
         raise ValueError(f"{quote(text)} is not understood; give 600 (the owner alone), 640 (and the group) or 644 (everyone)")
@@ -232,18 +238,21 @@ def file_mode(text: str) -> int:
 
 
 def needles(text: str) -> tuple[str, ...]:
-    """``apple,orange`` -> the strings to look for; ``,,`` stands for one comma. Empty ones are dropped: they match every line."""
+    """Parse ``apple,orange`` into strings to search for; ``,,`` stands for one comma. Empty strings are dropped: they match every line."""
     parts = [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
     return tuple(part for part in parts if part)
 
 
 def signals(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """``SIGTERM,USR1`` -> (names that this system knows, written in full; those it does not)."""
+    """Parse ``SIGTERM,USR1`` into (names that this system knows, in full; names that it does not know)."""
     known: list[str] = []
     unknown: list[str] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         full = item.upper() if item.upper().startswith("SIG") else f"SIG{item.upper()}"
-        (known if full in signal.Signals.__members__ else unknown).append(full if full in signal.Signals.__members__ else item)
+        if full in signal.Signals.__members__:
+            known.append(full)
+        else:
+            unknown.append(item)
     for never in ("SIGKILL", "SIGSTOP"):
         if never in known:
             raise ValueError(f"{never} can be handled by no process; leave it out")
@@ -252,7 +261,7 @@ def signals(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class RdzvConf:
-    """What ``--rdzv-conf`` says that has an effect here; None: not given. Times in seconds."""
+    """The keys of ``--rdzv-conf`` that have an effect here. None: not given. Times are in seconds."""
 
     join_timeout: float | None = None
     last_call: float | None = None
@@ -260,18 +269,18 @@ class RdzvConf:
     keep_alive_max_attempt: int | None = None
     is_host: bool | None = None
     rank: int | None = None
-    etcd: tuple[tuple[str, str], ...] = ()  # what only the etcd backend reads, by the names of ``ETCD_KEYS``
+    etcd: tuple[tuple[str, str], ...] = ()  # (key, value) for the etcd backend, with keys of ``ETCD_KEYS``
 
 
-ETCD_PORT = 2379
+ETCD_PORT = 2379  # etcd's default for clients
 KEYS = ("join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "rank", "store_type")
-KEYS_WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "heartbeat", "read_timeout")  # there is no such step here
+KEYS_WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "heartbeat", "read_timeout")  # elastirun has no step that they would limit
 ETCD_KEYS = ("protocol", "cacert", "cert", "key", "user", "password_file", "prefix")
 ETCD_ALIASES = {"ca_cert": "cacert", "ssl_cert": "cert", "ssl_cert_key": "key", "etcd_prefix": "prefix"}  # torchrun's other names
 
 
 def rdzv_conf(text: str) -> RdzvConf:
-    """``key=value,key=value``; of a key given twice the last counts."""
+    """Parse ``key=value,key=value``. The last value counts when a key is given twice."""
     given = _key_values(text)
 
     def read(key: str, parser: Callable[[str], T]) -> T | None:

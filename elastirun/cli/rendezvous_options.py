@@ -1,23 +1,26 @@
-"""Where, with how many and in which order the nodes meet: torchrun's rules for --nnodes, --rdzv-* and --master-*, and etcd's."""
+"""Resolves --nnodes, --rdzv-*, --master-* and --node-rank: the store where the nodes meet, how many nodes, and the rank of this one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastirun.cli import parse
-from elastirun.cli.given_options import COMMAND_LINE, Facts, Reading
+from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import UsageError
 
-C10D_PORT, STATIC_PORT = 29400, 29500
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's: "1" gives the workers a store and a port of their own
+C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's defaults
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's variable: "1" gives the workers a store and a port of their own
 
 
 @dataclass(frozen=True)
-class Meeting:
-    low: int
-    high: int
+class RendezvousOptions:
+    """The fields of ``LaunchConfig`` that say where, how many and in which order nodes meet."""
+
+    min_nodes: int
+    max_nodes: int
     endpoint: Endpoint | None
     etcd: Etcd | None
     endpoint_option: str
@@ -28,174 +31,236 @@ class Meeting:
     run_id: str
 
 
-def meeting(r: Reading, conf: parse.RdzvConf, facts: Facts) -> Meeting:
-    low, high = asked = r.read("nnodes", parse.nodes)
-    etcd: Etcd | None = None
+@dataclass(frozen=True)
+class _Store:
+    """The store where the nodes meet. With neither endpoint nor etcd servers it is private to this agent."""
+
     endpoint: Endpoint | None = None
-    if r.flag("standalone"):
-        backend, why = _alone_backend(r), r.label("standalone")
-        etcd = Etcd(()) if backend == "etcd" else None
-    elif (backend := _backend(r, low, high)) == "etcd":
-        etcd, why = _etcd(r, conf), ""
-    else:
-        endpoint, why = _endpoint(r, backend, high)
-    if endpoint is None and not (etcd and etcd.endpoints):
-        low, high = _alone(r, low, high, why)
-    static = backend == "static" and endpoint is not None
-    if static and low < high:
-        r.warn(f"{r.label('nnodes')}: {backend} always waits for all {high} nodes; for {low} to {high} use --rdzv-backend=c10d")
-        low = high
-    if (low, high) != asked:
-        r.derive("nnodes", f"{low}:{high}", why if endpoint is None else "the static backend")
-    for key, _ in () if etcd else conf.etcd:
-        r.warn(f"{r.label('rdzv_conf')}: {key} has no effect, it is for etcd")
-    node_rank = _node_rank(r, conf, static, high)
-    is_host = node_rank == 0 if conf.is_host is None and static else conf.is_host
-    where = ", ".join(map(str, etcd.endpoints)) if etcd else str(endpoint)
-    option = "rdzv_endpoint" if (r.text("rdzv_endpoint") or "").strip() else "master_port"
-    at_endpoint = endpoint is not None and (static or option == "master_port") and r.environ.get(OWN_STORE) != "1"
-    run_id = _run_id(r, high, where, static, facts)
-    given_with = r.label(option) if endpoint else LaunchConfig.endpoint_option
-    return Meeting(low, high, endpoint, etcd, given_with, at_endpoint, static, node_rank, is_host, run_id)
+    etcd: Etcd | None = None
+    why_private: str = ""  # in words, for messages
+
+    @property
+    def private(self) -> bool:
+        return self.endpoint is None and not (self.etcd and self.etcd.endpoints)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.etcd.endpoints)) if self.etcd else str(self.endpoint)
 
 
-def _alone_backend(r: Reading) -> str:
-    """c10d, or etcd if that is asked for. What else is given torchrun ignores without a word."""
-    standalone = r.label("standalone")
-    given, endpoint = r.text("rdzv_backend"), r.text("rdzv_endpoint")
-    if endpoint and not endpoint.strip().endswith(":0"):
-        r.warn(f"{r.label('rdzv_endpoint')} is ignored: {standalone} is for this node alone")
-    backend = "etcd" if given == "etcd" else "c10d"
-    if given != backend and r.level("rdzv_backend"):
-        r.warn(f"{r.label('rdzv_backend')} is ignored: {standalone} is for this node alone")
-    r.derive("rdzv_backend", backend, standalone)
-    r.derive("rdzv_endpoint", "private", standalone)
-    return backend
-
-
-def _alone(r: Reading, low: int, high: int, why: str) -> tuple[int, int]:
-    if low > 1:
-        raise UsageError(f"{r.label('nnodes')}: {low} nodes cannot meet with {why}; give all the same --rdzv-endpoint=HOST instead")
-    if high > 1:
-        r.warn(f"{r.label('nnodes')}: no other node can join with {why}; this node runs alone")
-    return 1, 1
-
-
-def _backend(r: Reading, low: int, high: int) -> str:
-    backend = r.read("rdzv_backend", parse.choice("c10d", "static", "etcd", "etcd-v2"))
-    if backend == "etcd-v2":
-        r.warn(f"{r.label('rdzv_backend')}: etcd-v2 is the same as etcd here: version 3 of its API, the only one that etcd still has")
-        r.derive("rdzv_backend", "etcd", r.label("rdzv_backend"))
-        return "etcd"
-    if r.level("rdzv_backend") or high == 1:
-        return backend
-    if low < high:
-        r.derive("rdzv_backend", "c10d", "MIN:MAX nodes")
-        return "c10d"
-    if (r.text("rdzv_endpoint") or "").strip() and not r.level("node_rank"):
-        r.derive("rdzv_backend", "c10d", "an endpoint and no --node-rank")
-        return "c10d"
-    return backend
-
-
-def _endpoint(r: Reading, backend: str, high: int) -> tuple[Endpoint | None, str]:
-    """Where the nodes meet, or None for a private place, and why."""
-    master = r.level("master_addr") if high > 1 else backend == "static" and r.level("master_port")
-    if (r.text("rdzv_endpoint") or "").strip():
-        port = STATIC_PORT if backend == "static" and r.level("rdzv_backend") else C10D_PORT
-        endpoint = r.read("rdzv_endpoint", lambda text: parse.endpoint(text, port))
-        why = f"{r.label('rdzv_endpoint')}={endpoint}"
-        if str(endpoint) != r.text("rdzv_endpoint"):
-            r.derive("rdzv_endpoint", endpoint, f"{r.label('rdzv_endpoint')}, with {backend}'s port")
-        for dest, own in (("master_addr", endpoint.host), ("master_port", str(endpoint.port))):
-            if r.level(dest) == COMMAND_LINE and r.text(dest) != own:
-                r.warn(f"{r.label(dest)} is ignored: {r.label('rdzv_endpoint')} goes before it")
-    elif master:
-        number = r.optional("master_port", parse.integer(0, 65535))
-        endpoint = Endpoint(r.read("master_addr", parse.host), STATIC_PORT if number is None else number)
-        why = f"{r.label('master_port')}={number}"
-        r.derive("rdzv_endpoint", endpoint, "--master-addr and --master-port")
-    elif high > 1:
-        how = "--rdzv-endpoint=HOST:29400, or --master-addr=HOST and each its own --node-rank"
-        raise UsageError(f"{r.label('nnodes')}: {high} nodes need a place to meet; give all the same {how}")
-    else:
-        r.derive("rdzv_endpoint", "private", "one node without an endpoint")
-        return None, "one node"
-    if endpoint.port:
-        return endpoint, why
-    r.derive("rdzv_endpoint", "private", f"port 0 of {why}")
-    return None, why
-
-
-def _etcd(r: Reading, conf: parse.RdzvConf) -> Etcd:
-    label, given = r.label("rdzv_conf"), dict(conf.etcd)
-    if not (r.text("rdzv_endpoint") or "").strip():
-        how = f"--rdzv-endpoint=HOST:{parse.ETCD_PORT},HOST:{parse.ETCD_PORT} (its servers, the same on every node)"
-        raise UsageError(f"{r.label('rdzv_backend')}: etcd runs apart from the job; give {how}")
-    https, endpoints = r.read("rdzv_endpoint", parse.etcd_endpoints)
-    protocol = given.get("protocol")
-    if protocol not in (None, "http", "https") or (protocol and https is not None and https != (protocol == "https")):
-        raise UsageError(f"{label}: protocol={parse.quote(protocol)} does not go with {r.label('rdzv_endpoint')}; give https://HOST there")
-    tls = https or protocol == "https"
-    for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file"), ("password_file", "user")):
-        if one in given and other not in given:
-            raise UsageError(f"{label}: {one} is given without {other}; give both, or neither")
-    for key in ("cacert", "cert"):
-        if key in given and not tls:
-            raise UsageError(f"{label}: {key} is for https; write {r.label('rdzv_endpoint')}=https://HOST:{parse.ETCD_PORT}")
-    if "user" in given and not tls:
-        r.warn(f"{label}: without https the password goes over the network as it is")
-    prefix = given.get("prefix", Etcd.prefix).strip("/")
-    if not re.fullmatch(r"[!-~]{1,200}", prefix):
-        raise UsageError(f"{label}: prefix={parse.quote(prefix)} is not 1 to 200 printable ASCII characters without blanks")
-    return Etcd(
-        endpoints,
-        tls,
-        ca_cert=given.get("cacert"),
-        cert=given.get("cert"),
-        key=given.get("key"),
-        user=given.get("user"),
-        password_file=given.get("password_file"),
-        prefix=f"/{prefix}/",
+def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: MachineFacts) -> RendezvousOptions:
+    """Apply torchrun's rules. Raises ``UsageError``; adds to the warnings of ``options``."""
+    asked = options.read("nnodes", parse.nodes)
+    backend = _backend(options, *asked)
+    store = _store(options, conf, backend, max_nodes=asked[1])
+    static = backend == "static" and store.endpoint is not None
+    min_nodes, max_nodes = _node_limits(options, store, static, *asked)
+    for key, _ in () if store.etcd else conf.etcd:
+        options.warn(f"{options.label('rdzv_conf')}: {key} has no effect, it is for etcd")
+    node_rank = _node_rank(options, conf, static, max_nodes)
+    port_option = "rdzv_endpoint" if options.has_text("rdzv_endpoint") else "master_port"
+    return RendezvousOptions(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        endpoint=store.endpoint,
+        etcd=store.etcd,
+        endpoint_option=options.label(port_option) if store.endpoint else LaunchConfig.endpoint_option,
+        meet_at_endpoint=store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1",
+        static=static,
+        node_rank=node_rank,
+        is_host=node_rank == 0 if conf.is_host is None and static else conf.is_host,
+        run_id=_run_id(options, facts, store, static, max_nodes),
     )
 
 
-def _node_rank(r: Reading, conf: parse.RdzvConf, static: bool, high: int) -> int | None:
-    label = r.label("node_rank")
-    rank = r.read("node_rank", parse.integer(0)) if r.level("node_rank") else None
-    if rank is None and conf.rank is not None:
-        rank, label = conf.rank, f"{r.label('rdzv_conf')} rank"
-        r.derive("node_rank", rank, label)
-    elif rank is not None and conf.rank not in (None, rank):
-        r.warn(f"{r.label('rdzv_conf')}: rank={conf.rank} is ignored, {label}={rank} goes before it")
+# --- the store
+
+
+def _backend(options: GivenOptions, min_nodes: int, max_nodes: int) -> str:
+    """Return "c10d", "static" or "etcd". Several nodes get c10d by default where the static backend cannot work for them."""
+    if options.flag("standalone"):
+        return _standalone_backend(options)
+    backend = options.read("rdzv_backend", parse.choice("c10d", "static", "etcd", "etcd-v2"))
+    if backend == "etcd-v2":
+        label = options.label("rdzv_backend")
+        options.warn(f"{label}: etcd-v2 is the same as etcd here: version 3 of its API, the only one that etcd still has")
+        options.derive("rdzv_backend", "etcd", label)
+        return "etcd"
+    why = ""
+    if min_nodes < max_nodes:
+        why = "MIN:MAX nodes"
+    elif max_nodes > 1 and options.has_text("rdzv_endpoint") and not options.is_given("node_rank"):
+        why = "an endpoint and no --node-rank"
+    if options.is_given("rdzv_backend") or not why:
+        return backend
+    options.derive("rdzv_backend", "c10d", why)
+    return "c10d"
+
+
+def _standalone_backend(options: GivenOptions) -> str:
+    """Return etcd if that is asked for, else c10d. torchrun ignores the other options without a word."""
+    standalone = options.label("standalone")
+    given, endpoint = options.text("rdzv_backend"), options.text("rdzv_endpoint")
+    if endpoint and not endpoint.strip().endswith(":0"):
+        options.warn(f"{options.label('rdzv_endpoint')} is ignored: {standalone} is for this node alone")
+    backend = "etcd" if given == "etcd" else "c10d"
+    if given != backend and options.is_given("rdzv_backend"):
+        options.warn(f"{options.label('rdzv_backend')} is ignored: {standalone} is for this node alone")
+    options.derive("rdzv_backend", backend, standalone)
+    options.derive("rdzv_endpoint", "private", standalone)
+    return backend
+
+
+def _store(options: GivenOptions, conf: parse.RdzvConf, backend: str, max_nodes: int) -> _Store:
+    if options.flag("standalone"):
+        return _Store(etcd=Etcd(()) if backend == "etcd" else None, why_private=options.label("standalone"))
+    if backend == "etcd":
+        return _Store(etcd=_etcd(options, conf))
+    if options.has_text("rdzv_endpoint"):
+        endpoint, given_as = _rdzv_endpoint(options, backend)
+    elif _has_master(options, backend, max_nodes):
+        endpoint, given_as = _master_endpoint(options)
+    elif max_nodes > 1:
+        how = "--rdzv-endpoint=HOST:29400, or --master-addr=HOST and each its own --node-rank"
+        raise UsageError(f"{options.label('nnodes')}: {max_nodes} nodes need a place to meet; give all the same {how}")
+    else:
+        options.derive("rdzv_endpoint", "private", "one node without an endpoint")
+        return _Store(why_private="one node")
+    if endpoint.port == 0:
+        options.derive("rdzv_endpoint", "private", f"port 0 of {given_as}")
+        return _Store(why_private=given_as)
+    return _Store(endpoint)
+
+
+def _rdzv_endpoint(options: GivenOptions, backend: str) -> tuple[Endpoint, str]:
+    """Return --rdzv-endpoint, and how it was given."""
+    label = options.label("rdzv_endpoint")
+    port = STATIC_PORT if backend == "static" and options.is_given("rdzv_backend") else C10D_PORT
+    endpoint = options.read("rdzv_endpoint", lambda text: parse.endpoint(text, port))
+    if str(endpoint) != options.text("rdzv_endpoint"):
+        options.derive("rdzv_endpoint", endpoint, f"{label}, with {backend}'s port")
+    for dest, same in (("master_addr", endpoint.host), ("master_port", str(endpoint.port))):
+        # Operators set the variables of both on every pod, so a variable is not worth a warning.
+        if options.origin(dest) == Origin.COMMAND_LINE and options.text(dest) != same:
+            options.warn(f"{options.label(dest)} is ignored: {label} goes before it")
+    return endpoint, f"{label}={endpoint}"
+
+
+def _has_master(options: GivenOptions, backend: str, max_nodes: int) -> bool:
+    """Tell whether --master-addr and --master-port name the store. A single node needs them only for a fixed MASTER_PORT."""
+    return options.is_given("master_addr") if max_nodes > 1 else backend == "static" and options.is_given("master_port")
+
+
+def _master_endpoint(options: GivenOptions) -> tuple[Endpoint, str]:
+    """Return the endpoint of --master-addr and --master-port, and how its port was given."""
+    port = options.optional("master_port", parse.integer(0, 65535))
+    endpoint = Endpoint(options.read("master_addr", parse.host), STATIC_PORT if port is None else port)
+    options.derive("rdzv_endpoint", endpoint, "--master-addr and --master-port")
+    return endpoint, f"{options.label('master_port')}={port}"
+
+
+def _etcd(options: GivenOptions, conf: parse.RdzvConf) -> Etcd:
+    """Return the cluster of --rdzv-endpoint, with the settings of --rdzv-conf."""
+    label, given = options.label("rdzv_conf"), dict(conf.etcd)
+    if not options.has_text("rdzv_endpoint"):
+        how = f"--rdzv-endpoint=HOST:{parse.ETCD_PORT},HOST:{parse.ETCD_PORT} (its servers, the same on every node)"
+        raise UsageError(f"{options.label('rdzv_backend')}: etcd runs apart from the job; give {how}")
+    https, endpoints = options.read("rdzv_endpoint", parse.etcd_endpoints)
+    protocol = given.pop("protocol", None)
+    if protocol not in (None, "http", "https") or (protocol and https is not None and https != (protocol == "https")):
+        where = options.label("rdzv_endpoint")
+        raise UsageError(f"{label}: protocol={parse.quote(protocol)} does not go with {where}; give https://HOST there")
+    tls = https or protocol == "https"
+    _check_credentials(options, given, tls)
+    prefix = given.pop("prefix", Etcd.prefix).strip("/")
+    if not re.fullmatch(r"[!-~]{1,200}", prefix):
+        raise UsageError(f"{label}: prefix={parse.quote(prefix)} is not 1 to 200 printable ASCII characters without blanks")
+    return Etcd(endpoints, tls, given.pop("cacert", None), prefix=f"/{prefix}/", **given)
+
+
+def _check_credentials(options: GivenOptions, given: Mapping[str, str], tls: bool) -> None:
+    """Refuse one half of a pair and certificates without TLS; warn of a password without TLS."""
+    label = options.label("rdzv_conf")
+    for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file"), ("password_file", "user")):
+        if one in given and other not in given:
+            raise UsageError(f"{label}: {one} is given without {other}; give both, or neither")
+    if tls:
+        return
+    for key in ("cacert", "cert"):
+        if key in given:
+            raise UsageError(f"{label}: {key} is for https; write {options.label('rdzv_endpoint')}=https://HOST:{parse.ETCD_PORT}")
+    if "user" in given:
+        options.warn(f"{label}: without https the password goes over the network as it is")
+
+
+# --- how many nodes, which rank, which name
+
+
+def _node_limits(options: GivenOptions, store: _Store, static: bool, min_nodes: int, max_nodes: int) -> tuple[int, int]:
+    """Return MIN and MAX of --nnodes as the store allows them: one node with a private store, exactly MAX with the static backend."""
+    label = options.label("nnodes")
+    if store.private:
+        if min_nodes > 1:
+            why = f"{min_nodes} nodes cannot meet with {store.why_private}"
+            raise UsageError(f"{label}: {why}; give all the same --rdzv-endpoint=HOST instead")
+        if max_nodes > 1:
+            options.warn(f"{label}: no other node can join with {store.why_private}; this node runs alone")
+            options.derive("nnodes", "1:1", store.why_private)
+        return 1, 1
+    if static and min_nodes < max_nodes:
+        how = f"for {min_nodes} to {max_nodes} use --rdzv-backend=c10d"
+        options.warn(f"{label}: static always waits for all {max_nodes} nodes; {how}")
+        options.derive("nnodes", f"{max_nodes}:{max_nodes}", "the static backend")
+        return max_nodes, max_nodes
+    return min_nodes, max_nodes
+
+
+def _node_rank(options: GivenOptions, conf: parse.RdzvConf, static: bool, max_nodes: int) -> int | None:
+    """Return this node's rank, as --node-rank or --rdzv-conf's key gives it; None: any, as nodes join."""
+    default = 0 if static else None
+    rank, label = _given_rank(options, conf)
     if rank is None:
         if not static:
-            r.derive("node_rank", "-", "ranks are given as nodes join")
-        elif high > 1:
-            r.warn("--node-rank is not given, so this is node 0; with the static backend each node needs its own")
-        return 0 if static else None
-    if rank < high:
+            options.derive("node_rank", "-", "ranks are given as nodes join")
+        elif max_nodes > 1:
+            options.warn("--node-rank is not given, so this is node 0; with the static backend each node needs its own")
+        return default
+    if rank < max_nodes:
         return rank
-    if static and r.level("node_rank"):
-        raise UsageError(f"{label}: there is no node {rank} among {high}; give 0 to {high - 1}, or raise --nnodes")
-    places = f"there is no such place among {high}" if high > 1 else "this node runs alone"
-    r.warn(f"{label}={rank} is ignored: {places}" + ("" if r.level("nnodes") else "; is --nnodes missing?"))
-    r.derive("node_rank", 0 if static else "-", places)
-    return 0 if static else None
+    if static and options.is_given("node_rank"):
+        raise UsageError(f"{label}: there is no node {rank} among {max_nodes}; give 0 to {max_nodes - 1}, or raise --nnodes")
+    why = f"there is no such place among {max_nodes}" if max_nodes > 1 else "this node runs alone"
+    options.warn(f"{label}={rank} is ignored: {why}" + ("" if options.is_given("nnodes") else "; is --nnodes missing?"))
+    options.derive("node_rank", "-" if default is None else default, why)
+    return default
 
 
-def _run_id(r: Reading, high: int, where: str, static: bool, facts: Facts) -> str:
-    run_id, label = r.read("rdzv_id", parse.name), r.label("rdzv_id")
+def _given_rank(options: GivenOptions, conf: parse.RdzvConf) -> tuple[int | None, str]:
+    """Return the rank that was given, if any, and the name under which it was given."""
+    label, in_conf = options.label("node_rank"), f"{options.label('rdzv_conf')} rank"
+    rank = options.read("node_rank", parse.integer(0)) if options.is_given("node_rank") else None
+    if rank is None:
+        if conf.rank is not None:
+            options.derive("node_rank", conf.rank, in_conf)
+        return conf.rank, in_conf
+    if conf.rank not in (None, rank):
+        options.warn(f"{options.label('rdzv_conf')}: rank={conf.rank} is ignored, {label}={rank} goes before it")
+    return rank, label
+
+
+def _run_id(options: GivenOptions, facts: MachineFacts, store: _Store, static: bool, max_nodes: int) -> str:
+    """Return the job's name: --rdzv-id, or a random one for a single node."""
+    run_id, label = options.read("rdzv_id", parse.name), options.label("rdzv_id")
     if not run_id.strip():
-        if high > 1:
+        if max_nodes > 1:
             raise UsageError(f"{label}: it is empty, and nodes need a common name to meet; give all nodes of the job the same")
-        r.warn(f"{label}: it is empty; a random name is taken")
+        options.warn(f"{label}: it is empty; a random name is taken")
     elif run_id != "none":
         return run_id
-    elif high > 1:
+    elif max_nodes > 1:
         if not static:
-            r.warn(f"--rdzv-id is not given: jobs without one that use {where} are taken for one job; give all nodes of a job one name")
+            why = f"jobs without one that use {store} are taken for one job"
+            options.warn(f"--rdzv-id is not given: {why}; give all nodes of a job one name")
         return run_id
     run_id = facts.new_id()
-    r.derive("rdzv_id", run_id, "random, for one node")
+    options.derive("rdzv_id", run_id, "random, for one node")
     return run_id

@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from elastirun.agent.exit_codes import ExitCode
-from elastirun.cli import main, parse
-from elastirun.cli.options import GROUPS, OPTIONS, normalise
+from elastirun.cli import command_line, main, parse
+from elastirun.cli.options import GROUPS, OPTIONS
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import StartError, UsageError
 
@@ -137,31 +137,33 @@ print(json.dumps([(a.dest, a.option_strings, isinstance(a, (env, check_env)), a.
 
 
 @pytest.mark.parametrize(
-    ("given", "tokens"),
+    ("line", "given"),
     [
-        ("--nproc_per_node=2 t.py", ["--nproc-per-node=2"]),
-        ("--nproc-per_node 2 t.py", ["--nproc-per-node=2"]),
-        ("--nproc 2 t.py", ["--nproc-per-node=2"]),
-        ("--redirect=3 t.py", ["--redirects=3"]),
-        ("--rdzv_e a_b:1 t.py", ["--rdzv-endpoint=a_b:1"]),
-        ("--rdzv-conf=a=b t.py", ["--rdzv-conf=a=b"]),
-        ("--role= t.py", ["--role="]),
-        ("--max-restarts -1 t.py", ["--max-restarts=-1"]),
-        ("-r 3 -t3 -r=0:1 t.py", ["--redirects=3", "--tee=3", "--redirects=0:1"]),
-        ("-m t.py", ["--module"]),
-        ("-mr3 t.py", ["--module", "--redirects=3"]),
-        ("--standa t.py", ["--standalone"]),
-        ("--t 3 t.py", ["--tee=3"]),  # not --token-file, which torchrun does not have
-        ("--v t.py", ["--virtual-local-rank"]),
-        ("--e null t.py", ["--event-log-handler=null"]),
-        ("--vers t.py", ["--version"]),
-        ("-h t.py", ["--help"]),
-        ("--he t.py", ["--help"]),
-        ("-- t.py", []),
+        ("--nproc_per_node=2 t.py", {"nproc_per_node": "2"}),
+        ("--nproc-per_node 2 t.py", {"nproc_per_node": "2"}),
+        ("--nproc 2 t.py", {"nproc_per_node": "2"}),
+        ("--redirect=3 t.py", {"redirects": "3"}),
+        ("--rdzv_e a_b:1 t.py", {"rdzv_endpoint": "a_b:1"}),
+        ("--rdzv-conf=a=b t.py", {"rdzv_conf": "a=b"}),
+        ("--role= t.py", {"role": ""}),
+        ("--role=-x t.py", {"role": "-x"}),
+        ("--max-restarts -1 t.py", {"max_restarts": "-1"}),
+        ("--show -1,0 t.py", {"show": "-1,0"}),
+        ("-r 3 -t3 -r=0:1 t.py", {"redirects": "0:1", "tee": "3"}),
+        ("-m t.py", {"module": "1"}),
+        ("-mr3 t.py", {"module": "1", "redirects": "3"}),
+        ("--standa t.py", {"standalone": "1"}),
+        ("--t 3 t.py", {"tee": "3"}),  # not --token-file, which torchrun does not have
+        ("--v t.py", {"virtual_local_rank": "1"}),
+        ("--e null t.py", {"event_log_handler": "null"}),
+        ("--vers t.py", {"version": "1"}),
+        ("-h t.py", {"help": "1"}),
+        ("--he t.py", {"help": "1"}),
+        ("-- t.py", {}),
     ],
 )
-def test_names_are_written_in_full(given: str, tokens: list[str]) -> None:
-    assert normalise(given.split()) == (tokens, ["t.py"])
+def test_names_may_be_abbreviated_and_written_with_underscores(line: str, given: dict[str, str]) -> None:
+    assert command_line.parse(line.split()) == (given, ["t.py"])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_names_are_written_in_full(given: str, tokens: list[str]) -> None:
 )
 def test_what_follows_the_script_is_left_alone(elastirun: Elastirun, tail: str) -> None:
     args = [word.replace("''", "") for word in tail.split()]
-    assert normalise(["--nnodes=1", "t.py", *args]) == (["--nnodes=1"], ["t.py", *args])
+    assert command_line.parse(["--nnodes=1", "t.py", *args]) == ({"nnodes": "1"}, ["t.py", *args])
     assert elastirun("t.py", *args).config.command == Command("t.py", tuple(args))
 
 
@@ -181,7 +183,7 @@ BAD = [
     ("", "no script"),
     ("--nnodes=1", "no script"),
     ("--", "no script"),
-    ("--nnodes", "--nnodes"),
+    ("--nnodes", "--nnodes: the value is missing; write --nnodes=N|MIN:MAX"),
     ("--nnodes= t.py", "--nnodes"),
     ("--nnodes --standalone t.py", "--nnodes: the value is missing"),
     ("--nnodes=a t.py", "--nnodes"),
@@ -198,9 +200,12 @@ BAD = [
     ("--nproc-per-nodes=2 t.py", "did you mean --nproc-per-node"),
     ("-nnodes=2 t.py", "did you mean --nnodes"),
     ("-x t.py", "'-x'"),
-    ("--log=a t.py", "--log-dir, --logs-specs"),
+    ("--log=a t.py", "--log-dir, --log-limit, --log-mode, --logs-specs"),
     ("--rdzv=a t.py", "--rdzv-endpoint, --rdzv-id"),
-    ("--standalone=1 t.py", "takes no value"),
+    ("--standalone=1 t.py", "--standalone: it is a flag and takes no value"),
+    ("--standa=1 t.py", "--standalone: it is a flag and takes no value"),
+    ("--log-dir -r 3 t.py", "--log-dir: the value is missing; write --log-dir=FOLDER"),
+    ("-r", "--redirects: the value is missing"),
     ("--standalone --nnodes=2 t.py", "--standalone"),
     ("--rdzv-backend=nope t.py", "c10d, static"),
     ("--rdzv-backend=etcd --nnodes=2 t.py", "--rdzv-endpoint=HOST:2379"),

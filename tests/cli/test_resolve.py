@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.cli.given_options import Facts, Reading
-from elastirun.cli.options import normalise
+from elastirun.cli import command_line
+from elastirun.cli.given_options import GivenOptions, MachineFacts
 from elastirun.cli.resolve import resolve
 from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Std, StdMap, Timing
 from elastirun.errors import UsageError
@@ -16,31 +16,30 @@ from elastirun.errors import UsageError
 NOBODY: Mapping[str, str] = {}
 
 
-def reading_of(line: str, environ: Mapping[str, str] = NOBODY) -> tuple[LaunchConfig, Reading]:
+def resolved(line: str, environ: Mapping[str, str] = NOBODY) -> tuple[LaunchConfig, GivenOptions]:
     """The configuration for a command line, on a made-up machine with 6 CPUs, 2 GPUs and 3 of another kind."""
-    tokens, script = normalise(line.split())
-    given = {name[2:].replace("-", "_"): value if equals else "1" for name, equals, value in (token.partition("=") for token in tokens)}
+    given, script = command_line.parse(line.split())
     devices = {"gpu": 2, "auto": 2, "xpu": 0, "npu": 3}
-    reading = Reading(given, environ)
-    return resolve(reading, script, Facts(lambda: 6, devices.get, lambda: "new-id")), reading
+    options = GivenOptions(given, environ)
+    return resolve(options, script, MachineFacts(lambda: 6, devices.get, lambda: "new-id")), options
 
 
 def config_of(line: str, environ: Mapping[str, str] = NOBODY, warnings: int = 0) -> LaunchConfig:
-    config, reading = reading_of(line, environ)
-    assert len(reading.warnings) == warnings, reading.warnings
+    config, options = resolved(line, environ)
+    assert len(options.warnings) == warnings, options.warnings
     return config
 
 
 def warning_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
-    _, reading = reading_of(line, environ)
-    (warning,) = reading.warnings
+    _, options = resolved(line, environ)
+    (warning,) = options.warnings
     assert warning.isprintable()
     return warning
 
 
 def error_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
     with pytest.raises(UsageError) as caught:
-        reading_of(line, environ)
+        resolved(line, environ)
     assert str(caught.value).isprintable()
     return str(caught.value)
 
@@ -248,8 +247,8 @@ def test_workers(value: str, count: int) -> None:
 
 
 def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
-    reading = Reading({"nproc_per_node": "auto"}, {})
-    assert resolve(reading, ["t.py"], Facts(lambda: 6, lambda kind: 0, lambda: "id")).nproc == 6
+    options = GivenOptions({"nproc_per_node": "auto"}, {})
+    assert resolve(options, ["t.py"], MachineFacts(lambda: 6, lambda kind: 0, lambda: "id")).nproc == 6
 
 
 def test_times() -> None:
@@ -334,10 +333,10 @@ def test_virtual_local_ranks_need_a_gpu_each() -> None:
 
 
 def test_rows_say_where_each_value_came_from() -> None:
-    _, reading = reading_of(
+    _, options = resolved(
         "--nnodes=2 --rdzv-endpoint=h --nproc-per-node=cpu t.py", {"PET_ROLE": "x", "PET_RDZV_ID": "j", "PET_LOG_DIR": "a\nb"}
     )
-    rows = {row.option: (row.value, row.source) for row in reading.rows()}
+    rows = {row.option: (row.value, row.source) for row in options.rows()}
     assert rows["--nnodes"] == ("2", "command line")
     assert rows["--rdzv-endpoint"] == ("h:29400", "derived: --rdzv-endpoint, with c10d's port")
     assert rows["--rdzv-backend"] == ("c10d", "derived: an endpoint and no --node-rank")
