@@ -123,9 +123,9 @@ def test_a_torch_that_is_asked_for_its_devices_does_not_outlive_who_asks(nodes: 
 
 DRIVER = """
 import importlib, os, signal, sys
-from elastirun import early
-early.obey()
-from elastirun import cli
+from elastirun import early_signals
+early_signals.install()
+from elastirun.cli.main import main
 module, name, method, when = sys.argv.pop(1).split()
 owner = getattr(importlib.import_module(f"elastirun.agent.{module}"), name)
 original = getattr(owner, method)
@@ -137,20 +137,20 @@ def traced(*args, **kwargs):
             result = original(*args, **kwargs)
     return result
 setattr(owner, method, traced)
-cli.main()
+main()
 """
 POINTS = [
     ("agent Agent __init__ before", False),
     ("agent Signals __init__ before", False),
     ("agent Signals __init__ after", True),
-    ("family Family __init__ before", True),
-    ("family Family _start before", True),
-    ("family Family _start after", True),
+    ("processes.process_tree Family __init__ before", True),
+    ("processes.process_tree Family _start before", True),
+    ("processes.process_tree Family _start after", True),
     ("agent Agent __init__ after", True),
     ("agent Agent run before", True),
     ("agent Agent _start before", True),
-    ("process Process __init__ before", True),
-    ("process Process __init__ after", True),
+    ("processes.process Process __init__ before", True),
+    ("processes.process Process __init__ after", True),
     ("agent Agent _start after", True),
 ]
 
