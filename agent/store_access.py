@@ -20,8 +20,8 @@ from elastirun.agent.worker_store import SharedStore, WorkerStore
 from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.records import NodeRow
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores import tcp, torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore

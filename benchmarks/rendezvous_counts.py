@@ -20,9 +20,9 @@ from benchmarks.lab import table
 from elastirun.rendezvous.actions import Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
-from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import NodeRow
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Exchange
 

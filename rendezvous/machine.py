@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from elastirun.rendezvous import events, formation
+from elastirun.rendezvous import events, failures, formation, rules, updates
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.liveness import Lease, Liveness, Newest, Since
 from elastirun.rendezvous.polling import Reading
 from elastirun.rendezvous.ranks import successors
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
+from elastirun.rendezvous.view import View
 
 CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
 PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
@@ -128,7 +129,7 @@ class Machine:
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
 
     def _on_synced(self, event: events.Synced) -> None:
-        if event.round is not None and (lie := formation.untrue(self.rules, event.round, self.row)):
+        if event.round is not None and (lie := rules.untrue(self.rules, event.round, self.row)):
             self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {lie}"))
             return
         self._take_in(event)
@@ -159,7 +160,7 @@ class Machine:
         found = event.round if self._earlier is None else None
         self._note_keep_alive(event)
         self._met = self._met or found is not None
-        if found is not None and (how := formation.disagreement(self.rules, found)):
+        if found is not None and (how := rules.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
         self.record = found
         self._same_round.see(found and found.fence, event.now)
@@ -182,7 +183,7 @@ class Machine:
         """A newcomer's ``found`` record is of a run that has ended, or no node of it has been seen yet."""
         if found.closed is not None:
             return True
-        if not self.rules.lasting or (found.round == 0 and not formation.disagreement(self.rules, found)):
+        if not self.rules.lasting or (found.round == 0 and not rules.disagreement(self.rules, found)):
             return False
         return self._asked is not None or all(row.status is LEFT for row in rows.values())
 
@@ -194,7 +195,7 @@ class Machine:
             return ""
         if record.members and all(m.id in self.rows for m in record.members):
             return ""  # all of them have said goodbye
-        alone = formation.may_still_work(self.rules, record, self.rows, self.quiet)
+        alone = formation.may_still_work(self.rules, self._view(record))
         wait = max(alone, self._untouched.see((record.store_id, record.version), self._now) + self.rules.expire - self._now)
         if wait <= 0:
             return ""
@@ -240,7 +241,7 @@ class Machine:
     def _on_failed(self, event: events.WorkersFailed) -> None:
         if self.state is not RUNNING:
             return
-        reason = formation.describe(formation.root_cause(event.failures)[0])
+        reason = failures.describe(failures.root_cause(event.failures)[0])
         self._break = Broken(Cause.FAILURE, reason, self.row.id)
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
 
@@ -302,37 +303,37 @@ class Machine:
     def _beside_a_round(self, record: RoundRecord) -> None:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
-        holder = formation.holder(self.rules, record, self.row)
-        taken_in = self._same_round.since + (0.0 if self.row.hosts else formation.hold(record))
+        holder = rules.holder(self.rules, record, self.row)
+        taken_in = self._same_round.since + (0.0 if self.row.hosts else rules.hold(record))
         if holder is not None and self._now >= self._same_round.since + 2 * self.rules.expire:
             place = f"--node-rank={self.row.node_rank} is held by {formation.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
         elif len(record.members) >= self.rules.max_nodes and not self.row.hosts:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
-        elif any(formation.has_succeeded(m, record, self.rows) for m in record.members):
+        elif any(self._view(record).has_succeeded(m) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
         elif self._now < taken_in:
-            self._progress(f"{formation.why_held(record)}; newcomers are taken in after {formation.hold(record):g} s", at_once=True)
+            self._progress(f"{rules.why_held(record)}; newcomers are taken in after {rules.hold(record):g} s", at_once=True)
             self._wake_at(taken_in)
         elif self._now < self._candidates.since + self.rules.debounce:
             self._wake_at(self._candidates.since + self.rules.debounce)
         elif self._wanted is None:
-            joined = formation.break_up(record, Cause.JOIN, f"{formation.names(newcomers)} joined", self.row.id, self._ran)
+            joined = updates.break_up(record, Cause.JOIN, f"{formation.names(newcomers)} joined", self.row.id, self._ran)
             self._wanted = Change(record, joined)
 
     def _form(self, record: RoundRecord) -> None:
         """No round is on: form the next one if that can be done, else say for what is waited."""
         standing = self._standing()
-        shared = formation.share_losses(record, self._live.silent)
+        shared = updates.share_losses(self._view(record))
         if shared is not None:
             self._wanted = Change(record, shared)
             return
         if len(standing) < self.rules.max_nodes and self._somebody_is_new(record):
             self._wake_at(self._now + self.rules.beat)
             return
-        rows, same = self._rows_that_count(record), self._candidates.since
+        view, same = self._view(record, self._rows_that_count(record)), self._candidates.since
         over = self._over.see(record.round, self._now)
-        decision = formation.form(self.rules, record, rows, self._live.silent, self._now, same, over, self.quiet)
+        decision = formation.form(self.rules, view, self._now, same, over)
         can_form = self._can_form.see(decision.record is not None, self._now)
         if decision.record is None:
             self._wait(decision.reason, at_once=decision.news)
@@ -382,9 +383,10 @@ class Machine:
         elif self._outcome is not None:
             self._go(Trigger.LEAVE)
         else:
-            missing = [m for m in record.members if not formation.has_succeeded(m, record, self._with_own())]
+            view = self._view(record, self._with_own())
+            missing = [m for m in record.members if not view.has_succeeded(m)]
             if not missing:
-                self._wanted = Change(record, formation.succeed(record, self.row.id))
+                self._wanted = Change(record, updates.succeed(record, self.row.id))
             elif self._sees_all:
                 self._progress(f"all workers here succeeded; waiting for {formation.names(missing)}")
 
@@ -402,7 +404,7 @@ class Machine:
         limit = self.rules.expire + LINGER if self.hosting and written else GOODBYE
         lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._nobody_is_left(self.record)
         over_time = self._now - self._left_at >= limit
-        if self.rules.lasting and self.record is not None and (marked := formation.mark_over(self.record, self.row)):
+        if self.rules.lasting and self.record is not None and (marked := updates.mark_over(self.record, self.row)):
             self._wanted = Change(self.record, marked)
             written = False
         host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
@@ -433,6 +435,10 @@ class Machine:
     def quiet(self, node_id: str) -> float:
         """Seconds since this node saw the last sign of life of another."""
         return self._live.quiet(node_id, self._now)
+
+    def _view(self, record: RoundRecord, rows: Mapping[str, NodeRow] | None = None) -> View:
+        """Return what this node knows of the round, by ``rows``, or by all rows as they were read last."""
+        return View(record, self.rows if rows is None else rows, self._live.silent, self.quiet)
 
     @property
     def _ran(self) -> float:
@@ -530,7 +536,7 @@ class Machine:
         if record.broken is not None:
             return self.row.id == record.broken.by and bool(record.broken.lost)
         late = {i for i in successors(record, self.row.id) if self._live.absent(i) or self.quiet(i) > LATE * self.rules.beat}
-        late -= {m.id for m in record.members if late and formation.has_succeeded(m, record, self.rows)}
+        late -= {m.id for m in record.members if late and self._view(record).has_succeeded(m)}
         return record.open and self._place(record) is not None and bool(late)
 
     def _put(self) -> Put | None:
@@ -567,14 +573,14 @@ class Machine:
 
     def _somebody_is_new(self, record: RoundRecord) -> bool:
         """A node waits of which we do not know yet whether it lives: its next keep-alive will show."""
-        newcomers = [row for row in formation.candidates(record, self.rows, self._live.silent) if record.index(row.id) is None]
+        newcomers = [row for row in self._view(record).candidates() if record.index(row.id) is None]
         return any(self._live.undecided(row.id, self._now, 2 * self.rules.beat) for row in newcomers)
 
     def _standing(self) -> list[NodeRow]:
         """The candidates for the next round; remembers since when they are the same."""
         record = self.record
         assert record is not None
-        rows = formation.candidates(record, self._rows_that_count(record), self._live.silent)
+        rows = self._view(record, self._rows_that_count(record)).candidates()
         self._candidates.see((frozenset(row.id for row in rows), record.round), self._now)
         return rows
 
@@ -585,14 +591,14 @@ class Machine:
             self._break = None
             return None
         if self._break is not None and record.round == self.row.round:
-            return Change(record, formation.break_up(record, self._break.cause, self._break.reason, self._break.by, self._ran))
+            return Change(record, updates.break_up(record, self._break.cause, self._break.reason, self._break.by, self._ran))
+        view = self._view(record)
         for m in record.members:
-            if m.id not in self.rows and not self._live.silent(m.id):
+            if m.id not in self.rows and not view.silent(m.id):
                 continue  # nothing is known of it: most of a thousand members
-            gone = m.id != self.row.id and formation.is_over(m, record, self.rows, self._live.silent)
-            if gone and not formation.has_succeeded(m, record, self.rows):
-                silent, expire = self._live.silent(m.id), self.rules.expire
-                return Change(record, formation.lose(record, m, self.rows.get(m.id), silent, expire, self.row.id, self._ran))
+            gone = m.id != self.row.id and view.is_over(m)
+            if gone and not view.has_succeeded(m):
+                return Change(record, updates.lose(view, m, self.rules.expire, self.row.id, self._ran))
         return None
 
     # -- words ----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.ranks import successors
 from elastirun.rendezvous.records import Cause, RoundRecord, Status
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, RUNNING
 
 FORMING_POLL, PER_NODE = 0.1, 0.0005  # seconds between two looks at the store while a round forms; more with each node

@@ -8,7 +8,7 @@ are never compared (durations only).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 
 class Status(str, Enum):
@@ -38,6 +38,15 @@ class Verdict(str, Enum):
     FAILED = "failed"
 
 
+class Blame(IntEnum):
+    """Why a worker failed. The failure with the lowest value is the root cause. Stored as a number."""
+
+    OWN_FAULT = 0  # an exception, exit code or signal of the worker's own, or a signal from outside such as the OOM killer's
+    SUSPECT = 3  # stopped by its agent after it had shown an exception of its own
+    VICTIM = 5  # failed because it lost its peers
+    KILLED_BY_US = 9  # still well when its agent stopped it
+
+
 @dataclass(frozen=True)
 class ExitRecord:
     """How one worker ended badly, as its agent saw it."""
@@ -47,7 +56,7 @@ class ExitRecord:
     local_rank: int
     pid: int
     code: int  # exit status; minus the signal number when a signal ended it
-    blame: int  # class of the failure: 0 its own fault … 9 surely a victim; see agent/failures/classify.py
+    blame: int  # a value of ``Blame``
     after: float  # seconds from the start of the workers to this exit, on this node
     lines: tuple[str, ...] = ()  # the last lines of its stderr
     note: str = ""  # what its agent knows besides: the kernel's word for it

@@ -33,9 +33,10 @@ from elastirun.errors import BadRecord, BadSignature, StoreError
 from elastirun.rendezvous import events
 from elastirun.rendezvous.actions import Put, Start, Sync
 from elastirun.rendezvous.codec import MAX_BYTES, MAX_TEXT, Codec
-from elastirun.rendezvous.formation import Rules, describe, signature
+from elastirun.rendezvous.failures import describe, signature
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Closed, Member, NodeRow, RoundRecord
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import MAX_ROW, Exchange
 from tests.rendezvous.test_codec import a_value

@@ -9,14 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from elastirun.agent.processes.workers import WorkerExit, stopped_by_signal
-from elastirun.rendezvous.formation import root_cause, signal_name
-from elastirun.rendezvous.records import ExitRecord
+from elastirun.rendezvous.failures import root_cause, signal_name
+from elastirun.rendezvous.records import Blame, ExitRecord
 
-# Values of ExitRecord.blame. The failure with the lowest value is the root cause.
-OWN_FAULT = 0  # an exception, exit code or signal of the worker's own, or a signal from outside such as the OOM killer's
-SUSPECT = 3  # stopped by its agent after it had shown an exception of its own
-VICTIM = 5  # failed because it lost its peers
-KILLED_BY_US = 9  # still well when its agent stopped it
+OWN_FAULT, SUSPECT, VICTIM, KILLED_BY_US = Blame
 
 # Limits of one ExitRecord. The node's row carries up to eight of them (``tracker.MAX_REPORTED``).
 _MAX_LINES = 30

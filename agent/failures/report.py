@@ -11,10 +11,10 @@ from datetime import datetime
 from typing import Any
 
 from elastirun.agent.failures.classify import KILLED_BY_US, VICTIM, describe_code, limit_lines
-from elastirun.rendezvous.formation import root_cause, signal_name
+from elastirun.rendezvous.failures import root_cause, signal_name
 from elastirun.rendezvous.records import ExitRecord
 
-_BLAME_WORDS = {VICTIM: ", probably for having lost its peers", KILLED_BY_US: ", stopped by its agent"}
+_BLAME_WORDS: dict[int, str] = {VICTIM: ", probably for having lost its peers", KILLED_BY_US: ", stopped by its agent"}
 _MAX_ERROR_FILE = 1 << 20  # bytes that are read of an error file
 _MAX_OTHERS = 16  # other failures that get a line in the report
 _WIDTH = 80  # characters of a ruler, as in torchrun's report

@@ -33,7 +33,7 @@ from elastirun.agent.failures.classify import (
 from elastirun.agent.failures.report import read_error_file
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes.workers import WorkerExit
-from elastirun.rendezvous.formation import root_cause
+from elastirun.rendezvous.failures import root_cause
 from elastirun.rendezvous.records import ExitRecord
 
 VICTIM_HOLD = 0.3  # seconds; the culprit writes its traceback and ends within tens of milliseconds

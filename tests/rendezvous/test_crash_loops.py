@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous import formation
+from elastirun.rendezvous import rules
 from elastirun.rendezvous.records import Broken, Cause
 from tests.rendezvous.test_formation import RULES, after, chosen, form, row
 from tests.sim import invariants
@@ -15,7 +15,7 @@ from tests.sim.world import World
 
 @pytest.mark.parametrize(("losses", "seconds"), [(0, 0.0), (2, 0.0), (3, 10.0), (4, 20.0), (5, 40.0), (8, 300.0), (10**15, 300.0)])
 def test_newcomers_wait_longer_with_each_early_loss(losses: int, seconds: float) -> None:
-    assert formation.hold(after("ab", losses=losses)) == seconds
+    assert rules.hold(after("ab", losses=losses)) == seconds
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ def test_newcomers_wait_longer_with_each_early_loss(losses: int, seconds: float)
     [
         (Cause.LOST, ("c",), 5.0, 4),
         (Cause.FAILURE, ("c",), 5.0, 4),  # its peers failed before it was found silent
-        (Cause.LOST, ("c",), formation.EARLY, 0),
+        (Cause.LOST, ("c",), rules.EARLY, 0),
         (Cause.FAILURE, (), 5.0, 3),
-        (Cause.FAILURE, (), formation.EARLY, 0),
+        (Cause.FAILURE, (), rules.EARLY, 0),
         (Cause.LEAVE, (), 5.0, 3),  # it had time for a checkpoint
         (Cause.JOIN, (), 500.0, 3),  # what the newcomers are worth has still to be seen
         (Cause.JOIN, ("c",), 5.0, 4),
@@ -76,7 +76,7 @@ def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their
     world.at(alive, kill)
     world.run(300)
     assert 4 <= max(number for number, _ in world.history) <= 11, "59 when nobody has to wait"
-    assert world.run(formation.LONGEST_HOLD + 20, world.running(*stay, comes[-1])), "when it has come to stay it is taken in"
+    assert world.run(rules.LONGEST_HOLD + 20, world.running(*stay, comes[-1])), "when it has come to stay it is taken in"
     assert any("newcomers are taken in after" in said for node in comes for said in node.said)
 
 
@@ -104,8 +104,8 @@ def test_a_round_that_was_ended_says_how_long_it_ran() -> None:
 
 def test_other_settings_in_a_store_that_lasts_are_refused_with_a_word_about_a_job_just_killed() -> None:
     record = after("ab", settings=replace(RULES, max_restarts=7).settings)
-    assert "try again" not in formation.disagreement(RULES, record)
+    assert "try again" not in rules.disagreement(RULES, record)
     lasting = replace(RULES, lasting=True)
     record = replace(record, settings=replace(lasting, max_restarts=7).settings)
-    told = formation.disagreement(lasting, record)
+    told = rules.disagreement(lasting, record)
     assert told.endswith("start all nodes with the same, or try again in 5 s if that job was just killed")

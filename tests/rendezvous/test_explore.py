@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous import formation
+from elastirun.rendezvous.view import View
 from tests.sim.explore import WORLDS, explore
 
 
@@ -16,7 +16,7 @@ def test_nothing_that_must_never_happen_can_happen(name: str) -> None:
 
 def test_it_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     world = WORLDS["a round of two runs"]()
-    monkeypatch.setattr(formation, "has_succeeded", lambda *_: True)
+    monkeypatch.setattr(View, "has_succeeded", lambda *_: True)
     violation = explore(world, seconds=1e9, most=20_000).violation
     assert violation and "success without" in violation and "after: " in violation
 

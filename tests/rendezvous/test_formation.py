@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from elastirun.config import Timing
-from elastirun.rendezvous import formation, ranks
-from elastirun.rendezvous.formation import Forming, Rules
+from elastirun.rendezvous import failures, formation, ranks, updates
+from elastirun.rendezvous.formation import Forming
 from elastirun.rendezvous.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.view import View
 
 RULES = Rules(min_nodes=1, max_nodes=3, last_call=5.0, max_restarts=1)
 EMPTY = RoundRecord("store")
@@ -32,6 +34,10 @@ def after(ids: str, cause: Cause | None = Cause.JOIN, **fields: object) -> Round
     return replace(record, **fields)  # type: ignore[arg-type]
 
 
+def view(record: RoundRecord, present: dict[str, NodeRow] | None = None, silent: str = "", quiet: float = 1e9) -> View:
+    return View(record, present or {}, lambda i: i in silent, lambda i: quiet)
+
+
 def form(
     record: RoundRecord,
     present: Iterable[NodeRow],
@@ -42,7 +48,7 @@ def form(
     quiet: float = 1e9,
     **rules: object,
 ) -> Forming:
-    return formation.form(replace(RULES, **rules), record, rows(present), lambda i: i in silent, now, since, over, lambda i: quiet)  # type: ignore[arg-type]
+    return formation.form(replace(RULES, **rules), view(record, rows(present), silent, quiet), now, since, over)  # type: ignore[arg-type]
 
 
 def chosen(decision: Forming) -> str:
@@ -227,7 +233,7 @@ def test_only_live_nodes_that_want_to_join_are_taken_in(newcomer: NodeRow, silen
 
 def test_a_member_is_no_candidate_before_it_has_given_its_round_up() -> None:
     present = rows([row("a"), row("b", 1), row("c", 2), row("d")])
-    assert [r.id for r in formation.candidates(after("abc"), present, lambda i: False)] == ["b", "c", "d"]
+    assert [r.id for r in view(after("abc"), present).candidates()] == ["b", "c", "d"]
 
 
 def test_fewer_than_min_wait_and_say_for_whom() -> None:
@@ -298,12 +304,12 @@ def test_a_loss_that_one_node_has_found_counts_for_all() -> None:
 )
 def test_losses_are_shared_once_each(known: tuple[str, ...], silent: str, expected: tuple[str, ...] | None) -> None:
     record = after("abc", broken=Broken(Cause.LOST, "r", "a", known))
-    shared = formation.share_losses(record, lambda i: i in silent)
+    shared = updates.share_losses(view(record, silent=silent))
     assert (shared and shared.broken and shared.broken.lost) == expected
     if shared:
         assert (shared.version, shared.round, shared.members) == (record.version + 1, 1, record.members)
         assert shared.broken and shared.broken.reason == "r"
-    assert formation.share_losses(after("abc", None), lambda i: True) is None, "a round that is on has no losses"
+    assert updates.share_losses(view(after("abc", None), silent="abc")) is None, "a round that is on has no losses"
 
 
 def failure(rank: int, blame: int = 0, at: float = 1.0) -> ExitRecord:
@@ -337,7 +343,7 @@ def test_a_spent_budget_closes_the_job_with_the_failures_of_its_members_root_cau
     ],
 )
 def test_a_failure_in_one_line(failed: ExitRecord, text: str) -> None:
-    assert formation.describe(failed) == text
+    assert failures.describe(failed) == text
 
 
 def test_the_budget_is_judged_only_when_all_have_stopped() -> None:
@@ -360,23 +366,23 @@ def test_the_verdict_holds_no_more_than_sixteen_failures() -> None:
     ],
 )
 def test_root_cause_order(records: list[ExitRecord], expected: list[int]) -> None:
-    assert [f.rank for f in formation.root_cause(records)] == expected
+    assert [f.rank for f in failures.root_cause(records)] == expected
 
 
 def test_success_is_of_the_very_round() -> None:
     record = after("ab", None)
     there = rows([row("a", succeeded=1), row("b", succeeded=0)])
-    assert [formation.has_succeeded(m, record, there) for m in record.members] == [True, False]
-    assert not formation.has_succeeded(record.members[0], replace(record, round=2), there), "a success of an earlier round is none"
-    assert not formation.has_succeeded(record.members[0], record, {})
+    assert [view(record, there).has_succeeded(m) for m in record.members] == [True, False]
+    assert not view(replace(record, round=2), there).has_succeeded(record.members[0]), "a success of an earlier round is none"
+    assert not view(record).has_succeeded(record.members[0])
 
 
 def test_what_is_written_raises_the_version_and_nothing_else() -> None:
     record = after("ab", None)
-    broken = formation.break_up(record, Cause.LEAVE, "bye\n" + "x" * 5000, "a", 0.0)
+    broken = updates.break_up(record, Cause.LEAVE, "bye\n" + "x" * 5000, "a", 0.0)
     assert broken.broken and (broken.version, broken.round, broken.members) == (4, 1, record.members)
     assert broken.broken.reason.startswith("bye xxx") and len(broken.broken.reason) == 1024, "fit to be stored and shown"
-    succeeded = formation.succeed(record, "b")
+    succeeded = updates.succeed(record, "b")
     closed = succeeded.closed
     assert (succeeded.version, succeeded.round, succeeded.members, succeeded.broken) == (4, 1, record.members, None)
     assert closed and (closed.verdict, closed.by) == (Verdict.SUCCEEDED, "b")
@@ -414,5 +420,6 @@ def test_a_round_of_which_nothing_is_heard_is_given_the_time_to_stop_by_itself(
 def test_of_a_round_that_is_cut_off_the_member_heard_of_last_counts() -> None:
     quiet = {"a": 1e9, "b": 10.0}
     record = after("ab", Cause.LOST)
-    decision = formation.form(RULES, record, rows([row("c")]), lambda i: i in "ab", 100.0, 0.0, 0.0, lambda i: quiet.get(i, 0.0))
+    seen = View(record, rows([row("c")]), lambda i: i in "ab", lambda i: quiet.get(i, 0.0))
+    decision = formation.form(RULES, seen, 100.0, 0.0, 0.0)
     assert decision.record is None and decision.check_again == 100.0 + RULES.longest_alone - 10.0

@@ -10,8 +10,8 @@ import pytest
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import StoodStill
-from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.transitions import DONE, TRANSITIONS, Trigger
 from tests.sim.world import World
 

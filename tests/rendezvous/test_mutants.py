@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     mutant(
         "a lost member costs no restart",
-        *("formation", "record.broken.cause is not Cause.FAILURE or lost:", "record.broken.cause is not Cause.FAILURE:"),
+        *("updates", "record.broken.cause is not Cause.FAILURE or lost:", "record.broken.cause is not Cause.FAILURE:"),
         *("machine", "a_lost_node_is_dropped_within_expire_and_two_seconds_and_costs_no_restart"),
     ),
     mutant(
@@ -79,22 +79,22 @@ MUTANTS = (
     ),
     mutant(
         "restarts are counted",
-        *("formation", "failures=before + 1,", "failures=before,"),
+        *("updates", "failures=before + 1,", "failures=before,"),
         *("formation", "only_a_failure_without_a_lost_member_costs_a_restart"),
     ),
     mutant(
         "a success is of this very round",
-        *("formation", "row.succeeded == record.round", "row.succeeded > 0"),
+        *("view", "row.succeeded == self.record.round", "row.succeeded > 0"),
         *("formation", "success_is_of_the_very_round"),
     ),
     mutant(
         "blame comes before time",
-        *("formation", "(f.blame, f.after, f.rank)", "(f.after, f.rank)"),
+        *("failures", "(f.blame, f.after, f.rank)", "(f.after, f.rank)"),
         *("machine", "the_budget_is_the_jobs_and_its_end_reaches_every_node_with_the_root_cause"),
     ),
     mutant(
         "what one has found lost is lost for all",
-        *("formation", "m.id in record.broken.lost", "False"),
+        *("view", "m.id in broken.lost", "False"),
         *("formation", "a_loss_that_one_node_has_found_counts_for_all"),
     ),
     mutant(
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     mutant(
         "a round that ran for long is no quick failure",
-        *("formation", "record.quick + 1 if ran < QUICK else 0", "record.quick + 1"),
+        *("updates", "record.quick + 1 if ran < QUICK else 0", "record.quick + 1"),
         *("rules", "rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer"),
     ),
     mutant(
@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     mutant(
         "who leaves a broken round says in the record that it has stopped",
-        *("formation", "broken is None or broken.over or record.closed", "True or broken.over or record.closed"),
+        *("updates", "broken is None or broken.over or record.closed", "True or broken.over or record.closed"),
         *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
     ),
     mutant(
@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     mutant(
         "a node with other settings takes no part",
-        *("machine", "(how := formation.disagreement(self.rules, found))", "(how := '')"),
+        *("machine", "(how := rules.disagreement(self.rules, found))", "(how := '')"),
         *("rules", "nodes_started_with_other_settings_are_told_so_and_change_nothing"),
     ),
     mutant(
@@ -271,12 +271,12 @@ MUTANTS = (
     ),
     mutant(
         "nobody is taken in while a round is finishing",
-        *("machine", "elif any(formation.has_succeeded(m, record, self.rows) for m in record.members):", "elif False:"),
+        *("machine", "elif any(self._view(record).has_succeeded(m) for m in record.members):", "elif False:"),
         *("steps", "nobody_is_taken_in_while_a_round_is_finishing"),
     ),
     mutant(
         "a done node that goes spoils no success",
-        *("machine", "if gone and not formation.has_succeeded(m, record, self.rows):", "if gone:"),
+        *("machine", "if gone and not view.has_succeeded(m):", "if gone:"),
         *("steps", "a_member_that_has_succeeded_may_fall_silent"),
     ),
     mutant(
@@ -362,12 +362,12 @@ MUTANTS = (
     ),
     mutant(
         "a round that ran for long makes early losses forgotten",
-        *("formation", "0 if broken.ran >= EARLY else record.losses", "record.losses"),
+        *("updates", "0 if broken.ran >= EARLY else record.losses", "record.losses"),
         *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),
     ),
     mutant(
         "a round that newcomers ended says nothing of them",
-        *("formation", "or (broken.cause is Cause.JOIN and not lost)", ""),
+        *("updates", "or (broken.cause is Cause.JOIN and not lost)", ""),
         *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),
     ),
     mutant(
@@ -388,12 +388,12 @@ MUTANTS = (
     ),
     mutant(
         "no success while own workers run",
-        *("formation", "and row.succeeded != record.round:\n        return f\"it says", "and False:\n        return f\"it says"),
+        *("rules", "and row.succeeded != record.round:\n        return f\"it says", "and False:\n        return f\"it says"),
         *("replay", "success_is_not_believed_while_own_workers_run"),
     ),
     mutant(
         "a round of more nodes than --nnodes allows is refused",
-        *("formation", "if len(record.members) > most and", "if False and"),
+        *("rules", "if len(record.members) > most and", "if False and"),
         *("replay", "a_record_with_more_members_than_nnodes_allows_is_refused"),
     ),
     mutant(

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.formation import Rules, break_up
 from elastirun.rendezvous.polling import ALL_PER_NODE, Reading, first_in_line
 from elastirun.rendezvous.records import Cause, Member, RoundRecord, Status
+from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.updates import break_up
 
 RULES = Rules(1, 6, new_store_id="mine")
 ROUND = RoundRecord("s", 2, 1, tuple(Member(i, i, "10.0.0.1", 1, 1) for i in "abcdef"))

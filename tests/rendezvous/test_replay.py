@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous import formation
+from elastirun.rendezvous import updates
 from elastirun.rendezvous.records import Broken, Cause, Member, Status
 from tests.support.stage import ME, Stage, met, running
 
@@ -66,7 +66,7 @@ def test_a_node_whose_own_old_row_is_put_back_goes_on_above_its_newest() -> None
 def test_success_is_not_believed_while_own_workers_run() -> None:
     stage = running("b", "c", store_grace=20.0)
     honest = stage.record
-    stage.write(formation.succeed(honest, "b"))
+    stage.write(updates.succeed(honest, "b"))
     stage.run(14)
     assert stage.me.working and not stage.me.stops
     assert any("says that all workers of round 1 succeeded, but those of this node have not" in line for line in stage.me.said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.formation import Rules
+from elastirun.rendezvous.rules import Rules
 from tests.rendezvous.test_machine import record, started
 from tests.sim.world import World
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastirun.rendezvous import formation
+from elastirun.rendezvous import updates
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
 from elastirun.rendezvous.events import Changed, Leave, Reachable, SyncFailed, Tick, WorkersStopped
 from elastirun.rendezvous.records import Cause, Closed, RoundRecord, Status, Verdict
@@ -334,7 +334,7 @@ def test_only_the_host_lingers_for_those_who_live_and_not_for_ever(hosting: bool
         stage.run(10)
     stage.me.succeed()
     stage.run(1)
-    stage.write(formation.succeed(stage.record, "b"))
+    stage.write(updates.succeed(stage.record, "b"))
     closed = stage.t
     assert stage.run(60, lambda: stage.me.finish is not None) and least <= stage.t - closed <= most
 
@@ -343,7 +343,7 @@ def test_when_all_is_said_a_store_that_is_gone_is_not_waited_for() -> None:
     stage = running("b")
     stage.me.succeed()
     stage.run(1)
-    stage.write(formation.succeed(stage.record, "b"))
+    stage.write(updates.succeed(stage.record, "b"))
     assert stage.run(3, lambda: stage.me.machine.state is Status.LEFT)
     stage.me.feed(lambda now: SyncFailed(now, "connection reset"))
     assert stage.me.outcome is Outcome.SUCCEEDED
@@ -355,7 +355,7 @@ def test_when_all_is_said_a_store_that_is_gone_is_not_waited_for() -> None:
 def test_into_the_store_of_a_job_that_is_over_nothing_is_written() -> None:
     stage = Stage(join_timeout=30.0)
     old = replace(RoundRecord("old"), round=3, members=())
-    stage.write(formation.succeed(old, "x"))
+    stage.write(updates.succeed(old, "x"))
     before = dict(stage.data)
     stage.enter()
     stage.run(12)

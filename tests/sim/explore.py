@@ -18,8 +18,8 @@ from typing import Any
 
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.events import SyncFailed, Tick, WorkersStopped
-from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.rules import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, World
 

@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastirun.rendezvous import formation, polling
+from elastirun.rendezvous import polling
 from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.formation import Rules
+from elastirun.rendezvous.records import Blame
+from elastirun.rendezvous.rules import Rules, hold
 from tests.sim import invariants
 from tests.sim.world import Node, Violation, World
 
@@ -169,7 +170,7 @@ class History:
         world.run(max([TROUBLE, *(fault.when + LOOP for fault in self.plan.faults if fault.kind == "loop")]))
         self._heal()
         world.run(5.0)  # what was about to end ends
-        for seconds in (HEALED_WITHIN, formation.hold(world.record) if world.record else 0.0, JOINED_WITHIN):
+        for seconds in (HEALED_WITHIN, hold(world.record) if world.record else 0.0, JOINED_WITHIN):
             if world.run(seconds, lambda: invariants.settled(world)):
                 break
         else:
@@ -352,7 +353,8 @@ class History:
         self._for(fault, lambda: self._again(fault.who))
 
     def _fail(self, node: Node, fault: Fault) -> None:
-        node.fail(code=[1, -9, -11, 3][int(fault.x * 4)], blame=[0, 0, 5][int(fault.x * 3)], after=fault.x * 40)
+        blame = Blame.VICTIM if int(fault.x * 3) == 2 else Blame.OWN_FAULT
+        node.fail(code=[1, -9, -11, 3][int(fault.x * 4)], blame=blame, after=fault.x * 40)
 
     def _fail_two(self, node: Node, fault: Fault) -> None:
         self._fail(node, fault)

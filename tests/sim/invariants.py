@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from elastirun.rendezvous import formation
 from elastirun.rendezvous.actions import Outcome, Start
 from elastirun.rendezvous.records import Cause, RoundRecord, Verdict
+from elastirun.rendezvous.rules import hold
 from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
 from tests.sim.world import TIME_LIMIT, Node, Violation, World
 
@@ -106,9 +106,9 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
 
 def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
     """Who comes again and again gets no round more often than ``hold`` allows, while the others can do without it."""
-    if old is None or formation.hold(new) == 0:
+    if old is None or hold(new) == 0:
         return
-    broken, members, wait = new.broken, {m.id for m in old.members}, formation.hold(old)
+    broken, members, wait = new.broken, {m.id for m in old.members}, hold(old)
     if broken is not None and broken.cause is Cause.JOIN and old.broken is None:
         ran = world.t - world.formed_at[new.fence]
         _must(ran >= wait / RATES - SLACK, f"newcomers ended a round after {ran:.1f} s, and are to wait {wait:g} s")

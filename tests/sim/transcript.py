@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from elastirun.rendezvous.formation import Rules
+from elastirun.rendezvous.rules import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, World
 

@@ -22,10 +22,10 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Changed, Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
-from elastirun.rendezvous.formation import Rules
 from elastirun.rendezvous.liveness import Lease
 from elastirun.rendezvous.machine import LONE_LEASE, Machine
-from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Exchange, Operation, Steps
 
@@ -261,7 +261,7 @@ class Node:
             self.working = None
             self.feed(WorkersSucceeded)
 
-    def fail(self, code: int = 1, blame: int = 0, after: float = 1.0) -> None:
+    def fail(self, code: int = 1, blame: int = Blame.OWN_FAULT, after: float = 1.0) -> None:
         if self.working is not None and not self.stopping:
             record = ExitRecord(self.name, self.starts[-1][1], 0, 1, code, blame, after, ("boom",))
             self.feed(lambda now: WorkersFailed(now, (record,)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastirun.rendezvous import formation, ranks
+from elastirun.rendezvous import ranks, updates
 from elastirun.rendezvous.actions import Action, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.liveness import Lease
@@ -99,7 +99,7 @@ class Stage(World):
                 self.puppet(i, status=Status.RUNNING, round=number)
 
     def break_up(self, cause: Cause, by: str = "b", **fields: Any) -> None:
-        self.write(replace(formation.break_up(self.record, cause, f"because of {cause.value}", by, 0.0), **fields))
+        self.write(replace(updates.break_up(self.record, cause, f"because of {cause.value}", by, 0.0), **fields))
 
 
 def met(hosted: bool = False, **rules: object) -> Stage:

@@ -1,0 +1,37 @@
+"""Failures of workers: which one is the root cause, what makes two of them the same, and one line for people about each."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+
+from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.records import Blame, ExitRecord
+
+
+def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
+    """Return the failures, most likely root cause first: by blame, then by seconds since the start of the round."""
+    return tuple(sorted(failures, key=lambda f: (f.blame, f.after, f.rank)))
+
+
+def signature(failure: ExitRecord) -> str:
+    """Return what stays the same when the same failure happens again: its exit code and last line, without the numbers in it."""
+    last = failure.lines[-1] if failure.lines else ""
+    return clip(f"{failure.code} {re.sub(r'0x[0-9a-fA-F]+|[0-9]+', '0', last)}", 200)
+
+
+def describe(failure: ExitRecord) -> str:
+    """Return one line for people about the failure."""
+    how = f"exit code {failure.code}" if failure.code >= 0 else signal_name(-failure.code)
+    perhaps = ", perhaps for having lost its peers" if failure.blame >= Blame.VICTIM else ""
+    note = f", {failure.note.partition(' (')[0]}" if failure.note else ""
+    return clip(f"rank {failure.rank} on {failure.node} failed ({how}{note}){perhaps}")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as ``SIGSEGV``; ``signal 40`` for one that has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
