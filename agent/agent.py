@@ -49,14 +49,13 @@ from elastirun.rendezvous.events import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from elastirun.rendezvous.machine import LONE_LEASE, Machine
+from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import ExitRecord, RoundRecord, Status
 from elastirun.rendezvous.store_thread import Driver
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.sync import Exchange
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
-MIN_LEASE = 10.0  # seconds; an agent that stands still for so long and for twice ``expire`` has its workers ended
 SHORT_WAIT = 0.5  # seconds in which processes that a worker left running usually end; a longer wait gets a line
 STANDSTILL = 2.0  # seconds later than due, after which the loop says that it did not run
 FLUSH = 5.0  # seconds to get the last words out
@@ -117,7 +116,7 @@ class Agent:
         self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
         # One node alone has nobody who could go on without it while it stands still; but see ``_start``.
-        self._lease = 0.0 if config.max_nodes == 1 else max(MIN_LEASE, 2 * config.timing.expire)
+        self._lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
         self._family = Family(config.run_id, self._lease, self._selector, self._console.say)
         stack.callback(self._family.close)
         self._round_check = RoundCheck(self._id, self._selector, lambda: self._events.append(Changed(clock.now())))
@@ -219,7 +218,7 @@ class Agent:
     def _renew(self, now: float) -> None:
         """The guard lets the workers run on: in a round of one until others may take the node for lost, however well it is."""
         if self._lone:
-            self._family.hold_until(self._machine.kept_alive + LONE_LEASE * self._config.timing.expire, now)
+            self._family.hold_until(self._machine.kept_alive + self._config.timing.lone_lease, now)
         else:
             self._family.renew(now)
 

@@ -25,10 +25,9 @@ from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores import tcp, torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
-EXCHANGE_LIMIT = 3.0  # seconds for one exchange with the store before it counts as failed
-ETCD_LIMIT = 10.0  # the same where a change of the leader is waited for, and each endpoint is tried
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
 
 
@@ -41,25 +40,18 @@ def introduction(config: LaunchConfig) -> NodeRow:
 
 def rules(config: LaunchConfig) -> Rules:
     """What the job asks of its rounds."""
-    timing = config.timing
     return Rules(
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         max_restarts=config.max_restarts,
         restart_window=config.restart_window,
         fail_fast=config.fail_fast,
-        restart_pause=timing.restart_pause,
         fixed_ranks=config.fixed_ranks,
         private=config.standalone,
         lasting=config.etcd is not None,
         hosted=config.etcd is None and config.endpoint is not None,
-        join_timeout=timing.join_timeout,
-        last_call=timing.last_call,
-        debounce=timing.debounce,
-        beat=timing.beat,
-        expire=timing.expire,
-        store_grace=timing.store_grace,
         new_store_id=secrets.token_hex(8),
+        **vars(config.timing),
     )
 
 

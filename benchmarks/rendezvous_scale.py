@@ -31,7 +31,6 @@ from typing import Any
 from benchmarks.lab import machine, table
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
 from elastirun.agent.private_etcd import PrivateEtcd
-from elastirun.agent.store_access import ETCD_LIMIT, EXCHANGE_LIMIT
 from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
@@ -42,6 +41,7 @@ from elastirun.rendezvous.stores.etcd import store
 from elastirun.rendezvous.stores.tcp import TcpStore, serve
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 from elastirun.rendezvous.sync import Exchange
+from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 PROCESSES = 8
 SETTLE, WINDOW = 3.0, 10.0  # seconds before the running nodes are counted, and how long

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from pathlib import Path
 
+from elastirun.rendezvous.timing import Timing as Timing
+
 
 class Std(IntFlag):
     """A choice among a worker's output streams, with torchrun's numbers."""
@@ -65,21 +67,6 @@ class Command:
     module: bool = False  # run as python -m script
     no_python: bool = False  # execute the script itself, without python
     run_path: bool = False  # run through runpy.run_path
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Durations in seconds. ``beat`` and ``expire`` decide how fast a lost node is noticed."""
-
-    join_timeout: float = 600.0  # give up when no round has formed for this long; torchrun's default
-    last_call: float = 5.0  # the first round waits this long after the latest join for more nodes
-    debounce: float = 1.0  # newcomers to a running round are admitted together once none has come for this long
-    beat: float = 0.5  # interval at which an agent renews its row and reads the round; a tenth of expire, so that several may fail
-    expire: float = 5.0  # a node whose row has not changed for this long is lost
-    store_grace: float = 60.0  # workers go on for this long while the store is unreachable: a restart of the store fits in
-    grace: float = 30.0  # SIGTERM to SIGKILL at a planned stop (resize, drain, signal); torchrun's default
-    failure_grace: float = 5.0  # the same after a worker failed: collectives are dead, so there is little to save
-    restart_pause: float = 10.0  # longest pause before a restart; pauses grow when rounds fail quickly one after the other
 
 
 @dataclass(frozen=True)

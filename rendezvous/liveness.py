@@ -14,23 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastirun.rendezvous.records import NodeRow, Status
-
-SHORTEST_LEASE = 2  # seconds; etcd grants none that is shorter
-SURE = 0.8  # of a lease's time to live: by any clock it lasts longer
-LEASED, ABSENT = 0.6, 0.4  # fractions of ``expire``: the time to live of a row's lease, and how long the row must then stay away
-
-
-@dataclass(frozen=True)
-class Lease:
-    """How long a row outlives its last keep-alive, in seconds. ``ttl + absence`` is never less than ``expire``."""
-
-    ttl: int  # etcd's leases have whole seconds
-    absence: float  # a living node whose lease was over, or was revoked by mistake, has written its row anew by then
-
-    @staticmethod
-    def of(expire: float) -> Lease:
-        ttl = max(SHORTEST_LEASE, math.floor(LEASED * expire))
-        return Lease(ttl, max(expire - ttl, ABSENT * expire))
+from elastirun.rendezvous.timing import SURE, Lease
 
 
 @dataclass

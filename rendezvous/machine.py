@@ -14,26 +14,18 @@ from typing import Any, ClassVar
 from elastirun.rendezvous import events, failures, formation, rules, updates
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.liveness import Lease, Liveness, Newest, Since
+from elastirun.rendezvous.liveness import Liveness, Newest, Since
 from elastirun.rendezvous.polling import Reading
 from elastirun.rendezvous.ranks import successors
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER, RECONNECT_SPREAD
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
 from elastirun.rendezvous.view import View
 
 CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
 PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
 LONG_LINE = 200  # characters; a longer line is said in full once, then up to its first semicolon
-# Of ``expire``, from the last keep-alive that is known to have arrived: when a round of one begins to stop, and how long that may take.
-# What is left is for clocks that run apart.
-LONE_LIMIT, LONE_GRACE = 0.6, 0.2
-LONE_LEASE = LONE_LIMIT + LONE_GRACE  # when the guard ends its workers, whatever the agent does
-LOOK_AGAIN = 0.01  # seconds after the moment at which a node could be found silent: the read must have begun later
-LATE = 2.5  # beats without a sign of life after which a member may be lost, and perhaps its neighbours with it
-LINGER = 2.0  # the store's host waits for the others' last look this long beyond ``expire``
-LAST_BACK = 5.0  # when a store that outlives its jobs was away for all, the last node may find it back so much later than the first
-GOODBYE = 2.0  # how long a node tries to write that it has left
 
 
 class Machine:
@@ -52,7 +44,7 @@ class Machine:
         self.wake = now
         self._now = now
         self._actions: list[Action] = []
-        self._live = Liveness(rules.expire, Lease.of(rules.expire) if rules.lasting else None)
+        self._live = Liveness(rules.expire, rules.row_lease if rules.lasting else None)
         self._newest = Newest()
         self._stored: NodeRow | None = None  # this node's row as last seen in the store
         self._seq = 0  # of this node's row as written last: it rises also when an older row of ours was put back
@@ -141,8 +133,8 @@ class Machine:
             self.row = replace(self.row, hosts=hosts)
         self._failed, self._unreadable_since = 0, None
         self._took = event.now - event.started
-        if self._trouble or event.now - event.started > self.rules.expire / 2:
-            self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))
+        if self._trouble or event.now - event.started > self.rules.slow_exchange:
+            self._live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))
         if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
             self._say(f"the store is back after {event.now - self._contact:.0f} s")
         self._trouble = ""
@@ -177,7 +169,7 @@ class Machine:
             self._live.forget_all_but(seqs.keys() | set(members))
         if (look := self._live.next_look(event.now)) is not None:
             look = look if self._sees_all or not self._may_have_lost_several() else event.now  # the absence of others counts from then on
-            self._next_sync = min(self._next_sync, max(look, event.now) + LOOK_AGAIN)
+            self._next_sync = min(self._next_sync, max(look, event.now) + JUST_AFTER)
 
     def _may_be_earlier(self, found: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
         """A newcomer's ``found`` record is of a run that has ended, or no node of it has been seen yet."""
@@ -235,7 +227,7 @@ class Machine:
         if event.refused and self._contact is None:
             self._end(Outcome.TIMEOUT, event.why)
         self._unreadable_since = self._unreadable_since or event.now if event.unreadable and not self._met else None
-        if self._unreadable_since is not None and event.now - self._unreadable_since >= 2 * self.rules.expire + LINGER:
+        if self._unreadable_since is not None and event.now - self._unreadable_since >= self.rules.unreadable_limit:
             self._end(Outcome.DISAGREES, event.why)  # a newcomer; longer than the host of an earlier run lingers
 
     def _on_failed(self, event: events.WorkersFailed) -> None:
@@ -305,7 +297,7 @@ class Machine:
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
         holder = rules.holder(self.rules, record, self.row)
         taken_in = self._same_round.since + (0.0 if self.row.hosts else rules.hold(record))
-        if holder is not None and self._now >= self._same_round.since + 2 * self.rules.expire:
+        if holder is not None and self._now >= self._same_round.since + self.rules.replacement:
             place = f"--node-rank={self.row.node_rank} is held by {formation.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
         elif len(record.members) >= self.rules.max_nodes and not self.row.hosts:
@@ -374,7 +366,7 @@ class Machine:
         elif self._alone_and_cut_off(record):
             self._break = Broken(Cause.LEAVE, CUT_OFF, self.row.id)
             self._hurried = self.row.round
-            self._stop(Trigger.ROUND_OVER, planned=False, reason=CUT_OFF, within=LONE_GRACE * self.rules.expire)
+            self._stop(Trigger.ROUND_OVER, planned=False, reason=CUT_OFF, within=self.rules.lone_grace)
 
     def _in_done(self) -> None:
         record = self._own_round()
@@ -395,13 +387,13 @@ class Machine:
         record = self.record
         if record is not None and record.round == self.row.round != self._hurried and self._alone_and_cut_off(record):
             self._hurried = self.row.round
-            self._actions.append(Stop(False, CUT_OFF, LONE_GRACE * self.rules.expire))
+            self._actions.append(Stop(False, CUT_OFF, self.rules.lone_grace))
 
     def _in_left(self) -> None:
         """Say goodbye, but not for ever; the store's host goes last."""
         assert self._outcome is not None and self._left_at is not None
         written = self._stored is not None and self._stored.status is LEFT
-        limit = self.rules.expire + LINGER if self.hosting and written else GOODBYE
+        limit = self.rules.host_lingers if self.hosting and written else GOODBYE
         lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._nobody_is_left(self.record)
         over_time = self._now - self._left_at >= limit
         if self.rules.lasting and self.record is not None and (marked := updates.mark_over(self.record, self.row)):
@@ -418,8 +410,7 @@ class Machine:
         """Every node that lives has said goodbye. One that died before, out of the round, is not waited for."""
         members = {m.id for m in record.members}
         rows = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
-        patience = 2 * self.rules.beat
-        return not any(r.id in members or self._live.proven(r.id) or self._live.undecided(r.id, self._now, patience) for r in rows)
+        return not any(r.id in members or self._live.proven(r.id) or self._live.undecided(r.id, self._now, self.rules.proof) for r in rows)
 
     _DECIDE = {
         JOINING: _in_joining,
@@ -469,7 +460,7 @@ class Machine:
         """A round of one node goes on without anybody; its workers must be gone before the others may think it lost."""
         if self.rules.private or len(record.members) > 1:
             return False
-        limit = self.kept_alive + LONE_LIMIT * self.rules.expire
+        limit = self.kept_alive + self.rules.lone_limit
         self._wake_at(limit)
         return self._now >= limit
 
@@ -535,7 +526,7 @@ class Machine:
             return False
         if record.broken is not None:
             return self.row.id == record.broken.by and bool(record.broken.lost)
-        late = {i for i in successors(record, self.row.id) if self._live.absent(i) or self.quiet(i) > LATE * self.rules.beat}
+        late = {i for i in successors(record, self.row.id) if self._live.absent(i) or self.quiet(i) > self.rules.late}
         late -= {m.id for m in record.members if late and self._view(record).has_succeeded(m)}
         return record.open and self._place(record) is not None and bool(late)
 
@@ -574,7 +565,7 @@ class Machine:
     def _somebody_is_new(self, record: RoundRecord) -> bool:
         """A node waits of which we do not know yet whether it lives: its next keep-alive will show."""
         newcomers = [row for row in self._view(record).candidates() if record.index(row.id) is None]
-        return any(self._live.undecided(row.id, self._now, 2 * self.rules.beat) for row in newcomers)
+        return any(self._live.undecided(row.id, self._now, self.rules.proof) for row in newcomers)
 
     def _standing(self) -> list[NodeRow]:
         """The candidates for the next round; remembers since when they are the same."""

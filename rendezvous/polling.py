@@ -36,8 +36,7 @@ class Reading:
     def interval(self, state: Status, record: RoundRecord | None) -> float:
         """Seconds until the next look at the store when nothing urges."""
         if state in (RUNNING, DRAINING):  # a store that outlives its jobs tells of changes by itself, and is shared by many
-            beat = self.rules.beat
-            return max(beat, min(2 * beat, self.rules.expire / 5)) if self.rules.lasting else beat
+            return self.rules.lasting_beat if self.rules.lasting else self.rules.beat
         waits = state is DONE or _beside(state, record)
         return (self.rules.beat if waits else FORMING_POLL) + PER_NODE * self._nodes(record)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from elastirun.rendezvous.records import Member, NodeRow, RoundRecord, Verdict
+from elastirun.rendezvous.timing import Timing
 
 PROGRESS = 30.0  # seconds; a round that ran longer has made progress, so the same failure after it is not a repeated one
 QUICK = 10.0  # seconds; rounds that fail sooner may do so again and again, so the next one starts after a pause
@@ -16,31 +17,19 @@ SHORTEST_HOLD, LONGEST_HOLD = 10.0, 300.0  # seconds that newcomers wait: Kubern
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What the job asks of its rounds. Times in seconds; see ``elastirun.config.Timing`` for their meaning."""
+class Rules(Timing):
+    """What the job asks of its rounds, and the durations of ``Timing``."""
 
     min_nodes: int
     max_nodes: int
     max_restarts: int = 0
     restart_window: float = 0.0  # failures before a round that ran for so long are forgiven; 0: none is ever forgiven
     fail_fast: bool = False  # the same failure twice with no progress between is final
-    restart_pause: float = 10.0  # the longest pause before a restart when rounds fail quickly; 0: no pause
     fixed_ranks: bool = False  # a node's rank is its ``node_rank`` and nothing else
     private: bool = False  # no other agent can reach the store
     lasting: bool = False  # the store outlives its jobs
     hosted: bool = False  # one of the job's agents should serve the store
-    join_timeout: float = 600.0
-    last_call: float = 5.0
-    debounce: float = 1.0
-    beat: float = 0.5
-    expire: float = 5.0
-    store_grace: float = 60.0
     new_store_id: str = "store"  # the name that this node gives to a store it finds empty
-
-    @property
-    def longest_alone(self) -> float:
-        """Seconds after which no member of a round that lost the store can still work, whatever the difference of the clocks."""
-        return 1.25 * (self.store_grace + 2 * self.expire)
 
     @cached_property
     def settings(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.standard_streams"),
-    Layer("elastirun.config", SHARED, never=EFFECTS),
+    Layer("elastirun.config", ("elastirun.rendezvous.timing", *SHARED), never=EFFECTS),
     Layer("elastirun", ("click",), in_functions=("torch", "psutil"), never=("elastirun.rendezvous", "elastirun.train")),  # the command line
 )
 

@@ -125,7 +125,7 @@ def _timing(options: GivenOptions, conf: parse.RdzvConf, static: bool) -> Timing
     join, why = (STATIC_JOIN_TIMEOUT, "the static backend") if static else (Timing.join_timeout, "")
     expire = _choose(options, "expire", Timing.expire, *in_conf("keep_alive", _expire_of_torchrun(options, conf)), low=SHORTEST_EXPIRE)
     grace = _grace(options)
-    return Timing(
+    timing = Timing(
         join_timeout=_choose(options, "join_timeout", join, *in_conf("join_timeout", conf.join_timeout), why=why, above=True),
         last_call=_choose(options, "last_call", Timing.last_call, *in_conf("last_call_timeout", conf.last_call)),
         beat=min(Timing.beat, expire / 4, conf.keep_alive_interval or Timing.beat),
@@ -135,6 +135,8 @@ def _timing(options: GivenOptions, conf: parse.RdzvConf, static: bool) -> Timing
         failure_grace=_failure_grace(options, grace),
         restart_pause=_choose(options, "restart_pause", Timing.restart_pause),
     )
+    timing.validate()
+    return timing
 
 
 def _expire_of_torchrun(options: GivenOptions, conf: parse.RdzvConf) -> float | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.config import Timing
 from elastirun.rendezvous import failures, formation, ranks, updates
 from elastirun.rendezvous.formation import Forming
 from elastirun.rendezvous.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
@@ -387,13 +386,6 @@ def test_what_is_written_raises_the_version_and_nothing_else() -> None:
     assert (succeeded.version, succeeded.round, succeeded.members, succeeded.broken) == (4, 1, record.members, None)
     assert closed and (closed.verdict, closed.by) == (Verdict.SUCCEEDED, "b")
     assert closed.reason == "all 4 workers of round 1 succeeded"
-
-
-def test_the_rules_know_the_same_defaults_as_the_options() -> None:
-    rules, timing = vars(Rules(1, 2)), vars(Timing())
-    shared = rules.keys() & timing.keys()
-    assert {name: rules[name] for name in shared} == {name: timing[name] for name in shared} and len(shared) == 7
-    assert (rules["max_restarts"], rules["fixed_ranks"], rules["private"]) == (0, False, False)
 
 
 @pytest.mark.parametrize(

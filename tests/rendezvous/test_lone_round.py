@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.machine import LONE_LEASE
 from elastirun.rendezvous.records import Cause
 from tests.sim.world import Node
 from tests.support.stage import ME, Stage, met, slow_answers
@@ -32,7 +31,7 @@ def test_its_time_counts_from_when_the_keep_alive_was_sent_not_answered() -> Non
     stage.begin = lambda node, sync: (sent.append(stage.t), slowly(node, sync))[1]  # type: ignore[method-assign,func-returns-value]
     assert stage.run(10, lambda: len(sent) == 2), "the first slow exchange was answered, the second one is under way"
     lose_the_store(stage)
-    stage.run(sent[0] + LONE_LEASE * 5.0 + 0.05 - stage.t)
+    stage.run(sent[0] + stage.rules.lone_lease + 0.05 - stage.t)
     assert stage.me.working is None
 
 
@@ -42,6 +41,6 @@ def test_it_is_hurried_when_it_is_cut_off_while_it_drains() -> None:
     assert stage.run(2, lambda: stage.me.stopping)
     kept_alive = stage.t
     lose_the_store(stage)
-    stage.run(LONE_LEASE * 5.0 + 0.1)
+    stage.run(stage.rules.lone_lease + 0.1)
     assert stage.me.working is None and stage.t - kept_alive < 5.0
     assert [stop.within for stop in stage.me.stops] == [None, 1.0]

@@ -150,12 +150,12 @@ MUTANTS = (
     ),
     mutant(
         "one's own trouble with the store excuses the others",
-        *("machine", "self._live.excuse(event.now + (LAST_BACK if self.rules.lasting else 0.0))", "pass"),
+        *("machine", "self._live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))", "pass"),
         *("silence", "after_trouble_with_the_store_the_others_have_their_time_anew"),
     ),
     mutant(
         "the last to find the store back has some seconds more than the first",
-        *("machine", "LAST_BACK if self.rules.lasting else", "0.0 if self.rules.lasting else"),
+        *("machine", "RECONNECT_SPREAD if self.rules.lasting else", "0.0 if self.rules.lasting else"),
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     mutant(
@@ -246,12 +246,12 @@ MUTANTS = (
     ),
     mutant(
         "a fixed place has one holder",
-        *("machine", "self._now >= self._same_round.since + 2 * self.rules.expire", "False"),
+        *("machine", "self._now >= self._same_round.since + self.rules.replacement", "False"),
         *("rules", "a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs"),
     ),
     mutant(
         "a replacement has the time until the lost one is missed",
-        *("machine", "self._now >= self._same_round.since + 2 * self.rules.expire", "True"),
+        *("machine", "self._now >= self._same_round.since + self.rules.replacement", "True"),
         *("rules", "the_replacement_of_a_lost_node_with_a_fixed_rank_is_not_excluded"),
     ),
     mutant(

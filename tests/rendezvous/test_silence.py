@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.machine import LAST_BACK
 from elastirun.rendezvous.records import Cause, Status
+from elastirun.rendezvous.timing import RECONNECT_SPREAD
 from tests.support.stage import ME, met, running, slow_answers
 
 
@@ -37,7 +37,7 @@ def test_at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_afte
     stage.run(20)
     stage.store_up = True
     assert stage.run(3, lambda: not stage.me.machine._trouble)
-    stage.run(LAST_BACK + 0.8 * expire)
+    stage.run(RECONNECT_SPREAD + 0.8 * expire)
     assert stage.record.open
     stage.puppets["b"] = late
     stage.puppet("b")

@@ -7,8 +7,9 @@ import itertools
 from elastirun.rendezvous.actions import Outcome, Start
 from elastirun.rendezvous.records import Cause, RoundRecord, Verdict
 from elastirun.rendezvous.rules import hold
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
-from tests.sim.world import TIME_LIMIT, Node, Violation, World
+from tests.sim.world import Node, Violation, World
 
 SLACK = 0.05  # seconds, for messages under way
 RATES = 1.1  # the fastest clock against the right one
@@ -99,7 +100,7 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
     known = old.broken.lost if old and old.broken and old.round == new.round else ()
     for lost in set(broken.lost) - set(known):
         times = [*world.written_at.get(lost, [-1e9]), world.t]
-        gaps = [after - before for before, after in itertools.pairwise(times) if after >= world.t - 2 * TIME_LIMIT]
+        gaps = [after - before for before, after in itertools.pairwise(times) if after >= world.t - 2 * EXCHANGE_LIMIT]
         silent = max(gaps)  # it may have come back between the look and this write
         _must(silent >= world.rules.expire / RATES - SLACK, f"{lost} was called lost after {silent:.2f} s")
 

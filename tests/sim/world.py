@@ -22,14 +22,13 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Changed, Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
-from elastirun.rendezvous.liveness import Lease
-from elastirun.rendezvous.machine import LONE_LEASE, Machine
+from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Exchange, Operation, Steps
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 
-TIME_LIMIT = 3.0  # of one exchange, as the agent has it
 STANDSTILL = 2.0  # as the agent has it
 T = TypeVar("T")
 
@@ -289,7 +288,7 @@ class Node:
     def _lease_end(self, frozen_at: float) -> float:
         """When the guard ends the workers of an agent that stands still since then, by its own clock."""
         if self.lone:
-            return self.machine.kept_alive + LONE_LEASE * self.world.rules.expire
+            return self.machine.kept_alive + self.world.rules.lone_lease
         return frozen_at + self.lease if self.lease else math.inf
 
     def _lease_over(self, since: float) -> None:
@@ -366,7 +365,7 @@ class World:
         names = list(dict.fromkeys([*(node.name for node in self.nodes), name]))
         row = NodeRow(f"{name}-{len(self.nodes)}", name, f"10.0.0.{names.index(name) + 1}", 1000, slots, node_rank=node_rank)
         rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
-        lease = 0.0 if rules.max_nodes == 1 else max(10.0, 2 * rules.expire)
+        lease = 0.0 if rules.max_nodes == 1 else rules.guard_lease
         node = Node(self, name, None, None, offset, rate, lease)  # type: ignore[arg-type]
         node.exchange = Exchange("job/", row.id, CODEC, lambda: node.now)
         node.machine = Machine(rules, row, node.now)
@@ -384,7 +383,7 @@ class World:
 
     def begin(self, node: Node, sync: Sync) -> None:
         call = node.call = Call(node, node.exchange.steps(sync, node.now))
-        self.at(TIME_LIMIT / node.rate, lambda: self._give_up(call))
+        self.at(EXCHANGE_LIMIT / node.rate, lambda: self._give_up(call))
         self._go_on(call, None)
 
     def _give_up(self, call: Call) -> None:
@@ -463,7 +462,7 @@ class World:
 
     def renew(self, lease: int, more: float = 0.0) -> None:
         """It lasts for its whole time from now on, and ``more``, by the store's clock."""
-        deadline = self.leases[lease] = self.t + (Lease.of(self.rules.expire).ttl + more) / self.store_rate
+        deadline = self.leases[lease] = self.t + (self.rules.row_lease.ttl + more) / self.store_rate
         late = self.own_random.uniform(0, LATE_EXPIRY)
         self.at(deadline + late - self.t, lambda: self.end_lease(lease) if self.leases.get(lease) == deadline else None)
 

@@ -9,7 +9,6 @@ from typing import Any
 from elastirun.rendezvous import ranks, updates
 from elastirun.rendezvous.actions import Action, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.liveness import Lease
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Exchange
@@ -66,7 +65,7 @@ class Stage(World):
         """The puppet beats no more. Where rows have leases, its row goes some seconds later, but not while the store is down."""
         del self.puppets[i]
         if self.rules.lasting:
-            self.at(Lease.of(self.rules.expire).ttl, lambda: self._end_lease_of(i))
+            self.at(self.rules.row_lease.ttl, lambda: self._end_lease_of(i))
 
     def _end_lease_of(self, i: str) -> None:
         if not self.store_up:

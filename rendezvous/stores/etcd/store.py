@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.liveness import Lease
 from elastirun.rendezvous.stores.etcd.access import Access
 from elastirun.rendezvous.stores.etcd.client import DEADLINE, LARGEST, Client, Cluster, LeaseNotFound
 from elastirun.rendezvous.stores.etcd.messages import check_installed
 from elastirun.rendezvous.stores.etcd.watch import Watch
+from elastirun.rendezvous.timing import Lease
 
 PREFIX = "/elastirun/"
 LEASED = "/node/"  # keys with this in them are written under the lease
