@@ -15,7 +15,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from elastirun import clock
@@ -24,10 +23,10 @@ from elastirun.agent.worker_store import SharedStore, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.errors import ElastirunError
 from elastirun.rendezvous import events
-from elastirun.rendezvous.actions import Action, Change, Outcome, Reconnect, Say, Start, Stop, Sync
+from elastirun.rendezvous.actions import Action, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Closed, ExitRecord, RoundRecord, Status, Verdict
+from elastirun.rendezvous.records import ExitRecord, RoundRecord, Status
 from elastirun.rendezvous.store_thread import Driver
 from elastirun.rendezvous.sync import Exchange
 
@@ -56,7 +55,6 @@ class TorchrunNode:
         self._round: Start | None = None  # the one that is on
         self._began = 0.0  # when it did
         self._known = False  # torchrun knows of it, and may have workers
-        self._closing = False  # the job is to be over, for good
         self._asked: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()  # to be called with the time, in our thread
         self._cord, self._bell = socket.socketpair()
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a round, or why there is none
@@ -84,7 +82,7 @@ class TorchrunNode:
         return self._machine.record is not None and self._machine.record.closed is not None
 
     def set_closed(self) -> None:
-        self._closing = True  # with the next exchange
+        self._ask(lambda now: self._events.append(events.Close(now)))
 
     def shutdown(self) -> bool:
         """torchrun ends: by an exception, or because all workers here succeeded; then those of the others are waited for."""
@@ -145,7 +143,7 @@ class TorchrunNode:
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Sync):
-            self._driver.submit(self._with_end(action) if self._closing else action)
+            self._driver.submit(action)
         elif isinstance(action, Reconnect):
             self._driver.reconnect()
         elif isinstance(action, Say):
@@ -186,14 +184,6 @@ class TorchrunNode:
     def _end(self, error: str, why: str) -> None:
         self._round = None
         self._found.put(self._error(error, why))
-
-    def _with_end(self, sync: Sync) -> Sync:
-        """The exchange, with the job's end in place of what the machine would write."""
-        record, row = self._machine.record, self._machine.row
-        if record is None or record.closed is not None:
-            return sync
-        closed = Closed(Verdict.FAILED, f"closed by {row.name} {row.address}", row.id)
-        return replace(sync, change=Change(record, replace(record, version=record.version + 1, closed=closed)))
 
     # what torchrun's thread asks for
 

@@ -78,6 +78,13 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class Close:
+    """The job is to be closed as failed, for every node and for good."""
+
+    now: float
+
+
+@dataclass(frozen=True)
 class StoodStill:
     """The agent did not run for ``seconds`` (stopped, suspended, starved). ``workers_ended``: so long that the guard has ended them."""
 
@@ -95,4 +102,4 @@ class Reachable:
     port: int
 
 
-Event = Tick | Synced | SyncFailed | Changed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Reachable | StoodStill
+Event = Tick | Synced | SyncFailed | Changed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Close | Reachable | StoodStill

@@ -67,6 +67,7 @@ class Machine:
         self._break: Broken | None = None  # how this node wants its own round to end
         self._wanted: Change | None = None  # what it would write into the round record now
         self._outcome: tuple[Outcome, str] | None = None
+        self._closing = False  # the job is to be closed, whatever else would be written
         self._waiting_since = now
         self._candidates = Since(now)  # ... when the candidates for the next round are the same, beside the same round
         self._over = Since(now)  # ... when the round is over
@@ -111,6 +112,10 @@ class Machine:
 
     def _on_leave(self, event: events.Leave) -> None:
         self._end(Outcome.LEFT, event.reason)
+
+    def _on_close(self, event: events.Close) -> None:
+        self._closing = True
+        self._urgent = True
 
     def _on_succeeded(self, event: events.WorkersSucceeded) -> None:
         if self.state is RUNNING:
@@ -254,6 +259,7 @@ class Machine:
         events.Changed: _on_changed,
         events.Reachable: _on_reachable,
         events.Leave: _on_leave,
+        events.Close: _on_close,
         events.WorkersSucceeded: _on_succeeded,
         events.WorkersFailed: _on_failed,
         events.WorkersStopped: _on_stopped,
@@ -502,7 +508,7 @@ class Machine:
     def _sync_if_due(self) -> None:
         if self.finished or self._syncing:
             return
-        change = self._wanted if self._contact is not None and not self._trouble else None
+        change = self._change()
         if not self._urgent and change is None and self._now < self._next_sync:
             self._wake_at(self._next_sync)
             return
@@ -514,6 +520,15 @@ class Machine:
         put = self._put()
         self._sync = Sync(put, change, self._asked, keep_alive=self.rules.lasting and self._introduced)
         self._actions.append(self._sync)
+
+    def _change(self) -> Change | None:
+        """Return the write of the round record that is due; None before the store was read, and while it is in trouble."""
+        if self._contact is None or self._trouble:
+            return None
+        record = self.record
+        if self._closing and record is not None and record.closed is None:
+            return Change(record, updates.close(record, self.row))
+        return self._wanted
 
     def _may_have_lost_several(self) -> bool:
         """A watched member is late, or this node has found one silent: read all rows from then on.

@@ -53,6 +53,12 @@ def succeed(record: RoundRecord, by: str) -> RoundRecord:
     return replace(record, version=record.version + 1, closed=closed)
 
 
+def close(record: RoundRecord, row: NodeRow) -> RoundRecord:
+    """Return the record with the job closed as failed, at the wish of the node of ``row``."""
+    closed = Closed(Verdict.FAILED, f"closed by {row.name} {row.address}", row.id)
+    return replace(record, version=record.version + 1, closed=closed)
+
+
 def count_failure(rules: Rules, view: View, lost: list[Member]) -> tuple[RoundRecord, tuple[ExitRecord, ...]]:
     """Return the record with the broken round's failure counted, and the causes, most likely first; no causes when it was no failure.
 

@@ -375,6 +375,7 @@ def make_machine(rng: random.Random) -> list[events.Event]:
                 [events.WorkersStopped(now, failures)],
                 [events.StoodStill(now, 20.0, rng.random() < 0.5)] if rng.random() < 0.2 else [],
                 [events.Leave(now, "told to")] if rng.random() < 0.1 else [],
+                [events.Close(now)] if rng.random() < 0.05 else [],
             ]
         )
     return life

@@ -9,7 +9,7 @@ import pytest
 
 from elastirun.rendezvous import updates
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
-from elastirun.rendezvous.events import Changed, Leave, Reachable, SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.events import Changed, Close, Leave, Reachable, SyncFailed, Tick, WorkersStopped
 from elastirun.rendezvous.records import Cause, Closed, RoundRecord, Status, Verdict
 from tests.support.stage import ME, Stage, count, met, running, slow_answers
 
@@ -136,6 +136,36 @@ def test_a_ready_node_that_is_told_to_leave_says_so_and_starts_nothing() -> None
     assert stage.run(3, lambda: stage.me.outcome is Outcome.LEFT)
     assert stage.mine.status is Status.LEFT and not stage.me.starts
     assert stage.record.broken and stage.record.broken.cause is Cause.LEAVE
+
+
+def test_a_node_that_closes_the_job_ends_it_for_all() -> None:
+    stage = running("b", "c")
+    stage.puppet("b", status=Status.LEFT)  # the close goes before the end of the round that this node would write
+    stage.me.feed(Close)
+    assert stage.run(1, lambda: stage.record.closed is not None)
+    assert stage.record.closed == Closed(Verdict.FAILED, "closed by n0 10.0.0.1", ME) and stage.record.broken is None
+    assert stage.run(9, lambda: stage.me.outcome is Outcome.FAILED)
+
+
+@pytest.mark.parametrize("trouble", ["no round", "no answer"])
+def test_a_job_that_cannot_be_closed_at_once_is_closed_later(trouble: str) -> None:
+    stage = Stage(min_nodes=2)
+    stage.store_up = trouble == "no round"
+    stage.enter()
+    stage.me.feed(Close)
+    stage.run(2)
+    stage.store_up = True
+    assert stage.run(5, lambda: stage.me.outcome is Outcome.FAILED)
+    assert stage.record.closed and (stage.record.round, stage.record.closed.by) == (0, ME)
+
+
+def test_a_verdict_is_not_replaced_by_a_close() -> None:
+    stage = running("b", "c")
+    stage.write(updates.succeed(stage.record, "b"))
+    stage.me.machine.row = replace(stage.me.machine.row, succeeded=1)  # else the verdict is not believed
+    stage.me.feed(Close)
+    stage.run(10)
+    assert stage.record.closed and stage.record.closed.verdict is Verdict.SUCCEEDED
 
 
 def test_the_first_reason_to_end_stands() -> None:
