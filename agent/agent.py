@@ -24,7 +24,7 @@ from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
 from elastirun.agent.processes.process import require_pidfds
-from elastirun.agent.processes.process_tree import Family
+from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.signals import Signals
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit, Workers
@@ -117,12 +117,12 @@ class Agent:
         stack.callback(self._signals.close)
         # One node alone has nobody who could go on without it while it stands still; but see ``_start``.
         self._lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
-        self._family = Family(config.run_id, self._lease, self._selector, self._console.say)
-        stack.callback(self._family.close)
+        self._tree = ProcessTree(config.run_id, self._lease, self._selector, self._console.say)
+        stack.callback(self._tree.close)
         self._round_check = RoundCheck(self._id, self._selector, lambda: self._events.append(Changed(clock.now())))
         stack.callback(self._round_check.close)
         if self._round_check.folder:
-            self._family.remove_at_the_end(self._round_check.folder)
+            self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
         logs_limit = min(LOGS_LIMIT, 0.4 * config.timing.expire)
@@ -133,7 +133,7 @@ class Agent:
         self._round_events = events.RoundEvents(self._events_log, self._id)
         self._tracker = FailureTracker(row.name, self._logs)
         self._workers = Workers(
-            self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._family.owns, self._family.worker_ended
+            self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._tree.owns, self._tree.worker_reaped
         )
         self._worker_store: WorkerStore | SharedStore | None = None
         self._machine = Machine(rules(config), row, clock.now())
@@ -141,8 +141,8 @@ class Agent:
         self._place = Place(config)
         stack.callback(self._place.close)
         if self._place.private:
-            self._family.remove_at_the_end(self._place.private.folder)
-            self._family.spare(self._place.private.pid)
+            self._tree.remove_folder_at_end(self._place.private.folder)
+            self._tree.exclude(self._place.private.pid)
         exchange = Exchange(self._place.prefix, self._id, codec, clock.now)
         self._driver = Driver(self._place.connect, exchange, self._place.exchange_limit)
         stack.callback(self._driver.close)
@@ -205,7 +205,7 @@ class Agent:
         """
         now = clock.now()
         overdue, self._looked = now - self._looked - due, now
-        ended = bool(self._workers.running) and self._family.lease_is_over(now)
+        ended = bool(self._workers.running) and self._tree.lease_is_over(now)
         if ended or overdue > STANDSTILL:
             if ended or overdue > self._config.timing.expire / 2:
                 what = "the others may take this node for lost" if overdue < STANDSTILL else f"this agent stood still for {overdue:.0f} s"
@@ -218,9 +218,9 @@ class Agent:
     def _renew(self, now: float) -> None:
         """The guard lets the workers run on: in a round of one until others may take the node for lost, however well it is."""
         if self._lone:
-            self._family.hold_until(self._machine.kept_alive + self._config.timing.lone_lease, now)
+            self._tree.end_lease_at(self._machine.kept_alive + self._config.timing.lone_lease, now)
         else:
-            self._family.renew(now)
+            self._tree.renew(now)
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due without any descriptor telling; None: nothing is."""
@@ -302,7 +302,7 @@ class Agent:
         self._workers.forward(signum)
 
     def _on_child(self) -> None:
-        self._family.reap(self._workers.pids)
+        self._tree.reap_orphans(self._workers.pids)
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
         self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
@@ -317,7 +317,7 @@ class Agent:
     def _on_workers_idle(self) -> None:
         self._lone = False
         if self._tracker.stopped or self._finish:
-            self._family.end_leftovers()
+            self._tree.kill_left_behind()
         self._round_events.stopped(self._attempt + 1, clock.now())
         if self._tracker.stopped:
             self._events.append(WorkersStopped(clock.now(), self._tracker.failures))
@@ -328,7 +328,7 @@ class Agent:
 
     def _become_reachable(self, now: float) -> None:
         """The store was reached, so the route to it and with it our address are known."""
-        net.hurry_names()
+        net.shorten_name_timeouts()
         self._address = self._place.here.address
         self._worker_store = self._place.worker_store(self._worker_store_failed)
         self._perform_all(self._machine.step(Reachable(now, self._address, self._worker_store.port)))
@@ -361,10 +361,10 @@ class Agent:
             if not self._logs.error_file(self._attempt, 0):
                 specs = self._specs(record, node_rank)  # once more, without the error files that could not be made
             if self._logs.temporary:
-                self._family.remove_at_the_end(self._logs.temporary)
+                self._tree.remove_folder_at_end(self._logs.temporary)
             self._worker_store.end_round()
             self._workers.start(specs, logs)
-            self._family.watch(self._workers.pids)
+            self._tree.add_workers(self._workers.pids)
             self._started = True
             if node_rank == 0:  # after them: the import of torch would hold them up, and their first connections can wait
                 self._worker_store.serve()
@@ -377,7 +377,7 @@ class Agent:
         """Nothing of the last round may be in the way of the next one, also when its workers here had succeeded."""
         if count := self._workers.end_left_running():
             self._console.say(f"ended {_processes(count)} that the workers of the last round had left running")
-        self._family.end_leftovers()
+        self._tree.kill_left_behind()
 
     def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
         here = Surroundings(
@@ -387,11 +387,11 @@ class Agent:
             loopback=self._place.here.loopback,
             store=self._place.shared,
             cpu_sets=self._cpu_sets,
-            mark=self._family.mark,
+            mark=self._tree.mark,
             socket=self._round_check.path,
         )
         specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(self._attempt, local))
-        return [replace(spec, group=self._family.group, files=self._files) for spec in specs]
+        return [replace(spec, group=self._tree.group, files=self._files) for spec in specs]
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
         nodes, workers = len(record.members), record.world_size

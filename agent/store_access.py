@@ -186,7 +186,7 @@ class Place:
         return connect_and_see_where
 
     def _at_endpoint(self, endpoint: Endpoint) -> Callable[[], Store]:
-        names, addresses = net.who_am_i()
+        names, addresses = net.own_names()
         known: list[str] = []  # the endpoint's addresses as the last successful lookup returned them; a later lookup may fail
 
         def resolve() -> tuple[str, int]:
@@ -196,7 +196,7 @@ class Place:
                 if why is None:
                     if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
                         raise StoreError(f"what listens at {endpoint} {foreign}")
-                    net.hurry_names()
+                    net.shorten_name_timeouts()
                     self.reached = (address, endpoint.port)
                     return self.reached
             why = next(iter(whys.values()), None) or "the name does not resolve"
@@ -221,10 +221,10 @@ class Place:
             self._cannot_host = self._cannot_host or (clock.now(), str(error))
             raise StoreError(str(error)) from None
         if listening is not None:
-            net.hurry_names()
+            net.shorten_name_timeouts()
             found = net.resolve(endpoint.host)
             self.reached = (found[0] if found else "127.0.0.1", endpoint.port)
-            self._served_at = "" if net.is_everywhere(listening) else listening.getsockname()[0]
+            self._served_at = "" if net.listens_everywhere(listening) else listening.getsockname()[0]
             if not self._served_at:
                 self.notices.append(f"warning: the rendezvous store {_EVERYWHERE}: {why_everywhere(endpoint, found)}")
         return listening

@@ -48,7 +48,7 @@ class WorkerStore:
     @property
     def everywhere(self) -> bool:
         """Whether every interface is listened on."""
-        return net.is_everywhere(self._listening)
+        return net.listens_everywhere(self._listening)
 
     def end_round(self) -> None:
         """End the server of the last round: the next round's workers may connect before their own server is up."""

@@ -1,4 +1,4 @@
-"""Describe on which addresses this node will listen, for ``--dry-run``."""
+"""Description of the addresses on which this node will listen, for ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ROUTE = "a free port of the address that leads to the other nodes"
 
 
 def describe(config: LaunchConfig) -> list[str]:
-    """One line for each socket of this node's agent. Looks the endpoint up, which may take as long as DNS does."""
+    """Return one line for each socket of this node's agent. Resolves the endpoint's name, which may take as long as DNS takes."""
     if config.standalone:
         local = config.endpoint and net.local_address(config.endpoint.host)
         return [f"the workers' store: {Endpoint(local, config.endpoint.port) if local and config.endpoint else 'a free port of 127.0.0.1'}"]

@@ -1,7 +1,7 @@
-"""Which address is ours, who listens where, which interface: facts about this machine's network.
+"""This machine's network: its own addresses and interfaces, sockets to listen on, and probes of other listeners.
 
-What is handed on to other machines is a number, not a name: a name may mean something else there, or nothing.
-Sockets are bound to one address, not to every interface; ``open_host_socket`` and ``listen_on`` say when they cannot.
+Other machines are given numeric addresses, never names: a name may resolve to something else there, or not at all.
+Sockets are bound to one address, not to every interface, where that is possible: see ``open_host_socket`` and ``listen_on``.
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ from elastirun import clock
 from elastirun.config import Endpoint
 from elastirun.errors import StartError
 
-BACKLOG = max(1024, socket.SOMAXCONN)  # a whole cluster connects at once; the kernel lowers it to net.core.somaxconn
+BACKLOG = max(1024, socket.SOMAXCONN)  # connections; a whole cluster connects at once. The kernel lowers it to net.core.somaxconn
 
-_NOT_OURS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV}  # what bind says to somebody else's address
+_NOT_OURS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV}  # errors of bind for an address of another machine
 _LOCALHOST = {"localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"}
-_INSIDE = ("docker", "br-", "virbr", "cni", "flannel", "kube-")  # networks of containers inside this machine: nobody outside gets there
-_ANYWHERE = ("203.0.113.1", "2001:db8::1")  # documentation addresses: routed like any other, never sent to
+_CONTAINER_INTERFACES = ("docker", "br-", "virbr", "cni", "flannel", "kube-")  # prefixes; other machines do not reach these networks
+_FAR_AWAY = ("203.0.113.1", "2001:db8::1")  # addresses for documentation: they take the default route, and nothing is sent to them
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """The numeric addresses of ``host``: IPv4 first, each once, in a fixed order; empty while the name does not resolve.
+    """Return the numeric addresses of ``host``: IPv4 first, each once, in a fixed order; empty if the name does not resolve.
 
-    A machine's own name that /etc/hosts maps to 127.0.1.1 stands for the machine's real addresses, because the others
-    know it by those; only ``localhost`` and numeric addresses mean the loopback. May block for as long as DNS does.
+    If /etc/hosts maps this machine's name to 127.0.1.1, return the machine's real addresses, by which the other nodes
+    know it. Only ``localhost`` and numeric addresses stand for the loopback. May block for as long as DNS does.
     """
     return _look_up(host)[0]
 
 
 def open_host_socket(endpoint: Endpoint, is_host: bool | None, option: str = "--rdzv-endpoint") -> socket.socket | None:
-    """The listening socket for the store when this machine owns an address of ``endpoint``; None when we are a client of it.
+    """Return the listening socket for the store if this machine owns an address of ``endpoint``; None if this node is a client.
 
-    ``is_host`` None: host if we own an address and nobody beside us took it. True: host, on every interface when the
-    address is not ours (a service address, translated). False: a client. Port 0 is a free port.
-    One address is bound; except that a name hidden behind the loopback (see ``resolve``) needs every interface, since
-    which of our addresses the others get for it cannot be known here. ``option`` is where the port was given.
-    Raises StartError when the port may not be used, or ``is_host`` is True and it is in use.
+    ``is_host`` None: host if this machine owns an address and no other process has the port. True: host, on every interface
+    when the address is not ours (a service address that is translated). False: client. Port 0 is any free port.
+
+    One address is bound. But a name that /etc/hosts maps to the loopback (see ``resolve``) needs every interface: which of
+    our addresses the other nodes get for that name cannot be known here.
+
+    ``option`` is the option that gave the port, for messages. Raises StartError when the port may not be used, or when
+    ``is_host`` is True and the port is in use.
     """
     if is_host is False:
         return None
@@ -59,9 +62,9 @@ def open_host_socket(endpoint: Endpoint, is_host: bool | None, option: str = "--
 
 
 def listen_on(address: str) -> socket.socket:
-    """A socket that listens on a free port of ``address``; on every interface when it is not ours, for it is then translated.
+    """Return a socket that listens on a free port of ``address``; on every interface when that address is not ours.
 
-    Raises StartError when nothing can be bound.
+    An address that is not ours is translated to one of ours on the way (NAT). Raises StartError when nothing can be bound.
     """
     try:
         listener = _listen_as(address, 0)
@@ -71,7 +74,7 @@ def listen_on(address: str) -> socket.socket:
 
 
 def host_address(endpoint: Endpoint, is_host: bool | None) -> str | None:
-    """The address that ``open_host_socket`` would listen on: "" for every interface, None for nowhere."""
+    """Return the address that ``open_host_socket`` would listen on: "" for every interface, None for a client."""
     if is_host is False:
         return None
     addresses, hidden = _look_up(endpoint.host)
@@ -80,12 +83,12 @@ def host_address(endpoint: Endpoint, is_host: bool | None) -> str | None:
 
 
 def local_address(host: str) -> str:
-    """The first address of ``host`` that is ours, else the loopback."""
+    """Return the first address of ``host`` that is ours, else the loopback."""
     return next((address for address in resolve(host) if is_own(address)), "127.0.0.1")
 
 
 def open_local_socket(endpoint: Endpoint, option: str) -> socket.socket:
-    """The listening socket for a job of one node: on the first address of ``endpoint`` that is ours, else on the loopback.
+    """Return the listening socket for a job of one node: on the first address of ``endpoint`` that is ours, else on the loopback.
 
     Raises StartError when the port may not be used.
     """
@@ -97,15 +100,15 @@ def open_local_socket(endpoint: Endpoint, option: str) -> socket.socket:
     raise StartError(f"cannot listen on {endpoint}: this machine has no such address, and no loopback")
 
 
-def is_everywhere(listener: socket.socket) -> bool:
+def listens_everywhere(listener: socket.socket) -> bool:
     """Whether the socket listens on every interface."""
     return ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_unspecified
 
 
 def advertised_address(endpoint_addresses: Sequence[str], port: int, local_addr: str | None) -> str:
-    """What the other nodes should reach us by: ``local_addr``, else the source address of our route to the endpoint.
+    """Return the address under which other nodes reach this one: ``local_addr``, else the source address of the route to the endpoint.
 
-    Without a route: the address of the default route, then any real address, then 127.0.0.1. No packet is sent.
+    Without a route: the source address of the default route, then any real address, then 127.0.0.1. No packet is sent.
     """
     if local_addr:
         return local_addr
@@ -114,7 +117,7 @@ def advertised_address(endpoint_addresses: Sequence[str], port: int, local_addr:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that owns ``address`` (a number or a name); None when none does. For GLOO_SOCKET_IFNAME."""
+    """Return the interface that has ``address`` (numeric or a name), for GLOO_SOCKET_IFNAME; None when no interface has it."""
     for number in resolve(address):
         wanted = ipaddress.ip_address(number)
         for name, own in _interfaces():
@@ -123,10 +126,10 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def who_am_i(hosts: Path = Path("/etc/hosts")) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """This machine's names (host name first, then its short form and what ``hosts`` calls us) and its own addresses.
+def own_names(hosts: Path = Path("/etc/hosts")) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return this machine's names and addresses. Names: the host name, its short form, then those in the file ``hosts``.
 
-    Asks no name server. Addresses are without the loopback and link-local ones, unless there are no others.
+    Asks no name server. Leaves out loopback and link-local addresses, unless there are no others.
     """
     name = socket.gethostname()
     addresses = tuple(_real_addresses()) or tuple(str(own) for _, own in _interfaces())
@@ -137,33 +140,33 @@ def who_am_i(hosts: Path = Path("/etc/hosts")) -> tuple[tuple[str, ...], tuple[s
 def explain_no_host(
     endpoint: Endpoint, names: Iterable[str], addresses: Iterable[str], option: str = "--rdzv-endpoint"
 ) -> str:
-    """One line for "nobody hosts the store": what the endpoint is, who we are (see ``who_am_i``), what to do."""
-
+    """Return one line for people when no node hosts the store. ``names``, ``addresses``: this machine's, see ``own_names``."""
     host = endpoint.host
     found = resolve(host)
-    what = f"{host} is {', '.join(found)}" if found else f"{host} does not resolve on this machine"
+    own = f"{_two_of(names) or 'nameless'} with {_two_of(addresses) or 'no address'}"
+    resolved = f"{host} is {', '.join(found)}" if found else f"{host} does not resolve on this machine"
     return (
-        f"nobody hosts the store at {endpoint}{'' if found == (host,) else ': ' + what}; "
-        f"this machine is {_few(names) or 'nameless'} with {_few(addresses) or 'no address'}; start the node that owns the endpoint, "
+        f"nobody hosts the store at {endpoint}{'' if found == (host,) else ': ' + resolved}; "
+        f"this machine is {own}; start the node that owns the endpoint, "
         f"or correct {option} (behind NAT or a service: --rdzv-conf=is_host=1 and --local-addr there)"
     )
 
 
-def _few(texts: Iterable[str]) -> str:
-    """The first two, and how many more there are: the line is said every 10 s."""
-    kept = list(texts)
-    return ", ".join(kept[:2]) + (f" and {len(kept) - 2} more" if len(kept) > 2 else "")
+def _two_of(texts: Iterable[str]) -> str:
+    """Join the first two, and say how many more there are: the line is printed every 10 s, so it must be short."""
+    all_texts = list(texts)
+    return ", ".join(all_texts[:2]) + (f" and {len(all_texts) - 2} more" if len(all_texts) > 2 else "")
 
 
 def probe(address: str, port: int, timeout: float) -> str | None:
-    """None when somebody listens at ``address``:``port``; else why not, in words. Takes ``timeout`` seconds at most, and DNS."""
+    """Return None if a process listens at ``address``:``port``, else the reason why not. Takes at most ``timeout`` seconds, and DNS."""
     numbers = resolve(address)
     if not numbers:
         return "name does not resolve"
     deadline = clock.now() + timeout
     reasons = []
     for i, number in enumerate(numbers):
-        left = max(0.001, (deadline - clock.now()) / (len(numbers) - i))  # a silent address must not use up the others' time
+        left = max(0.001, (deadline - clock.now()) / (len(numbers) - i))  # a silent address must leave time for the other addresses
         reason = _probe_one(number, port, left)
         if reason is None:
             return None
@@ -175,12 +178,12 @@ def probe(address: str, port: int, timeout: float) -> str | None:
 
 
 def _look_up(host: str) -> tuple[tuple[str, ...], bool]:
-    """The addresses of ``host``, and whether they are ours in place of the loopback address that its name was hidden behind."""
+    """Return the addresses of ``host``, and whether these are our real addresses in place of the loopback (see ``resolve``)."""
     try:
         found = {_numeric(sockaddr) for *_, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except (OSError, ValueError):  # ValueError: not a host name at all (too long a label, a NUL)
+    except (OSError, ValueError):  # ValueError: not a host name (a label too long, a NUL)
         return (), False
-    # A fixed order, because two agents on one machine must try to host on the same address: DNS may rotate its answer.
+    # DNS may rotate its answer. The order is fixed, because two agents on one machine must try to host on the same address.
     addresses = tuple(sorted(found, key=_order))
     if _is_localhost(host) or _is_number(host):
         return addresses, False
@@ -192,7 +195,7 @@ def _look_up(host: str) -> tuple[tuple[str, ...], bool]:
 
 
 def _numeric(sockaddr: tuple[str | int | bytes, ...]) -> str:
-    """The address in what getaddrinfo and getsockname return, with the scope that a link-local one needs."""
+    """Return the address in a result of getaddrinfo or getsockname, with the scope that a link-local address needs."""
     address = str(sockaddr[0])
     scope = int(sockaddr[3]) if len(sockaddr) == 4 else 0
     return f"{address}%{socket.if_indextoname(scope)}" if scope and "%" not in address else address
@@ -216,7 +219,7 @@ def _is_number(host: str) -> bool:
 
 
 def _hosts_names(hosts: Path, ours: set[str]) -> Iterator[str]:
-    """The names on those lines of a hosts file that speak of one of our names or addresses."""
+    """Yield the names in those lines of a hosts file that contain one of our names or addresses."""
     try:
         text = hosts.read_text(errors="replace")
     except OSError:
@@ -233,7 +236,7 @@ _Number = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _interfaces() -> list[tuple[str, _Number]]:
-    """(interface, address) for every address of this machine."""
+    """Return (interface, address) for every address of this machine."""
     return [
         (name, ipaddress.ip_address(entry.address))
         for name, entries in psutil.net_if_addrs().items()
@@ -243,31 +246,31 @@ def _interfaces() -> list[tuple[str, _Number]]:
 
 
 def _real_addresses() -> tuple[str, ...]:
-    """Our addresses that another machine may reach, IPv4 first, those of the default routes before the others of their kind."""
+    """Return our addresses that another machine may reach: IPv4 first, and in each family the address of the default route first."""
     stats = psutil.net_if_stats()
     up = {name for name, stat in stats.items() if stat.isup}
-    default = {_route_source(address, 9) for address in _ANYWHERE}
+    default = {_route_source(address, 9) for address in _FAR_AWAY}
     real = {
         str(own)
         for name, own in _interfaces()
-        if name.split(":")[0] in up and not own.is_loopback and not own.is_link_local and not name.startswith(_INSIDE)
+        if name.split(":")[0] in up and not own.is_loopback and not own.is_link_local and not name.startswith(_CONTAINER_INTERFACES)
     }
     return tuple(sorted(real, key=lambda a: (ipaddress.ip_address(a).version, a not in default, _order(a))))
 
 
 def is_own(address: str) -> bool:
-    """Whether an interface has ``address``. All of 127/8 is ours without being listed."""
+    """Whether an interface has ``address``. All of 127/8 is ours, although interfaces do not list it."""
     number = ipaddress.ip_address(address)
     return number.is_loopback or number.is_unspecified or any(_same(number, own) for _, own in _interfaces())
 
 
 def _same(wanted: _Number, own: _Number) -> bool:
-    """Equal but for a scope that ``wanted`` leaves open: fe80::1 is fe80::1%eth0."""
+    """Whether both are equal, or differ only by a scope that ``wanted`` does not have: fe80::1 is fe80::1%eth0."""
     return own == wanted or str(own).split("%")[0] == str(wanted)
 
 
 def _route_source(address: str, port: int) -> str | None:
-    """The address we would speak from to ``address``; None without a route. Connecting a datagram socket sends nothing."""
+    """Return the source address of our route to ``address``; None without a route. Connecting a datagram socket sends nothing."""
     try:
         family, sockaddr = _sockaddr(address, port)
         with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:
@@ -279,7 +282,7 @@ def _route_source(address: str, port: int) -> str | None:
 
 # --- sockets
 
-_TCPSTORE = (0x3C85F7CE).to_bytes(4, "little")  # what torch's client begins with
+_TCPSTORE = (0x3C85F7CE).to_bytes(4, "little")  # the first bytes that torch's client of a TCPStore sends
 _PROGRAMS = {b"SSH-": "an ssh server", b"etcdserver": "an etcd server (--rdzv-backend=etcd meets there)", b"HTTP/": "a web server"}
 
 
@@ -289,7 +292,7 @@ def _sockaddr(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str 
 
 
 def _listen_as(host: str, port: int) -> socket.socket | None:
-    """Listen on the first address of ``host`` that is ours; None when none is. Raises OSError."""
+    """Listen on the first address of ``host`` that is ours; return None when none is ours. Raises OSError."""
     addresses, hidden = _look_up(host)
     if hidden:
         return _listen_everywhere(addresses, port)
@@ -298,7 +301,7 @@ def _listen_as(host: str, port: int) -> socket.socket | None:
 
 
 def _listen_everywhere(addresses: Sequence[str], port: int) -> socket.socket:
-    """Listen on every interface, in the family of ``addresses``; in both when there are both or none yet. Raises OSError."""
+    """Listen on every interface: with IPv4 only if all ``addresses`` are IPv4, else with both families. Raises OSError."""
     only_v4 = bool(addresses) and all(ipaddress.ip_address(a).version == 4 for a in addresses)
     listener = (None if only_v4 else _listen("::", port)) or _listen("0.0.0.0", port)
     if listener is None:
@@ -307,7 +310,7 @@ def _listen_everywhere(addresses: Sequence[str], port: int) -> socket.socket:
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """Listen on ``address`` alone; None when it is not ours. Raises OSError, with address and port as its file name."""
+    """Listen on ``address`` alone; return None when it is not ours. Raises OSError, with address and port as its file name."""
     listener = None
     try:
         family, sockaddr = _sockaddr(address, port)
@@ -318,19 +321,19 @@ def _listen(address: str, port: int) -> socket.socket | None:
         if address == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(sockaddr)
-        listener.listen(BACKLOG)  # two may have bound the port with SO_REUSEADDR; only one can listen
+        listener.listen(BACKLOG)  # with SO_REUSEADDR two processes may have bound the port, but only one can listen
         return listener
     except OSError as error:
         if listener is not None:
             listener.close()
-        # IPv6 looks at the port before the address, so "permission denied" may speak of somebody else's address.
+        # IPv6 checks the port before the address, so "permission denied" may also come for an address that is not ours.
         if error.errno in _NOT_OURS or (isinstance(error, PermissionError) and not is_own(address)):
             return None
         raise OSError(error.errno, error.strerror, str(Endpoint(address, port))) from error
 
 
 def _nonlocal_bind(family: socket.AddressFamily, proc: Path = Path("/proc")) -> bool:
-    """Whether the system lets us bind addresses that we do not have (common on load balancers): then bind proves nothing."""
+    """Whether the kernel lets us bind addresses that we do not have, as on many load balancers: then bind proves nothing."""
     version = "ipv6" if family == socket.AF_INET6 else "ipv4"
     try:
         return (proc / "sys/net" / version / "ip_nonlocal_bind").read_text().strip() != "0"
@@ -347,25 +350,25 @@ def _why_not(error: OSError, option: str = "--rdzv-endpoint") -> str:
     return f"cannot listen on {where}: {error.strerror}; check the address in {option} or --local-addr"
 
 
-def hurry_names() -> None:
-    """Have threads that look up names from now on wait a second for a name server, not ten.
+def shorten_name_timeouts() -> None:
+    """Let name look-ups of this process wait one second for a name server, not ten. For look-ups in threads that start later.
 
-    TCPStore asks for the name of whoever connects, in its only thread. Until the store is reached, names are looked up with
-    the machine's own settings: a slow name server is no reason not to find the endpoint.
+    TCPStore resolves the name of each client that connects, in its only thread. Call this after the store was reached: until
+    then a slow name server must not keep this node from the endpoint.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def who_answers(address: str, port: int, timeout: float) -> str | None:
-    """Find out what listens at ``address``:``port`` where a TCPStore is expected: None when it is one, else a few words.
+    """Return None if a TCPStore listens at ``address``:``port``, else a few words on what listens there.
 
-    The store is asked as torch's client asks it: for its version, and for a ping. Takes about twice ``timeout`` seconds at most.
+    Sends what torch's client sends: a check of the version, and a ping. Takes about twice ``timeout`` seconds at most.
     """
     nonce = os.urandom(4)
     answer = _ask(address, port, b"\0" + _TCPSTORE + b"\x0d" + nonce, timeout)
     if answer == nonce:
         return None
-    if not answer:  # etcd waits for more of what it does not know, others hang up
+    if not answer:  # etcd waits for the rest of an unknown request; other programs hang up
         answer = _ask(address, port, b"GET /version HTTP/1.0\r\n\r\n", timeout)
     if answer is None:
         return "accepts connections but does not answer: an agent that is starting or stands still, or another program"
@@ -378,7 +381,7 @@ def who_answers(address: str, port: int, timeout: float) -> str | None:
 
 
 def _ask(address: str, port: int, question: bytes, timeout: float) -> bytes | None:
-    """The first bytes of the answer: none when the other side hangs up, None when it is silent."""
+    """Return the first bytes of the answer; b"" if the other side hangs up, None if it is silent."""
     try:
         family, sockaddr = _sockaddr(address, port)
         with socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -393,13 +396,13 @@ def _ask(address: str, port: int, question: bytes, timeout: float) -> bytes | No
 
 
 def _probe_one(address: str, port: int, timeout: float) -> str | None:
-    """None: somebody listens; "" no answer in time; else why not."""
+    """Return None if a process listens, "" if there is no answer in time, else the reason."""
     try:
         family, sockaddr = _sockaddr(address, port)
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)
             connection.connect(sockaddr)
-            # A free port of ours may be picked as the source port too: then TCP connects the socket to itself.
+            # The kernel may pick the very port as the source port. TCP then connects the socket to itself.
             itself = connection.getsockname() == connection.getpeername()
             return "connection refused" if itself else None
     except TimeoutError:

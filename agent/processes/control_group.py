@@ -1,6 +1,6 @@
-"""Control groups (version 2) named elastirun-MARK-JOB, one for the workers of each agent.
+"""Control groups (version 2) for workers: one per agent, named elastirun-MARK-JOB (see docs/decisions/0005).
 
-Members are read from the group's own ``cgroup.procs``, so that a process counts by the whole path of its group.
+Members are read from the group's own ``cgroup.procs``, never from a process, so another group of the same name cannot be mistaken for it.
 """
 
 import os
@@ -9,38 +9,38 @@ import select
 from elastirun.agent.processes import proc
 
 PREFIX = "elastirun-"
-_PAUSES = (0.005, 0.25)  # seconds between two tries to remove a group: first, longest
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25  # seconds between two tries to remove a group; doubled after each try
 
 
 def name(mark: str, job: str) -> str:
-    """The folder's name. JOB is a digest, so that the next agent of the job recognises what an earlier run left."""
+    """Return the name of the group's folder. JOB is a digest by which the next agent of the job recognises leftovers of an earlier run."""
     return f"{PREFIX}{mark}-{digest(job)}"
 
 
 def digest(job: str) -> str:
-    """Eight hexadecimal digits."""
-    import hashlib  # slow to import, and the guard does not need it
+    """Return eight hexadecimal digits that stand for the job."""
+    import hashlib  # slow to import, and the guard does not use this function
 
     return hashlib.sha256(os.fsencode(job)).hexdigest()[:8]
 
 
 def members(group: str) -> list[int]:
-    """The pids in the group and below it, as they are in this pid namespace."""
+    """Return the pids of the processes in the group and in the groups below it, as this pid namespace numbers them."""
     found: list[int] = []
     for folder, _, _ in os.walk(group):
         try:
             with open(f"{folder}/cgroup.procs", "rb") as file:
                 found += [int(pid) for pid in file.read().split() if int(pid)]
-        except OSError:  # removed, or of threads only
+        except OSError:  # the group was removed, or has threads only
             pass
     return found
 
 
 def kill(group: str) -> None:
-    """SIGKILL to all members at once, however fast they fork."""
+    """Kill all members at once, however fast they fork (``cgroup.kill``)."""
     try:
         fd = os.open(f"{group}/cgroup.kill", os.O_WRONLY)
-    except OSError:  # it is not there any more
+    except OSError:  # the group was removed
         return
     try:
         os.write(fd, b"1")
@@ -51,27 +51,27 @@ def kill(group: str) -> None:
 
 
 def kill_members(group: str, before: float) -> set[int]:
-    """SIGKILL to the members that were started before that time, in clock ticks since boot. Returns their pids."""
-    hit: set[int] = set()
+    """Kill the members that were started before ``before``, in clock ticks since boot. Returns their pids."""
+    killed: set[int] = set()
     for process in filter(None, map(proc.look, members(group))):
         if process.alive and process.started <= before and process.pid in members(group) and proc.kill(process):
-            hit.add(process.pid)
-    return hit
+            killed.add(process.pid)
+    return killed
 
 
-def remove(group: str, patience: float) -> bool:
-    """Remove the group and those below it. ``patience``: seconds; a process with much memory takes that long to die of SIGKILL."""
-    pause, waited = _PAUSES[0], 0.0
+def remove(group: str, timeout: float) -> bool:
+    """Remove the group and the groups below it. Waits at most ``timeout`` seconds for killed members: freeing much memory takes long."""
+    pause, waited = _FIRST_PAUSE, 0.0
     while True:
         for folder, _, _ in os.walk(group, topdown=False):
             try:
-                os.rmdir(folder)  # refused while anybody is in it
+                os.rmdir(folder)  # the kernel refuses while a process is in the group
             except OSError:
                 pass
         if not os.path.exists(group):
             return True
-        if waited >= patience:
+        if waited >= timeout:
             return False
         select.select([], [], [], pause)
         waited += pause
-        pause = min(2 * pause, _PAUSES[1])
+        pause = min(2 * pause, _LONGEST_PAUSE)

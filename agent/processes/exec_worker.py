@@ -1,12 +1,13 @@
-"""The first program of every worker: ties its life to the agent's, then becomes the worker's command.
+"""The first program of every worker: arms the parent-death signal, then executes the worker's command (see docs/decisions/0003).
 
     python -I -S exec_worker.py AGENT_PID CPUS GROUP FILES COMMAND [ARGUMENT...]
 
-CPUS are the numbers of those it may run on, as in 0,1,5; "-" leaves it all that the agent has.
-GROUP is the control group (version 2) to enter, below the agent's own; "-": none.
-FILES is the soft limit of open descriptors; "-" leaves the agent's.
-A separate program and not a ``preexec_fn``, because nothing but exec is safe between fork and exec of a process with
-threads. It runs once per worker, so it imports next to nothing: ``_signal`` spares the 8 ms that ``signal`` costs.
+CPUS: the numbers of the CPUs that the worker may run on, as in 0,1,5; "-": those of the agent.
+GROUP: the control group (version 2) to enter, below the agent's own; "-": none.
+FILES: the soft limit of open descriptors; "-": the agent's.
+
+This is a program and not a ``preexec_fn``, because between fork and exec of a process with threads nothing but exec is safe.
+It runs once per worker, so it imports next to nothing: ``_signal`` instead of ``signal`` saves 8 ms.
 """
 
 import os
@@ -14,16 +15,17 @@ import sys
 from _signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, getsignal, signal  # type: ignore[import-not-found,unused-ignore]
 from ctypes import CDLL, c_ulong
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def main(agent_pid: int, cpus: str, group: str, files: str, argv: list[str]) -> None:
-    if getsignal(SIGINT) is not SIG_IGN:  # what exec would do anyway; no KeyboardInterrupt traceback until then
-        signal(SIGINT, SIG_DFL)
+    """Execute ``argv`` as a child of the agent. Does not return."""
+    if getsignal(SIGINT) is not SIG_IGN:
+        signal(SIGINT, SIG_DFL)  # exec would reset it anyway; until then it prevents a KeyboardInterrupt traceback
     CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
-    if os.getppid() != agent_pid:  # it died before the line above: no signal will come any more
+    if os.getppid() != agent_pid:  # the agent died before the line above, so the signal will never come
         os._exit(1)
-    signal(SIGPIPE, SIG_DFL)  # Python ignores these two, and ignored signals stay ignored across exec
+    signal(SIGPIPE, SIG_DFL)  # Python ignores these two signals, and ignored signals stay ignored across exec
     signal(SIGXFSZ, SIG_DFL)
     if cpus != "-":
         bind(cpus)
@@ -32,14 +34,14 @@ def main(agent_pid: int, cpus: str, group: str, files: str, argv: list[str]) -> 
     if files != "-":
         limit_files(int(files))
     try:
-        os.execvp(argv[0], argv)  # takes the environment as it is, also an entry without a name, which execvpe refuses
+        os.execvp(argv[0], argv)  # execvpe would refuse an environment entry without a name
     except OSError as exc:
-        os.write(2, os.fsencode(f"elastirun: cannot run {argv[0]}: {missing(argv[0]) or exc.strerror}\n"))
+        os.write(2, os.fsencode(f"elastirun: cannot run {argv[0]}: {missing_interpreter(argv[0]) or exc.strerror}\n"))
         os._exit(127 if isinstance(exc, FileNotFoundError) else 126)
 
 
-def missing(command: str) -> str:
-    """What is missing when the file is there but its interpreter is not: the kernel says "No such file" of that, too."""
+def missing_interpreter(command: str) -> str:
+    """Return a note when the interpreter in the script's first line does not exist: the kernel then says "No such file" of the script."""
     for folder in [""] if "/" in command else os.get_exec_path():
         try:
             with open(os.path.join(folder, command), "rb") as file:
@@ -53,7 +55,7 @@ def missing(command: str) -> str:
 
 
 def bind(cpus: str) -> None:
-    """Every thread that the worker ever starts inherits it. Refused when none of them is left to us: better slow than not at all."""
+    """Bind the worker, and every thread that it will start, to ``cpus``. If none of them can be used any more, run on all CPUs."""
     try:
         os.sched_setaffinity(0, map(int, cpus.split(",")))
     except OSError as exc:
@@ -61,17 +63,17 @@ def bind(cpus: str) -> None:
 
 
 def limit_files(soft: int) -> None:
-    """Set the soft limit of open descriptors."""
+    """Set the soft limit of open descriptors to the value that the agent had before it raised its own."""
     from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
     try:
         setrlimit(RLIMIT_NOFILE, (soft, getrlimit(RLIMIT_NOFILE)[1]))
     except OSError:
-        pass  # refused by a sandbox: the agent's own limit was not raised there either
+        pass  # a sandbox refuses; it did not let the agent raise its limit either
 
 
 def enter(group: str) -> None:
-    """Where the kernel refuses, the guard still knows this worker by its environment."""
+    """Enter the control group. If the kernel refuses, the guard still recognises this worker by its environment."""
     try:
         os.write(os.open(f"{group}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), b"0")
     except OSError:

@@ -1,50 +1,54 @@
-"""Which processes an agent and its workers started, and their end.
+"""Recognition of the processes that an agent and its workers started, and their kill.
 
-A process belongs to the agent when its chain of parents leads to a *top*: a child of the agent, or of the process that adopts the
-agent's orphans, with evidence that a worker started it. Evidence is the session of a worker (a process can leave its session, but
-never enter another one, so this holds for process groups, too, and survives any change of title or environment), or the agent's mark
-in the environment. A mark alone is not enough: whatever a worker submits elsewhere (Slurm's sbatch exports the environment) carries
-it as well, but is the child of another daemon.
+A process belongs to the agent when its chain of parents leads to a *top*. A top is a child of the agent, or of the process that
+adopts the agent's orphans, with evidence that a worker started it. There are two kinds of evidence:
+
+- The process is in a worker's session. A process can leave its session but never enter another one, so this holds for process
+  groups too, and does not depend on title or environment.
+- The agent's mark is in its environment. The mark alone is not enough: a job that a worker submits elsewhere carries the mark as
+  well (Slurm's sbatch exports the environment), but is the child of another daemon.
 """
 
 import os
+import select
 from collections.abc import Callable, Iterable
-from select import select as _select
 
 from elastirun.agent.processes import control_group, marks, proc
 
 Table = dict[int, proc.Process]  # by pid
 Accept = Callable[[proc.Process, Table], bool]
 
-PASSES = 40  # a process may be forking while we look
-PAUSE = 0.005  # seconds between two passes; the dead leave /proc when their kernel work is done
+PASSES = 40  # looks at the process table at most; processes may fork between two looks
+PAUSE = 0.005  # seconds between two looks; a killed process leaves /proc when the kernel has freed its memory
 FOREVER = float("inf")
 
 
 class Evidence:
     """Evidence by which the processes of an agent are recognised. Changes while the agent runs.
 
-    ``sessions``: of its workers, with the start time of each worker. ``spared``: pids of child processes of the agent that are no
-    workers. ``outside``: sessions of the agent and its ancestors; nothing in them is ever ended. ``strict``: children of the agent
-    need evidence, because it may adopt strangers (as process 1) or had children before it became the agent.
+    ``sessions``: the sessions of its workers, with the start time of each worker.
+    ``excluded``: pids of child processes of the agent that are no workers.
+    ``outside``: sessions of the agent and its ancestors; no process in them is ever killed.
+    ``strict``: children of the agent need evidence too, because the agent may adopt strangers (as process 1) or had children
+    before it became the agent.
     """
 
     def __init__(self, mark: marks.Mark, group: str, strict: bool) -> None:
         self.mark, self.group, self.strict = mark, group, strict
         self.sessions: dict[int, int] = {}
-        self.spared: set[int] = set()
+        self.excluded: set[int] = set()
         self.outside = {process.session for process in proc.ancestors(mark.pid)}
 
 
-def select(evidence: Evidence, table: Table, parent: int, before: float = FOREVER) -> Table:
-    """Of ``table`` those that belong to the agent. ``parent``: the agent, or the process that adopts its orphans.
+def owned(evidence: Evidence, table: Table, parent: int, before: float = FOREVER) -> Table:
+    """Return the processes of ``table`` that belong to the agent. ``parent``: the agent, or the process that adopts its orphans.
 
-    ``before``: workers that were started after that time, in clock ticks since boot, are left alone with all that is theirs.
+    Leaves out workers that were started after ``before``, in clock ticks since boot, with all that they started.
     """
     tops = [
         process
         for process in table.values()
-        if process.parent == parent and process.pid not in evidence.spared and process.session not in evidence.outside
+        if process.parent == parent and process.pid not in evidence.excluded and process.session not in evidence.outside
     ]
     known = {sid: started for sid, started in evidence.sessions.items() if sid not in table or table[sid].started == started}
     trusted = parent == evidence.mark.pid and not evidence.strict
@@ -58,11 +62,11 @@ def select(evidence: Evidence, table: Table, parent: int, before: float = FOREVE
         return trusted or (has_own_session(top, table, ours) and evidence.mark.text in map(str, marks_of(top)))
 
     ours = closure(table, tops, is_in_session, {})
-    return closure(table, tops, is_marked, ours)  # last: environments may be slow to read
+    return closure(table, tops, is_marked, ours)  # last, because reading an environment may be slow
 
 
 def closure(table: Table, tops: list[proc.Process], accept: Accept, ours: Table) -> Table:
-    """``ours``, the accepted ``tops``, and their descendants; then the tops that are in a session with one of these, and so on."""
+    """Return ``ours``, the accepted ``tops`` and their descendants, and repeat this for tops in a session of one of these."""
     children: dict[int, list[proc.Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
@@ -76,7 +80,7 @@ def closure(table: Table, tops: list[proc.Process], accept: Accept, ours: Table)
             process = pending.pop()
             if process.pid not in ours:
                 ours[process.pid] = process
-                sessions |= {process.session} - {0}  # 0: its leader is outside of our pid namespace
+                sessions |= {process.session} - {0}  # 0: the session's leader is outside of our pid namespace
                 pending += children.get(process.pid, ())
 
 
@@ -85,7 +89,7 @@ def _joins(top: proc.Process, table: Table, ours: Table, sessions: set[int], acc
 
 
 def has_own_session(process: proc.Process, table: Table, ours: Table) -> bool:
-    """Whether one of ours may have made the session of the process: its living leader is not somebody else."""
+    """Whether one of our processes may have made the session of ``process``: its leader is one of ours, or has ended."""
     return process.session == process.pid or process.session not in table or process.session in ours
 
 
@@ -94,50 +98,51 @@ def marks_of(process: proc.Process) -> list[marks.Mark]:
     return marks.in_environment(proc.environment(process.pid)) if proc.is_of_our_user(process.pid) else []
 
 
-def end(find: Callable[[], Iterable[proc.Process]], twice: bool) -> set[int]:
-    """SIGKILL to all that ``find`` returns until it returns nothing. Returns the pids that were hit.
+def kill_all(find: Callable[[], Iterable[proc.Process]], twice: bool) -> set[int]:
+    """Kill all that ``find`` returns until it returns nothing. Returns the pids of the killed processes.
 
-    ``twice``: two looks in a row must find nothing: in the middle of exec a process has no environment for a moment.
+    ``twice``: two looks in a row must find nothing, because a process in the middle of exec has no environment for a moment.
     """
-    hit: set[int] = set()
-    quiet = not twice
+    killed: set[int] = set()
+    empty_before = not twice
     for _ in range(PASSES):
         found = [process.pid for process in find() if proc.kill(process)]
-        hit.update(found)
-        if not found and quiet:
+        killed.update(found)
+        if not found and empty_before:
             break
-        quiet = not found or not twice
-        _select([], [], [], PAUSE)
-    return hit
+        empty_before = not found or not twice
+        select.select([], [], [], PAUSE)
+    return killed
 
 
-def end_below_agent(evidence: Evidence, before: float = FOREVER) -> int:
-    """End all that the workers have started, while the agent lives. Returns how many processes it hit.
+def kill_below_agent(evidence: Evidence, before: float = FOREVER) -> int:
+    """Kill all that the workers have started, while the agent lives. Returns the number of killed processes.
 
-    The agent is the subreaper of its processes, so all of them are its descendants and nothing else need be looked at.
+    The agent is the subreaper of its processes, so they are all its descendants; no other process needs a look.
     """
-    hit: set[int] = set()
+    killed: set[int] = set()
     if evidence.group and before == FOREVER:
-        hit.update(control_group.members(evidence.group))
+        killed.update(control_group.members(evidence.group))
         control_group.kill(evidence.group)
     elif evidence.group:
-        hit.update(control_group.kill_members(evidence.group, before))
+        killed.update(control_group.kill_members(evidence.group, before))
     agent = evidence.mark.pid
-    return len(hit | end(lambda: select(evidence, proc.descendants(agent), agent, before).values(), twice=evidence.strict))
+    return len(killed | kill_all(lambda: owned(evidence, proc.descendants(agent), agent, before).values(), twice=evidence.strict))
 
 
-def end_orphans(evidence: Evidence) -> None:
-    """End all that the workers have started, now that the agent is gone.
+def kill_orphans(evidence: Evidence) -> None:
+    """Kill all that the workers have started, after the agent has died.
 
-    To be called by a former child of the agent: the process that adopted it has adopted the agent's other orphans, too. A dying agent
-    closes its pipes before its children are adopted, one thread after the other, so looks count only once this process has been adopted.
+    The caller must be a former child of the agent: the process that adopted the caller has adopted the agent's other orphans too.
+    A dying agent closes its pipes before its children are adopted, one thread after the other. So only a look counts that begins
+    after the caller was adopted.
     """
     if evidence.group:
         control_group.kill(evidence.group)
     adopted = False
     while not adopted:
-        # An agent that closed the pipe and lives on has ended: nobody adopts its children before it exits.
+        # If the agent closed the pipe but is not exiting, nobody adopts its children before it exits: do not wait for that.
         adopted = os.getppid() != evidence.mark.pid or not proc.is_exiting(evidence.mark.pid)
-        end(lambda: select(evidence, proc.everything(), os.getppid()).values(), twice=True)
+        kill_all(lambda: owned(evidence, proc.everything(), os.getppid()).values(), twice=True)
         if not adopted:
-            _select([], [], [], PAUSE)
+            select.select([], [], [], PAUSE)

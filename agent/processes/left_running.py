@@ -1,8 +1,8 @@
-"""Processes that outlive their worker: found, signalled and awaited by the agent, to which the kernel hands them.
+"""Processes that outlive the worker that started them: the agent finds, signals and awaits them.
 
-A worker may be a wrapper (``run.sh``) with the training below it, or leave an upload running. When a parent ends, its
-children become children of the agent (their subreaper), one generation at a time. So whoever runs below a worker that has
-ended is either such a child or below one: this module watches the children, and they answer for what is below them.
+A worker may be a wrapper (``run.sh``) with the training below it, or may leave an upload running. When a parent ends, its
+children become children of the agent (their subreaper), one generation at a time. So every process below an ended worker
+is either a child of the agent or below such a child, and it is enough to watch the children.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from elastirun.agent.processes.process import Process
 
 
 class LeftRunning:
-    """What ended workers have left running. An ended worker stays a zombie while its session has members: so its number,
-    which is that of its process group, cannot be given to a stranger.
+    """The processes that ended workers have left running.
 
-    ``owns`` says of a child in a session of its own whether one of our workers started it. ``on_change`` is called when a
-    leftover has ended, ``on_reaped`` when a worker that has ended was reaped.
+    An ended worker stays a zombie while its session has members, so that the kernel cannot give its pid, which is also the
+    number of its process group, to a stranger.
+
+    ``owns(pid)``: whether one of our workers started this child, which is in a session of its own. ``on_change`` is called
+    when a watched process has ended, ``on_reaped`` when an ended worker was reaped.
     """
 
     def __init__(
@@ -36,17 +38,18 @@ class LeftRunning:
         on_reaped: Callable[[int], None],
     ) -> None:
         self._selector, self._owns, self._on_change, self._on_reaped = selector, owns, on_change, on_reaped
-        self._workers: dict[int, Process] = {}  # ended, not reaped, by pid
-        self._pidfds: dict[int, int] = {}  # of the processes found, by pid
-        self._sessions: dict[int, int] = {}  # their sessions, by pid
-        self._sent: dict[int, int] = {}  # the last signal that each was sent, by pid
-        self._signum: int | None = None  # what is passed on to every leftover, also to those found later
+        self._workers: dict[int, Process] = {}  # by pid: workers that have ended and are not reaped
+        self._pidfds: dict[int, int] = {}  # by pid: the watched processes
+        self._sessions: dict[int, int] = {}  # by pid: their sessions
+        self._sent: dict[int, int] = {}  # by pid: the last signal that was sent to each
+        self._signum: int | None = None  # the signal for every watched process, also for those found later
 
     def __len__(self) -> int:
         return len(self._pidfds)
 
     @property
     def pids(self) -> tuple[int, ...]:
+        """Pids of the watched processes."""
         return tuple(self._pidfds)
 
     @property
@@ -54,16 +57,16 @@ class LeftRunning:
         """Pids of the ended workers that only this class may reap."""
         return tuple(self._workers)
 
-    def adopt(self, worker: Process, alive: Collection[int]) -> None:
-        """``worker`` has ended; ``alive``: the pids of those that have not. Reaps it at once when it left nothing."""
+    def worker_ended(self, worker: Process, alive: Collection[int]) -> None:
+        """Take over a worker that has ended; reap it at once if it left nothing running. ``alive``: pids of the other workers."""
         self._workers[worker.pid] = worker
-        self.look(alive)
+        self.find(alive)
 
-    def look(self, alive: Collection[int]) -> None:
-        """Find the children that have come since the last look, and reap the workers of which nothing is left.
+    def find(self, alive: Collection[int]) -> None:
+        """Watch the children that have come since the last call, and reap the workers that have nothing left running.
 
-        What runs in the session of a worker that is ``alive`` serves that worker. A child in a session of its own may serve
-        any worker, so it is no leftover before all of them have ended.
+        A process in the session of a worker that is ``alive`` belongs to that worker. A child in a session of its own may
+        belong to any worker, so it is watched only when all workers have ended.
         """
         for pid in _children():
             if pid not in self._pidfds and pid not in self._workers and pid not in alive:
@@ -72,13 +75,13 @@ class LeftRunning:
                     if session in self._workers or (not alive and self._owns(pid)):
                         self._watch(pid, session)
         if self._signum is not None:
-            self.pass_on(self._signum)
+            self.send(self._signum)
         for pid in self._workers.keys() - set(self._sessions.values()):
             self._workers.pop(pid).reap()
             self._on_reaped(pid)
 
-    def pass_on(self, signum: int) -> None:
-        """Send ``signum`` to each leftover, and to each that is found later; never twice to the same one."""
+    def send(self, signum: int) -> None:
+        """Send ``signum`` to each watched process, and to each that is found later; never twice to the same one."""
         self._signum = signum
         for pid, fd in self._pidfds.items():
             if self._sent.get(pid) != signum:
@@ -87,13 +90,13 @@ class LeftRunning:
                     signal.pidfd_send_signal(fd, signum)
 
     def kill(self) -> None:
-        """SIGKILL to every leftover and to the process groups of the ended workers."""
+        """Kill every watched process and the process groups of the ended workers."""
         for worker in self._workers.values():
             worker.kill_group()
-        self.pass_on(signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
     def forget(self) -> None:
-        """Watch none of them any longer; the next ones get no signal before ``pass_on``."""
+        """Stop watching, and reap the ended workers. Processes found later get no signal before the next ``send``."""
         for pid in tuple(self._pidfds):
             self._drop(pid)
         for pid in tuple(self._workers):
@@ -102,7 +105,7 @@ class LeftRunning:
         self._signum = None
 
     def kill_and_wait(self, timeout: float) -> None:
-        """End them here and now; ``timeout`` (seconds) bounds the wait for a process stuck in the kernel."""
+        """Kill all and wait until they have ended, at most ``timeout`` seconds: a process may be stuck in the kernel."""
         self.kill()
         end = clock.now() + timeout
         while self._pidfds and (rest := end - clock.now()) > 0:
@@ -112,7 +115,7 @@ class LeftRunning:
             ended = {fd for fd, _ in poller.poll(rest * 1000)}
             for pid in [pid for pid, fd in self._pidfds.items() if fd in ended]:
                 self._drop(pid)
-            self.look(())
+            self.find(())
         self.forget()
 
     def _watch(self, pid: int, session: int) -> None:
@@ -136,7 +139,7 @@ class LeftRunning:
 
 
 def _children() -> list[int]:
-    """The children of this process; the loop's thread started them, and orphans come to it as well."""
+    """Return the children of this process's main thread: it starts the workers, and the kernel hands orphans to it."""
     with suppress(OSError):
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     return []

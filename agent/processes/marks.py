@@ -1,7 +1,7 @@
-"""ELASTIRUN_AGENT: the identities of the agents that a process belongs to, innermost last, separated by commas.
+"""Marks in the variable ELASTIRUN_AGENT: the identities of the agents that a process belongs to, innermost last, separated by commas.
 
-An identity is PID-STARTTIME-NAMESPACE-RANDOM: the agent's pid and start time, the inode of its pid namespace, and 16 hexadecimal
-digits. Anyone may put anything into an environment, so nothing else is ever taken for one.
+A mark is PID-STARTTIME-NAMESPACE-RANDOM: the agent's pid and start time, the inode of its pid namespace, and 16 hexadecimal
+digits. Anyone may put anything into an environment, so text of any other form is ignored.
 """
 
 import os
@@ -9,12 +9,12 @@ import os
 from elastirun.agent.processes import proc
 
 VARIABLE = "ELASTIRUN_AGENT"
-DEEPEST = 32  # marks passed on; jobs that submit their successors would add one each time
+MAX_DEPTH = 32  # marks passed on to workers; a job that submits its own successor would add one each time, without end
 _RANDOM = 16  # hexadecimal digits
 
 
 class Mark:
-    """The identity of one agent. Its text is what stands in the environment."""
+    """The identity of one agent. ``text`` is its form in the environment."""
 
     def __init__(self, pid: int, started: int, namespace: int, random: str) -> None:
         self.pid, self.started, self.namespace = pid, started, namespace
@@ -24,7 +24,7 @@ class Mark:
         return self.text
 
     def is_dead(self) -> bool:
-        """True only if this agent ran in our pid namespace and does not any more. Of another namespace nothing is known."""
+        """Whether this agent ran in our pid namespace and has ended. False for an agent of another namespace, which we cannot see."""
         if not self.namespace or self.namespace != proc.pid_namespace():
             return False
         found = proc.look(self.pid)
@@ -32,14 +32,14 @@ class Mark:
 
 
 def own() -> Mark:
-    """A new identity for this process."""
+    """Return a new mark for this process."""
     found = proc.look(os.getpid())
     assert found is not None
     return Mark(found.pid, found.started, proc.pid_namespace(), os.urandom(_RANDOM // 2).hex())
 
 
 def parse(text: str) -> Mark | None:
-    """The mark that ``text`` is; None for anything but a well-formed one."""
+    """Return ``text`` as a mark; None when it is not well-formed."""
     *numbers, random = text.split("-")
     if len(numbers) != 3 or len(random) != _RANDOM or not set(random) <= set("0123456789abcdef"):
         return None
@@ -51,10 +51,10 @@ def parse(text: str) -> Mark | None:
 
 
 def of(value: str) -> list[Mark]:
-    """The well-formed marks in a value of ELASTIRUN_AGENT."""
+    """Return the well-formed marks in a value of ELASTIRUN_AGENT."""
     return [mark for text in value.split(",") if (mark := parse(text))]
 
 
 def in_environment(environment: bytes) -> list[Mark]:
-    """The well-formed marks in the environment of a process."""
+    """Return the well-formed marks in the environment of a process."""
     return of(proc.value_of(VARIABLE, environment))

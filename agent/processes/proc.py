@@ -1,6 +1,6 @@
-"""Processes as /proc shows them, and SIGKILL to exactly the process that was read.
+"""Reads processes from /proc, and kills exactly the process that was read.
 
-Standard library only and few imports: the guard uses it, too.
+Imports little, and the standard library only, because the guard imports this module (psutil is not available to it).
 """
 
 import _thread
@@ -8,11 +8,11 @@ import os
 import signal
 
 ENVIRONMENT_LIMIT = 8 << 20  # bytes; the kernel allows 6 MiB of arguments and environment
-ENVIRONMENT_TIMEOUT = 0.2  # seconds; reading it waits for the memory lock of that process, which may be held for ever
+ENVIRONMENT_TIMEOUT = 0.2  # seconds; the read waits for the memory lock of that process, which may never be released
 
 
 class Process:
-    """One process, as its stat file showed it. The same pid with the same start time is the same process.
+    """One process, as its stat file showed it. Two with the same pid and the same start time are the same process.
 
     ``started``: in clock ticks since boot. ``alive``: false for a zombie without living threads.
     """
@@ -23,11 +23,11 @@ class Process:
         state, *fields = stat.rpartition(b")")[2].split()
         self.pid = pid
         self.parent, self.session, self.started = int(fields[0]), int(fields[2]), int(fields[18])
-        self.alive = state not in (b"Z", b"X") or int(fields[16]) > 1  # only its main thread may have ended
+        self.alive = state not in (b"Z", b"X") or int(fields[16]) > 1  # more than one thread: only the main thread has ended
 
 
 def look(pid: int) -> Process | None:
-    """The process ``pid``; None when there is none."""
+    """Return the process ``pid``; None when there is none."""
     try:
         return Process(pid, _read(f"/proc/{pid}/stat"))
     except (OSError, ValueError, IndexError):
@@ -35,14 +35,17 @@ def look(pid: int) -> Process | None:
 
 
 def everything() -> dict[int, Process]:
-    """All living processes of this pid namespace by pid, but for this one."""
+    """Return all living processes of this pid namespace by pid, except this one."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
     return {process.pid: process for process in map(look, pids) if process and process.alive}
 
 
 def descendants(pid: int) -> dict[int, Process]:
-    """The living processes below ``pid``, but for this one. Its cost depends on their number alone where the kernel lists children."""
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # a kernel without CONFIG_PROC_CHILDREN
+    """Return the living processes below ``pid``, except this one. The cost depends on their number, not on the machine's processes.
+
+    On a kernel that does not list children (without CONFIG_PROC_CHILDREN), return all processes.
+    """
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return everything()
     found: dict[int, Process] = {}
     pending = children(pid)
@@ -55,18 +58,18 @@ def descendants(pid: int) -> dict[int, Process]:
 
 
 def children(pid: int) -> list[int]:
-    """The children of all threads of ``pid``. While some of them end, others may be missed."""
+    """Return the pids of the children of all threads of ``pid``. If some of them end meanwhile, others may be missed."""
     found: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             found += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
     except OSError:
-        pass  # it has ended
+        pass  # the process has ended
     return found
 
 
 def ancestors(pid: int) -> list[Process]:
-    """``pid`` itself, its parent and so on, as far as they are visible."""
+    """Return the process ``pid``, its parent and so on, up to the first that is not visible."""
     found: list[Process] = []
     while pid and (process := look(pid)):
         found.append(process)
@@ -75,7 +78,7 @@ def ancestors(pid: int) -> list[Process]:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the process has begun to exit, or is gone (PF_EXITING in proc(5)'s flags)."""
+    """Whether the process has begun to exit (PF_EXITING in proc(5)'s flags), or has ended."""
     try:
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except (OSError, ValueError):
@@ -84,7 +87,7 @@ def is_exiting(pid: int) -> bool:
 
 
 def name(pid: int) -> str:
-    """The name of the program that ``pid`` runs, at most 15 characters; empty when there is no such process."""
+    """Return the name of the program that ``pid`` runs, at most 15 characters; empty when there is no such process."""
     try:
         return _read(f"/proc/{pid}/comm").decode(errors="replace").rstrip("\n")
     except OSError:
@@ -92,13 +95,13 @@ def name(pid: int) -> str:
 
 
 def kill(process: Process) -> bool:
-    """SIGKILL. A later process with the same pid is never hit: the pidfd is opened first, then the start time is compared."""
+    """Send SIGKILL, and return whether it was sent. A later process with the same pid is never hit."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
         return False
     try:
-        now = look(process.pid)
+        now = look(process.pid)  # after the pidfd was opened, so that both are the same process
         if now is None or now.started != process.started or not now.alive:
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -110,9 +113,9 @@ def kill(process: Process) -> bool:
 
 
 def is_of_our_user(pid: int) -> bool:
-    """Whether real and effective user of the process are this one's."""
+    """Whether the process has the real and the effective user of this one."""
     try:
-        if os.stat(f"/proc/{pid}").st_uid != os.geteuid():  # the quick look: the effective user, or root
+        if os.stat(f"/proc/{pid}").st_uid != os.geteuid():  # a quick check first: the owner is the effective user, or root
             return False
         status = _read(f"/proc/{pid}/status")
         real, effective = status.partition(b"\nUid:")[2].split(maxsplit=2)[:2]
@@ -122,7 +125,7 @@ def is_of_our_user(pid: int) -> bool:
 
 
 def pid_namespace(pid: int | str = "self") -> int:
-    """The inode of the pid namespace; 0 when it is not to be seen."""
+    """Return the inode of the pid namespace of ``pid``; 0 when it cannot be read."""
     try:
         return os.stat(f"/proc/{pid}/ns/pid").st_ino
     except OSError:
@@ -130,9 +133,9 @@ def pid_namespace(pid: int | str = "self") -> int:
 
 
 def environment(pid: int) -> bytes:
-    """The process' environment, entries separated by NUL; empty when it cannot be read, also not in time.
+    """Return the environment of the process, entries separated by NUL; empty when it cannot be read in ENVIRONMENT_TIMEOUT seconds.
 
-    A process whose main thread has ended shows it at its other threads only.
+    If the main thread has ended, read it from another thread.
     """
     answer: list[bytes] = []
     done = _thread.allocate_lock()
@@ -141,20 +144,20 @@ def environment(pid: int) -> bytes:
     def read() -> None:
         try:
             answer.append(_environment(pid))
-        except OSError:  # gone, or another user's
+        except OSError:  # the process has ended, or belongs to another user
             pass
         finally:
             done.release()
 
     try:
         _thread.start_new_thread(read, ())
-    except RuntimeError:  # the limit of processes is reached; better to wait than to miss the process
+    except RuntimeError:  # no further thread can be started: better to wait without a limit than to miss the process
         read()
     return answer[0] if done.acquire(timeout=ENVIRONMENT_TIMEOUT) and answer else b""
 
 
 def value_of(name: str, environment: bytes) -> str:
-    """The variable ``name``; empty when it is not set."""
+    """Return the variable ``name`` of an environment; empty when it is not set."""
     start = name.encode() + b"="
     if environment.startswith(start):
         return os.fsdecode(environment[len(start) :].partition(b"\0")[0])
@@ -170,7 +173,7 @@ def _environment(pid: int) -> bytes:
 def _environ(thread: str) -> bytes:
     try:
         return _read(f"{thread}/environ", ENVIRONMENT_LIMIT)
-    except ProcessLookupError:  # this thread has ended: newer kernels say so, older ones show nothing
+    except ProcessLookupError:  # the thread has ended; newer kernels raise this, older ones return nothing
         return b""
 
 

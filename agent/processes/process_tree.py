@@ -1,4 +1,4 @@
-"""Process-tree supervision: starts the guard, reaps adopted orphans, ends what workers leave behind, sweeps after dead agents."""
+"""Process-tree supervision: starts the guard, reaps orphans, kills what workers leave behind and the leftovers of dead agents."""
 
 from __future__ import annotations
 
@@ -19,144 +19,160 @@ from elastirun.agent.host.cpus import cgroup_folders
 from elastirun.agent.processes import control_group, guard, kills, leftovers, marks, proc
 from elastirun.errors import StartError
 
-PR_SET_CHILD_SUBREAPER = 36
-RENEW_EVERY = 0.5  # seconds between two signs of life to the guard
-TRY_AGAIN = 10.0  # seconds until the start of a guard that failed is tried again
-START_LIMIT = 60.0  # seconds for the first guard to start; the file system may be slow
-RESTART_LIMIT = 5.0  # seconds for a later one: the loop waits for it
-END_LIMIT = 1.0  # seconds that the agent waits for its guard at the end; the guard may need longer by itself
+PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+RENEW_EVERY = 0.5  # seconds between two renewals of the lease; the loop goes round more often
+GUARD_RETRY = 10.0  # seconds until the start of a guard that failed is tried again
+GUARD_START_LIMIT = 60.0  # seconds for the first guard to start; a network file system may be slow
+GUARD_RESTART_LIMIT = 5.0  # seconds for a later guard to start; the loop waits meanwhile
+GUARD_END_LIMIT = 1.0  # seconds that the agent waits for its guard at the end; the guard may go on alone
 
 
-class Family:
-    """Starts the guard, and makes this process the subreaper: orphans below it become its children.
+class ProcessTree:
+    """The processes below this agent. Makes this process their subreaper, so that orphans become its children.
 
-    ``lease``: seconds that the agent may stand still before its workers are ended; 0: for ever. ``say`` gets lines for people.
-    Any child process in a session of its own that is started from now on counts as a worker's, unless ``spare`` is called for it.
+    ``lease``: seconds that the agent may stand still before the guard kills its workers; 0: no limit.
+    ``say`` gets lines for people.
+
+    Any child that is started from now on in a session of its own counts as a worker's, unless ``exclude`` names it.
     """
 
     def __init__(self, job: str, lease: float, selector: selectors.BaseSelector, say: Callable[[str], None]) -> None:
         self.lease = lease
         self._selector = selector
         self._say = say
-        self.renewed = clock.now()  # when the guard last heard that the agent is well
-        self._held = 0.0  # the moment until which the workers may run, where the agent's being well is not enough
-        self._folders: dict[str, bytes] = {}  # each with the message that names it
+        self.renewed = clock.now()  # when the lease was last renewed
+        self._fixed_deadline = 0.0  # when the guard kills the workers of a single-node round, even if the agent is healthy; 0: none
+        self._folders: dict[str, bytes] = {}  # by path: the message to the guard that names the folder
         inherited = os.environ.get(marks.VARIABLE, "")
         own = marks.own()
-        self.mark = ",".join(map(str, [*marks.of(inherited)[-marks.DEEPEST :], own]))  # ELASTIRUN_AGENT for the workers
+        self.mark = ",".join(map(str, [*marks.of(inherited)[-marks.MAX_DEPTH :], own]))  # ELASTIRUN_AGENT for the workers
         strict = os.getpid() == 1 or bool(proc.children(os.getpid()))
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._sweep(job, inherited)
-        self.group = _make_group(control_group.name(own.text, job))  # the control group for the workers; empty: there is none
+        self._kill_leftovers(job, inherited)
+        self.group = _make_group(control_group.name(own.text, job))  # the control group for the workers; empty: none can be made
         self._evidence = kills.Evidence(own, self.group, strict)
         self._guard: subprocess.Popen[bytes] | None = None
-        self._guard_due = math.inf  # when to try again to start it
+        self._retry_at = math.inf  # when to try again to start a guard
         try:
-            self._start(START_LIMIT)
+            self._start_guard(GUARD_START_LIMIT)
         except OSError as error:
             control_group.remove(self.group, 0.0)
             raise StartError(f"cannot start the guard, {sys.executable} {guard.__file__}: {error.strerror}") from None
 
-    def renew(self, now: float) -> None:
-        """Tell the guard that the agent is well. To be called each time the loop goes round."""
-        if now >= self._guard_due:
-            self._start_again()
-        if self._held or (self.lease and now >= self.renewed + min(RENEW_EVERY, self.lease / 8)):
-            self._held, self.renewed = 0.0, now
-            self._tell(guard.message(guard.ALIVE, now, self._deadline))
+    # -- the lease ----------------------------------------------------------------------------------------------------------
 
-    def hold_until(self, moment: float, now: float) -> None:
-        """The guard ends the workers at ``moment`` unless it hears of a later one, instead of when the lease is over."""
-        if now >= self._guard_due:
-            self._start_again()
-        if moment != self._held:
-            self._held = moment
-            self._tell(guard.message(guard.ALIVE, now, self._deadline))
+    def renew(self, now: float) -> None:
+        """Renew the guard's lease: the agent is well. Call it each time the loop goes round."""
+        if now >= self._retry_at:
+            self._restart_guard()
+        if self._fixed_deadline or (self.lease and now >= self.renewed + min(RENEW_EVERY, self.lease / 8)):
+            self._fixed_deadline, self.renewed = 0.0, now
+            self._send(guard.message(guard.ALIVE, now, self._deadline))
+
+    def end_lease_at(self, moment: float, now: float) -> None:
+        """Let the lease end at ``moment``, not ``lease`` seconds after the last renewal. ``renew`` or a later moment changes that."""
+        if now >= self._retry_at:
+            self._restart_guard()
+        if moment != self._fixed_deadline:
+            self._fixed_deadline = moment
+            self._send(guard.message(guard.ALIVE, now, self._deadline))
 
     def lease_is_over(self, now: float) -> bool:
-        """The guard has ended the workers, or is about to."""
-        if self._held:
-            return now > self._held - 0.1
+        """Whether the guard has killed the workers, or is about to."""
+        if self._fixed_deadline:
+            return now > self._fixed_deadline - 0.1
         return bool(self.lease) and now > self.renewed + self.lease - min(0.5, self.lease / 10)
 
-    def remove_at_the_end(self, folder: str) -> None:
-        """A temporary folder that must not stay should this process be killed."""
-        if folder not in self._folders:
-            with suppress(OSError):
-                found = os.lstat(folder)
-                self._folders[folder] = guard.message(guard.FOLDER, found.st_dev, found.st_ino, os.fsencode(folder))
-                self._tell(self._folders[folder])
+    @property
+    def _deadline(self) -> float:
+        """The moment at which the guard kills the workers; 0: never."""
+        return self._fixed_deadline or (self.renewed + self.lease if self.lease else 0.0)
 
-    def watch(self, workers: Collection[int]) -> None:
-        """The pids of workers that were just started and are not reaped: their sessions end with the agent."""
+    # -- the processes --------------------------------------------------------------------------------------------------------
+
+    def add_workers(self, workers: Collection[int]) -> None:
+        """Add the sessions of the workers with these pids, which were just started and are not reaped."""
         for worker in filter(None, map(proc.look, workers)):
             self._evidence.sessions[worker.pid] = worker.started
-            self._tell(guard.message(guard.WORKER, worker.pid, worker.started))
+            self._send(guard.message(guard.WORKER, worker.pid, worker.started))
 
-    def spare(self, pid: int) -> None:
-        """A child process of the agent that is no worker, and in a session of its own."""
-        self._evidence.spared.add(pid)
-        self._tell(guard.message(guard.SPARED, pid))
+    def exclude(self, pid: int) -> None:
+        """Never kill this child of the agent: it is no worker, although it is in a session of its own."""
+        self._evidence.excluded.add(pid)
+        self._send(guard.message(guard.EXCLUDED, pid))
 
-    def worker_ended(self, worker: int) -> None:
-        """That worker was reaped: another process may get its number as soon as nobody is in its session any more."""
+    def worker_reaped(self, worker: int) -> None:
+        """Forget the worker's session unless a process is left in it: the kernel may now give the worker's pid to a stranger."""
         if all(process.session != worker for process in proc.descendants(os.getpid()).values()):
             self._forget(worker)
 
     def owns(self, pid: int) -> bool:
-        """Whether a worker of this agent started that process, by itself or through others."""
-        return pid in kills.select(self._evidence, proc.descendants(os.getpid()), os.getpid())
+        """Whether a worker of this agent started that process, directly or not."""
+        return pid in kills.owned(self._evidence, proc.descendants(os.getpid()), os.getpid())
 
-    def end_leftovers(self) -> None:
-        """No worker runs: what is still below this process was left by one, in a session of its own."""
-        count = kills.end_below_agent(self._evidence)
+    def kill_left_behind(self) -> None:
+        """Kill all that workers left below this process in sessions of their own. Call it only when no worker runs."""
+        count = kills.kill_below_agent(self._evidence)
         if count:
             self._say(f"ended {count} process{'es' if count > 1 else ''} that the workers had left behind")
         for worker in list(self._evidence.sessions):
             self._forget(worker)
 
-    def reap(self, workers: Collection[int]) -> None:
-        """Reap adopted orphans: all children but ``workers`` and our own helpers, which are reaped where they are watched."""
-        for pid in set(proc.children(os.getpid())) - {*self._evidence.spared, *workers}:
+    def reap_orphans(self, workers: Collection[int]) -> None:
+        """Reap all children that have ended, except ``workers`` and the excluded ones, which are reaped where they are watched."""
+        for pid in set(proc.children(os.getpid())) - {*self._evidence.excluded, *workers}:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
+    def remove_folder_at_end(self, folder: str) -> None:
+        """Have the guard remove this temporary folder at the end, even if the agent is killed."""
+        if folder not in self._folders:
+            with suppress(OSError):
+                found = os.lstat(folder)
+                self._folders[folder] = guard.message(guard.FOLDER, found.st_dev, found.st_ino, os.fsencode(folder))
+                self._send(self._folders[folder])
+
     def close(self) -> None:
-        """End whatever is left, then the guard, which goes on alone if that takes it long."""
-        kills.end_below_agent(self._evidence)
+        """Kill all that is left, then end the guard. The guard goes on alone if its last work takes longer than GUARD_END_LIMIT."""
+        kills.kill_below_agent(self._evidence)
         if self._guard is None:
-            control_group.remove(self.group, END_LIMIT)
+            control_group.remove(self.group, GUARD_END_LIMIT)
             return
-        ended = self._drop_guard()
+        pidfd = self._release_guard()
         with suppress(ProcessLookupError):
-            self._guard.send_signal(signal.SIGCONT)  # somebody may have stopped it
-        if _wait(ended, END_LIMIT):
+            self._guard.send_signal(signal.SIGCONT)  # it may have been stopped by a signal
+        if _wait(pidfd, GUARD_END_LIMIT):
             self._guard.wait()
         else:
-            self._guard.returncode = 0  # nobody waits for it any more
-        os.close(ended)
-
-    @property
-    def _deadline(self) -> float:
-        """The moment at which the guard ends the workers; 0: never."""
-        return self._held or (self.renewed + self.lease if self.lease else 0.0)
+            self._guard.returncode = 0  # nobody waits for it, so Popen must not warn
+        os.close(pidfd)
 
     def _forget(self, worker: int) -> None:
         if self._evidence.sessions.pop(worker, None) is not None:
-            self._tell(guard.message(guard.GONE, worker))
+            self._send(guard.message(guard.GONE, worker))
 
-    def _tell(self, data: bytes) -> None:
+    def _kill_leftovers(self, job: str, inherited: str) -> None:
+        """Kill leftovers of an earlier run of this job on this machine whose agent and guard were killed together."""
+        found = leftovers.Sweep(job, inherited, _own_group())
+        if found.count:
+            agents = ", ".join(map(str, sorted(found.agents)))
+            ended = f"{found.count} process{'es' * (found.count > 1)}"
+            self._say(f"ended {ended} of an earlier run of this job, whose agent, pid {agents}, is gone")
+
+    # -- the guard --------------------------------------------------------------------------------------------------------------
+
+    def _send(self, data: bytes) -> None:
         if self._guard is None:
             return
         try:
             os.write(self._write, data)
         except BlockingIOError:
-            self._guard.kill()  # it has not read for many minutes; its successor gets the whole state
+            self._guard.kill()  # it has not read for many minutes; the next guard gets the whole state
         except OSError:
-            pass  # a guard that is gone is seen by its pidfd
+            pass  # the guard has died, which its pidfd reports
 
-    def _start(self, limit: float) -> None:
-        """Start a guard and tell it everything. Raises OSError when none can be started within ``limit`` seconds."""
+    def _start_guard(self, limit: float) -> None:
+        """Start a guard and send it the whole state. Raises OSError when it cannot be started within ``limit`` seconds."""
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
             command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._evidence.mark.text, str(self._deadline)]
@@ -177,62 +193,56 @@ class Family:
         finally:
             os.close(read)
         os.set_blocking(write, False)
-        self._write, self._guard, self._guard_due = write, started, math.inf
-        self._evidence.spared.add(started.pid)
+        self._write, self._guard, self._retry_at = write, started, math.inf
+        self._evidence.excluded.add(started.pid)
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._guard_died)
-        for pid in self._evidence.spared:
-            self._tell(guard.message(guard.SPARED, pid))
+        for pid in self._evidence.excluded:
+            self._send(guard.message(guard.EXCLUDED, pid))
         for pid, began in self._evidence.sessions.items():
-            self._tell(guard.message(guard.WORKER, pid, began))
+            self._send(guard.message(guard.WORKER, pid, began))
         for data in self._folders.values():
-            self._tell(data)
+            self._send(data)
 
-    def _drop_guard(self) -> int:
-        """Let go of the guard. Returns its pidfd, for the caller to close."""
+    def _release_guard(self) -> int:
+        """Close the pipe to the guard and stop watching it. Returns its pidfd, which the caller closes."""
         assert self._guard is not None
         self._selector.unregister(self._pidfd)
         os.close(self._write)
-        self._evidence.spared.discard(self._guard.pid)
+        self._evidence.excluded.discard(self._guard.pid)
         return self._pidfd
 
     def _guard_died(self, mask: int) -> None:
         assert self._guard is not None
-        os.close(self._drop_guard())
+        os.close(self._release_guard())
         self._guard.wait()
         self._guard = None
         self._say("the guard was killed; another one is started")
-        self._start_again()
+        self._restart_guard()
 
-    def _start_again(self) -> None:
+    def _restart_guard(self) -> None:
         try:
-            self._start(RESTART_LIMIT)
+            self._start_guard(GUARD_RESTART_LIMIT)
         except OSError as error:
-            if self._guard_due == math.inf:
+            if self._retry_at == math.inf:
                 self._say(
                     f"the guard cannot be started: {error.strerror}; this node goes on without it, and tries again every "
-                    f"{TRY_AGAIN:.0f} s: should the agent be killed now, processes of its workers may be left"
+                    f"{GUARD_RETRY:.0f} s: should the agent be killed now, processes of its workers may be left"
                 )
-            self._guard_due = clock.now() + TRY_AGAIN
-        else:
-            self._guard_due = math.inf
-
-    def _sweep(self, job: str, inherited: str) -> None:
-        """An agent and its guard may be killed together; the next agent of the job on this node finds what they left."""
-        found = leftovers.Sweep(job, inherited, _own_group())
-        if found.count:
-            agents = ", ".join(map(str, sorted(found.agents)))
-            ended = f"{found.count} process{'es' * (found.count > 1)}"
-            self._say(f"ended {ended} of an earlier run of this job, whose agent, pid {agents}, is gone")
+            self._retry_at = clock.now() + GUARD_RETRY
 
 
 def _wait(fd: int, seconds: float) -> bool:
+    """Wait until ``fd`` is readable, at most ``seconds``. Returns whether it is."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(1000 * seconds))
 
 
 def _own_group() -> Path | None:
-    """The control group (version 2) that this process is in, so that every limit holds for those below it; None: not to be seen."""
+    """Return the control group (version 2) that this process is in; None when it is not visible.
+
+    A group below it has no controllers of its own, so every limit of this group holds for the workers too.
+    """
     with suppress(OSError, IndexError):
         found = cgroup_folders(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text(), "version 2 alone")
         if str(os.getpid()) in Path(found[0], "cgroup.procs").read_text().split():
@@ -241,7 +251,10 @@ def _own_group() -> Path | None:
 
 
 def _make_group(name: str) -> str:
-    """A control group for the workers, where this process may make one and the kernel (5.14) can end it as a whole. Else empty."""
+    """Make a control group for the workers and return its path; empty when this process may not, or when the kernel is too old.
+
+    The kernel can kill a group as a whole since Linux 5.14 (see docs/decisions/0005).
+    """
     own = _own_group()
     with suppress(OSError):
         if own and os.access(own / "cgroup.procs", os.W_OK):

@@ -1,4 +1,4 @@
-"""Signals to the agent, as events of its loop: a handler only enqueues, the loop acts."""
+"""Signals to the agent, as events of its loop: the handler only enqueues a signal, the loop acts on it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 from elastirun import clock
 
-ONE_REQUEST = 1.0  # seconds after a counted signal in which further ones mean the same request
-ONE_FORWARD = 0.1  # seconds in which the same signal is forwarded once
+REQUEST_WINDOW = 1.0  # seconds after a counted signal in which further ones count as the same request; see ``Signals``
+FORWARD_WINDOW = 0.1  # seconds in which the same signal is forwarded only once; a group and each of its members may be signalled
 
 
 class Signals:
-    """Handles ``names`` and ``forward`` until ``close``, also where they were blocked when the agent started.
+    """Handles the signals ``names`` and ``forward`` until ``close``. Unblocks those that were blocked when the agent started.
 
-    In the loop are called: ``on_signal(signum, count)``, ``count`` from 1 over all of ``names``; ``on_forward(signum)`` for
-    each of ``forward``; ``on_child`` when children may have ended.
+    Callbacks, all in the loop's thread: ``on_signal(signum, count)`` for ``names``, with ``count`` from 1 over all of them;
+    ``on_forward(signum)`` for ``forward``; ``on_child()`` when children may have ended.
 
-    What arrives within a second of a counted signal is the same request and not counted: GNU timeout signals the child and
-    then its group, systemd may send SIGHUP after SIGTERM, and a shell's trap passes on as SIGTERM what a terminal sends as SIGINT.
+    Signals that arrive within REQUEST_WINDOW seconds of a counted one are the same request and not counted. GNU timeout signals
+    the child and then its group, systemd may send SIGHUP after SIGTERM, and a shell's trap sends SIGTERM after a terminal's SIGINT.
 
-    SIGHUP that was ignored when the agent started (nohup) stays ignored, in the workers too.
+    If SIGHUP was ignored when the agent started (nohup), it stays ignored, also in the workers.
     """
 
     def __init__(
@@ -45,22 +45,23 @@ class Signals:
         self._on_forward = on_forward
         self._on_child = on_child
         self._count = 0
-        self._counted_at = -math.inf  # when the last signal that counts arrived
-        self._forwarded_at: dict[int, float] = {}  # when each signal that was forwarded last arrived
-        self._arrived: deque[tuple[float, int]] = deque()
+        self._counted_at = -math.inf  # when the last counted signal arrived
+        self._forwarded_at: dict[int, float] = {}  # by signal: when the last forwarded one arrived
+        self._arrived: deque[tuple[float, int]] = deque()  # when, which signal
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before: dict[int, Any] = {}
         for signum in {*self._forward, *(int(signal.Signals[name]) for name in names)}:
             if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._arrive)
-        # Inherited as ignored, the kernel would swallow the workers' exit codes.
+        # If SIGCHLD was inherited as ignored, the kernel would discard the workers' exit codes.
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._arrive)
-        # Python's handler runs between two bytecodes. A signal after the last one before poll() must still end that poll().
+        # Python runs a handler between two bytecodes. A signal that arrives after the last bytecode before poll() must still wake poll().
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
         selector.register(self._read, selectors.EVENT_READ, self._ready)
 
     def close(self) -> None:
+        """Restore the handlers and the signal mask that were there before."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
         signal.set_wakeup_fd(self._wakeup_before)
         for signum, handler in self._before.items():
@@ -82,10 +83,10 @@ class Signals:
             self._on_child()
         for when, signum in arrived:
             if signum in self._forward:
-                if when >= self._forwarded_at.get(signum, -math.inf) + ONE_FORWARD:
+                if when >= self._forwarded_at.get(signum, -math.inf) + FORWARD_WINDOW:
                     self._forwarded_at[signum] = when
                     self._on_forward(signum)
-            elif signum != signal.SIGCHLD and when >= self._counted_at + ONE_REQUEST:
+            elif signum != signal.SIGCHLD and when >= self._counted_at + REQUEST_WINDOW:
                 self._counted_at = when
                 self._count += 1
                 self._on_signal(signum, self._count)

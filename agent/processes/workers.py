@@ -139,7 +139,7 @@ class Workers:
         self._told, self._idle_at = False, None
         if self._kill_at is None:
             self._signalled.update(p for p in self._alive.values() if p.signal(signum))
-            self._left.pass_on(signum)
+            self._left.send(signum)
             self._kill_at = now + grace
         else:
             self._kill_at = min(self._kill_at, now + grace)
@@ -188,7 +188,7 @@ class Workers:
         if code and not asked and not stopped_by_signal(code):
             process.kill_group()  # it crashed: what is below it has nothing to save, and may hold the GPU
         self._count_out(process, code)
-        self._left.adopt(process, self._alive_pids())
+        self._left.worker_ended(process, self._alive_pids())
         self._look_idle()
 
     def _count_out(self, process: Process, code: int) -> None:
@@ -203,7 +203,7 @@ class Workers:
         return tuple(process.pid for process in self._alive.values())
 
     def _on_leftover_ended(self) -> None:
-        self._left.look(self._alive_pids())
+        self._left.find(self._alive_pids())
         self._look_idle()
 
     def _look_idle(self) -> None:

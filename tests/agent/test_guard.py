@@ -119,12 +119,12 @@ def test_a_living_agent_looks_at_its_descendants_alone(monkeypatch: pytest.Monke
     """Its loop does this at the end of each round, however many processes the machine has, and reads no environment."""
     listdir, looked = os.listdir, []
     evidence = kills.Evidence(marks.own(), "", strict=False)
-    evidence.spared = set(proc.children(os.getpid()))  # pytest's own, if any
+    evidence.excluded = set(proc.children(os.getpid()))  # pytest's own, if any
     monkeypatch.setattr(os, "listdir", lambda path: looked.append(path) or listdir(path))
     monkeypatch.setattr(proc, "environment", lambda pid: pytest.fail("an environment was read"))
     process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
-        assert kills.end_below_agent(evidence) == 1
+        assert kills.kill_below_agent(evidence) == 1
     finally:
         process.kill()
     assert process.wait() == -signal.SIGKILL and "/proc" not in looked
@@ -145,10 +145,10 @@ def selected(
 ) -> set[int]:
     own = mark(f"{AGENT}-10-1-{R}")
     evidence = kills.Evidence(own, "", strict)
-    evidence.outside, evidence.spared, evidence.sessions = {90, AGENT}, {101}, {WORKER: 20}
+    evidence.outside, evidence.excluded, evidence.sessions = {90, AGENT}, {101}, {WORKER: 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kills, "marks_of", lambda each: [own] if each.pid in marked else [])
-        return set(kills.select(evidence, {each.pid: each for each in processes}, parent, before))
+        return set(kills.owned(evidence, {each.pid: each for each in processes}, parent, before))
 
 
 def test_stat_is_read_by_its_fields() -> None:
@@ -175,7 +175,7 @@ def test_a_mark_or_a_number_alone_is_no_evidence() -> None:
     assert selected(process(300, INIT, 0), process(301, INIT, 0), marked=(300,)) == {300}, "0 is no session"
 
 
-def test_all_children_of_a_living_agent_are_its_own_but_those_it_spares() -> None:
+def test_all_children_of_a_living_agent_are_its_own_except_the_excluded_ones() -> None:
     found = (process(101, AGENT, 101), process(102, AGENT, AGENT), process(300, AGENT, 300), process(301, 300, 301))
     assert selected(*found, parent=AGENT, strict=False) == {300, 301}
     assert selected(*found, parent=AGENT, strict=True) == set(), "process 1 adopts strangers"
@@ -324,7 +324,7 @@ def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypa
         evidence = kills.Evidence(agent, "", strict=False)
         evidence.sessions[session] = 0
         monkeypatch.setattr(kills.os, "getppid", lambda: next(parents, found.parent))
-        kills.end_orphans(evidence)
+        kills.kill_orphans(evidence)
         assert dies(orphan, 5)
     finally:
         if not dies(orphan, 0):

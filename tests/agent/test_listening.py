@@ -62,7 +62,7 @@ def test_a_name_that_is_hidden_behind_the_loopback_is_described_as_it_is_served(
     (store, _) = describe(config_of("--nnodes=2 --rdzv-id=j --rdzv-endpoint=hidden:7 t.py"))
     assert store == "the rendezvous store: port 7 of every interface of this machine if no other agent does"
     listener = net.open_host_socket(Endpoint("hidden", 0), None)
-    assert listener is not None and net.is_everywhere(listener)
+    assert listener is not None and net.listens_everywhere(listener)
     listener.close()
 
 

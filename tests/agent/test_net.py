@@ -21,9 +21,9 @@ from elastirun.agent.host.net import (
     interface_of,
     listen_on,
     open_host_socket,
+    own_names,
     probe,
     resolve,
-    who_am_i,
     who_answers,
 )
 from elastirun.config import Endpoint
@@ -164,10 +164,10 @@ def test_who_am_i(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     name = socket.gethostname()
     hosts.write_text(f"127.0.0.1 localhost\n# 127.0.1.1 {name} no\n127.0.1.1 {name} alias.example # {name} no\n{FOREIGN} other\n")
-    names, addresses = who_am_i(hosts)
+    names, addresses = own_names(hosts)
     assert names[0] == name and "alias.example" in names and not {"no", "other", "localhost"} & set(names)
     assert addresses and all(resolve(a) == (a,) for a in addresses)
-    assert who_am_i(tmp_path / "none")[0][0] == name
+    assert own_names(tmp_path / "none")[0][0] == name
 
 
 def test_explanation_is_one_line_with_all_three() -> None:
@@ -292,7 +292,7 @@ facts = {
     "advertise": {n: advertised_address(resolve(n), 29500, None) for n in (*names, "8.8.8.8")},
     "interface": {n: interface_of(n) for n in ("hidden", "10.78.0.1", "second-nic", "fd77::1", "172.17.0.1", "neighbour")},
     "link_local": [interface_of(link_local), interface_of(link_local.split("%")[0])],
-    "whoami": who_am_i()[1],
+    "whoami": own_names()[1],
     "unreachable": probe("fd99::1", 5, 10),
 }
 for version in ("ipv4", "ipv6"):

@@ -78,11 +78,11 @@ def command(pid: int) -> str:
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
 def test_the_agent_dies_and_nothing_is_left(nodes: Cluster, signum: int) -> None:
     agent = nodes.launch(1, str(nodes.script))
-    family = everyone(nodes)
+    tree = everyone(nodes)
     its_guard = guard_of(agent)
     agent.send_signal(signum)
     agent.wait()
-    assert all(dies(w.pid) for w in family.values())
+    assert all(dies(w.pid) for w in tree.values())
     assert dies(its_guard)
     assert list(nodes.tmp_path.glob("elastirun_*")) == [], "the folder for error files is gone too"
 
@@ -98,18 +98,18 @@ def test_at_whatever_moment_the_agent_is_killed_nothing_is_left(phase: str) -> N
 
 def test_what_a_worker_leaves_behind_ends_with_its_round(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--grace=0.2", str(nodes.script))
-    family = everyone(nodes)
-    family["worker"].tell("0")
+    tree = everyone(nodes)
+    tree["worker"].tell("0")
     assert nodes.ends(agent) == 0
-    assert all(dies(w.pid, 0) for w in family.values())
+    assert all(dies(w.pid, 0) for w in tree.values())
     assert "SIGTERM to 2 processes that the workers had left running" in nodes.out(1)
 
 
 def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) -> None:
     agent = nodes.agent(1, "--last-call=0.1", "--grace=0.2", nnodes="1:2")
-    family = everyone(nodes)
+    tree = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)
-    assert all(dies(w.pid) for w in family.values())
+    assert all(dies(w.pid) for w in tree.values())
     agent.send_signal(signal.SIGCONT)
     again = everyone(nodes)["worker"]
     assert again.round == 2 and "stood still for" in again.env["ELASTIRUN_ROUND_REASON"], "and it costs no restart"
@@ -121,11 +121,11 @@ def test_a_frozen_agent_loses_its_workers_when_its_lease_ends(nodes: Cluster) ->
 def test_a_frozen_agent_whose_place_nobody_can_take_keeps_its_workers(nodes: Cluster, port: bool) -> None:
     given = (f"--master-port={nodes.port}",) if port else ()
     agent = nodes.launch(1, *given, "--expire=1", "--grace=0.2", str(nodes.script))
-    family = everyone(nodes)
+    tree = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)
-    assert not dies(family["worker"].pid, 2.5), "in 0.8 s it would be ended where others wait"
+    assert not dies(tree["worker"].pid, 2.5), "in 0.8 s it would be ended where others wait"
     agent.send_signal(signal.SIGCONT)
-    family["worker"].tell("0")
+    tree["worker"].tell("0")
     assert nodes.ends(agent) == 0
 
 
@@ -133,9 +133,9 @@ def test_a_frozen_agent_whose_place_nobody_can_take_keeps_its_workers(nodes: Clu
 def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_wherever_its_store_is(nodes: Cluster, host: int) -> None:
     server = tcp.serve(socket.create_server(("127.0.0.9", nodes.port))) if host == 9 else None
     agent = nodes.agent(1, "--rdzv-backend=c10d", "--expire=2", "--grace=0.2", nnodes="1", host=host)
-    family = everyone(nodes)
+    tree = everyone(nodes)
     agent.send_signal(signal.SIGSTOP)
-    assert all(dies(w.pid) for w in family.values()), "on its own at a private store it would keep them for ever"
+    assert all(dies(w.pid) for w in tree.values()), "on its own at a private store it would keep them for ever"
     agent.send_signal(signal.SIGCONT)
     again = everyone(nodes)["worker"]
     assert again.round == 2
@@ -146,14 +146,14 @@ def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_where
 
 def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--rdzv-id=swept", "--standalone", str(nodes.script))
-    family = everyone(nodes)
+    tree = everyone(nodes)
     os.kill(guard_of(agent), signal.SIGSTOP)  # so that it cannot act between the two
     stopped = guard_of(agent)
     kill(agent)
     os.kill(stopped, signal.SIGKILL)
-    assert not dies(family["daemon"].pid, 0)
+    assert not dies(tree["daemon"].pid, 0)
     again = nodes.launch(1, "--rdzv-id=swept", "--grace=0.2", "--standalone", str(nodes.script))
-    assert dies(family["daemon"].pid) and dies(family["stopped"].pid)
+    assert dies(tree["daemon"].pid) and dies(tree["stopped"].pid)
     everyone(nodes)["worker"].tell("0")
     assert nodes.ends(again) == 0
     assert "of an earlier run of this job" in nodes.out(1)
@@ -161,20 +161,20 @@ def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> 
 
 def test_a_guard_that_is_killed_is_replaced(nodes: Cluster) -> None:
     agent = nodes.launch(1, str(nodes.script))
-    family = everyone(nodes)
+    tree = everyone(nodes)
     os.kill(guard_of(agent), signal.SIGKILL)
     nodes.says(1, "another one is started")
     kill(agent)
-    assert all(dies(w.pid) for w in family.values())
+    assert all(dies(w.pid) for w in tree.values())
 
 
 def test_another_job_and_other_processes_are_left_alone(nodes: Cluster) -> None:
     other = nodes.launch(2, "--grace=0.2", str(nodes.script))
     others = everyone(nodes)
     agent = nodes.launch(1, str(nodes.script))
-    family = everyone(nodes)
+    tree = everyone(nodes)
     kill(agent)
-    assert all(dies(w.pid) for w in family.values())
+    assert all(dies(w.pid) for w in tree.values())
     assert not any(dies(w.pid, 0) for w in others.values())
     others["worker"].tell("0")
     assert nodes.ends(other) == 0

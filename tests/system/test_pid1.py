@@ -143,9 +143,9 @@ POINTS = [
     ("agent Agent __init__ before", False),
     ("agent Signals __init__ before", False),
     ("agent Signals __init__ after", True),
-    ("processes.process_tree Family __init__ before", True),
-    ("processes.process_tree Family _start before", True),
-    ("processes.process_tree Family _start after", True),
+    ("processes.process_tree ProcessTree __init__ before", True),
+    ("processes.process_tree ProcessTree _start_guard before", True),
+    ("processes.process_tree ProcessTree _start_guard after", True),
     ("agent Agent __init__ after", True),
     ("agent Agent run before", True),
     ("agent Agent _start before", True),
@@ -201,7 +201,7 @@ import os, sys, time
 def stat(pid):
     try:
         return open(f"/proc/{pid}/stat").read()
-    except OSError:  # buried since the folder was read
+    except OSError:  # reaped since the folder was read
         return ""
 for _ in range(1000):  # orphans that come to process 1
     if os.fork() == 0:
@@ -219,7 +219,7 @@ sys.exit(f"{zombies} zombies")
 
 
 @contained
-def test_as_process_1_of_a_container_it_buries_strangers(nodes: Cluster) -> None:
+def test_as_process_1_of_a_container_it_reaps_strangers(nodes: Cluster) -> None:
     nodes.script.write_text(MANY_STRANGERS)
     command = [*AS_PID_1, sys.executable, "-m", "elastirun", str(nodes.script)]
     done = subprocess.run(command, cwd=ROOT, env=nodes.env, capture_output=True, text=True, timeout=PATIENCE)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.processes.signals import ONE_REQUEST
+from elastirun.agent.processes.signals import REQUEST_WINDOW
 from tests.support.cluster import Cluster, Worker, cluster, dies
 from tests.system.test_endings import BUG, with_change
 
@@ -110,10 +110,10 @@ def test_a_second_signal_shortens_and_a_third_ends_everything_at_once(nodes: Clu
     (worker,) = nodes.round(1)
     agent.send_signal(signal.SIGTERM)
     assert worker.connection.recv(4) == b"TERM"
-    assert not dies(worker.pid, ONE_REQUEST + 0.1)
+    assert not dies(worker.pid, REQUEST_WINDOW + 0.1)
     agent.send_signal(signal.SIGTERM)
     nodes.says(1, "SIGTERM: its workers have 5 s")
-    assert not dies(worker.pid, ONE_REQUEST + 0.1)
+    assert not dies(worker.pid, REQUEST_WINDOW + 0.1)
     agent.send_signal(signal.SIGINT)
     assert nodes.ends(agent, 3.0) == 143, "sooner than after the five seconds"
     assert dies(worker.pid, 0) and all(dies(int(pid), 1.0) for pid in worker.env["children"])
@@ -124,7 +124,7 @@ def test_a_second_signal_starts_no_new_grace(nodes: Cluster) -> None:
     (worker,) = nodes.round(1)
     agent.send_signal(signal.SIGTERM)
     assert worker.connection.recv(4) == b"TERM"
-    assert not dies(worker.pid, ONE_REQUEST + 0.1)
+    assert not dies(worker.pid, REQUEST_WINDOW + 0.1)
     agent.send_signal(signal.SIGTERM)
     assert nodes.ends(agent, 4.0) == 143, "sooner than after the five seconds of a second signal"
     worker.await_death()

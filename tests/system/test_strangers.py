@@ -333,9 +333,9 @@ def test_a_stopped_guard_does_not_hold_up_the_end(nodes: Cluster) -> None:
 
 SLOW_GUARD = """
 import os, selectors, sys
-from elastirun.agent import family
-family._make_group = lambda name: sys.argv[1]
-own = family.Family("job", 0.0, selectors.PollSelector(), lambda line: None)
+from elastirun.agent.processes import process_tree
+process_tree._make_group = lambda name: sys.argv[1]
+own = process_tree.ProcessTree("job", 0.0, selectors.PollSelector(), lambda line: None)
 print(open(f"/proc/self/task/{os.getpid()}/children").read())
 own.close()
 """
@@ -355,10 +355,10 @@ def test_a_guard_that_waits_for_the_death_of_a_large_worker_does_not_hold_up_the
 
 WITHOUT_GUARD = """
 import os, selectors, signal, sys
-from elastirun.agent import family
-family.TRY_AGAIN = 0.0
+from elastirun.agent.processes import process_tree
+process_tree.GUARD_RETRY = 0.0
 python, selector = sys.executable, selectors.PollSelector()
-own = family.Family("job", 0.0, selector, lambda line: print(line, flush=True))
+own = process_tree.ProcessTree("job", 0.0, selector, lambda line: print(line, flush=True))
 sys.executable = sys.argv[1]
 (guard,) = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
 os.kill(guard, signal.SIGKILL)
@@ -376,15 +376,15 @@ print("closed")
 
 REPLACED = """
 import os, selectors, signal, subprocess, sys
-from elastirun.agent import family
+from elastirun.agent.processes import process_tree
 def children():
     return [int(pid) for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split()]
 selector = selectors.PollSelector()
-own = family.Family("job", 0.0, selector, lambda line: None)
+own = process_tree.ProcessTree("job", 0.0, selector, lambda line: None)
 (first,) = children()
-own.remove_at_the_end(sys.argv[1])
+own.remove_folder_at_end(sys.argv[1])
 worker = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
-own.watch([worker.pid])
+own.add_workers([worker.pid])
 os.kill(first, signal.SIGKILL)
 for key, mask in selector.select():
     key.data(mask)
