@@ -1,1 +1,1 @@
-"""The stores: bytes only. One conformance suite (``tests/rendezvous/test_stores.py``) holds for all of them."""
+"""Stores of bytes. All of them pass one conformance suite, ``tests/rendezvous/test_stores.py``."""

@@ -1,4 +1,4 @@
-"""A store in this process: for a job of one node, and for tests. Not a mock: it keeps the whole contract."""
+"""A store in this process, for single-node jobs and for tests. It passes the same conformance suite as the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 class MemoryStore:
-    """``data`` may be shared between several stores: they are then connections to the same one."""
+    """A connection to the map ``data``. Connections that share ``data`` and ``lock`` are connections to one store."""
 
     hosting = True
 
@@ -27,7 +27,7 @@ class MemoryStore:
 
     def keep_alive(self, key: str) -> bool:
         with self._lock:
-            return key in self._data  # for as long as the store
+            return key in self._data  # there are no leases: a value stays as long as the store
 
     def delete(self, key: str) -> None:
         with self._lock:

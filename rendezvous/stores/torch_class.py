@@ -1,9 +1,8 @@
-"""torch's TCPStore class, quietly; in the agent's process without the rest of torch.
+"""Imports torch's TCPStore class; in the agent's process without the rest of torch.
 
-``import torch`` costs about 1.2 s of CPU and 200 MB, of which the agent needs one C++ class. That class lives in
-``torch._C``, which can be imported below an empty stand-in for the package ``torch``: 0.35 s and 150 MB. Nothing else of
-torch can be used in that process then, so only the agent's own program asks for it (``store_only``); where it does not
-work the whole of torch is imported.
+``import torch`` costs about 1.2 s of CPU and 200 MB, and the agent needs one C++ class of it. That class is in ``torch._C``, which can be
+imported under an empty stand-in for the package ``torch``: 0.35 s and 150 MB. Nothing else of torch works in that process then, so only
+the agent's own program asks for it (``store_only``). The whole of torch is imported where the stand-in does not work.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_lock = threading.Lock()  # the store's driver and the workers' store ask at the same time
+_lock = threading.Lock()  # the store thread and the workers' store import the class at the same time
 _store_only = False
 
 
 def store_only() -> None:
-    """From now on this process imports no more of torch than its stores need."""
+    """Make this process import no more of torch than its stores need."""
     global _store_only
     _store_only = True
 
 
 def tcp_store_class() -> Any:
-    """The class ``torch.distributed.TCPStore``. Raises ImportError when there is no torch."""
+    """Return the class ``torch.distributed.TCPStore``. Raises ImportError when torch is not installed."""
     with _lock, _quiet():
         if _store_only and "torch" not in sys.modules:
             try:
                 return _import_class_alone()
-            except Exception:  # another torch than those tried: whatever it lacks, the whole has it
+            except Exception:  # a torch release that the stand-in does not fit
                 for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
                     del sys.modules[name]
         if "torch.distributed" not in sys.modules:
@@ -44,6 +43,7 @@ def tcp_store_class() -> Any:
 
 
 def _import_class_alone() -> Any:
+    """Import ``torch._C`` under stand-ins for the packages above it, and return the class."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise ImportError("there is no torch")
@@ -61,7 +61,7 @@ def _import_class_alone() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's C++ prints stack traces for every lost connection unless told not to before it is loaded."""
+    """Silence torch's C++ while it is loaded. Otherwise it prints a stack trace for every lost connection."""
     name = "TORCH_CPP_LOG_LEVEL"
     before = os.environ.get(name)
     os.environ[name] = "FATAL"

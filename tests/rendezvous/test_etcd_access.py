@@ -30,7 +30,7 @@ PASSWORD, PREFIX = "S3cret!", "/team/"
 def quick_to_try_again_and_slow_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here is about time, and the machine may be busy."""
     monkeypatch.setattr(client, "PAUSE", 0.01)
-    for module, name in ((client, "FIRST_TRY"), (client, "TRY"), (diagnosis, "LIMIT"), (diagnosis, "OBJECTION")):
+    for module, name in ((client, "FIRST_CONTACT"), (client, "ATTEMPT"), (diagnosis, "LIMIT"), (diagnosis, "ALERT_WAIT")):
         monkeypatch.setattr(module, name, PATIENCE)
 
 
@@ -155,7 +155,7 @@ def test_a_token_that_is_not_valid_any_more_is_renewed(me: Access) -> None:
         store.watch("elastirun/round", heard.release)
         assert heard.acquire(timeout=PATIENCE)
         store._client.cluster.token = "expired.1"
-        store._client.leave(store._client.link())
+        store._client.abandon(store._client.channel())
         assert works(store) and store.put_if("elastirun/round", None, b"1") == b"1"
         assert heard.acquire(timeout=PATIENCE), "a watch uses the token that an operation has got"
         Path(me.password_file).unlink()

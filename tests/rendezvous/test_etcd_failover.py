@@ -141,7 +141,7 @@ def leader(cluster: Etcd, writer: Writer) -> Member:
 def in_use(cluster: Etcd, writer: Writer) -> Member:
     """The member that the writer talks to, when it is not the leader."""
     while cluster.member(writer.store.endpoint) is cluster.leader():
-        writer.store._client.leave(writer.store._client.link())
+        writer.store._client.abandon(writer.store._client.channel())
         writer.writes(1)
     return cluster.member(writer.store.endpoint)
 

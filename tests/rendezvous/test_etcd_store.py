@@ -1,4 +1,4 @@
-"""What the etcd store does beyond the contract of all stores: leases, pages, the endpoints in turn."""
+"""What the etcd store does beyond the contract of all stores: lease, pages, the endpoints in turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd import client
 from elastirun.rendezvous.stores.etcd import store as etcd_store
 from elastirun.rendezvous.stores.etcd.client import Cluster
-from elastirun.rendezvous.stores.etcd.store import MOST_HELD, MOST_RANGES, PREFIX, EtcdStore, Leases, connector
+from elastirun.rendezvous.stores.etcd.store import MOST_CACHED, MOST_RANGES, PREFIX, EtcdStore, NodeLease, connector
 from tests.support.cluster import PATIENCE, free_port
 from tests.support.etcd_server import Etcd, ask, etcd
 from tests.support.relay import Relay
@@ -36,7 +36,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-# -- leases -------------------------------------------------------------------------------------------------------------------
+# -- lease -------------------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_under_one_lease_for_all_connections_of_an_agent_and_nothing_else_is(server: Etcd, job: str) -> None:
@@ -51,8 +51,8 @@ def test_rows_are_under_one_lease_for_all_connections_of_an_agent_and_nothing_el
 
 
 def test_the_row_of_an_agent_that_is_no_more_vanishes_and_a_living_one_writes_its_own_anew(server: Etcd, job: str) -> None:
-    key, leases = job + "node/a", Leases(1.0)
-    store, other = EtcdStore(Cluster(server.endpoints), leases), connector(server.endpoints)()
+    key, lease = job + "node/a", NodeLease(1.0)
+    store, other = EtcdStore(Cluster(server.endpoints), lease), connector(server.endpoints)()
     assert store.put_if(key, None, b"1") == b"1"
     until(lambda: not other.get([key]))
     assert store.leases_lost == 0, "it does not know yet"
@@ -65,7 +65,7 @@ def test_the_row_of_an_agent_that_is_no_more_vanishes_and_a_living_one_writes_it
 def test_keep_alives_keep_the_row_and_make_no_revision(job: str) -> None:
     key = job + "node/a"
     with etcd() as own:
-        store, other = EtcdStore(Cluster(own.endpoints), Leases(1.0)), connector(own.endpoints)()
+        store, other = EtcdStore(Cluster(own.endpoints), NodeLease(1.0)), connector(own.endpoints)()
         assert not store.keep_alive(key), "it was not written yet"
         store.put_if(key, None, b"0")
         lease, began = lease_of(store, key), time.monotonic()
@@ -80,12 +80,12 @@ def test_keep_alives_keep_the_row_and_make_no_revision(job: str) -> None:
 
 def test_a_row_whose_lease_is_not_known_is_not_called_alive(server: Etcd, job: str) -> None:
     """Two connections of one agent may each have been granted a lease, or the answer to a write was lost."""
-    key, leases = job + "node/a", Leases(10.0)
-    store = EtcdStore(Cluster(server.endpoints), leases)
+    key, lease = job + "node/a", NodeLease(10.0)
+    store = EtcdStore(Cluster(server.endpoints), lease)
     store.put_if(key, None, b"1")
     assert store.keep_alive(key)
-    leases.forget(lease_of(store, key))
-    leases.current(store._client)
+    lease.expired(lease_of(store, key))
+    lease.current(store._client)
     assert not store.keep_alive(key), "the row is under another one than that"
     assert store.put_if(key, b"1", b"2") == b"2" and store.keep_alive(key)
 
@@ -120,7 +120,7 @@ def test_more_keys_than_a_transaction_or_an_answer_may_hold(server: Etcd, job: s
         assert store.put_if(name, None, name.encode()) == name.encode()
     everything = {name: name.encode() for name in names}
     assert store.get([*reversed(names), job + "none"]) == store.under(job) == everything
-    assert len(store._held) <= MOST_HELD, "its memory does not grow with the keys it ever wrote"
+    assert len(store._cached) <= MOST_CACHED, "its memory does not grow with the keys it ever wrote"
 
 
 def test_what_foreign_hands_put_there_is_bounded_and_harmless(server: Etcd, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +177,10 @@ def test_endpoints_that_do_not_answer_are_passed_over_wherever_it_begins(server:
         for position in range(3):
             cluster = Cluster(endpoints)
             cluster.position = position
-            store = EtcdStore(cluster, Leases(10.0))
+            store = EtcdStore(cluster, NodeLease(10.0))
             assert store.endpoint == server.endpoints[0]
             assert store.put_if(f"{job}{position}", None, b"1") == b"1"
-            assert EtcdStore(cluster, Leases(10.0)).endpoint == server.endpoints[0], "what one has learnt they all know"
+            assert EtcdStore(cluster, NodeLease(10.0)).endpoint == server.endpoints[0], "what one has learnt they all know"
             store.close()
 
 
@@ -208,13 +208,13 @@ def test_a_connection_that_fell_silent_is_replaced_though_there_is_no_other_endp
 
 
 def test_an_endpoint_that_fell_silent_is_left_after_one_try(server: Etcd, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "TRY", 0.1)
+    monkeypatch.setattr(client, "ATTEMPT", 0.1)
     for name in ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):  # would find it too, later
         monkeypatch.setitem(client.OPTIONS, name, 10 * int(PATIENCE * 1000))
     with Relay(server.endpoints[0]) as relay:
         cluster = Cluster([relay.endpoint, server.endpoints[0]], deadline=PATIENCE)
         cluster.position = 0
-        store = EtcdStore(cluster, Leases(10.0))
+        store = EtcdStore(cluster, NodeLease(10.0))
         assert store.endpoint == relay.endpoint
         relay.silence()
         began = time.monotonic()

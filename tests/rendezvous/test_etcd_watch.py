@@ -10,7 +10,7 @@ import pytest
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd.client import OPTIONS, Cluster
-from elastirun.rendezvous.stores.etcd.store import EtcdStore, Leases, connector
+from elastirun.rendezvous.stores.etcd.store import EtcdStore, NodeLease, connector
 from tests.support.cluster import PATIENCE
 from tests.support.etcd_server import Etcd, ask, etcd
 from tests.support.relay import Relay
@@ -54,7 +54,7 @@ def count_up(store: EtcdStore, key: str) -> int:
 
 
 def lose_connection(store: EtcdStore) -> None:
-    store._client.leave(store._client.link())
+    store._client.abandon(store._client.channel())
 
 
 def test_each_change_is_heard_of_and_nothing_else(server: Etcd, key: str) -> None:
@@ -127,7 +127,7 @@ def test_a_watch_alone_goes_to_another_endpoint_when_its_own_is_gone(server: Etc
     with Relay(server.endpoints[0]) as relay:
         cluster = Cluster([relay.endpoint, server.endpoints[0]])
         cluster.position = 0
-        listener = Listener(EtcdStore(cluster, Leases(10.0)), key)
+        listener = Listener(EtcdStore(cluster, NodeLease(10.0)), key)
         assert listener.store.endpoint == relay.endpoint
     count_up(connector(server.endpoints)(), key)
     listener.hears(2)

@@ -1,25 +1,26 @@
-"""One connection to an etcd cluster: its endpoints in turn, until one answers.
+"""A connection to an etcd cluster, which tries its endpoints in turn until one answers.
 
-``etcd3``'s own client knows one endpoint, never leaves a silent one, never renews its token and lets gRPC's errors through;
-so of that package only the messages are used (``messages.py``), and this is ours.
+``etcd3``'s own client knows one endpoint, never leaves a silent one, never renews its token and lets gRPC's errors through.
+Only the messages of that package are used (``messages.py``); this client replaces the rest (decision 0007).
 
-What gRPC really does (grpcio 1.85, tried out), and what follows:
+How gRPC behaves (grpcio 1.85, measured), and what follows:
 
-- A channel to a server that is stopped stays as it is: its kernel accepts, nobody answers. So every try has a limit, and
-  what did not answer is left for the next endpoint.
-- Channels to one address share a connection, the silent one too, unless each has a pool of its own.
-- ``grpc.keepalive_timeout_ms`` has no effect without ``grpc.http2.ping_timeout_ms``. etcd hangs up on who pings more
-  often than every 5 s, or while nothing is asked.
-- A password as call credentials is refused on a channel without TLS; the token as metadata is not.
+- A channel to a stopped server stays open: the server's kernel accepts, and nobody answers. So every attempt has a time limit, and an
+  endpoint that did not answer is left for the next one.
+- Channels to one address share a connection, even a silent one, unless each has its own subchannel pool.
+- ``grpc.keepalive_timeout_ms`` has no effect without ``grpc.http2.ping_timeout_ms``. etcd closes a connection that pings more
+  often than every 5 s, or while no call is active.
+- gRPC refuses a password as call credentials on a channel without TLS, but accepts the token as metadata.
 
-A process that has a channel must not fork: gRPC's threads are not in the child, their locks are. What ``subprocess`` does without
-``preexec_fn`` is safe. So whatever the agent forks, it forks before it connects; its workers it starts by ``subprocess``.
+A process that has a channel must not fork: the child would have the locks of gRPC's threads, but not the threads. ``subprocess`` without
+``preexec_fn`` is safe. So the agent forks before it connects, and starts its workers by ``subprocess``.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,15 +32,15 @@ from elastirun.rendezvous.stores.etcd.access import Access
 from elastirun.rendezvous.stores.etcd.diagnosis import diagnose
 from elastirun.rendezvous.stores.etcd.messages import load
 
-TRY = 2.0  # seconds for one try
-# The same in the first round, when there is another endpoint to go to: a stopped one looks like a slow one, and a node
-# is lost after five. Less for one that has not answered yet.
-SHORT_TRY, FIRST_TRY = 1.5, 1.0
-ROUNDS = 3  # over all endpoints
-DEADLINE = 8.0  # seconds for one operation, however many tries
-RENEWALS = 2  # of the token, for one operation
-PAUSE, LONGEST_PAUSE = 0.2, 1.0  # seconds between two rounds, doubled each time
-LARGEST = 64 << 20  # bytes of an answer
+# Limits in seconds of one attempt. In the first round over several endpoints they are short: a stopped member looks like a slow one, and a
+# node is lost after 5 s of silence. A member that has not answered on this channel yet gets least.
+ATTEMPT, FIRST_ROUND_ATTEMPT, FIRST_CONTACT = 2.0, 1.5, 1.0
+LEAST_ATTEMPT = 0.1  # seconds of the last attempt before the deadline: less would fail on a healthy network
+ROUNDS = 3  # over all endpoints, for one operation
+DEADLINE = 8.0  # seconds of one operation, over all attempts
+RENEWALS = 2  # of the token, for one operation: etcd may expire it again at once, but not for ever
+PAUSE, LONGEST_PAUSE = 0.2, 1.0  # seconds between two rounds: doubled each time, so that an election can end
+LARGEST = 64 << 20  # bytes of an answer; far above what the largest job writes
 
 OPTIONS = {
     "grpc.keepalive_time_ms": 6000,
@@ -47,172 +48,207 @@ OPTIONS = {
     "grpc.http2.ping_timeout_ms": 2000,
     "grpc.keepalive_permit_without_calls": 0,
     "grpc.http2.max_pings_without_data": 0,
-    "grpc.min_reconnect_backoff_ms": int(TRY * 1000),  # which is also how long connecting may take
+    "grpc.min_reconnect_backoff_ms": int(ATTEMPT * 1000),  # also the limit for connecting
     "grpc.max_receive_message_length": LARGEST,
     "grpc.use_local_subchannel_pool": 1,
     "grpc.enable_http_proxy": 0,
-    "grpc.enable_retries": 0,  # we do it ourselves, elsewhere
+    "grpc.enable_retries": 0,  # this client retries itself, at another endpoint
 }
-RENEW = "RENEW"
 FULL = (
     "its database is full (mvcc: database space exceeded) and takes no writes from anybody until its administrator runs "
     "`etcdctl compact REVISION`, `etcdctl defrag` and `etcdctl alarm disarm`; --auto-compaction-retention=1h keeps it from filling up"
 )
-NOT_ETCD = "UNIMPLEMENTED"  # gRPC's code for a method that the server has not
-STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
-ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "CANCELLED")  # another endpoint may do better
+NOT_ETCD = "UNIMPLEMENTED"  # gRPC's code for a method that the server lacks
+STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")  # etcd's words
+MAY_PASS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "CANCELLED", NOT_ETCD)  # another endpoint may do better
 
 T = TypeVar("T")
 Metadata = Sequence[tuple[str, str]]
-Act = Callable[[Any, float, Metadata], T]  # with a channel and seconds
+Call = Callable[[Any, float, Metadata], T]  # with gRPC's channel and the limit in seconds
 
 
 class LeaseNotFound(StoreError):
-    """The lease is over, and with it what was written under it."""
+    """The lease has expired, and what was written under it is gone."""
 
 
 class Cluster:
-    """What all connections of one agent share: which endpoint is in use, how to get in, the token.
+    """The state that all connections of one agent share: the endpoint in use, the credentials, the token.
 
-    ``endpoints``: each ``host:port``. ``deadline``: seconds for one operation.
+    ``endpoints``: each ``host:port``. ``deadline``: seconds of one operation.
     """
 
     def __init__(self, endpoints: Sequence[str], access: Access | None = None, deadline: float = DEADLINE) -> None:
         self.endpoints = tuple(endpoints)
         self.access = access or Access()
         self.deadline = deadline
-        self.token: str | None = None  # empty: etcd asks for none
-        self.position = random.randrange(len(self.endpoints))  # the agents of a job spread over the members
+        self.token: str | None = None  # None: not asked for yet; empty: etcd needs none
+        self.position = random.randrange(len(self.endpoints))  # at random, so that the agents of a job use all members
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
         return self.name(*self.endpoints)
 
     def name(self, *endpoints: str) -> str:
-        """What to call some of the endpoints in a message."""
+        """Return the name of some of the endpoints for a message."""
         return "etcd at " + ", ".join(f"https://{endpoint}" if self.access.tls else endpoint for endpoint in endpoints)
 
-    def leave(self, position: int) -> None:
-        """The endpoint at ``position`` does not answer: the next is to be used, if it is not already."""
+    def move_on(self, position: int) -> None:
+        """Make the next endpoint the one in use, unless another thread has left the one at ``position`` already."""
         with self._lock:
             if self.position == position:
                 self.position = (position + 1) % len(self.endpoints)
 
 
 @dataclass
-class Link:
-    """A channel to one of the endpoints."""
+class Channel:
+    """gRPC's channel to the endpoint at ``position``."""
 
     position: int
-    channel: Any
-    answered: bool = False  # on this channel
+    grpc: Any
+    answered: bool = False  # whether an attempt on this channel succeeded
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The reason why an attempt failed: gRPC's code, and the words of etcd or gRPC."""
+
+    code: str
+    details: str
+
+    @property
+    def stale_token(self) -> bool:
+        """Whether another token would help."""
+        return self.code == "UNAUTHENTICATED" or any(words in self.details for words in STALE_TOKEN)
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another attempt may succeed."""
+        return self.code in MAY_PASS or self.stale_token or "too many requests" in self.details
+
+    def words(self, limit: float) -> str:
+        """Return the problem in words. ``limit``: seconds of the attempt."""
+        if self.code == NOT_ETCD:
+            return f"what answers there does not have etcd's v3 API: {self.details}"
+        if self.code == "DEADLINE_EXCEEDED" and "etcdserver" not in self.details:
+            return f"no answer within {limit:.1f} s"
+        return self.details or self.code.lower()
 
 
 class Client:
-    """Calls etcd's methods. Used by one thread, and by those of its watches."""
+    """Calls etcd's methods over one channel at a time. Used by one thread, and by the threads of its watches."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.messages = load()
         self._certificates = cluster.access.certificates() if cluster.access.tls else (None, None, None)
         self.closed = threading.Event()
-        self._link: Link | None = None
+        self._channel: Channel | None = None
         self._lock = threading.Lock()
 
     def call(self, name: str, request: Any) -> Any:
-        """etcd's answer to ``request`` by its method ``name``.
+        """Return etcd's answer to ``request`` by its method ``name``.
 
-        A write may have been carried out by a try whose answer was lost. Errors: ``StoreError``.
+        An attempt whose answer was lost may have carried out a write. Errors: ``StoreError``.
         """
 
-        def act(channel: Any, limit: float, metadata: Metadata) -> Any:
+        def once(channel: Any, limit: float, metadata: Metadata) -> Any:
             return self.messages.method(channel, name)(request, timeout=limit, metadata=metadata)
 
-        return self.attempt(act)
+        return self.attempt(once)
 
     def call_stream(self, name: str, request: Any) -> Any:
-        """The first answer of a method that takes and gives streams. Errors: ``StoreError``."""
+        """Return the first answer of a method whose requests and answers are streams. Errors: ``StoreError``."""
 
-        def act(channel: Any, limit: float, metadata: Metadata) -> Any:
+        def once(channel: Any, limit: float, metadata: Metadata) -> Any:
             answers = self.messages.method(channel, name)(iter([request]), timeout=limit, metadata=metadata)
             try:
                 return next(answers)
             finally:
                 answers.cancel()
 
-        return self.attempt(act)
+        return self.attempt(once)
 
-    def attempt(self, act: Act[T]) -> T:
-        """The result of ``act`` at the first endpoint that answers. Errors: ``StoreError``, after the last try."""
+    def attempt(self, call: Call[T]) -> T:
+        """Return the result of ``call`` from the first endpoint that answers. Errors: ``StoreError``, after the last attempt."""
         end = clock.now() + self.cluster.deadline
         count = len(self.cluster.endpoints)
-        problems: dict[int, tuple[str, str]] = {}  # by position: gRPC's code, and words
+        failed: dict[int, tuple[Problem, float]] = {}  # by position: the last problem there, and the limit of the attempt
         renewals = 0
-        for tried in range(1, ROUNDS * count + 1):
-            link = self.link()
-            hurried = SHORT_TRY if link.answered and count > 1 else TRY if link.answered else FIRST_TRY
-            limit = hurried if tried <= count else TRY
-            limit = max(0.1, min(limit, end - clock.now()))
+        for number in range(1, ROUNDS * count + 1):
+            channel = self.channel()
+            limit = max(LEAST_ATTEMPT, min(self._limit(channel, first_round=number <= count), end - clock.now()))
             try:
-                metadata = self._metadata(link.channel, limit)
-                result = act(link.channel, limit, metadata)
-                link.answered = True
+                result = call(channel.grpc, limit, self._metadata(channel.grpc, limit))
+                channel.answered = True
                 return result
             except (self.messages.grpc.RpcError, ValueError, StopIteration) as error:
-                code, details = self._judge(error, limit)
-                if code == RENEW and renewals < RENEWALS:
-                    self.cluster.token, renewals = None, renewals + 1
-                    continue
-                problems[link.position] = code, details
-                self.leave(link)
+                problem = self._problem(error)
+            self._raise_if_final(problem)
+            if problem.stale_token and renewals < RENEWALS:
+                self.cluster.token, renewals = None, renewals + 1
+                continue
+            failed[channel.position] = problem, limit
+            self.abandon(channel)
             if clock.now() >= end:
                 break
-            if tried % count == 0:
-                pause = min(PAUSE * 2 ** (tried // count - 1), LONGEST_PAUSE)
+            if number % count == 0:
+                pause = min(PAUSE * 2 ** (number // count - 1), LONGEST_PAUSE)
                 self.closed.wait(pause * random.uniform(0.5, 1.0))
-        raise self._gave_up(problems)
+        raise self._unreachable(failed)
 
-    def link(self) -> Link:
-        """The channel to the endpoint in use, made if need be. Errors: ``StoreError`` when this connection is closed."""
+    def channel(self) -> Channel:
+        """Return the channel to the endpoint in use, opened if need be. Errors: ``StoreError`` when this client is closed."""
         with self._lock:
             if self.closed.is_set():
                 raise StoreError(f"{self.cluster}: this connection is closed")
-            if self._link is None:
+            if self._channel is None:
                 position = self.cluster.position
-                self._link = Link(position, self._dial(self.cluster.endpoints[position]))
-            return self._link
+                self._channel = Channel(position, self._open(self.cluster.endpoints[position]))
+            return self._channel
 
-    def leave(self, link: Link) -> None:
-        """Close a channel that is no good, with whatever else is under way on it; the next one goes elsewhere."""
+    def abandon(self, channel: Channel) -> None:
+        """Close a channel, with all calls on it, and move on to the next endpoint."""
         with self._lock:
-            if self._link is not link:
+            if self._channel is not channel:
                 return  # another thread was faster
-            self._link = None
-            self.cluster.leave(link.position)
-        link.channel.close()
+            self._channel = None
+            self.cluster.move_on(channel.position)
+        channel.grpc.close()
 
     @property
     def endpoint(self) -> str:
-        """Where this connection is, or would be made next."""
-        link = self._link
-        return self.cluster.endpoints[link.position if link else self.cluster.position]
+        """The endpoint in use, or the next one to be used."""
+        channel = self._channel
+        return self.cluster.endpoints[channel.position if channel else self.cluster.position]
 
     def close(self) -> None:
         """End all calls. Never raises."""
         with self._lock:
             self.closed.set()
-            link, self._link = self._link, None
-        if link is not None:
-            link.channel.close()
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.grpc.close()
 
-    def _dial(self, endpoint: str) -> Any:
+    def token(self) -> Metadata:
+        """Return the metadata with the token, if one is known."""
+        return (("token", self.cluster.token),) if self.cluster.token else ()
+
+    def _open(self, endpoint: str) -> Any:
         grpc, options = self.messages.grpc, list(OPTIONS.items())
         if not self.cluster.access.tls:
             return grpc.insecure_channel(endpoint, options)
         return grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(*self._certificates), options)
 
+    def _limit(self, channel: Channel, first_round: bool) -> float:
+        """Return the seconds for an attempt on ``channel``."""
+        if not first_round:
+            return ATTEMPT
+        if not channel.answered:
+            return FIRST_CONTACT
+        return FIRST_ROUND_ATTEMPT if len(self.cluster.endpoints) > 1 else ATTEMPT
+
     def _metadata(self, channel: Any, limit: float) -> Metadata:
-        """The token, asked for when there is none yet. Errors: gRPC's, and ``StoreRefused``."""
+        """Return the metadata of a call, with a new token if none is known. Errors: gRPC's, and ``StoreRefused``."""
         access = self.cluster.access
         if access.user and self.cluster.token is None:
             request = self.messages.AuthenticateRequest(name=access.user, password=access.password())
@@ -222,50 +258,46 @@ class Client:
             except self.messages.grpc.RpcError as error:
                 if "authentication is not enabled" not in (error.details() or ""):
                     raise
-                self.cluster.token = ""  # whoever comes may do anything there; so may we
+                self.cluster.token = ""
         return self.token()
 
-    def token(self) -> Metadata:
-        """The token that is known, if any."""
-        return (("token", self.cluster.token),) if self.cluster.token else ()
+    def _problem(self, error: BaseException) -> Problem:
+        if not isinstance(error, self.messages.grpc.RpcError):  # another thread closed the channel, which gRPC reports as ValueError
+            return Problem("CANCELLED", "the connection was closed")
+        return Problem(error.code().name, clip((error.details() or "").rpartition("last error: ")[2], 200))
 
-    def _judge(self, error: BaseException, limit: float) -> tuple[str, str]:
-        """gRPC's code for a try that failed, and why; RENEW for a token that is not valid.
-
-        Errors: ``StoreError`` for what does not get better by trying again.
-        """
-        if not isinstance(error, self.messages.grpc.RpcError):
-            return "CANCELLED", "the connection was closed"  # a ValueError of gRPC's: by another thread, before the call began
-        code, details = error.code().name, clip((error.details() or "").rpartition("last error: ")[2], 200)
-        where, user = self.cluster.name(self.endpoint), self.cluster.access.user
+    def _raise_if_final(self, problem: Problem) -> None:
+        """Raise the ``StoreError`` of a problem that no further attempt would solve."""
+        access, details = self.cluster.access, problem.details
+        where = self.cluster.name(self.endpoint)
         if "lease not found" in details:
-            raise LeaseNotFound(f"{where}: {details}") from None
-        if "user name is empty" in details and not user:
-            raise StoreRefused(f"{where}: it asks who we are: give user= and password_file=") from None
+            raise LeaseNotFound(f"{where}: {details}")
+        if "user name is empty" in details and not access.user:
+            raise StoreRefused(f"{where}: it asks who we are: give user= and password_file=")
         if "authentication failed" in details:
-            raise StoreRefused(f"{where}: wrong user or password (user={user}, {self.cluster.access.password_file})") from None
-        if code == "PERMISSION_DENIED":
-            who = f"user {user}" if user else "this certificate's user"
-            raise StoreRefused(f"{where}: {who} has no permission there: its role needs readwrite on the prefix of the keys") from None
-        if code == "UNAUTHENTICATED" or any(words in details for words in STALE_TOKEN):
-            return RENEW, details
-        if code == NOT_ETCD:
-            return code, f"what answers there does not have etcd's v3 API: {details}"
-        if code == "DEADLINE_EXCEEDED" and "etcdserver" not in details:
-            return code, f"no answer within {limit:.1f} s"
-        if code in ELSEWHERE or "too many requests" in details:
-            return code, details or code.lower()
-        raise StoreError(f"{where}: {FULL if 'database space exceeded' in details else details or code}") from None
+            raise StoreRefused(f"{where}: wrong user or password (user={access.user}, {access.password_file})")
+        if problem.code == "PERMISSION_DENIED":
+            who = f"user {access.user}" if access.user else "this certificate's user"
+            raise StoreRefused(f"{where}: {who} has no permission there: its role needs readwrite on the prefix of the keys")
+        if not problem.may_pass:
+            raise StoreError(f"{where}: {FULL if 'database space exceeded' in details else details or problem.code}")
 
-    def _gave_up(self, problems: dict[int, tuple[str, str]]) -> StoreError:
-        """What to say of the endpoints after the last try: for those that could not be connected to, what is wrong there."""
-        by_words: dict[str, list[str]] = {}
-        in_vain = []
-        for position, (code, details) in problems.items():
-            endpoint, access = self.cluster.endpoints[position], self.cluster.access
-            context = access.context() if access.tls else None
-            words, final = diagnose(endpoint, context, bool(access.cert)) if code == "UNAVAILABLE" else ("", code == NOT_ETCD)
-            by_words.setdefault(words or details, []).append(endpoint)
-            in_vain.append(final)
-        text = "; ".join(f"{self.cluster.name(*endpoints)}: {words}" for words, endpoints in by_words.items())
-        return (StoreRefused if all(in_vain) else StoreError)(text)
+    def _unreachable(self, failed: dict[int, tuple[Problem, float]]) -> StoreError:
+        """Return the error after the last attempt. It says what is wrong with each endpoint, and the same words once.
+
+        It is a ``StoreRefused`` when waiting would help at none of them.
+        """
+        access = self.cluster.access
+        context = access.context() if access.tls else None
+        endpoints_by_words: dict[str, list[str]] = defaultdict(list)
+        lasting = []
+        for position, (problem, limit) in failed.items():
+            endpoint = self.cluster.endpoints[position]
+            words, lasts = problem.words(limit), problem.code == NOT_ETCD
+            if problem.code == "UNAVAILABLE":  # gRPC's own words often name no cause
+                diagnosis, lasts = diagnose(endpoint, context, bool(access.cert))
+                words = diagnosis or words
+            endpoints_by_words[words].append(endpoint)
+            lasting.append(lasts)
+        text = "; ".join(f"{self.cluster.name(*endpoints)}: {words}" for words, endpoints in endpoints_by_words.items())
+        return (StoreRefused if all(lasting) else StoreError)(text)

@@ -1,6 +1,6 @@
-"""Why an endpoint cannot be used, in words: gRPC's own change from release to release, and often name no cause.
+"""Finds out why an endpoint of etcd cannot be used. gRPC's own words change from release to release and often name no cause.
 
-Asked only when all tries have failed. Whatever it connects to may be anything.
+It runs only after all attempts have failed. The endpoint may be any kind of server.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from contextlib import suppress
 
 from elastirun.rendezvous.codec import clip
 
-LIMIT = 1.0  # seconds for each step
-OBJECTION = 0.3  # seconds in which a server is heard that does not like our certificate; it speaks up after the handshake
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # what begins HTTP/2: the preface and empty SETTINGS
+LIMIT = 1.0  # seconds for each step: the attempts before had several
+ALERT_WAIT = 0.3  # seconds in which a server's TLS alert is awaited; a server rejects our certificate only after the handshake
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # the client's preface of HTTP/2 and empty SETTINGS
 EXPIRED, NOT_YET_VALID, OTHER_NAME, OTHER_ADDRESS = 10, 9, 62, 64  # OpenSSL's X509_V_ERR_ numbers
 
-Diagnosis = tuple[str, bool]  # what is wrong, empty when it seems well; whether waiting is in vain
+Diagnosis = tuple[str, bool]  # what is wrong, empty when nothing was found; whether it lasts, so that waiting does not help
 WELL: Diagnosis = ("", False)
 
 
 def diagnose(endpoint: str, context: ssl.SSLContext | None, has_cert: bool = False) -> Diagnosis:
-    """What is wrong with ``endpoint``, ``host:port``. ``context`` for those with TLS; ``has_cert``: it has a certificate of ours."""
+    """Return what is wrong with ``endpoint``, ``host:port``. ``context`` None: no TLS. ``has_cert``: it has a client certificate."""
     try:
         with _connect(endpoint) as connection:
             if context is not None:
@@ -45,8 +45,8 @@ def diagnose(endpoint: str, context: ssl.SSLContext | None, has_cert: bool = Fal
 def _with_tls(endpoint: str, connection: socket.socket, context: ssl.SSLContext, has_cert: bool) -> Diagnosis:
     try:
         with context.wrap_socket(connection, server_hostname=_host(endpoint)) as secured:
-            secured.settimeout(OBJECTION)
-            with suppress(TimeoutError):  # were something sent now, its objection might be lost with the connection
+            secured.settimeout(ALERT_WAIT)
+            with suppress(TimeoutError):  # data sent now could lose the server's alert together with the connection
                 return _something_else(secured.recv(64))
             secured.settimeout(LIMIT)
             reply = _reply(secured)
@@ -57,13 +57,9 @@ def _with_tls(endpoint: str, connection: socket.socket, context: ssl.SSLContext,
         return "no answer to the TLS handshake", False
     except OSError as error:
         reason = str(getattr(error, "reason", "") or "")
-        if "ALERT" in reason:  # it was their decision
-            words = reason.lower().replace("_", " ")
-            return (
-                f"it does not accept the certificate in cert= ({words})"
-                if has_cert
-                else f"it wants a certificate of ours: give cert= and key= ({words})"
-            ), True
+        if "ALERT" in reason:  # the server ended the handshake
+            what = "it does not accept the certificate in cert=" if has_cert else "it wants a certificate of ours: give cert= and key="
+            return f"{what} ({reason.lower().replace('_', ' ')})", True
         if _speaks_http2(endpoint):
             return f"it speaks no TLS there: write http://{endpoint}", True
         return f"the TLS handshake failed: {clip(reason or error.strerror or type(error).__name__, 100)}", False
@@ -80,13 +76,14 @@ def _about_certificate(endpoint: str, error: ssl.SSLCertVerificationError) -> st
 
 
 def _something_else(reply: bytes) -> Diagnosis:
+    """Return the diagnosis of a server that did not answer with HTTP/2."""
     if reply.startswith(b"HTTP/1"):
         return "what answers there does not speak etcd's v3 API (HTTP/2), but HTTP/1: another server, or an etcd 2", True
     return ("it hangs up" if not reply else "what answers there is not etcd"), bool(reply)
 
 
 def _connect(endpoint: str) -> socket.socket:
-    if endpoint.startswith("unix:"):  # a private etcd
+    if endpoint.startswith("unix:"):  # a private etcd's
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(LIMIT)
         connection.connect(endpoint.removeprefix("unix:"))
@@ -99,6 +96,7 @@ def _host(endpoint: str) -> str:
 
 
 def _reply(connection: socket.socket) -> bytes:
+    """Return the first bytes of the answer to HTTP/2's preface."""
     connection.sendall(HELLO)
     return connection.recv(64)
 
@@ -117,7 +115,7 @@ def _speaks_http2(endpoint: str) -> bool:
 
 def _speaks_tls(endpoint: str) -> bool:
     anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE  # nothing is said to it, nor believed
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE  # safe: nothing is sent or read
     try:
         with _connect(endpoint) as connection, anybody.wrap_socket(connection):
             return True

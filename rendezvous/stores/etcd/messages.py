@@ -1,9 +1,9 @@
-"""etcd's messages and methods as the package ``etcd3`` has them, beside any protobuf from 3.20 on.
+"""Loads etcd's messages and methods from the files of the package ``etcd3``, with any protobuf from 3.20 on.
 
-etcd3 0.12, the newest there is, cannot be imported with protobuf 4 or later ("Descriptors cannot be created directly"), and an
-environment to train in needs 6 or later. Its ``*_pb2.py`` hold a good description of the protocol all the same, serialized, in one
-line each. That line is all we take: no code of etcd3 is executed. The classes are made in a pool of descriptors of our own, so
-another ``rpc.proto`` in the same process, etcd3's own under an older protobuf too, is in nobody's way.
+etcd3 0.12, the latest release, cannot be imported with protobuf 4 or later ("Descriptors cannot be created directly"), and training
+environments need 6 or later. But each of its ``*_pb2.py`` has a line with the serialized description of the protocol. Only that line is
+used, and no code of etcd3 runs. The classes are made in a descriptor pool of their own, so they do not conflict with another
+``rpc.proto`` in the same process, such as etcd3's own under an older protobuf.
 
 Neither grpc nor protobuf is imported before ``load`` is called.
 """
@@ -25,17 +25,17 @@ from typing import Any
 from elastirun.errors import StartError
 
 INSTALL = "pip install 'etcd3==0.12.0' grpcio protobuf"
-FILES = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # in the order in which they need each other
+FILES = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # each needs those before it
 PACKAGE = "etcdserverpb"
 _STRING = r"""b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-_SERIALIZED = re.compile(rf"(?:serialized_pb=|AddSerializedFile\()(?:_b\()?({_STRING})")  # as protoc wrote it up to 3.19, and since
+_SERIALIZED = re.compile(rf"(?:serialized_pb=|AddSerializedFile\()(?:_b\()?({_STRING})")  # as protoc up to 3.19 writes it, and later ones
 
-_lock = threading.Lock()  # the driver may have given one connection up, and open another
+_lock = threading.Lock()  # the store thread may open a connection while an abandoned one still loads in its thread
 _loaded: list[Messages] = []
 
 
 class Messages:
-    """The message classes by name, ``messages.RangeRequest(key=b"a")``, and etcd's methods. ``grpc`` is the module."""
+    """etcd's message classes by name, as in ``messages.RangeRequest(key=b"a")``, and its methods. ``grpc`` is the module."""
 
     def __init__(self, descriptions: Iterable[bytes], grpc: Any) -> None:
         from google.protobuf import descriptor_pb2, descriptor_pool
@@ -49,7 +49,7 @@ class Messages:
                 self._methods.update({f"{service.name}/{method.name}": method for method in service.method})
 
     def __getattr__(self, name: str) -> Any:
-        """The class of the message ``name``."""
+        """Return the class of the message ``name``."""
         try:
             made = self._class_of(self._pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
         except KeyError:
@@ -65,7 +65,7 @@ class Messages:
         return since_4_22 or message_factory.MessageFactory(self._pool).GetPrototype
 
     def method(self, channel: Any, name: str) -> Any:
-        """What calls ``name``, such as ``KV/Range``, over ``channel``: with one message, or for a stream with an iterator of them."""
+        """Return the method ``name``, such as ``KV/Range``, over ``channel``. It takes a message, or for a stream an iterator of them."""
         method = self._methods[name]
         request, answer = (getattr(self, kind.rpartition(".")[2]) for kind in (method.input_type, method.output_type))
         kind = channel.stream_stream if method.client_streaming else channel.unary_unary
@@ -73,11 +73,11 @@ class Messages:
 
 
 def check_installed() -> None:
-    """Raises ``StartError`` when a package that the store needs is missing. Imports none of them."""
+    """Raise ``StartError`` when a package that the store needs is missing. Imports none of them."""
     for name, package in (("etcd3", "etcd3"), ("grpc", "grpcio"), ("google.protobuf", "protobuf")):
         try:
             found = importlib.util.find_spec(name)
-        except ImportError:  # there is no google
+        except ImportError:  # there is no package ``google`` either
             found = None
         if found is None:
             raise StartError(f"the etcd store needs the package {package}, which is not installed here: {INSTALL}")
@@ -85,7 +85,7 @@ def check_installed() -> None:
 
 
 def load() -> Messages:
-    """The messages and grpc, imported the first time. Raises ``StartError`` when they cannot be had."""
+    """Return the messages, which are loaded the first time. Raises ``StartError`` when a package is missing or cannot be imported."""
     with _lock:
         if not _loaded:
             check_installed()
@@ -93,7 +93,7 @@ def load() -> Messages:
             try:
                 with _quiet():
                     grpc = importlib.import_module("grpc")
-                    grpc.insecure_channel("127.0.0.1:1").close()  # its library is told now whether it may print
+                    grpc.insecure_channel("127.0.0.1:1").close()  # gRPC reads its verbosity with the first channel
                 _loaded.append(Messages(descriptions, grpc))
             except ImportError as error:
                 raise StartError(f"the etcd store cannot import what it needs: {error}") from None
@@ -101,6 +101,7 @@ def load() -> Messages:
 
 
 def _folder() -> Path:
+    """Return the folder with ``FILES``. Raises ``StartError`` when etcd3 is not the package it should be."""
     spec = importlib.util.find_spec("etcd3")
     folder = Path((spec and spec.origin) or "missing").parent / "etcdrpc"
     if not all((folder / name).is_file() for name in FILES):
@@ -109,7 +110,7 @@ def _folder() -> Path:
 
 
 def _description(path: Path) -> bytes:
-    """The serialized description of a protocol in a module that protoc has written."""
+    """Return the serialized description of a protocol from a module that protoc has written."""
     found = _SERIALIZED.search(path.read_text(encoding="utf-8"))
     if found is None:
         raise StartError(f"{path} has no description of etcd's protocol that elastirun can read: pip install 'etcd3==0.12.0'")
@@ -119,9 +120,9 @@ def _description(path: Path) -> bytes:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """gRPC's C++ writes a line or four to stderr for a connection that fails, unless told not to before it is first used."""
+    """Silence gRPC's C++, which reads its verbosity once. Otherwise it writes up to four lines to stderr for a failed connection."""
     name = "GRPC_VERBOSITY"
-    given = name in os.environ  # somebody wants to see it
+    given = name in os.environ  # the user has chosen a verbosity
     os.environ.setdefault(name, "NONE")
     try:
         yield
