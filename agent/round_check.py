@@ -1,4 +1,4 @@
-"""Answers the workers' question whether their round is still the current one (``elastirun.train.is_current``).
+"""Answer workers that ask whether their round is still the current one (``elastirun.train.is_current``).
 
 A worker connects to a unix socket in a folder that only this user can enter, sends the fence token of its round and a newline,
 and reads one line: ``yes``, ``no``, or ``unknown`` with a reason. The answer comes from a read of the store that *started* after the
@@ -30,10 +30,10 @@ MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
 
 
 def still_holds(record: RoundRecord | None, fence: str, me: str) -> bool:
-    """Whether the round named by ``fence`` has not been replaced, nor will be without waiting for the node ``me``.
+    """Whether the round with the token ``fence`` is the newest one, and no newer one can form before the node ``me`` has left it.
 
-    A round that is over counts until the next one has formed, so that workers may save a checkpoint while they are stopped. A member
-    that the others take for lost is not waited for.
+    A round that is over counts until the next one has formed, so that workers may save a checkpoint while they are stopped. The next
+    round does not wait for a member that is lost, so for that member its round no longer counts.
     """
     if record is None or record.fence != fence or record.index(me) is None:
         return False
@@ -42,7 +42,7 @@ def still_holds(record: RoundRecord | None, fence: str, me: str) -> bool:
 
 @dataclass(eq=False)
 class _Client:
-    """One connection. ``asked``: when its question was complete, on ``elastirun.clock``; None until then."""
+    """One connection. ``asked``: when the question was complete, on ``elastirun.clock``; None until then."""
 
     connection: socket.socket
     received: bytes = b""
@@ -53,8 +53,8 @@ class _Client:
 class RoundCheck:
     """The agent's end of the socket. All calls happen in the loop's thread; nothing blocks.
 
-    ``me`` is this node's id, ``read_store`` asks for a read of the store soon. Where no socket could be made, ``path`` and ``folder``
-    are empty and ``trouble`` says why: training goes on, and ``is_current`` raises.
+    ``me`` is this node's id. ``read_store()`` asks for a read of the store soon. Where no socket could be made, ``path`` and ``folder``
+    are empty and ``trouble`` says why; training goes on, and ``is_current`` raises.
     """
 
     def __init__(self, me: str, selector: selectors.BaseSelector, read_store: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class RoundCheck:
         self._selector = selector
         self._read_store = read_store
         self._clients: list[_Client] = []  # oldest first
-        self._store_answers = True  # the last exchange succeeded
+        self._store_answers = True  # the last exchange with the store succeeded
         self._accept_at: float | None = None  # when to accept again, on ``elastirun.clock``; None: the socket is registered
         self.folder = self.path = self.trouble = ""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -79,7 +79,7 @@ class RoundCheck:
         selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
     def settle(self, event: Synced | SyncFailed) -> None:
-        """Answer the questions that ``event``, the outcome of an exchange with the store, can answer."""
+        """Answer the questions that came before ``event``, the outcome of an exchange with the store, began."""
         self._store_answers = isinstance(event, Synced)
         for client in [client for client in self._clients if client.asked is not None]:
             if isinstance(event, SyncFailed):
@@ -135,11 +135,11 @@ class RoundCheck:
             data = b""
         client.received += data
         if not data or client.asked is not None or len(client.received) > MAX_QUESTION:
-            self._drop(client)  # it hung up, or speaks another language
+            self._drop(client)  # it hung up, or follows another protocol
         elif client.received.endswith(b"\n"):
             client.fence = client.received[:-1].decode(errors="replace")
             client.asked = clock.now()
-            if self._store_answers:  # else the machine tries again by itself, at growing distances
+            if self._store_answers:  # else the machine retries by itself, with a backoff
                 self._read_store()
 
     def _answer(self, client: _Client, line: str) -> None:
@@ -168,7 +168,7 @@ def _bind(listening: socket.socket, folder: str, name: str) -> None:
 
 
 def _uid_of(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel knows it; -1 when it does not."""
+    """Return the user at the other end by the kernel's word; -1 when the kernel does not know."""
     try:
         _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     except OSError:

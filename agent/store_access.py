@@ -1,4 +1,7 @@
-"""Where and how this agent meets the others: what it says of itself, by which rules, how it reaches the store, and serves it if need be."""
+"""How this node takes part in the rendezvous: its row, the rules of the job, and the connection to the store.
+
+``store_access`` is the only place that chooses a store. Another kind of store is one more subclass of ``StoreAccess``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from elastirun.agent import shared_store
 from elastirun.agent.host import net
 from elastirun.agent.host.listening import EVERYWHERE
 from elastirun.agent.private_etcd import PrivateEtcd
-from elastirun.agent.worker_store import SharedStore, WorkerStore
+from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.codec import clip
@@ -32,14 +35,14 @@ HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may stil
 
 
 def introduction(config: LaunchConfig) -> NodeRow:
-    """The row of a new incarnation of this node. Its address and port are known once the store was reached."""
+    """Return the row of a new incarnation of this node. Its address and port are set once the store was reached."""
     name = clip(socket.gethostname(), 128)
     incarnation = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"
     return NodeRow(incarnation, name, "", 0, config.nproc, config.role, config.node_rank)
 
 
-def rules(config: LaunchConfig) -> Rules:
-    """What the job asks of its rounds."""
+def rules(config: LaunchConfig, access: StoreAccess) -> Rules:
+    """Return the rules by which the rounds of this job form and end."""
     return Rules(
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
@@ -48,8 +51,8 @@ def rules(config: LaunchConfig) -> Rules:
         fail_fast=config.fail_fast,
         fixed_ranks=config.fixed_ranks,
         private=config.standalone,
-        lasting=config.etcd is not None,
-        hosted=config.etcd is None and config.endpoint is not None,
+        lasting=access.outlives_job,
+        hosted=config.endpoint is not None and not access.outlives_job,
         new_store_id=secrets.token_hex(8),
         **vars(config.timing),
     )
@@ -59,17 +62,17 @@ _EVERYWHERE = f"listens on {EVERYWHERE}"
 
 
 @dataclass(frozen=True)
-class Here:
-    """This machine as the other nodes see it."""
+class NodeAddress:
+    """The address and the network interfaces of this node, as far as other nodes and the workers need them."""
 
-    address: str  # what the others reach it by; a name when --local-addr is one
+    address: str  # for the other nodes; a name when --local-addr is one
     number: str  # the same as a number
     interface: str | None  # of ``number``
     loopback: str | None  # of 127.0.0.1
 
 
 def why_everywhere(endpoint: Endpoint, found: tuple[str, ...]) -> str:
-    """Why the store does not listen on one address alone, and how to change that."""
+    """Return why the store does not listen on one address alone, and how to change that. ``found``: the endpoint's addresses."""
     if not found:
         return f"{endpoint.host} does not resolve here; give an address of this machine as the endpoint"
     if any(net.is_own(address) for address in found):
@@ -77,167 +80,200 @@ def why_everywhere(endpoint: Endpoint, found: tuple[str, ...]) -> str:
     return f"{endpoint.host} is no address of this machine (is_host=1); a firewall should let only the job's nodes in"
 
 
-class Place:
-    """``connect`` opens the store; it is called in the driver's thread, which also sets ``reached`` and adds to ``notices``."""
+class StoreAccess:
+    """The way of this node to the rendezvous store. Each subclass is for one kind of store, and has a method ``connect``.
+
+    ``connect`` and what it sets belong to the store thread, which may resolve names and wait; ``worker_store`` and ``close`` are
+    called in the agent's loop.
+    """
+
+    outlives_job = False  # the store, with the keys of the job, is still there when all nodes of the job have ended
+    exchange_limit = EXCHANGE_LIMIT  # seconds for one exchange with the store
 
     def __init__(self, config: LaunchConfig) -> None:
         self.config = config
-        self.reached: tuple[str, int] | None = None  # address and port where the store was reached last
         self.notices: deque[str] = deque()  # lines for people
-        self.exchange_limit = ETCD_LIMIT if config.etcd else EXCHANGE_LIMIT
-        self.prefix = shared_store.prefix(config.run_id)  # of every key of this job
-        self._cannot_host: tuple[float, str] | None = None  # since when and why the store that is ours to host cannot be served
-        self.private: PrivateEtcd | None = None
-        self.shared: tuple[str, int] | None = None  # where this node reaches the store, if the workers meet on it too
-        self._listening: socket.socket | None = None  # at the endpoint, for the workers of a job of one node
-        self._here: Here | None = None
-        self._served_at = ""  # the address that the rendezvous store is served on here; empty for every interface
-        if config.etcd is not None:
-            self.private = None if config.etcd.endpoints else PrivateEtcd()
-            self.connect = self._at_etcd(config.etcd)
-        elif config.endpoint is not None and not config.standalone:
-            self.connect = self._at_endpoint(config.endpoint)
-        else:
-            self.connect = self._alone(config.endpoint)
+        self.key_prefix = shared_store.prefix(config.run_id)  # of every key of this job
+        self.private_etcd: PrivateEtcd | None = None
+        self.worker_endpoint: tuple[str, int] | None = None  # address and port of the rendezvous store, if the workers use it too
+        self._reached: tuple[str, int] | None = None  # address and port where the store was reached last
+        self._address: NodeAddress | None = None
+        self._worker_socket: socket.socket | None = None  # listens where the workers of a job of one node were told to meet
+        self._host_failed: tuple[float, str] | None = None  # since when and why this node cannot serve the store, which it should
+
+    def connect(self) -> Store:
+        """Open the store. Errors: ``StoreError``."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        if self.private:
-            self.private.close()
-        if self._listening:
-            self._listening.close()
+        if self.private_etcd:
+            self.private_etcd.close()
+        if self._worker_socket:
+            self._worker_socket.close()
 
     @property
-    def hopeless(self) -> str:
-        """Why the store that is ours to host will not be served; empty while there is hope."""
-        tried = self._cannot_host is not None and self.reached is None and clock.now() > self._cannot_host[0] + HOST_TRIES
-        return self._cannot_host[1] if tried and self._cannot_host else ""
+    def host_failure(self) -> str:
+        """Why this node cannot serve the store, which it should, after ``HOST_TRIES`` seconds of trying; empty before."""
+        if self._host_failed is None or self._reached is not None:
+            return ""
+        since, why = self._host_failed
+        return why if clock.now() > since + HOST_TRIES else ""
 
     @property
-    def here(self) -> Here:
-        """This node's address and interfaces. Known once the store was reached."""
-        assert self._here is not None
-        return self._here
+    def node_address(self) -> NodeAddress:
+        """This node's address. Known once the store was reached, because the route to the store decides it."""
+        assert self._address is not None
+        return self._address
 
-    def worker_store(self, on_error: Callable[[str], None]) -> WorkerStore | SharedStore:
-        """The store on which the workers of this node's rounds meet. Raises StartError when no socket can be bound."""
-        if self.shared:
-            return SharedStore(self.shared[1])
+    def worker_store(self, on_error: Callable[[str], None]) -> WorkerStore | RendezvousStoreForWorkers:
+        """Make the store for the workers of this node's rounds. Raises StartError when no socket can be bound."""
+        if self.worker_endpoint:
+            return RendezvousStoreForWorkers(self.worker_endpoint[1])
         avoid = self.config.endpoint.port if self.config.endpoint else 0
-        made = WorkerStore(self.here.number, on_error, self._listening, avoid)
+        made = WorkerStore(self.node_address.number, on_error, self._worker_socket, avoid)
         if made.everywhere:
-            self.notices.append(f"warning: the workers' store {_EVERYWHERE}: {self.here.address} is no address of this machine")
+            self.notices.append(f"warning: the workers' store {_EVERYWHERE}: {self.node_address.address} is no address of this machine")
         return made
 
-    def _look_around(self) -> None:
-        """Find out by which address and interface the others reach this node, once; names are resolved here, outside of the loop."""
-        assert self.reached is not None
-        if self._here is not None:
-            return
-        address, port = self.reached
-        if self.config.local_addr and self._listening is None:
-            address = self.config.local_addr
-        elif not self.config.standalone:
-            address = net.advertised_address((address,), port, None)
-        number = next(iter(net.resolve(address)), address)
-        self._here = Here(address, number, net.interface_of(number), net.interface_of("127.0.0.1"))
+    def _find_node_address(self) -> None:
+        """Set this node's address, once. Looks names up, which may take seconds."""
+        if self._address is None:
+            assert self._reached is not None
+            address = self._choose_address(*self._reached)
+            number = next(iter(net.resolve(address)), address)
+            self._address = NodeAddress(address, number, net.interface_of(number), net.interface_of("127.0.0.1"))
 
-    def _alone(self, endpoint: Endpoint | None) -> Callable[[], Store]:
-        """One node: the agent's store is in its memory, and the workers' at ``endpoint`` if there is one."""
-        data: dict[str, bytes] = {}
+    def _choose_address(self, store_address: str, store_port: int) -> str:
+        """Return the address by which the other nodes reach this one."""
+        if self.config.local_addr:
+            return self.config.local_addr
+        return store_address if self.config.standalone else net.advertised_address((store_address,), store_port, None)
 
-        def connect() -> Store:
-            if endpoint is not None and self._listening is None:
-                try:
-                    self._listening = net.open_local_socket(endpoint, self.config.endpoint_option)
-                except StartError as error:
-                    self._cannot_host = self._cannot_host or (clock.now(), str(error))
-                    raise StoreError(str(error)) from None
-            self.reached = self._listening.getsockname()[:2] if self._listening else ("127.0.0.1", 0)
-            self._look_around()
-            return MemoryStore(data)
 
-        return connect
+class MemoryAccess(StoreAccess):
+    """One node: the rendezvous store is in the agent's memory, and the workers meet at the endpoint, if there is one."""
 
-    def _at_etcd(self, etcd: Etcd) -> Callable[[], Store]:
-        from elastirun.rendezvous.stores.etcd import store as store
-        from elastirun.rendezvous.stores.etcd.access import Access
+    def __init__(self, config: LaunchConfig) -> None:
+        super().__init__(config)
+        self._data: dict[str, bytes] = {}
 
-        access = Access(etcd.tls, etcd.ca_cert, etcd.cert, etcd.key, etcd.user, etcd.password_file)
-        names = [self.private.endpoint] if self.private else [str(endpoint) for endpoint in etcd.endpoints]
-        connect = store.connector(names, access, etcd.prefix, self.config.timing.expire, say=self.notices.append)
+    def connect(self) -> Store:
+        if self.config.endpoint is not None and self._worker_socket is None:
+            try:
+                self._worker_socket = net.open_local_socket(self.config.endpoint, self.config.endpoint_option)
+            except StartError as error:
+                self._host_failed = self._host_failed or (clock.now(), str(error))
+                raise StoreError(str(error)) from None
+        self._reached = self._worker_socket.getsockname()[:2] if self._worker_socket else ("127.0.0.1", 0)
+        self._find_node_address()
+        return MemoryStore(self._data)
 
-        self.prefix = self.prefix.removeprefix(shared_store.JOBS)  # at etcd there is no list of jobs, and its prefix comes before
+    def _choose_address(self, store_address: str, store_port: int) -> str:
+        return store_address if self._worker_socket else super()._choose_address(store_address, store_port)
 
-        def connect_and_see_where() -> Store:
-            if self.private:
-                self.private.check()
-            made = connect()
-            if self.private:
-                self.reached = ("127.0.0.1", 0)
-            else:
-                endpoint = etcd.endpoints[names.index(made.endpoint)]
-                found = net.resolve(endpoint.host)
-                self.reached = (found[0] if found else endpoint.host, endpoint.port)
-            with suppress(ImportError):  # loading it holds up the agent: before it joins, not while its workers run
-                torch_class.tcp_store_class()
-            self._look_around()
-            return made
 
-        return connect_and_see_where
+class EndpointAccess(StoreAccess):
+    """A TCPStore at ``endpoint``, which the agent on that machine serves."""
 
-    def _at_endpoint(self, endpoint: Endpoint) -> Callable[[], Store]:
-        names, addresses = net.own_names()
-        known: list[str] = []  # the endpoint's addresses as the last successful lookup returned them; a later lookup may fail
+    def __init__(self, config: LaunchConfig, endpoint: Endpoint) -> None:
+        super().__init__(config)
+        self._endpoint = endpoint
+        self._own_names, self._own_addresses = net.own_names()
+        self._known: tuple[str, ...] = ()  # the endpoint's addresses by the last lookup that found any; a later one may fail
+        self._served_at = ""  # the address on which this agent serves the store; empty for every interface
+        self._open = tcp.connector(self._open_socket, self._reach)
 
-        def resolve() -> tuple[str, int]:
-            known[:] = net.resolve(endpoint.host) or known
-            whys = {address: net.probe(address, endpoint.port, 2.0) for address in known}
-            for address, why in whys.items():
-                if why is None:
-                    if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
-                        raise StoreError(f"what listens at {endpoint} {foreign}")
-                    net.shorten_name_timeouts()
-                    self.reached = (address, endpoint.port)
-                    return self.reached
-            why = next(iter(whys.values()), None) or "the name does not resolve"
-            if self.reached:
-                raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")
-            raise StoreError(f"{why}; {net.explain_no_host(endpoint, names, addresses, self.config.endpoint_option)}")
+    def connect(self) -> Store:
+        store = self._open()
+        self._register(store)
+        return store
 
-        connect = tcp.connector(lambda: self._open_socket(endpoint), resolve)
+    def _reach(self) -> tuple[str, int]:
+        """Return address and port of a TCPStore that answers at the endpoint. Errors: ``StoreError``."""
+        endpoint = self._endpoint
+        self._known = net.resolve(endpoint.host) or self._known
+        whys = {address: net.probe(address, endpoint.port, 2.0) for address in self._known}
+        for address, why in whys.items():
+            if why is None:
+                if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
+                    raise StoreError(f"what listens at {endpoint} {foreign}")
+                net.shorten_name_timeouts()
+                self._reached = (address, endpoint.port)
+                return self._reached
+        why = next(iter(whys.values()), None) or "the name does not resolve"
+        if self._reached:
+            raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")
+        raise StoreError(f"{why}; {net.explain_no_host(endpoint, self._own_names, self._own_addresses, self.config.endpoint_option)}")
 
-        def connect_and_register() -> Store:
-            store = connect()
-            self._register(store, endpoint)
-            return store
-
-        return connect_and_register
-
-    def _open_socket(self, endpoint: Endpoint) -> socket.socket | None:
-        """The socket for the rendezvous store, when it is ours to host."""
+    def _open_socket(self) -> socket.socket | None:
+        """Return a listening socket for the rendezvous store if this node is its host. Errors: ``StoreError``."""
+        endpoint = self._endpoint
         try:
             listening = net.open_host_socket(endpoint, self.config.is_host, self.config.endpoint_option)
         except StartError as error:
-            self._cannot_host = self._cannot_host or (clock.now(), str(error))
+            self._host_failed = self._host_failed or (clock.now(), str(error))
             raise StoreError(str(error)) from None
         if listening is not None:
             net.shorten_name_timeouts()
             found = net.resolve(endpoint.host)
-            self.reached = (found[0] if found else "127.0.0.1", endpoint.port)
+            self._reached = (found[0] if found else "127.0.0.1", endpoint.port)
             self._served_at = "" if net.listens_everywhere(listening) else listening.getsockname()[0]
             if not self._served_at:
                 self.notices.append(f"warning: the rendezvous store {_EVERYWHERE}: {why_everywhere(endpoint, found)}")
         return listening
 
-    def _register(self, store: Store, endpoint: Endpoint) -> None:
-        """Put the job on the store's list, and find out whether its workers may use the store too: only where it is the job's own."""
+    def _register(self, store: Store) -> None:
+        """Put the job on the store's list of jobs. Its workers use the store too if that was asked for and no other job hosts it."""
         host, job = shared_store.register(store, self.config.run_id), self.config.run_id
-        if self.config.meet_at_endpoint and not host and self._here is None:
-            raise StoreError(f"no agent has said yet that it hosts the store at {endpoint}")
+        if self.config.meet_at_endpoint and not host and self._address is None:
+            raise StoreError(f"no agent has said yet that it hosts the store at {self._endpoint}")
         if host not in ("", job):
             known = f"the store is hosted by the agent of job {host!r}"
             self.notices.append(f"warning: {known}: should that agent die, this job ends with it")
-        self._look_around()
+        self._find_node_address()
         if self.config.meet_at_endpoint and host == job:
-            reached = self.reached[0] if self.reached and not store.hosting else self.here.number
-            self.shared = self._served_at or reached, endpoint.port
+            reached = self._reached[0] if self._reached and not store.hosting else self.node_address.number
+            self.worker_endpoint = self._served_at or reached, self._endpoint.port
+
+
+class EtcdAccess(StoreAccess):
+    """An etcd cluster, or an etcd server that the agent starts for itself."""
+
+    outlives_job = True
+    exchange_limit = ETCD_LIMIT
+
+    def __init__(self, config: LaunchConfig, etcd: Etcd) -> None:
+        super().__init__(config)
+        from elastirun.rendezvous.stores.etcd import store
+        from elastirun.rendezvous.stores.etcd.access import Access
+
+        self._etcd = etcd
+        self.private_etcd = None if etcd.endpoints else PrivateEtcd()
+        access = Access(etcd.tls, etcd.ca_cert, etcd.cert, etcd.key, etcd.user, etcd.password_file)
+        self._names = [self.private_etcd.endpoint] if self.private_etcd else [str(endpoint) for endpoint in etcd.endpoints]
+        self._open = store.connector(self._names, access, etcd.prefix, config.timing.expire, say=self.notices.append)
+        self.key_prefix = self.key_prefix.removeprefix(shared_store.JOBS)  # there is no list of jobs; etcd.prefix comes before it
+
+    def connect(self) -> Store:
+        if self.private_etcd:
+            self.private_etcd.check()
+        made = self._open()
+        if self.private_etcd:
+            self._reached = ("127.0.0.1", 0)
+        else:
+            endpoint = self._etcd.endpoints[self._names.index(made.endpoint)]
+            found = net.resolve(endpoint.host)
+            self._reached = (found[0] if found else endpoint.host, endpoint.port)
+        with suppress(ImportError):  # loading the class holds up the loop, so it is done before this node joins
+            torch_class.tcp_store_class()
+        self._find_node_address()
+        return made
+
+
+def store_access(config: LaunchConfig) -> StoreAccess:
+    """Choose the store. Raises StartError when it needs a program that is not there."""
+    if config.etcd is not None:
+        return EtcdAccess(config, config.etcd)
+    if config.endpoint is not None and not config.standalone:
+        return EndpointAccess(config, config.endpoint)
+    return MemoryAccess(config)

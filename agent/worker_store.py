@@ -1,12 +1,12 @@
-"""The TCPStore on which the workers of a round meet (MASTER_ADDR, MASTER_PORT), hosted by the agent of node rank 0.
+"""The workers' store: the TCPStore at MASTER_ADDR:MASTER_PORT, on which the workers of a round make their process groups.
 
-The agent holds a listening socket at all times, whose port stands in its row; so the round record can name the address
-before anybody serves it, and no port is ever picked twice. Each round gets a server of its own: its key space is empty,
-so a restart cannot meet the keys of the round before.
+The agent of node rank 0 serves it. Every agent holds a listening socket all the time and writes its port into its row, so the round
+record can name the address before anybody serves it, and two rounds never compete for a port. Each round gets a server of its own
+with an empty key space, so a restart cannot meet the keys of the round before.
 
-With --master-port and the static backend the port is given, as with torchrun. On one node each round's server listens on
-the same socket. On several nodes the agents meet at that port, so workers share the agents' store: node 0 clears it of the
-workers' keys before a round begins (``Sync.fresh``).
+With --master-port and the static backend the port is given, as with torchrun. On one node each round's server then listens on
+the same socket. On several nodes the agents meet at that port, so the workers share the rendezvous store: the agent of node
+rank 0 clears it of the workers' keys before a round begins (``Sync.fresh``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from elastirun.rendezvous.stores import tcp
 
 
 class WorkerStore:
-    """Serve the workers' store of each round on ``address``, or on the socket ``given``.
+    """Serves the workers' store of each round on a port of ``address``, or on the socket ``given``.
 
-    ``on_error`` gets a line for people; it is called in another thread. ``avoid`` is a port that is not to be used.
+    ``on_error`` gets a line for people; it is called in another thread. ``avoid`` is a port that must not be used.
     Raises StartError when no socket can be bound.
     """
 
@@ -37,7 +37,7 @@ class WorkerStore:
         self._avoid = avoid
         self._listening = given or self._listen()
         self._server: Any = None
-        self._turn = 0
+        self._serving = 0  # rises with each server, so that one that comes up too late is dropped
 
     @property
     def port(self) -> int:
@@ -47,18 +47,18 @@ class WorkerStore:
 
     @property
     def everywhere(self) -> bool:
-        """Whether every interface is listened on."""
+        """Whether the socket listens on every interface."""
         return net.listens_everywhere(self._listening)
 
     def end_round(self) -> None:
-        """End the server of the last round: the next round's workers may connect before their own server is up."""
+        """End the server of the last round, so that workers of the next round cannot connect to it before theirs is up."""
         self._server = None
-        self._turn += 1
+        self._serving += 1
 
     def serve(self) -> None:
-        """Serve a new, empty store on ``port``. Hold another port for the round after, unless one is given. Returns at once.
+        """Serve a new, empty store on ``port``, and hold another port for the round after, unless one is given. Returns at once.
 
-        Connections wait in the socket's backlog until torch is imported and the server is up.
+        Connections wait in the socket's backlog until a thread has imported torch and the server is up.
         """
         self.end_round()
         if self._given is not None:
@@ -66,7 +66,7 @@ class WorkerStore:
         else:
             current, self._listening = self._listening, self._listen()
         try:
-            threading.Thread(target=self._serve, args=(current, self._turn), name="worker-store", daemon=True).start()
+            threading.Thread(target=self._serve, args=(current, self._serving), name="worker-store", daemon=True).start()
         except RuntimeError:  # the limit of processes and threads is reached
             current.close()
             raise StartError("cannot serve the workers' store: no thread can be started; raise this machine's limit of processes") from None
@@ -75,23 +75,21 @@ class WorkerStore:
         found = net.listen_on(self._address)
         if found.getsockname()[1] != self._avoid:
             return found
-        with found:  # held meanwhile, so that another port is found
+        with found:  # keep this port busy, so that the kernel gives another one
             return net.listen_on(self._address)
 
-    def _serve(self, listening: socket.socket, turn: int) -> None:
+    def _serve(self, listening: socket.socket, number: int) -> None:
         try:
             server = tcp.serve(listening)
-        except Exception as error:  # torch raises of every kind here; whatever it is, the workers cannot meet
+        except Exception as error:  # torch raises many kinds of error; with any of them the workers cannot meet
             self._on_error(f"cannot serve the workers' store on {self._address}: {error}")
             return
-        if turn == self._turn:
+        if number == self._serving:
             self._server = server
 
 
-class SharedStore:
-    """The workers' store where it is the rendezvous store, at the given ``port``: nothing has to be served."""
-
-    everywhere = False  # said when the rendezvous store begins to listen
+class RendezvousStoreForWorkers:
+    """Stands in for ``WorkerStore`` where the workers use the rendezvous store, at ``port``: there is nothing to serve."""
 
     def __init__(self, port: int) -> None:
         self.port = port

@@ -1,6 +1,6 @@
-"""What plain torchrun finds in the entry-point group ``torchrun.handlers``: elastirun's rendezvous, at etcd.
+"""The plug-in through which plain torchrun gets elastirun's rendezvous at etcd: the entry-point group ``torchrun.handlers``.
 
-torch loads this wherever its elastic package is imported, whatever the backend: so nothing else is imported before it is needed.
+torch loads this module wherever its elastic package is imported, whatever the backend, so it imports everything else late.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from elastirun.config import LaunchConfig
 
 API = "torch.distributed.elastic.rendezvous.api"
-MOST_RESTARTS = 10**9  # torchrun counts them itself, on each node
-STORE_LIMIT = 60.0  # seconds to reach a round's store, and for what torchrun then asks of it
-TRY_AGAIN = 0.5  # seconds after which a store that hung up is tried again
+MOST_RESTARTS = 10**9  # no limit of ours: torchrun counts restarts itself, on each node
+STORE_LIMIT = 60.0  # seconds to reach the store of a round, and for each call that torchrun then makes on that store
+TRY_AGAIN = 0.5  # seconds between two attempts to connect to the store of a round
 
 
 def etcd() -> Callable[[Any], Any]:
-    """What the entry point names: torch calls it for the function that makes a handler."""
+    """Return the function that makes a handler. The entry point names this one, and torch calls it."""
     return make
 
 
 def make(parameters: Any) -> Any:
-    """The ``RendezvousHandler`` for torch's ``RendezvousParameters``. It joins when the first rendezvous is asked for.
+    """Make a ``RendezvousHandler`` from torch's ``RendezvousParameters``. The node joins at the first ``next_rendezvous``.
 
-    Errors: torch's ``RendezvousError``, in one line, for what cannot work as it was given.
+    Raises torch's ``RendezvousError``, in one line, when the parameters cannot work.
     """
     from elastirun.agent.torch_handler import TorchrunNode
     from elastirun.errors import ElastirunError
@@ -55,7 +55,7 @@ def make(parameters: Any) -> Any:
 
 
 def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
-    """``parameters`` as options of ours, and what to warn of. Errors: ``UsageError``."""
+    """Translate ``parameters`` into our options. Returns the configuration and warnings. Raises UsageError."""
     import uuid
 
     from elastirun.cli.given_options import GivenOptions, MachineFacts
@@ -77,9 +77,9 @@ def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
 
 
 def reach(record: Any, node_rank: int, is_on: Callable[[], bool]) -> Any:
-    """torch's ``RendezvousInfo`` of a round: the store that node 0 serves for it, with keys of the round's own.
+    """Connect to the store that node rank 0 serves for a round. Returns torch's ``RendezvousInfo``; keys have a prefix of the round's own.
 
-    What fails is tried again while the round is on, for ``STORE_LIMIT``; then it returns a ``RendezvousConnectionError``.
+    Retries while the round runs (``is_on()``), for ``STORE_LIMIT`` at most; then it returns a ``RendezvousConnectionError``.
     """
     from datetime import timedelta
 

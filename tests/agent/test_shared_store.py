@@ -1,4 +1,4 @@
-"""The store's host stays for other jobs on its store, also for those that come while it stays."""
+"""The host of a store stays while other jobs use the store, also for jobs that come while it stays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stay(store: MemoryStore, script: list[Callable[[], object]]) -> tuple[int, l
         next(steps, lambda: None)()
         return looks > 1000
 
-    shared_store.wait_for_lodgers(store, "mine", pause, said.append)
+    shared_store.wait_for_other_jobs(store, "mine", pause, said.append)
     return looks, said
 
 
@@ -60,7 +60,7 @@ def test_does_not_stay_for_one_that_is_silent() -> None:
     shared_store.register(store, "dead")
     put(store, "dead", RUNNING % 1)
     looks, _ = stay(store, [])
-    assert looks * shared_store.LOOK_EVERY == shared_store.QUIET
+    assert looks * shared_store.READ_EVERY == shared_store.QUIET
 
 
 @pytest.mark.parametrize("name", ["jobs", "host"])

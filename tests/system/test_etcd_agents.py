@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.store_access import Place
+from elastirun.agent.store_access import store_access
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.stores.etcd.store import connector
 from tests.cli.test_resolve import config_of
@@ -249,9 +249,9 @@ def test_torch_is_loaded_before_the_node_joins(server: Etcd, monkeypatch: pytest
     """Loading it holds up the whole agent, on a slow file system for longer than ``expire``."""
     loaded: list[bool] = []
     monkeypatch.setattr(torch_class, "tcp_store_class", lambda: loaded.append(True))
-    met = Place(config_of(f"--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint={server.endpoints[0]} --rdzv-id=x train.py"))
-    met.connect().close()
-    met.close()
+    access = store_access(config_of(f"--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint={server.endpoints[0]} --rdzv-id=x train.py"))
+    access.connect().close()
+    access.close()
     assert loaded
 
 

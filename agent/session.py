@@ -1,0 +1,133 @@
+"""One node's part of the rendezvous, at work: the machine, the thread that talks to the store, and the store for the workers.
+
+Two loops drive a session: that of the agent (``agent/agent.py``), and that of a node whose workers plain torchrun starts
+(``agent/torch_handler.py``). Whoever drives it starts and stops the workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from elastirun import clock
+from elastirun.agent.store_access import rules, store_access
+from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
+from elastirun.config import LaunchConfig
+from elastirun.rendezvous.actions import Action, Reconnect, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick
+from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.records import NodeRow, Status
+from elastirun.rendezvous.store_thread import Driver
+from elastirun.rendezvous.sync import Exchange
+
+STANDSTILL = 2.0  # seconds; a loop that goes on so much later than it wanted to has stood still
+
+
+class Session:
+    """Feeds events to the machine, one at a time, and carries out what the machine asks of the store.
+
+    All calls happen in one thread, that of the loop. Register the session with the loop's selector: it is readable when ``receive``
+    has something to do. ``row`` is how this node introduces itself. ``worker_store_failed`` gets a line for people, in another thread.
+    """
+
+    def __init__(self, config: LaunchConfig, row: NodeRow, worker_store_failed: Callable[[str], None]) -> None:
+        self.access = store_access(config)
+        self.machine = Machine(rules(config, self.access), row, clock.now())
+        self.worker_store: WorkerStore | RendezvousStoreForWorkers | None = None  # None until the store was reached
+        exchange = Exchange(self.access.key_prefix, row.id, Codec(config.token), clock.now)
+        self._store = Driver(self.access.connect, exchange, self.access.exchange_limit)
+        self._worker_store_failed = worker_store_failed
+        self._events: deque[Event] = deque()
+        self._checked_at = 0.0  # when the loop was last known to run
+
+    def begin(self) -> None:
+        """The loop begins."""
+        self._checked_at = clock.now()
+        self.post(Tick(self._checked_at))
+
+    def close(self) -> None:
+        self._store.close()
+        self.access.close()
+
+    def fileno(self) -> int:
+        return self._store.fileno()
+
+    @property
+    def due(self) -> float:
+        """The moment at which there is something to do for the session although it is not readable; infinity: none."""
+        if self._events:
+            return -math.inf
+        return min(self.machine.wake, self._store.deadline or math.inf)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        """Add an event for the machine. May be called in any thread; the loop takes it when it goes round."""
+        self._events.append(event)
+
+    def receive(self) -> list[str]:
+        """Take in what has come from the store thread. Returns lines for people."""
+        lines = [self.access.notices.popleft() for _ in range(len(self.access.notices))]
+        if self.access.host_failure:
+            self.post(Leave(clock.now(), self.access.host_failure))
+        self._events.extend(self._store.answers())
+        return lines
+
+    def check_time(self, now: float) -> None:
+        """Give up an exchange that takes too long, and tell the machine the time when it wants to know."""
+        self._events.extend(self._store.give_up(now))
+        if now >= self.machine.wake:
+            self.post(Tick(now))
+
+    def check_standstill(self, now: float, waited: float, workers_ended: bool = False) -> float | None:
+        """Tell the machine, before any other event, when the loop has stood still. Returns for how many seconds; None: it has not.
+
+        ``waited``: the seconds that the loop meant to wait since the last call. No moment between two calls is left out, so a
+        standstill is seen wherever it falls. ``workers_ended``: the guard has ended the workers meanwhile, which is reported too.
+        """
+        overdue, self._checked_at = now - self._checked_at - waited, now
+        if not workers_ended and overdue <= STANDSTILL:
+            return None
+        self._events.appendleft(StoodStill(now, overdue, workers_ended))
+        return overdue
+
+    def next_event(self) -> Event | None:
+        """Return the next event for ``step``; None when all are done."""
+        return self._events.popleft() if self._events else None
+
+    # -- the machine --------------------------------------------------------------------------------------------------
+
+    def step(self, event: Event) -> list[Action]:
+        """Give the machine an event. Returns what it asks for, in order: each is first offered to ``carry_out``."""
+        reachable: list[Action] = []
+        if isinstance(event, Synced) and self.worker_store is None:  # the route to the store is known, and with it our address
+            self.worker_store = self.access.worker_store(self._worker_store_failed)
+            reachable = self.machine.step(Reachable(event.now, self.access.node_address.address, self.worker_store.port))
+        return reachable + self.machine.step(event)
+
+    def carry_out(self, action: Action) -> bool:
+        """Perform what concerns the store. False for anything else, which is the caller's business."""
+        if isinstance(action, Sync):
+            self._store.submit(self._with_clearing(action))
+        elif isinstance(action, Reconnect):
+            self._store.reconnect()
+        else:
+            return False
+        return True
+
+    def serve_workers(self) -> None:
+        """Serve the workers' store of the round that has just started, on node rank 0. Raises StartError when that is impossible."""
+        assert self.worker_store is not None
+        self.worker_store.serve()
+        self.post(Reachable(clock.now(), self.machine.row.address, self.worker_store.port))
+
+    def _with_clearing(self, sync: Sync) -> Sync:
+        """Let ``sync`` clear the store first where workers use it and node rank 0 is about to say that it is ready for a round."""
+        record, put = self.machine.record, sync.put
+        if put is None or put.row.status is not Status.READY or self.access.worker_endpoint is None or record is None:
+            return sync
+        known = put.base is not None and (put.base.status, put.base.round) == (Status.READY, put.row.round)
+        return replace(sync, fresh=record.index(put.row.id) == 0 and not known)
