@@ -1,7 +1,7 @@
-"""The agent: one loop over signals, workers, output and the store; the machine decides, the agent performs.
+"""The agent of one node: one loop over signals, workers, output and the store. The machine decides, the agent performs.
 
-All state lives in this thread. What other threads have to say (the store's driver, the workers' store) arrives through a
-descriptor the loop waits on; nothing is polled.
+All state belongs to the thread of the loop. Other threads (those of the store, of the workers' store, of the disks) hand over what
+they have through a descriptor that the loop waits for; nothing is polled. See docs/agent.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit, Workers
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.session import STANDSTILL, Session
-from elastirun.agent.spec import Surroundings, cpu_sets, worker_specs
+from elastirun.agent.spec import NodeEnvironment, cpu_sets, worker_specs
 from elastirun.agent.store_access import introduction
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
@@ -37,14 +37,13 @@ from elastirun.rendezvous.records import ExitRecord, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
-SHORT_WAIT = 0.5  # seconds in which processes that a worker left running usually end; a longer wait gets a line
-LOGS_LIMIT = 2.0  # seconds for a round's log files, in which the loop waits; after STANDSTILL the others may miss this node
+LOGS_LIMIT = 2.0  # seconds to open a round's log files; the loop waits for that, and must not seem to stand still
 
 
 def run(config: LaunchConfig) -> int:
     """Run this node's part of the job to its end. Returns the exit code (``ExitCode``).
 
-    The process is the agent's from then on: it handles signals, and torch cannot be imported in it any more.
+    From then on this process serves the agent alone: the agent handles its signals, and torch cannot be imported in it any more.
     """
     require_pidfds()
     torch_class.store_only()
@@ -57,20 +56,19 @@ def run(config: LaunchConfig) -> int:
 
 
 class Agent:
-    """``stack`` closes what the agent opens."""
+    """Runs this node's part of one job. ``stack`` closes what the agent opens."""
 
     def __init__(self, config: LaunchConfig, stack: ExitStack) -> None:
         self._config = config
         self._selector = stack.enter_context(selectors.PollSelector())
-        self._environ = dict(os.environ)
-        self._files = descriptors.raise_limit()
-        self._cpu_sets = cpu_sets(config, self._environ)
+        environ, files = dict(os.environ), descriptors.raise_limit()
+        bound_to = cpu_sets(config, environ)
         self._finish: Finish | None = None
-        self._started = False  # workers have run here
+        self._started = False  # workers have run on this node
         self._round = 0  # the number of the round whose workers run here, or ran last
-        self._signum = 0  # the signal that told us to leave
-        self._lone = False  # the workers' round has no other node, and others may want its place
-        self._sick = False  # a worker cannot be killed
+        self._signum = 0  # the first signal that the agent got; 0: none
+        self._lone = False  # the running round has no other node, and another agent could take this node's place
+        self._sick = False  # a worker hangs in the kernel and cannot be killed
 
         self._console = Console(self._selector)
         stack.callback(self._console.close)
@@ -78,7 +76,7 @@ class Agent:
         passed_on = config.forward_signals
         self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
-        # One node alone has nobody who could go on without it while it stands still; but see ``_start``.
+        # No other node goes on without the only node of a job, so its guard needs no lease; but see ``_lone``.
         lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
         self._tree = ProcessTree(config.run_id, lease, self._selector, self._console.say)
         stack.callback(self._tree.close)
@@ -88,6 +86,9 @@ class Agent:
             self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
+        self._node = NodeEnvironment(
+            environ, cpu_sets=bound_to, mark=self._tree.mark, socket=self._round_check.path, group=self._tree.group, files=files
+        )  # completed for each round
         logs_limit = min(LOGS_LIMIT, 0.4 * config.timing.expire)
         self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector, logs_limit)
         stack.callback(self._logs.close)
@@ -116,7 +117,7 @@ class Agent:
             raise
 
     def _stop_after_a_bug(self) -> None:
-        """Whatever is wrong with us, the workers have their grace."""
+        """Stop the workers with their whole grace, without the machine."""
         self._selector.unregister(self._session)
         if self._workers.running:
             self._console.say("internal error, see below; stopping the workers here")
@@ -126,7 +127,7 @@ class Agent:
             self._turn()
 
     def _turn(self, until: float = math.inf) -> None:
-        """One turn of a loop in which the machine takes no part: signals, workers, output and the guard, no longer than ``until``."""
+        """Handle signals, workers, output and the guard once, at ``until`` at the latest. The machine takes no part."""
         now = clock.now()
         due = min(until, now + 0.5, self._logs.tick(now), self._workers.deadline or math.inf)
         for key, mask in self._selector.select(max(0.0, due - now)):
@@ -162,7 +163,10 @@ class Agent:
         self._renew(now)
 
     def _renew(self, now: float) -> None:
-        """The guard lets the workers run on: in a round of one until others may take the node for lost, however well it is."""
+        """Renew the guard's lease.
+
+        In a single-node round the lease ends when other nodes may consider this node lost, even if it is healthy: decision 0006.
+        """
         if self._lone:
             self._tree.end_lease_at(self._session.machine.kept_alive + self._config.timing.lone_lease, now)
         else:
@@ -193,7 +197,7 @@ class Agent:
             if isinstance(event, Synced | SyncFailed):
                 self._round_check.settle(event)
             if isinstance(event, Synced):
-                net.shorten_name_timeouts()
+                net.shorten_name_timeouts()  # the store was reached; see there
             actions = self._session.step(event)
             machine = self._session.machine
             self._round_events.see(machine.record, event.now, machine.quiet)
@@ -211,20 +215,20 @@ class Agent:
         elif isinstance(action, Finish):
             self._finish = action
 
-    # -- what comes in ------------------------------------------------------------------------------------------------
+    # -- callbacks ------------------------------------------------------------------------------------------------------
 
     def _on_store(self, mask: int) -> None:
         for line in self._session.receive():
             self._console.say(line)
 
     def _on_signal(self, signum: int, count: int) -> None:
-        """The first signal drains this node, the second hurries, the third ends at once."""
+        """Leave at the first signal, leave the workers ``SECOND_SIGNAL_GRACE`` at the second, kill them at the third."""
         name = signal.Signals(signum).name
         self._events_log.write(events.Signal(name, count))
         if count == 1:
             self._signum = signum
             self._tracker.agent_signalled()
-        if self._finish:  # all that still runs are processes which the workers have left
+        if self._finish:  # no worker runs any more, only what they have left running
             self._stop_left_running(SECOND_SIGNAL_GRACE if count < 3 else 0.0)
         elif count == 1:
             hurry = f"; its workers have {self._config.timing.grace:g} s, again to hurry" if self._workers.running else ""
@@ -246,7 +250,7 @@ class Agent:
         self._tracker.worker_ended(end)
 
     def _on_stuck(self, text: str) -> None:
-        """A worker that SIGKILL does not end holds its GPU, and would hold the next one's: this node is of no use."""
+        """Leave: a worker that SIGKILL does not end keeps its GPU, so this node cannot run another round."""
         self._console.say(text)
         self._sick = True
         self._session.post(Leave(clock.now(), "a worker hangs in the kernel"))
@@ -258,13 +262,13 @@ class Agent:
         self._round_events.stopped(self._round, clock.now())
         if self._tracker.stopped:
             self._session.post(WorkersStopped(clock.now(), self._tracker.failures))
-        elif not self._tracker.failures:  # else the machine is told, if not yet, and asks to stop
+        elif not self._tracker.failures:  # else the machine hears of the failures, and asks for a stop
             self._session.post(WorkersSucceeded(clock.now()))
 
-    # -- what is asked for ----------------------------------------------------------------------------------------------
-
     def _worker_store_failed(self, why: str) -> None:
-        self._session.post(Leave(clock.now(), why))  # called in another thread: the loop sees it at its next beat
+        self._session.post(Leave(clock.now(), why))  # in another thread: the loop takes it when it goes round, within a beat
+
+    # -- what the machine asks for ----------------------------------------------------------------------------------------
 
     def _start(self, action: Start) -> None:
         record, node_rank = action.record, action.node_rank
@@ -281,38 +285,30 @@ class Agent:
             self._announce(record, node_rank, specs)
             logs = self._logs.open_round(record.round - 1, specs, record.world_size)
             if not self._logs.error_file(record.round - 1, 0):
-                specs = self._specs(record, node_rank)  # once more, without the error files that could not be made
+                specs = self._specs(record, node_rank)  # again, because the error files could not be made
             if self._logs.temporary:
                 self._tree.remove_folder_at_end(self._logs.temporary)
             store.end_round()
             self._workers.start(specs, logs)
             self._tree.add_workers(self._workers.pids)
             self._started = True
-            if node_rank == 0:  # after them: the import of torch would hold them up, and their first connections can wait
+            if node_rank == 0:  # after the workers: importing torch would delay them, and the kernel keeps their connections
                 self._session.serve_workers()
         except (OSError, StartError) as error:
             rank = sum(m.slots for m in record.members[:node_rank])
             self._tracker.add(ExitRecord(self._session.machine.row.name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
 
     def _end_left_running(self) -> None:
-        """Nothing of the last round may be in the way of the next one, also when its workers here had succeeded."""
+        """End what the workers of the last round left running, also when they succeeded: it must not disturb the next round."""
         if count := self._workers.end_left_running():
-            self._console.say(f"ended {_processes(count)} that the workers of the last round had left running")
+            self._console.say(f"ended {ending.processes(count)} that the workers of the last round had left running")
         self._tree.kill_left_behind()
 
     def _specs(self, record: RoundRecord, node_rank: int) -> list[WorkerSpec]:
-        here = Surroundings(
-            environ=self._environ,
-            cpus=cpus.usable_cpus(),
-            interface=self._session.access.node_address.interface,
-            loopback=self._session.access.node_address.loopback,
-            store=self._session.access.worker_endpoint,
-            cpu_sets=self._cpu_sets,
-            mark=self._tree.mark,
-            socket=self._round_check.path,
-        )
-        specs = worker_specs(self._config, record, node_rank, here, lambda local: self._logs.error_file(record.round - 1, local))
-        return [replace(spec, group=self._tree.group, files=self._files) for spec in specs]
+        access = self._session.access
+        interface, loopback = access.node_address.interface, access.node_address.loopback
+        node = replace(self._node, cpus=cpus.usable_cpus(), interface=interface, loopback=loopback, store=access.worker_endpoint)
+        return worker_specs(self._config, record, node_rank, node, lambda local: self._logs.error_file(record.round - 1, local))
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
         nodes, workers = len(record.members), record.world_size
@@ -323,7 +319,7 @@ class Agent:
             self._console.say(f"round {record.round}: {size}; here {here} ({record.reason})")
 
     def _stop(self, action: Stop) -> None:
-        if self._tracker.stopped:  # it is to be quicker
+        if self._tracker.stopped:  # the second request for the same round: the stop must be shorter
             self._workers.stop(action.within or 0.0)
             return
         self._tracker.before_stop(self._workers.alive)
@@ -337,12 +333,12 @@ class Agent:
         if self._config.max_nodes > 1 and not self._signum:
             self._console.say(f"stopping the workers here: {action.reason}")
         self._workers.stop(grace, self._stop_signal())
-        self._console.hurry()  # after the signal, so that the room is for what they say at the end
+        self._console.hurry()  # after the signal, so that there is room for their last output
 
     def _stop_signal(self) -> int:
-        """Return the signal that stops workers: the one that the agent was sent, SIGTERM when it was sent none.
+        """Return the signal that stops workers: the first that the agent got, or SIGTERM.
 
-        A shell that runs the training (``--no-python run.sh``) takes SIGINT for its child's business, and would wait for the child.
+        A shell that runs the training (``--no-python run.sh``) leaves SIGINT to its child and waits for the child, so it gets SIGTERM.
         """
         shell = self._signum == signal.SIGINT and self._config.command.no_python
         return signal.SIGTERM if shell or not self._signum else self._signum
@@ -353,18 +349,11 @@ class Agent:
         """Say how it ended. Returns the exit code."""
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         config, record, row = self._config, self._session.machine.record, self._session.machine.row
-        code = ending.exit_code(finish, config.exit_code_from_worker, self._signum, self._sick, took_part=bool(row.round))
+        began = self._tracker.began if record and record.round == self._round else None
+        ended = ending.Ending(finish, record, began, self._signum, self._sick, self._started, took_part=bool(row.round))
+        code = ended.exit_code(config.exit_code_from_worker)
         self._events_log.write(events.End(finish.outcome.value, finish.reason, int(code)))
-        error_file = self._environ.get("TORCHELASTIC_ERROR_FILE")
-        if finish.outcome is Outcome.FAILED:
-            assert record is not None
-            began = self._tracker.began if record.round == self._round else None
-            ending.report_failure(config, finish, record, began, self._console, self._logs, error_file)
-        elif finish.outcome is Outcome.SUCCEEDED and not self._started:
-            self._console.say("the job succeeded; no worker ran on this node")
-        elif finish.outcome is not Outcome.SUCCEEDED and not self._signum:
-            self._console.say(f"giving up: {finish.reason}")
-            ending.write_error_file(error_file, finish.reason, (), self._console, self._logs)
+        ended.tell(config, self._console, self._logs, self._node.environ.get("TORCHELASTIC_ERROR_FILE"))
         self._logs.disk.drain(END_LIMIT)
         self._console.flush(ending.FLUSH)
         if self._session.machine.hosting and not config.standalone and not self._signum:
@@ -378,19 +367,14 @@ class Agent:
         return bool(self._signum)
 
     def _wait_for_left_running(self, succeeded: bool) -> None:
-        """An upload that a worker left running when the job succeeded may end by itself within the grace; a signal ends this wait.
+        """End what the workers left running.
 
-        After anything but success there is nothing to wait for, so it has the signal at once.
+        When the job succeeded, an upload may end by itself within the grace; a signal to the agent ends this wait. After anything but
+        success it gets the stop signal at once.
         """
         timing = self._config.timing
         if succeeded and not self._signum:
-            began = clock.now()
-            until = min(began + SHORT_WAIT, began + timing.grace)
-            while self._workers.left_running and not self._signum and clock.now() < until:
-                self._turn(until)
-                if clock.now() >= until and until < began + timing.grace and (count := self._workers.left_running):
-                    self._console.say(f"waiting up to {timing.grace:g} s for {_processes(count)} that the workers left running")
-                    until = began + timing.grace
+            ending.wait_for_left_running(self._workers, timing.grace, self._turn, lambda: bool(self._signum), self._console.say)
             if not self._signum:
                 self._stop_left_running(min(SECOND_SIGNAL_GRACE, timing.grace))
         else:
@@ -402,9 +386,5 @@ class Agent:
         if count := self._workers.left_running:
             signum = self._stop_signal()
             name = signal.Signals(signum).name
-            self._console.say(f"{name} to {_processes(count)} that the workers had left running, SIGKILL after {grace:g} s")
+            self._console.say(f"{name} to {ending.processes(count)} that the workers had left running, SIGKILL after {grace:g} s")
             self._workers.stop(grace, signum)
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"

@@ -1,4 +1,4 @@
-"""From the configuration and a round to what each worker runs: argv, environment, CPUs. Pure, but for ``cpu_sets``."""
+"""Compute what each worker of this node runs, from the configuration and a round: argv, environment, CPUs. Pure but for ``cpu_sets``."""
 
 from __future__ import annotations
 
@@ -19,38 +19,40 @@ _RUN_PATH = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a worker takes from this machine."""
+class NodeEnvironment:
+    """What the workers take from this node and its agent."""
 
-    environ: Mapping[str, str]  # the agent's own, as it was when it started
-    cpus: int  # usable by this process
-    interface: str | None  # of the route to the other nodes
-    loopback: str | None = None  # the interface of 127.0.0.1
-    store: tuple[str, int] | None = None  # address and port by which this node reaches the rendezvous store
+    environ: Mapping[str, str]  # environment of the agent, as it was when the agent started
+    cpus: int = 1  # usable by the agent
+    interface: str | None = None  # network interface of the route to the other nodes
+    loopback: str | None = None  # network interface of 127.0.0.1
+    store: tuple[str, int] | None = None  # address and port of the rendezvous store, if the workers use it as theirs
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
-    mark: str = ""  # ELASTIRUN_AGENT: by it the guard knows what belongs to the agent
-    socket: str = ""  # ELASTIRUN_SOCKET: where workers ask whether their round is current; empty: nowhere
+    mark: str = ""  # ELASTIRUN_AGENT, by which the guard recognises processes of this agent
+    socket: str = ""  # ELASTIRUN_SOCKET, where workers ask whether their round is current; empty: nowhere
+    group: str = ""  # the control group for the workers; empty: there is none
+    files: int | None = None  # soft limit of open descriptors for the workers; None: the agent's
 
 
 def worker_specs(
-    config: LaunchConfig, record: RoundRecord, node_rank: int, here: Surroundings, error_file: Callable[[int], str]
+    config: LaunchConfig, record: RoundRecord, node_rank: int, node: NodeEnvironment, error_file: Callable[[int], str]
 ) -> list[WorkerSpec]:
-    """The workers of the node ``node_rank`` in the round. ``error_file``: local rank to the path for torch's ``@record``."""
-    shared = _shared(config, record, node_rank, here)
-    argv = command_line(config.command, here.environ)
+    """Return the workers of node ``node_rank`` in the round. ``error_file``: local rank to the path for torch's ``@record``."""
+    shared = _shared(config, record, node_rank, node)
+    argv = command_line(config.command, node.environ)
     specs = []
     for place in places(record, node_rank):
-        cpus = here.cpu_sets[place.local_rank] if here.cpu_sets else None
-        first = {marks.VARIABLE: here.mark}  # where the guard finds it, however much follows
-        own = _own(config, place, here.environ)
-        env = {**first, **here.environ, **shared, **own, "TORCHELASTIC_ERROR_FILE": error_file(place.local_rank)}
-        env.setdefault("OMP_NUM_THREADS", str(_threads(here.cpus, record.members[node_rank].slots, cpus)))
-        specs.append(WorkerSpec(place.local_rank, place.rank, _for_rank(argv, place.local_rank), env, cpus))
+        cpus = node.cpu_sets[place.local_rank] if node.cpu_sets else None
+        first = {marks.VARIABLE: node.mark}  # at the beginning, so that the guard finds it in an environment of any length
+        own = _own(config, place, node.environ)
+        env = {**first, **node.environ, **shared, **own, "TORCHELASTIC_ERROR_FILE": error_file(place.local_rank)}
+        env.setdefault("OMP_NUM_THREADS", str(_threads(node.cpus, record.members[node_rank].slots, cpus)))
+        specs.append(WorkerSpec(place.local_rank, place.rank, _for_rank(argv, place.local_rank), env, cpus, node.group, node.files))
     return specs
 
 
 def command_line(command: Command, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What is executed, before ``${local_rank}`` is replaced. ``PYTHON_EXEC`` names another interpreter."""
+    """Return the command of a worker, before ``${local_rank}`` is replaced. ``PYTHON_EXEC`` in ``environ`` names another interpreter."""
     if command.no_python:
         return (command.script, *command.args)
     python = (environ.get("PYTHON_EXEC") or sys.executable, "-u")
@@ -60,9 +62,9 @@ def command_line(command: Command, environ: Mapping[str, str]) -> tuple[str, ...
 
 
 def cpu_sets(config: LaunchConfig, environ: Mapping[str, str]) -> list[frozenset[int]] | None:
-    """The CPUs of each worker of this node, as ``--numa-binding`` has them; None without it.
+    """Return the CPUs of each worker of this node by ``--numa-binding``; None without it.
 
-    Asks the GPUs' driver and sysfs, so it is called once. Raises StartError when no CPU is left for a worker.
+    Asks the driver of the GPUs and sysfs, so call it once. Raises StartError when no CPU is left for a worker.
     """
     if config.numa_binding is None:
         return None
@@ -71,22 +73,22 @@ def cpu_sets(config: LaunchConfig, environ: Mapping[str, str]) -> list[frozenset
 
 
 def _for_rank(argv: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
-    """As torchrun does it: ``$local_rank`` too, ``$$`` becomes ``$``, and all but the program itself is looked through."""
+    """Fill in the local rank as torchrun does: also for ``$local_rank``, with ``$`` for ``$$``, and not in the program's own name."""
     return argv[0], *(Template(arg).safe_substitute(local_rank=local_rank) for arg in argv[1:])
 
 
 def _threads(usable: int, workers: int, cpus: frozenset[int] | None) -> int:
-    """A fair share of the node, but never more threads than CPUs that the worker is bound to."""
+    """Return a fair share of the node's CPUs, but no more than the worker is bound to."""
     share = usable // workers
     return max(1, share if cpus is None else min(share, len(cpus)))
 
 
-def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Surroundings) -> dict[str, str]:
-    """The variables that are the same for all workers of this node."""
+def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, node: NodeEnvironment) -> dict[str, str]:
+    """Return the variables that are the same for all workers of this node."""
     member = record.members[node_rank]
     master_addr, master_port = record.members[0].address, record.members[0].port
-    if here.store and master_port == here.store[1]:  # the workers meet on the rendezvous store, see agent/worker_store.py
-        master_addr = here.store[0]
+    if node.store and master_port == node.store[1]:  # the workers use the rendezvous store, see agent/worker_store.py
+        master_addr = node.store[0]
     env = {
         "WORLD_SIZE": str(record.world_size),
         "LOCAL_WORLD_SIZE": str(member.slots),
@@ -100,22 +102,23 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, here: Sur
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),
-        marks.VARIABLE: here.mark,
+        marks.VARIABLE: node.mark,
         "ELASTIRUN_ROUND": str(record.round),
         "ELASTIRUN_ROUND_REASON": record.reason,
         "ELASTIRUN_FENCE": record.fence,
-        "ELASTIRUN_SOCKET": here.socket,
+        "ELASTIRUN_SOCKET": node.socket,
         "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
     unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if len(record.members) == 1 and here.loopback:
-        unless_set["GLOO_SOCKET_IFNAME"] = here.loopback  # else gloo listens on the address that the host name resolves to
-    elif len(record.members) > 1 and here.interface:
-        unless_set |= {"GLOO_SOCKET_IFNAME": here.interface, "NCCL_SOCKET_IFNAME": f"={here.interface}"}  # =: not eth10 for eth1
-    return env | {name: value for name, value in unless_set.items() if name not in here.environ}
+    if len(record.members) == 1 and node.loopback:
+        unless_set["GLOO_SOCKET_IFNAME"] = node.loopback  # else gloo listens on the address that the host name resolves to
+    elif len(record.members) > 1 and node.interface:
+        unless_set |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}"}  # =: not eth10 for eth1
+    return env | {name: value for name, value in unless_set.items() if name not in node.environ}
 
 
 def _own(config: LaunchConfig, place: Place, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one worker."""
     env = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -123,7 +126,7 @@ def _own(config: LaunchConfig, place: Place, environ: Mapping[str, str]) -> dict
         "ROLE_WORLD_SIZE": str(place.role_world_size),
     }
     if config.virtual_local_rank:
-        visible = environ.get("CUDA_VISIBLE_DEVICES")  # too few are refused when the options are read
+        visible = environ.get("CUDA_VISIBLE_DEVICES")  # that there are enough was checked with the options
         devices = visible.split(",") if visible else ["" if visible == "" else str(i) for i in range(config.nproc)]
         env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[place.local_rank].strip()}
     return env

@@ -15,7 +15,7 @@ import pytest
 from elastirun.agent.host import numa
 from elastirun.agent.processes import spawn
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.agent.spec import Surroundings, command_line, cpu_sets, worker_specs
+from elastirun.agent.spec import NodeEnvironment, command_line, cpu_sets, worker_specs
 from elastirun.config import Command, Endpoint, LaunchConfig
 from elastirun.rendezvous.records import Member, RoundRecord
 
@@ -64,7 +64,7 @@ def specs(
     """The workers of a node with ``config`` fitted to its place in the round."""
     member = record.members[node_rank]
     config = replace(config, nproc=member.slots, role=member.role)
-    here = Surroundings(environ or {}, cpus, "eth1", "lo", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket")
+    here = NodeEnvironment(environ or {}, cpus, "eth1", "lo", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket")
     return worker_specs(config, record, node_rank, here, lambda local: f"/logs/{local}/error.json")
 
 
@@ -140,7 +140,7 @@ def test_gloo_of_a_single_node_stays_on_the_loopback() -> None:
 
 
 def test_workers_that_meet_on_the_rendezvous_store_reach_it_as_their_agent_does() -> None:
-    record, here = round_of(1, 1), Surroundings({}, 1, None, store=("10.9.9.9", 4001))
+    record, here = round_of(1, 1), NodeEnvironment({}, 1, None, store=("10.9.9.9", 4001))
     for node in (0, 1):
         (spec,) = worker_specs(replace(CONFIG, nproc=1), record, node, here, str)
         assert (spec.env["MASTER_ADDR"], spec.env["MASTER_PORT"]) == ("10.9.9.9", "4001")
@@ -150,7 +150,7 @@ def test_workers_that_meet_on_the_rendezvous_store_reach_it_as_their_agent_does(
 
 def test_no_interface_is_made_up() -> None:
     record = round_of(1, 1)
-    (spec,) = worker_specs(CONFIG, record, 0, Surroundings({}, 1, None), str)
+    (spec,) = worker_specs(CONFIG, record, 0, NodeEnvironment({}, 1, None), str)
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & spec.env.keys()
 
 
