@@ -11,11 +11,14 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.support.mutants import PRELOAD
 
 TIMEOUT = 120.0
 GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "60"))  # of collectives, in seconds
@@ -33,6 +36,7 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str,
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    warnings.resetwarnings()  # pytest's filters, where it forked this process itself
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -54,8 +58,8 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = T
 
     With ``died``, a rank may be killed: its place holds a ``Died``. After ``timeout`` seconds all are killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel", "torch._dynamo"])
+    context = multiprocessing.get_context(os.environ.get("WORLD_START", "forkserver"))
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="elastirun-world-") as folder:
         ends, processes = [], []
         for rank in range(world):

@@ -1,0 +1,100 @@
+"""Run tests in a copy of the package in which one rule is taken out."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("elastirun", "tests", "benchmarks")
+TIMEOUT = 150.0  # seconds for the tests of one mutant
+# Imported once by a server from which tests' processes are forked: importing torch takes seconds, a fork milliseconds.
+PRELOAD = ["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel", "torch._dynamo", "pytest"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What pytest exited with, and what it printed."""
+
+    code: int
+    text: str
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package and its tests."""
+    to = tmp_path_factory.mktemp("mutants")
+    copy_to(to)
+    return to
+
+
+def copy_to(folder: Path) -> None:
+    """Copy the package and its tests into ``folder``, links resolved."""
+    for name in OURS:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def is_missed(copy: Path, path: Path, old: str, new: str, test: str) -> None:
+    """Assert that ``test`` fails with ``new`` for ``old`` in ``path``, which is in ``copy``."""
+    original = path.read_text()
+    assert original.count(old) == 1, f"{path.name} has changed: say anew how the rule is broken there"
+    path.write_text(original.replace(old, new))
+    try:
+        found = run(copy, test)
+    finally:
+        path.write_text(original)
+    assert found.code == 1 and "1 failed" in found.text, f"{test} does not notice\n{found.text[-2000:]}"
+    assert "SyntaxError" not in found.text and "NameError" not in found.text, f"the mutant does not run\n{found.text[-2000:]}"
+
+
+def run(copy: Path, *tests: str) -> Outcome:
+    """Run pytest in the copy, in a fork of a process that has imported torch and pytest, but forgets our modules."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    # Nothing is written beside the copy's sources: a stale .pyc would hide the next mutant.
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "WORLD_START": "fork"}
+    with tempfile.NamedTemporaryFile() as output:
+        process = context.Process(target=_pytest, args=(str(copy), tests, env, output.name))
+        process.start()
+        process.join(TIMEOUT)
+        if process.exitcode is None:
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        assert process.exitcode is not None
+        return Outcome(process.exitcode, Path(output.name).read_text(errors="replace"))
+
+
+def _pytest(folder: str, tests: tuple[str, ...], env: Mapping[str, str], output: str) -> None:
+    os.setsid()
+    fd = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, folder)
+    for name in list(sys.modules):
+        if name.partition(".")[0] in OURS:
+            del sys.modules[name]
+    importlib.invalidate_caches()
+    import elastirun
+
+    assert str(elastirun.__file__).startswith(folder)
+    # The thread of faulthandler's time limit would be in the way of forking ranks.
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "faulthandler_timeout=0"]
+    code = pytest.main([*options, *tests])
+    sys.stdout.flush()
+    os._exit(code)
