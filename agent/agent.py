@@ -27,7 +27,7 @@ from elastirun.agent.processes.workers import WorkerExit, Workers
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.session import STANDSTILL, Session
 from elastirun.agent.spec import NodeEnvironment, cpu_sets, worker_specs
-from elastirun.agent.store_access import introduction
+from elastirun.agent.store_access import new_row
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
@@ -72,7 +72,7 @@ class Agent:
 
         self._console = Console(self._selector)
         stack.callback(self._console.close)
-        row = introduction(config)
+        row = new_row(config)
         passed_on = config.forward_signals
         self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
@@ -197,7 +197,7 @@ class Agent:
             if isinstance(event, Synced | SyncFailed):
                 self._round_check.settle(event)
             if isinstance(event, Synced):
-                net.shorten_name_timeouts()  # the store was reached; see there
+                net.shorten_name_timeouts()  # not before the store was reached: its name may need a slow name server
             actions = self._session.step(event)
             machine = self._session.machine
             self._round_events.see(machine.record, event.now, machine.quiet)
@@ -367,10 +367,10 @@ class Agent:
         return bool(self._signum)
 
     def _wait_for_left_running(self, succeeded: bool) -> None:
-        """End what the workers left running.
+        """Wait until nothing runs any more that the workers left running.
 
         When the job succeeded, an upload may end by itself within the grace; a signal to the agent ends this wait. After anything but
-        success it gets the stop signal at once.
+        success what is left gets the stop signal at once.
         """
         timing = self._config.timing
         if succeeded and not self._signum:

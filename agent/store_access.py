@@ -34,7 +34,7 @@ ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before t
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
 
 
-def introduction(config: LaunchConfig) -> NodeRow:
+def new_row(config: LaunchConfig) -> NodeRow:
     """Return the row of a new incarnation of this node. Its address and port are set once the store was reached."""
     name = clip(socket.gethostname(), 128)
     incarnation = f"{urllib.parse.quote(name, safe='')}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.agent.session import Session
-from elastirun.agent.store_access import introduction
+from elastirun.agent.store_access import new_row
 from elastirun.config import LaunchConfig
 from elastirun.errors import ElastirunError
 from elastirun.rendezvous import events
@@ -43,7 +43,7 @@ class TorchrunNode:
 
     def __init__(self, config: LaunchConfig, reach: Reach, error: Callable[[str, str], Exception]) -> None:
         self._reach, self._error = reach, error
-        self._session = Session(config, introduction(config), lambda why: self._request(lambda now: self._leave(now, why)))
+        self._session = Session(config, new_row(config), lambda why: self._request(lambda now: self._leave(now, why)))
         self._machine = self._session.machine
         self._round: Start | None = None  # the round that runs
         self._began = 0.0  # when that round started
