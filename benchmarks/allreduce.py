@@ -23,7 +23,7 @@ from benchmarks.lab import machine, table
 from elastirun.train.bucket_memory import Storage
 from elastirun.train.transports.group import GroupTransport
 from elastirun.train.transports.shared_memory import SharedMemory
-from tests.train import worlds
+from tests.support import worlds
 
 ROW = 10
 KIB = 1024

@@ -47,7 +47,7 @@ from benchmarks.ddp_variants import (
     make_step,
 )
 from benchmarks.lab import machine, table
-from tests.train import worlds
+from tests.support import worlds
 
 WARM_UP = 6  # steps; torch's buckets are final after two, ours after four
 LIMIT = 3600.0  # seconds for a world

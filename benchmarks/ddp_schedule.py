@@ -33,7 +33,7 @@ from benchmarks.lab import machine, table
 from elastirun.train import DistributedDataParallel
 from elastirun.train.bucket_memory import Storage
 from elastirun.train.buckets import Link
-from tests.train import worlds
+from tests.support import worlds
 
 MB = 1 << 20
 WARM_UP = 5  # steps; elastirun's plan is there after four

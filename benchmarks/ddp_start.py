@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.ddp import ms, ratios
 from benchmarks.ddp_variants import GLOO, SHARED, TORCH, backward, wrap
 from benchmarks.lab import machine, table
-from tests.train import worlds
+from tests.support import worlds
 
 VARIANTS = (TORCH, GLOO, SHARED)
 PARTS = ("construction", "first backward", "second backward")

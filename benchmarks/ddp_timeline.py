@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elastirun.train import DistributedDataParallel
-from tests.train import worlds
+from tests.support import worlds
 
 WIDTH, LAYERS, ROWS = 768, 8, 256
 LEFT, ACROSS, LANE = 150, 800, 34  # pixels

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from elastirun.train import DistributedDataParallel
-from tests.train.worlds import run
+from tests.support.worlds import run
 
 Torchs = nn.parallel.DistributedDataParallel
 Wrap = Callable[..., Any]  # a module, wrapped

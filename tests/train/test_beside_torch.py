@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from elastirun.train import DistributedDataParallel
+from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, batch, make
-from tests.train.worlds import run
 
 Wrap = Callable[[nn.Module], nn.Module]
 

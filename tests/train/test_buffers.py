@@ -14,9 +14,9 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from elastirun.train import DistributedDataParallel, ReductionFailed
 from elastirun.train.running_stats import RunningStatistics, places
+from tests.support.worlds import Died, run
 from tests.train.beside import Case, Wrap, check
 from tests.train.test_ddp import WIDTH, batch
-from tests.train.worlds import Died, run
 
 
 class Codebook(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import TrainError, bucket_memory
-from tests.train.worlds import run
+from tests.support.worlds import run
 
 WIDTH = 4
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel as DDP
+from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, batch
-from tests.train.worlds import run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -22,9 +22,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import TrainError, torch_names
+from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, batch, close, grads, make
 from tests.train.test_ddp import alone as alone_grads
-from tests.train.worlds import run
 
 TORCHS = nn.parallel.DistributedDataParallel
 Wrap = Callable[..., Any]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel, bucket_memory
+from tests.support.worlds import run
 from tests.train.kinds import KINDS, Kind
-from tests.train.worlds import run
 
 STEPS = 8  # the first plans, the last one with a hook per bucket, and some after it
 # MiB of a bucket: about a parameter; several; planned. Bytes of a portion: more than a bucket has; a parameter; several

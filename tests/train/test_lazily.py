@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import TrainError
+from tests.support.worlds import run
 from tests.train.beside import Torchs, Wrap, check
 from tests.train.test_buffers import Codebook
 from tests.train.test_ddp import WIDTH, Twice, alone, batch, close, grads, make
 from tests.train.test_order import mean_of
-from tests.train.worlds import run
 
 both_transports = pytest.mark.parametrize("transport", ["shared memory", "group"])
 worlds = pytest.mark.parametrize("world", [2, 3])

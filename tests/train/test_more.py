@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import Diverged, TrainError
 from elastirun.train.step_times import stragglers
+from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
-from tests.train.worlds import run
 
 
 class Normed(nn.Module):

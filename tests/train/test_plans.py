@@ -17,8 +17,8 @@ from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import bucket_memory
 from elastirun.train.outputs import find_tensors
 from elastirun.train.planner import PROBES
+from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
-from tests.train.worlds import run
 
 
 def probed(rank: int, world: int) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import TrainError, bucket_memory
-from tests.train.worlds import run
+from tests.support.worlds import run
 
 WIDTH, STEPS = 4, 8
 Program = list[tuple[int, str]]

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ModelMismatch, TrainError
+from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
-from tests.train.worlds import run
 
 Named = collections.namedtuple("Named", "first second")  # noqa: PYI024
 

@@ -23,7 +23,7 @@ from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
 from elastirun.train.transports.choose import choose
 from elastirun.train.transports.group import GroupTransport
 from elastirun.train.transports.shared_memory import SharedArena, SharedMemory
-from tests.train.worlds import Died, run
+from tests.support.worlds import Died, run
 
 CPU = torch.device("cpu")
 SIZES = (1, 63, 64, 65, 1000, 0, 1_000_003)

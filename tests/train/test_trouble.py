@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ModelMismatch, OutsideForward, ReductionFailed, TrainError
+from tests.support.worlds import Died, run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
-from tests.train.worlds import Died, run
 
 
 class Faulty(torch.autograd.Function):

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 
 from elastirun.train import DistributedDataParallel, Diverged, TrainError
+from tests.support.worlds import run
 from tests.train.beside import Case, Torchs, Wrap, check, flat
 from tests.train.test_ddp import batch, make
-from tests.train.worlds import run
 
 
 def grads(module: nn.Module) -> list[list[float]]:
