@@ -122,7 +122,7 @@ class Agent:
         if self._workers.running:
             self._console.say("internal error, see below; stopping the workers here")
         self._workers.stop(self._config.timing.grace)
-        self._console.hurry()
+        self._console.start_dropping()
         while self._workers.running:
             self._turn()
 
@@ -333,7 +333,7 @@ class Agent:
         if self._config.max_nodes > 1 and not self._signum:
             self._console.say(f"stopping the workers here: {action.reason}")
         self._workers.stop(grace, self._stop_signal())
-        self._console.hurry()  # after the signal, so that there is room for their last output
+        self._console.start_dropping()  # after the signal, so that there is room for their last output
 
     def _stop_signal(self) -> int:
         """Return the signal that stops workers: the first that the agent got, or SIGTERM.

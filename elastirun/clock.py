@@ -1,12 +1,12 @@
 """The one clock for durations: seconds since boot, including the time during which the machine was suspended.
 
-``time.monotonic()`` stands still while a machine is suspended (clock_gettime(2)), so a resumed node would not notice that the
-other nodes went on without it. A paused virtual machine whose own clocks stand still cannot notice it either way.
+``time.monotonic()`` stops while a machine is suspended (clock_gettime(2)). With it, a resumed node would not notice that the other
+nodes have gone on. While a virtual machine is paused, all of its clocks may stop; no clock inside shows that time.
 """
 
 import time
 
 
 def now() -> float:
-    """Seconds since boot (CLOCK_BOOTTIME). Comparable only within one machine, and only as a difference."""
+    """Return the seconds since boot (CLOCK_BOOTTIME). Only differences on one machine have a meaning."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

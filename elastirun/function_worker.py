@@ -1,6 +1,6 @@
-"""The program of a worker that runs a function: ``python function_worker.py FOLDER``, started by ``elastirun.launch``.
+"""The program of a worker that runs a function for ``elastirun.launch``: ``python function_worker.py FOLDER``.
 
-FOLDER has the call, and takes what it returns as ``result-ROUND-RANK``. It is set up as the standard library sets up a spawned process.
+FOLDER holds the call and takes its result as ``result-ROUND-RANK``. The process is set up as the standard library sets up a spawned one.
 """
 
 import os
@@ -8,12 +8,14 @@ import sys
 
 
 def main(folder: str) -> None:
+    """Call the function and write its result. An exception ends the process, as in any other worker."""
     from multiprocessing import process, spawn
 
     from elastirun.functions import ByValue
 
     current = process.current_process()
-    current._inheriting = True  # type: ignore[attr-defined]  # a script without "if __name__ == '__main__'" gets spawn's error message
+    # The standard library then explains the error of a script without "if __name__ == '__main__'".
+    current._inheriting = True  # type: ignore[attr-defined]
     try:
         spawn.prepare(ByValue.loads(_read(folder, "preparation")))
         fn, args = ByValue.loads(_read(folder, "call"))
@@ -32,5 +34,5 @@ def _read(folder: str, name: str) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # of the package, not of its modules
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of the package, not the one of its modules
     main(sys.argv[1])

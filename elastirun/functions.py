@@ -1,8 +1,8 @@
-"""``elastirun.launch``: the command line's counterpart for a function, in scripts and notebooks.
+"""``elastirun.launch``: runs a function on workers, from scripts and notebooks.
 
-The launcher is started as a process of its own; its workers run ``function_worker.py`` with a folder that only this user can enter. The
-folder holds the call and takes the results, both written and read by the standard library's own rules for spawned processes
-(multiprocessing's ForkingPickler). Only this user's processes can write there, so nobody else's bytes are unpickled.
+The launcher runs in a process of its own. Its workers run ``function_worker.py`` with a folder that only this user can enter. The
+folder holds the call and takes the results, both pickled as the standard library does for spawned processes (multiprocessing's
+ForkingPickler). Only this user's processes can write there, so no bytes of other users are unpickled.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WORKER = str(Path(__file__).with_name("function_worker.py"))
 
 
 class ByValue(ForkingPickler):
-    """Pickles as for a spawned process, but with nothing shared: torch's tensors would else be handles to this process' memory."""
+    """Pickles as for a spawned process, but copies everything: otherwise torch's tensors become handles to memory of this process."""
 
     _extra_reducers: dict[type, Callable[..., Any]] = {}
 
 
 def launch_function(fn: Callable[..., Any], args: Sequence[object], options: Mapping[str, object]) -> dict[int, Any]:
-    """See ``elastirun.launch``."""
+    """Implement ``elastirun.launch``, which documents the arguments."""
     with tempfile.TemporaryDirectory(prefix="elastirun_launch_") as folder:  # 0700
         line = [*command_line(options), WORKER, folder]
         cli.parse(line)  # a wrong option is an error of this process, not of the launcher
@@ -53,7 +53,7 @@ def launch_function(fn: Callable[..., Any], args: Sequence[object], options: Map
 
 
 def command_line(options: Mapping[str, object]) -> list[str]:
-    """``nproc_per_node=2, fail_fast=True`` as options of the command line. None and False leave an option out."""
+    """Return ``nproc_per_node=2, fail_fast=True`` as options of the command line. None and False leave an option out."""
     line = []
     for name, value in options.items():
         option = "--" + name.replace("_", "-")
@@ -66,11 +66,11 @@ def command_line(options: Mapping[str, object]) -> list[str]:
 
 
 def _preparation() -> bytes:
-    """Return what a spawned process sets up first: sys.path, sys.argv, the working folder, the script as a module."""
+    """Return the pickled state that a spawned process sets up first: sys.path, sys.argv, the working folder, the script as a module."""
     chosen: str | None = multiprocessing.get_start_method(allow_none=True)
     data = spawn.get_preparation_data("elastirun worker")
-    multiprocessing.set_start_method(chosen, force=True)  # asking for it has fixed it
-    data.pop("authkey", None)  # a secret of this process; the workers are no children of it
+    multiprocessing.set_start_method(chosen, force=True)  # get_preparation_data has fixed the method; undo that
+    data.pop("authkey", None)  # a secret between this process and its children, which the workers are not
     if chosen is None:
         del data["start_method"]
     return bytes(ByValue.dumps(data))
@@ -87,7 +87,7 @@ def _pickled_call(fn: Callable[..., Any], args: Sequence[object]) -> bytes:
         raise UsageError(f"launch: the arguments of {name} are {args!r}; give a tuple, such as ({args!r},)")
     try:
         return bytes(ByValue.dumps((fn, tuple(args))))
-    except Exception as error:  # whatever a class's own __reduce__ raises
+    except Exception as error:  # a class's own __reduce__ may raise anything
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"launch: {name} and its arguments cannot be sent to new processes ({why}); give a function of a module") from None
 
@@ -100,9 +100,8 @@ def _write(folder: str, name: str, data: bytes) -> None:
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the launcher and return its exit code.
 
-    Ctrl-C is passed on once for each time it is pressed, and raised again when the launcher has ended.
-
-    It has a session of its own, so that the terminal does not signal it a second time.
+    Each Ctrl-C is passed on to the launcher, and raised as KeyboardInterrupt when the launcher has ended. The launcher has a session
+    of its own, so that the terminal does not signal it a second time.
     """
     interrupted: KeyboardInterrupt | None = None
     with subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True) as process:
@@ -124,7 +123,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
 def _results(folder: str) -> dict[int, Any]:
     """Return the results by global rank.
 
-    Files are named ROUND-RANK. Workers of a round that did not succeed as a whole may have left some, too.
+    Files are named ROUND-RANK. Only those of the last round count: in earlier rounds some workers may have returned before others failed.
     """
     rounds: dict[int, dict[int, Path]] = {}
     for path in Path(folder).glob("result-*"):
@@ -135,7 +134,7 @@ def _results(folder: str) -> dict[int, Any]:
 
 
 def _cause(error_file: str) -> tuple[str, str]:
-    """Return the cause that the launcher left in its error file: one line, and the traceback or the last lines of the worker to blame."""
+    """Return the root cause from the launcher's error file: one line, and the traceback or the last lines of the worker to blame."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         message = json.loads(Path(error_file).read_text())["message"]
         if isinstance(message, str):

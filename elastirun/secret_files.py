@@ -1,4 +1,4 @@
-"""Secrets in files: read the token of ``--token-file``, and advise where others can read this or another secret."""
+"""Secrets in files: reads the token of ``--token-file``, and gives advice if others can read a secret."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from pathlib import Path
 
 from elastirun import clock
 
-PIPE_WAIT = 10.0  # seconds for whoever writes the secret into a pipe, as in --token-file=<(vault read ...)
+PIPE_WAIT = 10.0  # seconds for the program that writes the secret into a pipe, as in --token-file=<(vault read ...)
 
 
 @dataclass(frozen=True)
 class SecretFile:
-    """The content of a file, cut to the size that was asked for, and advice when others can read it."""
+    """The content of a secret file, and advice."""
 
     content: bytes
     advice: str  # "others on this machine can read it; chmod 600 it"; empty: nobody else can
 
 
-def read_secret_file(path: str, most: int) -> SecretFile:
-    """Read at most ``most`` bytes. A pipe is read until its writer closes it, for ``PIPE_WAIT`` seconds; it cannot be read twice.
+def read_secret_file(path: str, max_bytes: int) -> SecretFile:
+    """Read at most ``max_bytes``. A pipe is read until its writer closes it, for at most PIPE_WAIT seconds; it cannot be read twice.
 
-    Raises OSError (``strerror`` says why, also when nobody writes into the pipe) and ValueError when ``path`` is no path.
+    Raises OSError, whose ``strerror`` also says when nobody writes into the pipe, and ValueError when ``path`` is not a path.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a pipe without a writer must not block the open
     try:
         mode = os.fstat(fd).st_mode
-        content = _read(fd, most)
+        content = _read(fd, max_bytes)
     finally:
         os.close(fd)
     return SecretFile(content, _advice(path, mode) if stat.S_ISREG(mode) else "")
 
 
 def advice(path: str) -> str:
-    """What to do when others can read the file ``path``, which is not opened; empty: nobody else can, or it is no regular file."""
+    """Return what to do if others can read the file ``path``; empty if nobody else can, or if it is no regular file. Does not open it."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -44,17 +44,17 @@ def advice(path: str) -> str:
     return _advice(path, mode) if stat.S_ISREG(mode) else ""
 
 
-def _read(fd: int, most: int) -> bytes:
-    regular = stat.S_ISREG(os.fstat(fd).st_mode)  # poll() knows nothing of regular files
+def _read(fd: int, max_bytes: int) -> bytes:
+    regular = stat.S_ISREG(os.fstat(fd).st_mode)  # poll() always calls a regular file readable
     end = clock.now() + PIPE_WAIT
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     content = b""
-    while len(content) < most:
+    while len(content) < max_bytes:
         if not regular and not poller.poll(max(0.0, end - clock.now()) * 1000):
             raise TimeoutError(0, f"nothing more was written to it within {PIPE_WAIT:g} s, and it was not closed")
         try:
-            data = os.read(fd, most - len(content))
+            data = os.read(fd, max_bytes - len(content))
         except BlockingIOError:
             continue
         if not data:
@@ -64,7 +64,10 @@ def _read(fd: int, most: int) -> bytes:
 
 
 def _advice(path: str, mode: int) -> str:
-    """Kubernetes mounts each Secret as a link into a folder named ``..DATE``, read-only, and gives the group of ``fsGroup`` access."""
+    """Return the advice for a file with these permissions.
+
+    Kubernetes mounts each Secret read-only, as a link into a folder named ``..DATE``, and lets the group of ``fsGroup`` read it.
+    """
     in_kubernetes = any(part.startswith("..") for part in Path(os.path.realpath(path)).parts)
     if in_kubernetes:
         return "others in this container can read it; set defaultMode: 0400 for the Secret's volume" if mode & 0o007 else ""

@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, full or read by nobody: writing to them never fails, and never changes an exit status."""
+"""Safe writes to standard streams, which may be closed, full or without a reader: no write fails or changes the exit status."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from typing import TextIO
 
 
 def open_closed() -> None:
-    """Open those of the descriptors 0 to 2 that are closed on /dev/null. To be called before any other descriptor is opened.
+    """Open /dev/null as each of the descriptors 0 to 2 that is closed. Call this before any other descriptor is opened.
 
-    Otherwise the next pipe or socket would get such a number, and whatever a library or a worker prints would go there.
+    Otherwise the next pipe or socket would get that number, and output of a library or a worker would go there.
     """
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number
-            os.set_inheritable(opened, True)  # workers need them, too
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is ``fd``
+            os.set_inheritable(opened, True)  # workers need it too
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # Python found it closed
-            _give_up(name)
+        if getattr(sys, name) is None:  # the descriptor was closed when Python started
+            _redirect_to_null(name)
 
 
 def write(name: str, text: str) -> OSError | None:
-    """Write ``text`` to the stream ``name`` ("stdout" or "stderr") and flush it. Returns why that failed; the stream is /dev/null then."""
+    """Write ``text`` to the stream ``name`` ("stdout" or "stderr") and flush it.
+
+    If that fails, redirect the stream to /dev/null and return the error.
+    """
     stream: TextIO = getattr(sys, name)
     try:
         try:
             stream.write(text)
-        except UnicodeEncodeError:  # an argument that is no UTF-8, or a terminal that knows ASCII only
+        except UnicodeEncodeError:  # an argument is not UTF-8, or the terminal takes only ASCII
             encoding = stream.encoding
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
-        _give_up(name)
+        _redirect_to_null(name)
         return error
     return None
 
 
 def flush() -> None:
-    """Flush both, whatever comes of it."""
+    """Flush stdout and stderr, and ignore errors."""
     for name in ("stdout", "stderr"):
         write(name, "")
 
 
-def _give_up(name: str) -> None:
-    """Nothing is to be flushed there once more at exit, which would turn the exit status into 120."""
+def _redirect_to_null(name: str) -> None:
+    """Redirect the stream to /dev/null. Otherwise Python would flush it once more at exit, fail, and exit with status 120."""
     setattr(sys, name, open(os.devnull, "w"))

@@ -1,8 +1,8 @@
-"""Run another launcher with elastirun in torchrun's place: ``python -m elastirun.takeover accelerate launch ... train.py``.
+"""Runs another launcher with elastirun in torchrun's place: ``python -m elastirun.takeover accelerate launch ... train.py``.
 
 Some launchers call torchrun from inside: ``accelerate launch``, ``fabric run``, ``tune run``. They build its arguments and call
-``torch.distributed.run.run(args)`` or ``main(argv)`` in their own process. Here these two functions replace the process by elastirun
-with the same arguments, and everything before them (configuration files, environment variables) stays the launcher's own.
+``torch.distributed.run.run(args)`` or ``main(argv)`` in their own process. This module replaces these two functions: they execute
+elastirun with the same arguments. All that a launcher does before (configuration files, environment variables) is unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCRIPT = ("training_script", "training_script_args")  # positional; the second 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher named in ``argv`` (None: this process' arguments). Returns only when it did not call torchrun."""
+    """Run the launcher named in ``argv`` (None: this process's arguments). Returns an exit code only if it did not call torchrun."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"{_USAGE}\n\n{_ABOUT}")
@@ -47,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def take_over() -> None:
-    """From now on ``run`` and ``main`` of ``torch.distributed.run`` replace this process by elastirun.
+    """Replace ``run`` and ``main`` of ``torch.distributed.run`` by functions that execute elastirun in this process.
 
-    Call it before a launcher is imported: ``from torch.distributed.run import run`` keeps what it finds. Raises UsageError without torch.
+    Call it before a launcher is imported, because ``from torch.distributed.run import run`` keeps the function that it finds.
+    Raises UsageError without torch.
     """
     try:
         from torch.distributed import run as torchrun
@@ -68,12 +69,12 @@ def take_over() -> None:
 
 
 def arguments(args: argparse.Namespace, parser: argparse.ArgumentParser, environ: dict[str, str]) -> list[str]:
-    """The command line that ``parser`` reads as ``args``: only what differs from its defaults, so that defaults stay elastirun's.
+    """Return the command line that ``parser`` reads as ``args``. It has only what differs from the defaults, so elastirun's defaults hold.
 
-    A flag that a variable sets and ``args`` does not cannot be written on a command line: its variable in ``environ`` becomes 0.
+    A command line cannot say that a flag is off. If a flag is off in ``args``, its variable in ``environ`` is set to 0.
     """
     line: list[str] = []
-    for action in parser._actions:  # there is no public way to ask a parser for its options
+    for action in parser._actions:  # argparse has no public list of a parser's options
         value = getattr(args, action.dest, action.default)
         if not action.option_strings or action.dest == "help" or value is None or value == action.default:
             continue
@@ -94,7 +95,7 @@ def _longest(action: argparse.Action) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as it stands on a command line; lists are comma-separated there, and a comma in an item is doubled."""
+    """Return a value as text for a command line. The items of a list are separated by commas; a comma in an item is doubled."""
     if isinstance(value, list | tuple):
         return ",".join(str(item).replace(",", ",,") for item in value)
     return str(value)
@@ -129,7 +130,7 @@ def _entry(arguments: list[str]) -> Callable[[], object]:
 
 
 def _check_module(name: str) -> None:
-    """Raise UsageError when ``python -m name`` would find no module."""
+    """Raise UsageError if ``python -m name`` would find no module."""
     try:
         found = importlib.util.find_spec(name)  # imports the packages above it, as python -m does
     except (ModuleNotFoundError, ValueError):
@@ -139,6 +140,6 @@ def _check_module(name: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.path[0] == os.getcwd():  # "python -m" put it there; the launcher's own command would not have it
+    if sys.path[0] == os.getcwd():  # "python -m" has put it there; it is not in the path of the launcher's own command
         del sys.path[0]
     sys.exit(main())

@@ -334,8 +334,8 @@ def check_lines(given: tuple[bytes, list[bytes]]) -> bool:
         for piece in feeds:
             for stream in (last, whole, lines):
                 stream.feed(piece)
-                assert len(stream._open) <= MAX_LINE
-            assert len(last._open) <= LAST_LINE_BYTES + 1
+                assert len(stream._partial) <= MAX_LINE
+            assert len(last._partial) <= LAST_LINE_BYTES + 1
         shown = last.lines()
         assert len(shown) <= LAST_LINES and all(len(line) <= 4 * LAST_LINE_BYTES for line in shown)
         whole.flush()

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.processes.workers import WorkerExit, stopped_by_signal
 from elastirun.rendezvous.failures import root_cause, signal_name
 from elastirun.rendezvous.records import Blame, ExitRecord
@@ -148,7 +149,7 @@ def exit_code(records: Iterable[ExitRecord]) -> int:
     causes = root_cause(records)
     if not causes or causes[0].blame in (SUSPECT, KILLED_BY_US):
         return 1
-    return causes[0].code if causes[0].code > 0 else 128 - causes[0].code
+    return causes[0].code if causes[0].code > 0 else ExitCode.signalled(-causes[0].code)
 
 
 # -- records ----------------------------------------------------------------------------------------------------------------

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from elastirun.agent.host.cpus import Read, cgroup_folders
+from elastirun.agent.host.cpus import Read, cgroup_folders, read_file
 
 GIB = 1 << 30
 UNLIMITED = 1 << 60  # bytes; cgroup version 1 writes "no limit" as a number near 2^63
 NEAR_LIMIT = 0.9  # fraction of a group's limit; a group whose peak is below it was not killed for that limit
-
-
-def read_file(path: str) -> str:
-    return Path(path).read_text()
 
 
 def oom_kills(read: Read = read_file) -> int | None:

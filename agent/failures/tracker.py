@@ -92,7 +92,7 @@ class FailureTracker:
                 self.add(make_record(self._node, end, self._shown[end.local_rank], alone=self._alone))
         elif end.code:
             lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
-            unread = self._logs.own_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
+            unread = self._logs.inherits_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
             note = "; ".join(filter(None, (self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
             record = make_record(self._node, end, lines, error, note, self._alone or unread)
             from_outside = may_be_stopped_from_outside(end, error or lines)

@@ -13,9 +13,14 @@ Read = Callable[[str], str]
 """Returns the text of a file. Raises OSError when the file cannot be read."""
 
 
+def read_file(path: str) -> str:
+    """Return the text of a file of this machine; a ``Read``."""
+    return Path(path).read_text()
+
+
 def usable_cpus() -> int:
     """Return how many CPUs this process can keep busy all the time, at least 1. A quota of 2.5 CPUs counts as 2."""
-    quota = cpu_quota(lambda path: Path(path).read_text())
+    quota = cpu_quota(read_file)
     allowed = len(os.sched_getaffinity(0))
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
@@ -67,6 +72,7 @@ def _mounts(mountinfo: str, v2: bool, controller: str) -> list[tuple[str, str]]:
 
 
 def _quota_in(folder: str, read: Read) -> float | None:
+    """Return the quota that a group itself sets, in CPUs; None without a quota."""
     try:
         quota, period = read(f"{folder}/cpu.max").split()
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
 """The agent's standard output and error, written without ever blocking the loop.
 
-Everything the agent says and every worker stream that passes through it goes into a bounded buffer that is written as the
-other side takes it. A terminal stopped with ^S, an idle ``| less`` or a file on a disk that hangs thus holds up the workers
-that print, as it would without us, and never the agent. Once the workers are to stop, the console may not cost them their
-time: output that does not fit is dropped.
+Lines of the agent and worker output go into a bounded buffer, which is written as fast as the reader takes it. When the buffer
+is full (a terminal stopped with ^S, an idle ``| less``, a file on a disk that hangs), the workers that print have to wait, as they
+would without the agent; the agent never waits. While workers are stopping they must not spend their grace period waiting for
+a reader, so output that does not fit is dropped.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from contextlib import suppress
 
 from elastirun import clock
 
-_CHUNK = 4096  # PIPE_BUF: a pipe that polls writable takes so much at once, and whole
-LIMIT = 1 << 20  # bytes in a buffer from which on the log pumps stop reading
+_CHUNK = 4096  # bytes (PIPE_BUF); a pipe that polls writable takes so much in one piece
+BUFFER_LIMIT = 1 << 20  # bytes; while a buffer holds more, the agent reads no more worker output for it
 
 
 class FileWriter:
-    """Writes what comes through a pipe to a regular file, in a thread: a write to a disk that hangs cannot be made non-blocking.
+    """Writes to a regular file in a thread, because a write to a disk that hangs cannot be made non-blocking.
 
-    ``pipe`` is the non-blocking end to write to. Raises RuntimeError when no thread can be started.
+    Data reaches the thread through a pipe; ``pipe`` is its non-blocking end to write to. Raises RuntimeError when no thread can be started.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._read, self.pipe = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
-        self._handed, self._done = 0, 0  # bytes put into the pipe, and written or lost
+        self._added, self._done = 0, 0  # bytes put into the pipe; bytes written or lost
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         try:
@@ -44,27 +44,27 @@ class FileWriter:
             os.close(self.pipe)
             raise
 
-    def handed(self, count: int) -> None:
-        """That many more bytes are in the pipe."""
+    def added(self, count: int) -> None:
+        """Note that the caller has put ``count`` more bytes into the pipe."""
         with self._changed:
-            self._handed += count
+            self._added += count
 
     def wait(self, until: float) -> bool:
-        """Wait until everything is written, but not beyond ``until``. False when something is left."""
+        """Wait until everything is written, but not beyond ``until``. Returns whether everything is written."""
         with self._changed:
-            while self._done < self._handed and (left := until - clock.now()) > 0:
+            while self._done < self._added and (left := until - clock.now()) > 0:
                 self._changed.wait(left)
-            return self._done >= self._handed
+            return self._done >= self._added
 
     def close(self) -> None:
-        """End the thread, once it has written the rest or a second is over."""
+        """Let the thread write the rest and end; wait for that for a second at most."""
         os.close(self.pipe)
         self._thread.join(1.0)
 
     def _run(self) -> None:
         while data := os.read(self._read, 1 << 16):
             view = memoryview(data)
-            with suppress(OSError):  # a full disk, or one that is gone: the rest of this piece is lost
+            with suppress(OSError):  # the disk is full or gone: the rest of this piece is lost
                 while view:
                     view = view[os.write(self._fd, view) :]
             with self._changed:
@@ -74,58 +74,64 @@ class FileWriter:
 
 
 class Stream:
-    """One descriptor with its buffer. A write is never refused and never fails; ``full`` asks the writer to hold back."""
+    """One descriptor with its buffer. A write is never refused and never fails; ``full`` asks the callers to wait.
+
+    ``dropping``: nobody is asked to wait; worker output that does not fit is dropped. ``dropped``: how many bytes were.
+    """
 
     def __init__(self, selector: selectors.BaseSelector, fd: int) -> None:
         self._selector = selector
         self._buffer = bytearray()
-        self._line_open = False  # the last byte written was not a newline
-        self._waiting: list[Callable[[], None]] = []
-        self.hurried = False  # nobody is asked to hold back
+        self._line_open = False  # the last byte in the buffer, or written, was not a newline
+        self._waiting: list[Callable[[], None]] = []  # callbacks of ``when_room``
+        self.dropping = False
         self.dropped = 0  # bytes
         self._fd, self._own, self._dead = fd, False, False
         self._file: FileWriter | None = None
         try:
-            self._fd, self._own = _private_descriptor(fd)
+            self._fd, self._own = _nonblocking_descriptor(fd)
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                with suppress(RuntimeError):  # no further thread: write to the file directly
+                with suppress(RuntimeError):  # no further thread can be started: write to the file directly
                     self._file = FileWriter(fd)
                     self._fd = self._file.pipe
-        except OSError:  # closed; the number may mean something else tomorrow
+        except OSError:  # the descriptor is closed; never use its number, which may belong to another file later
             self._dead = True
-        self._burst = 16 if self._own or self._file else 1  # chunks for one look whether the other side takes some: those never block
+        # Chunks to write each time the descriptor polls writable. Only a non-blocking one may get more than the one that surely fits.
+        self._burst = 16 if self._own or self._file else 1
 
     @property
     def full(self) -> bool:
-        return len(self._buffer) >= LIMIT and not self.hurried
+        """Whether the pumps of worker output have to wait."""
+        return len(self._buffer) >= BUFFER_LIMIT and not self.dropping
 
     @property
     def pending(self) -> bool:
+        """Whether the buffer holds data."""
         return bool(self._buffer)
 
     def when_room(self, resume: Callable[[], None]) -> None:
-        """Call ``resume`` once, when half of the buffer is free again or nobody is to wait. To be asked while ``full``."""
+        """Call ``resume`` once, when half of the buffer is free or ``start_dropping`` is called. Call this only while ``full``."""
         self._waiting.append(resume)
 
-    def hurry(self) -> None:
-        """From now on nobody waits. Who writes to a full pipe without us finds some room there, too."""
-        self.hurried = True
+    def start_dropping(self) -> None:
+        """Let nobody wait from now on. Also enlarges a full pipe, for workers that write to it directly."""
+        self.dropping = True
         poller = select.poll()
         poller.register(self._fd, select.POLLOUT)
         if not self._dead and not poller.poll(0):
-            with suppress(OSError):  # not a pipe, or no larger one for this user
-                fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, LIMIT)
+            with suppress(OSError):  # not a pipe, or this user may not have a larger one
+                fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, BUFFER_LIMIT)
         self._resume()
 
-    def pass_on(self, data: bytes) -> None:
-        """A worker's output: written, or dropped when there is no room and nobody waits."""
-        if self.hurried and len(self._buffer) >= LIMIT:
+    def write_output(self, data: bytes) -> None:
+        """Write a worker's output, or drop it if the buffer is full and nobody may wait."""
+        if self.dropping and len(self._buffer) >= BUFFER_LIMIT:
             self.dropped += len(data)
         else:
             self.write(data)
 
     def write(self, data: bytes) -> None:
-        """Append ``data``; it stays in one piece among what others write here."""
+        """Append ``data`` in one piece."""
         if self._dead or not data:
             return
         if not self._buffer:
@@ -134,13 +140,13 @@ class Stream:
         self._line_open = not data.endswith(b"\n")
 
     def write_line(self, text: str) -> None:
-        """``text`` and a newline, on a line of its own even when a worker has left one unfinished."""
+        """Write ``text`` on a line of its own, even if a worker has left its last line unfinished."""
         self.write((b"\n" if self._line_open else b"") + text.encode(errors="backslashreplace") + b"\n")
 
     def write_some(self) -> bool:
-        """Write one chunk: up to the last end of line in it, so that other writers of the same pipe tear no line of ours.
+        """Write one chunk, and return whether more can be written now.
 
-        False when there is nothing more to write now.
+        The chunk ends at the end of a line where it can, so that output of other programs in the same pipe splits no line of ours.
         """
         chunk = bytes(self._buffer[:_CHUNK])
         chunk = chunk[: chunk.rfind(b"\n") + 1] or chunk
@@ -149,27 +155,29 @@ class Stream:
         except BlockingIOError:
             return False
         except OSError as exc:
-            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):  # EPIPE, EIO: nobody will ever read it
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):  # EPIPE, EIO: nobody will ever read from it
                 self._discard()
                 return False
-            done = len(self._buffer)  # a full disk may have room again later
+            done = len(self._buffer)  # drop the buffer; a full disk may have room again later
         if self._file is not None:
-            self._file.handed(done)
+            self._file.added(done)
         del self._buffer[:done]
         if not self._buffer:
             self._selector.unregister(self._fd)
-        if len(self._buffer) <= LIMIT // 2:
+        if len(self._buffer) <= BUFFER_LIMIT // 2:
             self._resume()
         return bool(self._buffer)
 
     def fileno(self) -> int:
+        """Return the descriptor to poll."""
         return self._fd
 
-    def settle(self, until: float) -> bool:
-        """Wait until a file has what was written, but not beyond ``until``. False when something is left."""
+    def wait_for_file(self, until: float) -> bool:
+        """Wait until a regular file holds all that was written, but not beyond ``until``. Returns whether it does (else True)."""
         return self._file is None or self._file.wait(until)
 
     def close(self) -> None:
+        """Drop what is not written. Leaves the descriptor that was given open."""
         if not self._dead:
             self._discard()
             if self._own:
@@ -197,35 +205,36 @@ class Stream:
 
 
 class Console:
-    """Standard output and error of the agent. Closing leaves the descriptors given open."""
+    """Standard output and error of the agent. ``close`` leaves both descriptors open."""
 
     def __init__(self, selector: selectors.BaseSelector, out_fd: int = 1, err_fd: int = 2) -> None:
         self.out = Stream(selector, out_fd)
         self.err = Stream(selector, err_fd)
 
-    def hurry(self) -> None:
-        """The workers are to stop: from now on, until ``relax``, none of them waits for a console that nobody reads."""
-        self.out.hurry()
-        self.err.hurry()
+    def start_dropping(self) -> None:
+        """Let no worker wait for a console that nobody reads, until ``stop_dropping``. To be called when the workers are stopping."""
+        self.out.start_dropping()
+        self.err.start_dropping()
 
-    def relax(self) -> None:
-        """Workers hold back again for a full console. A line says how many bytes were dropped meanwhile."""
+    def stop_dropping(self) -> None:
+        """Let workers wait again while the console is full. Says how many bytes were dropped meanwhile."""
         for name, stream in (("stdout", self.out), ("stderr", self.err)):
             if stream.dropped:
                 self.say(f"nobody read {name} while the workers were stopping; {stream.dropped} bytes of their output were dropped there")
-            stream.hurried, stream.dropped = False, 0
+            stream.dropping, stream.dropped = False, 0
 
     def write_err(self, data: bytes) -> None:
+        """Write to standard error."""
         self.err.write(data)
 
     def say(self, text: str) -> None:
-        """The agent's own line on standard error: ``elastirun: text``."""
+        """Write a line of the agent's own to standard error: ``elastirun: text``."""
         self.err.write_line(f"elastirun: {text}")
 
     def flush(self, timeout: float) -> bool:
-        """Block until all is written, for at most ``timeout`` seconds: for the end, when no loop runs any more.
+        """Block until all is written, for at most ``timeout`` seconds. Returns whether all is written.
 
-        False when something is left unwritten.
+        For the end of the agent, when no loop runs any more.
         """
         end = clock.now() + timeout
         while pending := [s for s in (self.out, self.err) if s.pending]:
@@ -238,19 +247,20 @@ class Console:
                 return False
             for fd, _ in ready:
                 streams[fd].write_some()
-        return self.out.settle(end) and self.err.settle(end)
+        return self.out.wait_for_file(end) and self.err.wait_for_file(end)
 
     def close(self) -> None:
+        """Close both streams; call ``flush`` before."""
         self.out.close()
         self.err.close()
 
 
-def _private_descriptor(fd: int) -> tuple[int, bool]:
-    """A non-blocking descriptor for what ``fd`` writes to, and whether it is a new one that we must close.
+def _nonblocking_descriptor(fd: int) -> tuple[int, bool]:
+    """Return a non-blocking descriptor of the file behind ``fd``, and True if it is a new one, which the caller closes.
 
-    O_NONBLOCK on ``fd`` itself would also change the shell's and the workers' descriptor. A terminal or pipe can be
-    opened a second time; anything else (or one that belongs to another user) is used as it is: then only a writer that
-    fills a pipe between our poll and our write can make us wait. Raises OSError when ``fd`` is closed.
+    O_NONBLOCK on ``fd`` itself would also change the descriptors of the shell and of the workers. A terminal or pipe can be
+    opened a second time. Anything else, or a file of another user, is used as it is: a write may then block, but only if another
+    program fills the pipe between our poll and our write. Raises OSError when ``fd`` is closed.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):

@@ -1,7 +1,8 @@
-"""File operations in a thread of their own, so that a log disk that is slow, full or hanging never holds up the agent's loop.
+"""File operations in a thread of their own, so that a slow, full or hanging log disk never blocks the agent's loop.
 
-Writes are queued behind a limit in bytes. A slow disk holds back the workers that print, as a slow console does. A disk that
-answers nothing for ``STALL`` seconds holds back nobody: what does not fit is dropped, and one line says how much.
+The queue of writes is limited in bytes. While it is full, the workers that print have to wait, as they have to for a slow
+console. If one operation takes longer than STALL seconds, the disk counts as hanging and nobody waits for it: output that does not
+fit is dropped, and one line says how much.
 """
 
 from __future__ import annotations
@@ -19,49 +20,49 @@ from elastirun import clock
 
 T = TypeVar("T")
 
-LIMIT = 4 << 20  # bytes queued from which on the log pumps stop reading
-STALL = 2.0  # seconds for one operation after which the disk counts as hanging
+QUEUE_LIMIT = 4 << 20  # bytes; while more are queued, the agent reads no more worker output for the disk
+STALL = 2.0  # seconds for one operation, after which the disk counts as hanging; a slow network disk answers sooner
 
 
 class DiskThread:
-    """Runs operations one after the other. All methods are called by the loop's thread; ``say`` is called there too.
+    """Runs operations one after the other. All methods but ``notice`` are called by the loop's thread, and call ``say`` there.
 
-    The thread is started by the first operation. It is a daemon: an operation that never returns does not keep the process.
+    The first operation starts the thread. It is a daemon, so an operation that never returns does not keep the process alive.
     """
 
     def __init__(self, selector: selectors.BaseSelector, say: Callable[[str], None]) -> None:
         self._selector, self._say = selector, say
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes from here to ``_closed``
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self._bytes = 0  # queued or being written
-        self._since: float | None = None  # when the operation that runs now began
+        self._began: float | None = None  # when the operation that runs now began; None: none runs
         self._notices: deque[str] = deque()  # lines for people
         self._thread: threading.Thread | None = None
         self._closed = False
         self._dropped = 0  # bytes since the disk was last found hanging
-        self._waiting: list[Callable[[], None]] = []  # of the loop's thread alone
+        self._waiting: list[Callable[[], None]] = []  # callbacks of ``when_room``; only the loop's thread uses them
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         selector.register(self._wake, selectors.EVENT_READ, self._ready)
 
     @property
     def full(self) -> bool:
-        """Writers are to hold back. Never true while the disk hangs: then their output is dropped."""
-        return self._bytes >= LIMIT and not self.hangs()
+        """Whether the pumps of worker output have to wait. False while the disk hangs: their output is dropped then."""
+        return self._bytes >= QUEUE_LIMIT and not self.hangs()
 
     def when_room(self, resume: Callable[[], None]) -> None:
-        """Call ``resume`` once, when there is room again or the disk hangs. To be asked while ``full``."""
+        """Call ``resume`` once, when there is room again or the disk hangs. Call this only while ``full``."""
         self._waiting.append(resume)
-        self._nudge()  # there may be room by now
+        self._wake_loop()  # there may be room by now
 
     def hangs(self, limit: float | None = None) -> bool:
         """Whether the operation that runs now has taken longer than ``limit`` seconds (None: ``STALL``)."""
-        since = self._since
-        return since is not None and clock.now() - since > (STALL if limit is None else limit)
+        began = self._began
+        return began is not None and clock.now() - began > (STALL if limit is None else limit)
 
     def submit(self, operation: Callable[[], None], size: int = 0) -> None:
-        """Queue ``operation``, which must not raise and stands for ``size`` bytes. Dropped when the disk hangs and the queue is full."""
+        """Queue ``operation``, which must not raise and writes ``size`` bytes. Drops it if the disk hangs and the queue is full."""
         with self._changed:
-            refused = self._closed or not self._started() or (size and self._bytes >= LIMIT and self.hangs())
+            refused = self._closed or not self._started() or (size and self._bytes >= QUEUE_LIMIT and self.hangs())
             if not refused:
                 self._queue.append((size, operation))
                 self._bytes += size
@@ -72,10 +73,10 @@ class DiskThread:
             self._dropped += size
 
     def call(self, function: Callable[[], T], limit: float, undo: Callable[[T], None] | None = None) -> T:
-        """Return what ``function`` returns or raise what it raises.
+        """Run ``function`` in the thread and wait for it. Returns its result, or raises its exception.
 
-        Raises TimeoutError, which is an OSError, when that takes longer than ``limit`` seconds; ``undo`` then gets the result when it
-        comes. Does not wait while an earlier operation has been hanging for as long.
+        Raises TimeoutError, which is an OSError, after ``limit`` seconds; when the result comes later, ``undo`` gets it. Does not
+        wait if an earlier operation has been running for longer than ``limit``.
         """
         call = _Call(function, undo)
         with self._changed:
@@ -88,47 +89,47 @@ class DiskThread:
         return call.result(limit)
 
     def notice(self, text: str) -> None:
-        """Have the loop's thread say ``text``. For operations, in the disk's thread."""
+        """Let the loop's thread say ``text``. Operations call this in the disk's thread."""
         self._notices.append(text)
-        self._nudge()
+        self._wake_loop()
 
     def tick(self) -> float | None:
-        """Let those go on that wait for a hanging disk. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
-        since = self._since
-        if not self._waiting or since is None:
+        """Resume the pumps that wait for a hanging disk. Returns when to call it next, on ``elastirun.clock``; None: at no fixed time."""
+        began = self._began
+        if not self._waiting or began is None:
             return None
         if self.hangs():
             self._resume()
             return None
-        return since + STALL + 0.01
+        return began + STALL + 0.01
 
     def drain(self, limit: float) -> None:
-        """Wait until all is written, for at most ``limit`` seconds: for the end. A line says what is lost."""
+        """Wait until all is written, for at most ``limit`` seconds, at the end of the agent. Says how many bytes are lost."""
         end = clock.now() + limit
         with self._changed:
-            while (self._queue or self._since is not None) and (left := end - clock.now()) > 0:
+            while (self._queue or self._began is not None) and (left := end - clock.now()) > 0:
                 self._changed.wait(left)
             lost = self._bytes
-        self._tell()
+        self._say_notices()
         if lost or self._dropped:
             self._say(f"the log disk did not take everything in time: {lost + self._dropped} bytes of logs are lost")
             self._dropped = 0
 
     def close(self, limit: float) -> None:
-        """Drain, then end the thread. Operations still queued are dropped. Idempotent."""
+        """Drain, then end the thread. Drops the operations that are still queued. Idempotent."""
         if self._closed:
             return
         self.drain(limit)
         with self._changed:
             self._closed = True
-            hangs = self._since is not None
+            hangs = self._began is not None
             self._queue.clear()
             self._changed.notify_all()
         if self._thread is not None and not hangs:
             self._thread.join()
         self._resume()
         self._selector.unregister(self._wake)
-        if not hangs:  # else the thread may still want to use it
+        if not hangs:  # a hanging thread may still use it later
             os.close(self._wake)
 
     def _started(self) -> bool:
@@ -136,7 +137,7 @@ class DiskThread:
             thread = threading.Thread(target=self._run, name="disk", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no further thread may be started by this user or in this container
+            except RuntimeError:  # this user or container has reached its limit of threads
                 return False
             self._thread = thread
         return True
@@ -149,31 +150,31 @@ class DiskThread:
                 if not self._queue:
                     return
                 size, operation = self._queue.popleft()
-                self._since = clock.now()
+                self._began = clock.now()
             operation()
             with self._changed:
                 self._bytes -= size
-                self._since = None
+                self._began = None
                 self._changed.notify_all()
-                wake = self._waiting and self._bytes <= LIMIT // 2 or self._dropped and not self._queue
+                wake = self._waiting and self._bytes <= QUEUE_LIMIT // 2 or self._dropped and not self._queue
             if wake:
-                self._nudge()
+                self._wake_loop()
 
-    def _nudge(self) -> None:
-        with suppress(BlockingIOError):  # the loop has been woken often enough
+    def _wake_loop(self) -> None:
+        with suppress(BlockingIOError):  # the counter is full, so the loop will wake up anyway
             os.eventfd_write(self._wake, 1)
 
     def _ready(self, mask: int) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        self._tell()
+        self._say_notices()
         if self._dropped and not self._bytes:
             self._say(f"the log disk answers again; {self._dropped} bytes of output were lost")
             self._dropped = 0
         if not self.full:
             self._resume()
 
-    def _tell(self) -> None:
+    def _say_notices(self) -> None:
         while self._notices:
             self._say(self._notices.popleft())
 
@@ -184,7 +185,7 @@ class DiskThread:
 
 
 class _Call(Generic[T]):
-    """A function whose result another thread waits for, up to a limit."""
+    """A function that one thread runs while another waits for its result, up to a limit."""
 
     _result: T
 
@@ -196,6 +197,7 @@ class _Call(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
+        """Call the function, in the disk's thread."""
         try:
             self._result = self._function()
         except BaseException as error:
@@ -207,6 +209,7 @@ class _Call(Generic[T]):
             self._undo(self._result)
 
     def result(self, limit: float) -> T:
+        """Wait for the result, in the loop's thread. After ``limit`` seconds, raise TimeoutError and let ``run`` undo a later result."""
         self._over.wait(limit)
         with self._lock:
             self._abandoned = not self._over.is_set()

@@ -1,4 +1,4 @@
-"""A worker's bytes as lines: the last ones kept, whole ones passed on."""
+"""Cuts worker output into lines: keeps the last lines, and writes whole lines to the console."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from collections.abc import Callable, Sequence
 from elastirun import clock
 from elastirun.agent.output.log_files import MAX_LINE, LogFile
 
-LAST_LINES = 30
-LAST_LINE_BYTES = 500
-HOLD = 0.5  # seconds that the beginning of a line may wait for its end
-_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+LAST_LINES = 30  # lines of stderr that are kept for the failure report; a traceback has about as many
+LAST_LINE_BYTES = 500  # bytes kept of each of them
+PARTIAL_LINE_DELAY = 0.5  # seconds that the beginning of a line waits for its end before it is shown; a prompt must appear soon
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")  # terminal control sequences (ECMA-48 CSI)
 
 
 class LastLines:
-    """The last ``LAST_LINES`` lines of a stream of bytes, each cut to ``LAST_LINE_BYTES``.
+    """The last LAST_LINES lines of a stream of bytes, each cut to LAST_LINE_BYTES.
 
-    Of a line that was overwritten with carriage returns (a progress bar) the last state is kept.
+    If a line was overwritten with carriage returns (a progress bar), its last state is kept.
     """
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=LAST_LINES)
-        self._open = b""  # the beginning of a line without its end yet
+        self._partial = b""  # the beginning of a line whose end has not come yet
 
     def feed(self, data: bytes) -> None:
-        *lines, rest = (self._open + data).split(b"\n")
+        """Take in the next bytes of the stream."""
+        *lines, rest = (self._partial + data).split(b"\n")
         self._lines.extend(_last_state(line) for line in lines[-LAST_LINES:])
-        self._open = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+        self._partial = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
 
     def lines(self) -> tuple[str, ...]:
-        """As text without escape sequences; bytes that are no UTF-8 as ``\\xNN``."""
-        unfinished = [self._open.rstrip(b"\r")] if self._open else []
-        raw = [*self._lines, *unfinished][-LAST_LINES:]
+        """Return the lines as text without control sequences; bytes that are not UTF-8 become ``\\xNN``."""
+        partial = [self._partial.rstrip(b"\r")] if self._partial else []
+        raw = [*self._lines, *partial][-LAST_LINES:]
         return tuple(_ESCAPES.sub(b"", line).decode(errors="backslashreplace") for line in raw)
 
 
@@ -43,61 +44,66 @@ def _last_state(line: bytes) -> bytes:
 
 
 class WholeLines:
-    """Passes bytes on as they are, but a line in one piece, so that what others write stays before or after it.
+    """Writes a stream of bytes unchanged, but each line in one piece, so that output of other workers comes before or after it.
 
-    What has no end yet waits for it, ``HOLD`` seconds at most. It does not wait when it draws over itself with carriage returns,
-    as a progress bar does, or is longer than ``MAX_LINE``.
+    The beginning of a line waits for its end, PARTIAL_LINE_DELAY seconds at most. It does not wait if it contains a carriage return
+    (a progress bar) or is longer than MAX_LINE.
+
+    ``due``: when to call ``flush``, on ``elastirun.clock``; infinity: not at all. ``was_due``: the owner has found it due once.
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write
-        self._open = b""
-        self.due = math.inf  # on ``elastirun.clock``: when ``flush`` is to be called
-        self.late = False  # was due at the last look
+        self._partial = b""
+        self.due = math.inf
+        self.was_due = False
 
     def feed(self, data: bytes) -> None:
-        data = self._open + data
+        """Write the lines that ``data`` completes."""
+        data = self._partial + data
         end = data.rfind(b"\n") + 1
         if len(data) - end >= MAX_LINE or b"\r" in data[end:]:
             end = len(data)
         if end:
             self._write(data[:end])
             self.due = math.inf
-        self._open = data[end:]
-        if self._open and self.due == math.inf:
-            self.due = clock.now() + HOLD
+        self._partial = data[end:]
+        if self._partial and self.due == math.inf:
+            self.due = clock.now() + PARTIAL_LINE_DELAY
 
     def flush(self) -> None:
-        self._write(self._open)
-        self._open, self.due = b"", math.inf
+        """Write the beginning of a line without waiting for its end."""
+        self._write(self._partial)
+        self._partial, self.due = b"", math.inf
 
 
 class PrefixedLines:
-    """Cuts a stream of bytes into whole lines and passes each on behind ``prefix``; copies those with a needle.
+    """Writes each line of a stream of bytes behind ``prefix``, and copies the lines that contain one of ``needles`` to ``copy``.
 
-    A line longer than ``MAX_LINE`` is passed on in pieces, each as a line of its own.
+    A line longer than MAX_LINE is written in pieces, each as a line of its own.
     """
 
     def __init__(self, prefix: bytes, write: Callable[[bytes], None], needles: Sequence[bytes] = (), copy: LogFile | None = None) -> None:
         self._prefix, self._write, self._needles, self._copy = prefix, write, needles, copy
-        self._open = b""
+        self._partial = b""
 
     def feed(self, data: bytes) -> None:
-        *lines, self._open = (self._open + data).split(b"\n")
-        while len(self._open) > MAX_LINE:
-            lines.append(self._open[:MAX_LINE])
-            self._open = self._open[MAX_LINE:]
+        """Write the lines that ``data`` completes."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        while len(self._partial) > MAX_LINE:
+            lines.append(self._partial[:MAX_LINE])
+            self._partial = self._partial[MAX_LINE:]
         self._emit(lines)
 
     def flush(self) -> None:
-        """Pass on a last line without a newline, with one."""
-        if self._open:
-            self._emit([self._open])
-            self._open = b""
+        """Write a last line that has no newline, and end it."""
+        if self._partial:
+            self._emit([self._partial])
+            self._partial = b""
 
     def _emit(self, lines: Sequence[bytes]) -> None:
         pieces = [line[i : i + MAX_LINE] for line in lines for i in range(0, len(line) or 1, MAX_LINE)]
-        self._write(self._join(pieces))  # one write: what other ranks say stays before or after it
+        self._write(self._join(pieces))  # in one write, so that output of other ranks comes before or after it
         if self._copy is not None:
             self._copy.write(self._join([piece for piece in pieces if any(needle in piece for needle in self._needles)]))
 

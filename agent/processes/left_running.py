@@ -14,9 +14,9 @@ import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from elastirun import clock
+from elastirun.agent.processes import proc
 from elastirun.agent.processes.process import Process
 
 
@@ -68,7 +68,7 @@ class LeftRunning:
         A process in the session of a worker that is ``alive`` belongs to that worker. A child in a session of its own may
         belong to any worker, so it is watched only when all workers have ended.
         """
-        for pid in _children():
+        for pid in proc.children(os.getpid()):
             if pid not in self._pidfds and pid not in self._workers and pid not in alive:
                 with suppress(OSError):
                     session = os.getsid(pid)
@@ -137,9 +137,3 @@ class LeftRunning:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
-
-def _children() -> list[int]:
-    """Return the children of this process's main thread: it starts the workers, and the kernel hands orphans to it."""
-    with suppress(OSError):
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    return []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastirun import clock
-from elastirun.agent.output.logs import RoundLogs
+from elastirun.agent.output.round_logs import RoundLogs
 from elastirun.agent.processes.left_running import LeftRunning
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec

@@ -47,7 +47,7 @@ def ended(code: int, by_us: bool = False) -> WorkerExit:
         (3, ()),
         (1, (*TRACEBACK, "[rank2]: ValueError: boom")),
         (1, (*TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory", "Connection closed by peer")),
-        (1, (STORE, *TRACEBACK, "[rank2]: RuntimeError: CUDA error: an illegal memory access")),  # an old warning is no reason
+        (1, (STORE, *TRACEBACK, "[rank2]: RuntimeError: CUDA error: an illegal memory access")),  # an older warning does not count
         (1, (*TRACEBACK, GLOO_CLOSED, "During handling of the above exception:", *TRACEBACK, "KeyError: 'x'")),
         (1, (*TRACEBACK, "MyError: RuntimeError: Broken pipe")),
         (-6, (STORE, *TRACEBACK, "[rank2]: ValueError: boom", "terminate called without an active exception")),  # at interpreter exit
@@ -58,7 +58,7 @@ def ended(code: int, by_us: bool = False) -> WorkerExit:
         (-4, ()),
         (-8, ()),
         (-6, ("a.out: a.c:3: main: Assertion `0' failed.",)),
-        (-9, (STORE,)),  # somebody killed it, perhaps the kernel for its memory
+        (-9, (STORE,)),  # killed from outside, perhaps by the kernel for its memory
         (-15, ()),
         (1, (*TRACEBACK, "elastirun.train.errors.ReductionFailed: the process group has been destroyed: make one")),
         (1, (*TRACEBACK, "elastirun.train.errors.ModelMismatch: rank 1 has other parameters")),
@@ -152,7 +152,7 @@ def test_what_is_said_of_an_end_that_was_not_at_our_hands(code: int, lines: tupl
         ((), None, False),
         (("all is well",), None, False),
         (("Traceback (most recent call last):", "ValueError: x"), None, True),
-        (("Traceback (most recent call last):", "ValueError: x", "step 7"), None, False),  # somebody has caught it
+        (("Traceback (most recent call last):", "ValueError: x", "step 7"), None, False),  # the script has caught the exception
         ((*TRACEBACK, "[rank2]: ValueError: x", "[rank2]:[W] destroy_process_group() was not called"), None, True),
         ((*TRACEBACK, GLOO_CLOSED), None, False),
         (("step 7",), ("Traceback (most recent call last):", "ValueError: x", "y"), True),
@@ -193,7 +193,7 @@ def test_a_record() -> None:
         ([(3, OWN_FAULT)], 3),
         ([(-11, OWN_FAULT)], 139),
         ([(1, VICTIM), (7, OWN_FAULT)], 7),
-        ([(-15, SUSPECT)], 1),  # that was our signal
+        ([(-15, SUSPECT)], 1),  # the agent sent that signal
         ([(-15, KILLED_BY_US)], 1),
         ([(-6, VICTIM)], 134),
     ],

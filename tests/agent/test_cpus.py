@@ -1,4 +1,4 @@
-"""CPUs usable by this process: affinity and control-group quotas, over made-up /proc and /sys trees."""
+"""The CPUs that this process can use: affinity and quotas of control groups, with made-up /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def v2(path: str, limits: dict[str, str]) -> dict[str, str]:
         (v2("/", {"": "250000 100000\n"}), 2.5),
         (v2("/", {"": "max 100000\n"}), None),
         (v2("/a/b", {"/a/b": "400000 100000\n"}), 4.0),
-        (v2("/a/b", {"/a/b": "400000 100000\n", "/a": "150000 100000\n"}), 1.5),  # the parent is tighter
+        (v2("/a/b", {"/a/b": "400000 100000\n", "/a": "150000 100000\n"}), 1.5),  # the parent's quota is tighter
         (v2("/a", {"/a": "nonsense"}), None),
         (v2("/a", {"/a": "1 2 3"}), None),
     ],

@@ -1,4 +1,4 @@
-"""A log disk that is slow, full or hanging: the loop goes on, workers are held back or not, and what is lost is said."""
+"""A slow, full or hanging log disk: the loop goes on, workers wait or not, and a line says what is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from elastirun.agent.output import disk as disk_module
 from elastirun.agent.output import log_files
-from elastirun.agent.output.disk import LIMIT, DiskThread
+from elastirun.agent.output.disk import QUEUE_LIMIT, DiskThread
 from elastirun.config import LogPolicy, Std, StdMap
 from tests.agent.test_workers import Loop, spec
 from tests.support.cluster import PATIENCE, Cluster
@@ -28,7 +28,7 @@ ALL = StdMap(Std.ALL)
 
 
 class Disk:
-    """A disk thread with its loop, and an operation that hangs until ``go``."""
+    """A disk thread with its loop, and an operation that hangs until ``go`` is set."""
 
     def __init__(self) -> None:
         self.selector = selectors.PollSelector()
@@ -82,7 +82,7 @@ def test_a_call_returns_raises_or_is_given_up(disk: Disk) -> None:
         disk.thread.call(late, 0.05, undone.append)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        disk.thread.call(lambda: 5, 0.05)  # at once: the one before hangs
+        disk.thread.call(lambda: 5, 0.05)  # raises at once, because the operation before hangs
     assert time.monotonic() - began < PATIENCE
     disk.go.set()
     assert disk.thread.call(lambda: 6, PATIENCE) == 6
@@ -94,7 +94,7 @@ def test_a_slow_disk_holds_writers_back_until_half_is_written(disk: Disk, monkey
     disk.hang()
     written: list[int] = []
     for i in range(4):
-        disk.thread.submit(lambda i=i: written.append(i), LIMIT // 4)  # type: ignore[misc]
+        disk.thread.submit(lambda i=i: written.append(i), QUEUE_LIMIT // 4)  # type: ignore[misc]
     assert disk.thread.full
     room: list[bool] = []
     disk.thread.when_room(lambda: room.append(disk.thread.full))
@@ -109,7 +109,7 @@ def test_a_slow_disk_holds_writers_back_until_half_is_written(disk: Disk, monkey
 
 def test_a_hanging_disk_holds_nobody_back_and_what_is_dropped_is_said(disk: Disk) -> None:
     disk.hang()
-    disk.thread.submit(lambda: None, LIMIT)
+    disk.thread.submit(lambda: None, QUEUE_LIMIT)
     room: list[int] = []
     disk.thread.when_room(lambda: room.append(1))
     due = disk.thread.tick()
@@ -219,7 +219,7 @@ def test_workers_that_print_go_on_while_the_disk_hangs(loop: Loop, monkeypatch: 
 
     monkeypatch.setattr(os, "write", hang)
     loop.logs._policy = LogPolicy(log_dir=loop.logs._policy.log_dir, redirects=ALL, limit=1 << 20)
-    size = 2 * LIMIT
+    size = 2 * QUEUE_LIMIT
     loop.start(spec(f"import os\nfor i in range({size} >> 16): os.write(2, b'x' * 65535 + b'\\n')\nos.write(2, b'the end\\n')"))
     loop.run(lambda: not loop.workers.running)
     assert loop.exits[0].code == 0 and loop.logs.last_lines(0)[-1] == "the end"
@@ -230,7 +230,7 @@ def test_workers_that_print_go_on_while_the_disk_hangs(loop: Loop, monkeypatch: 
 
 # ---- real agents
 
-# Imported by the agent at its start: what it writes to a log hangs while the file HANG exists, as on a frozen disk.
+# The agent imports this at its start. Writes to logs then hang while the file HANG exists, as on a frozen disk.
 HANGING = """
 import os, time
 write, hang = os.write, os.environ["HANG"]
@@ -266,7 +266,7 @@ def test_a_log_disk_that_hangs_for_longer_than_expire_costs_nothing(nodes: Clust
         worker.tell("hello")
     while not Path(f"{hang}.seen").exists():
         time.sleep(0.01)
-    time.sleep(4.5)  # longer than --expire: nothing can be awaited here, as nothing happens
+    time.sleep(4.5)  # longer than --expire; there is no event to wait for, because nothing must happen
     hang.unlink()
     for worker in workers:
         worker.tell("end")
@@ -275,7 +275,7 @@ def test_a_log_disk_that_hangs_for_longer_than_expire_costs_nothing(nodes: Clust
     assert "hello" in next(logs.glob("test_*/attempt_0/0/stdout.log")).read_text()
 
 
-# Fills the disk of the logs in the first round and fails, as a worker does whose own output filled it.
+# Fills the disk of the logs in the first round and fails, like a worker whose own output has filled it.
 FILLS = """
 import os, sys
 if os.environ["ELASTIRUN_ROUND"] == "1":
@@ -284,7 +284,7 @@ if os.environ["ELASTIRUN_ROUND"] == "1":
             open(f"{sys.argv[1]}/{i}", "w")
         except OSError:
             sys.exit(3)
-sys.exit(bool(os.environ["TORCHELASTIC_ERROR_FILE"]))  # its folder could not be made, and torch's @record would fail
+sys.exit(bool(os.environ["TORCHELASTIC_ERROR_FILE"]))  # must be empty, because its folder could not be made and torch's @record would fail
 """
 
 
@@ -318,7 +318,7 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--standalone", "--rdzv-backend=etcd"), 3)])
 def test_without_a_folder_for_temporary_files_a_job_runs_unless_it_needs_one(options: tuple[str, ...], code: int) -> None:
-    """As in a container whose file system is read-only."""
+    """A container's file system may be read-only."""
     command = [sys.executable, "-c", NO_TEMPORARY_FOLDER, *options, "--no-python", "true"]
     environment = {**os.environ, "ELASTIRUN_ETCD_BINARY": sys.executable}
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=60)

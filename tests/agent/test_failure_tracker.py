@@ -1,4 +1,4 @@
-"""The failure that is reported is the one that came first in the chain of causes, on every node, whoever died first.
+"""Every node reports the failure that caused the others, whichever worker ended first.
 
 Set BLAME_TRIES to repeat what depends on chance more often than the suite does.
 """
@@ -32,7 +32,7 @@ case $RANK in
     *) exec sleep 600 ;;
 esac
 """
-KINDS = {  # what fails, and what must be read of it
+KINDS = {  # the failing code, and the lines that the report must have
     "raise": ('raise ValueError("the true cause")', "    ValueError: the true cause", "(exit code 1)"),
     "exit": ('print("the true cause", file=sys.stderr)\nsys.exit(3)', "    the true cause", "(exit code 3)"),
     "segfault": ("ctypes.string_at(0)", "  how       : killed by SIGSEGV (signal 11)", "(SIGSEGV)"),
@@ -116,7 +116,7 @@ def test_a_script_whose_interpreter_is_missing_is_told_apart(tmp_path: Path, lin
     assert codes == [126 if words == "Permission denied" else 127]
 
 
-# ---- victims that die before their culprit
+# ---- victims that end before their culprit
 
 ACTOR = """
 import json, os, signal, socket, sys, time
@@ -155,7 +155,7 @@ BESIDE = {"same node": lambda rank, other: rank // 2 == other // 2, "other node"
 
 @pytest.fixture
 def stage(nodes: Cluster) -> Cluster:
-    """Two nodes with two workers each, restarted whenever one fails, who play the part that they are given."""
+    """Start two nodes with two workers each, which are restarted after every failure. Each worker fails in the way that it is told."""
     nodes.script.write_text(ACTOR)
     for i in (1, 2):
         nodes.agent(i, "--max-restarts=1000", "--restart-pause=0", nnodes="2", nproc=2)
@@ -163,7 +163,7 @@ def stage(nodes: Cluster) -> Cluster:
 
 
 def play(stage: Cluster, workers: list[Worker], parts: dict[int, tuple[float, str]]) -> tuple[str, list[Worker]]:
-    """Each rank takes its part so many seconds from the beginning. Returns why the next round was formed, and its workers."""
+    """Let each rank fail in the given way after the given seconds. Returns the reason for the next round, and its workers."""
     begin = time.monotonic() + 0.05
     for rank, (after, part) in parts.items():
         workers[rank].tell(f"{begin + after} {part}")
@@ -185,7 +185,7 @@ def test_a_victim_that_dies_20_ms_before_its_culprit_is_never_blamed(stage: Clus
 
 
 def test_a_culprit_that_lingers_after_its_traceback_is_blamed(stage: Cluster) -> None:
-    """It would be stopped by its agent, like the innocent."""
+    """Its agent stops it like the workers that did not fail."""
     workers = stage.round(4)
     for culprit, victim in ((3, 2), (0, 3)):
         reason, workers = play(stage, workers, {culprit: (0.0, "lingerer"), victim: (0.02, "gloo")})
@@ -193,7 +193,7 @@ def test_a_culprit_that_lingers_after_its_traceback_is_blamed(stage: Cluster) ->
 
 
 def test_what_a_worker_says_after_our_signal_is_not_held_against_it(stage: Cluster) -> None:
-    """Every actor raises an exception of its own when it gets SIGTERM."""
+    """Every worker here raises an exception when it gets SIGTERM."""
     workers = stage.round(4)
     reason, workers = play(stage, workers, {2: (0.0, "gloo")})
     assert reason.startswith("rank 2 on ") and reason.endswith("perhaps for having lost its peers"), "a victim, for want of anybody else"

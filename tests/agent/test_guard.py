@@ -1,4 +1,4 @@
-"""Marks, which processes belong to an agent, and the guard's program, without agents."""
+"""Marks, recognition of an agent's processes, and the guard's program, without agents."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_variable_is_found_by_its_whole_name() -> None:
 
 
 def wait_until_it_runs_another_program(pid: int) -> None:
-    """Than Python, and has its environment: for a moment within exec, a process has none."""
+    """Wait until the process has executed another program than Python and has an environment: in the middle of exec it has none."""
     end = time.monotonic() + 60
     while os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable) or not Path(f"/proc/{pid}/environ").read_bytes():
         assert time.monotonic() < end
@@ -68,7 +68,7 @@ def wait_until_it_runs_another_program(pid: int) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize(("ids", "counts"), [("0, 0, 0", True), ("65534, 65534, 65534", False), ("65534, 0, 0", False)])
 def test_a_mark_counts_only_in_a_process_of_our_own_user(ids: str, counts: bool) -> None:
-    """Whoever starts a program that runs with root's rights chooses its environment."""
+    """The user who starts a set-user-ID program chooses its environment."""
     own = marks.own()
     code = f"import os; os.setresuid({ids}); print(flush=True); os.execvp('sleep', ['sleep', '1000'])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, marks.VARIABLE: own.text}) as program:
@@ -96,7 +96,7 @@ def test_a_mark_is_found_behind_two_mebibytes_of_environment() -> None:
 
 
 def test_an_environment_that_cannot_be_read_in_time_counts_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a process whose memory lock is held."""
+    """The memory lock of such a process is held."""
     held = threading.Event()
     monkeypatch.setattr(proc, "_environment", lambda pid: bytes(held.wait(60)))
     began = time.monotonic()
@@ -105,7 +105,7 @@ def test_an_environment_that_cannot_be_read_in_time_counts_as_empty(monkeypatch:
 
 
 def test_an_environment_is_read_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit of processes, which a worker's threads may have reached, the guard still finds what it must end."""
+    """The guard must find what it kills even if a worker's threads have reached the limit of processes."""
 
     def refuse(*args: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -116,7 +116,7 @@ def test_an_environment_is_read_where_no_thread_can_be_started(monkeypatch: pyte
 
 
 def test_a_living_agent_looks_at_its_descendants_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loop does this at the end of each round, however many processes the machine has, and reads no environment."""
+    """The agent's loop does this at the end of each round, so it must be fast on a machine with many processes."""
     listdir, looked = os.listdir, []
     evidence = kills.Evidence(marks.own(), "", strict=False)
     evidence.excluded = set(proc.children(os.getpid()))  # pytest's own, if any
@@ -130,7 +130,7 @@ def test_a_living_agent_looks_at_its_descendants_alone(monkeypatch: pytest.Monke
     assert process.wait() == -signal.SIGKILL and "/proc" not in looked
 
 
-# -- whose process it is
+# -- recognition of processes
 
 AGENT, INIT, WORKER = 100, 1, 200
 
@@ -191,7 +191,7 @@ def test_workers_that_were_started_later_are_not_meant() -> None:
 
 @contextmanager
 def running_guard(deadline: float, group: str = "") -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A guard whose agent is this test, which stays: so children need evidence. And a worker that it is told of."""
+    """Run a guard whose agent is this test, and a worker that it is told of. Children of the test need evidence."""
     own = marks.own()
     command = [sys.executable, "-I", "-S", guard.__file__, own.text, str(deadline), "1", group]
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as worker:
@@ -221,7 +221,7 @@ def say(program: subprocess.Popen[bytes], sent: float, deadline: float) -> None:
 
 
 def test_after_a_suspension_the_first_sign_of_life_comes_too_late() -> None:
-    """Agent and guard stood still; the agent is the first to go on."""
+    """Both agent and guard stood still, and the agent goes on first."""
     now = clock.now()
     with running_guard(now + 1000) as (program, worker):
         stop(program)
@@ -252,7 +252,7 @@ def test_a_moment_that_passes_without_a_sign_ends_the_workers() -> None:
 
 
 def test_a_group_is_removed_when_its_last_process_has_died_at_last(tmp_path: Path) -> None:
-    """A worker with much memory takes seconds to die of SIGKILL."""
+    """The kernel needs seconds to free the memory of a large worker."""
     (tmp_path / "group").mkdir()
     (tmp_path / "group" / "busy").touch()
     with running_guard(clock.now() + 1000, str(tmp_path / "group")) as (program, worker):
@@ -283,7 +283,7 @@ def test_only_a_folder_that_we_made_is_removed(tmp_path: Path) -> None:
 
 
 def test_groups_are_named_by_mark_and_job(tmp_path: Path) -> None:
-    """A folder that only looks like a group of ours is left alone, and one of another job while anybody is in it."""
+    """Other folders are left alone, and so are groups of other jobs that have members."""
     namespace = proc.pid_namespace()
     dead = f"{2**22 - 1}-1-{namespace}-{R}"
     kept = [control_group.name(marks.own().text, "job"), f"elastirun-{dead}", f"elastirun-{dead}x-00000000", "elastirun-", "other"]

@@ -1,4 +1,4 @@
-"""What runs below a worker that has ended has the rest of the grace when that was stopped, and all of it after success."""
+"""Processes that outlive their worker have the rest of the grace period when it was stopped, and a whole one after success."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.cluster import Cluster, Worker, cluster, dies
 
-# Run by the wrapper or left in the background by a worker: says when it is signalled, and goes when the test says so.
+# Run by a wrapper, or left in the background by a worker. Reports its signals, and ends when the test says so.
 BELOW = """
 import json, os, signal, socket, sys
 s = socket.socket(socket.AF_UNIX)
@@ -25,7 +25,7 @@ command = s.makefile().readline()
 print("saved", file=sys.stderr)
 sys.exit(int(command))
 """
-# Starts BELOW, which shares its group or has a session of its own, waits until it runs, and ends.
+# Starts BELOW in its own process group or in a new session, waits until it runs, and ends.
 STARTER = """
 import os, subprocess, sys
 ours, theirs = os.pipe()
@@ -91,7 +91,7 @@ def test_what_runs_below_a_wrapper_is_killed_when_the_grace_is_over(nodes: Clust
 
 
 def test_a_shell_that_waits_for_its_child_ends_by_ctrl_c_too(nodes: Cluster) -> None:
-    """A shell that is sent SIGINT waits until its child has ended: it is sent SIGTERM instead, and then its child."""
+    """A shell waits for its child after SIGINT. So the shell gets SIGTERM, and its child gets it when the shell has ended."""
     agent, below = wrapped(nodes, LINES["child"], "--grace=60")
     agent.send_signal(signal.SIGINT)
     assert below.connection.recv(99) == b"SIGTERM "

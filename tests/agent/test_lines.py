@@ -1,4 +1,4 @@
-"""A worker's bytes as lines: the last ones kept, whole ones passed on, files that are kept small."""
+"""Worker output in lines: the last lines, whole lines on the console, log files of limited size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastirun.agent.output.disk import DiskThread
-from elastirun.agent.output.lines import HOLD, LAST_LINES, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.output.lines import LAST_LINES, PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines
 from elastirun.agent.output.log_files import MAX_LINE, LogFile, open_log
 
 
@@ -43,7 +43,7 @@ def test_a_long_line_is_cut_into_lines() -> None:
     lines = PrefixedLines(b"> ", got.append)
     for _ in range(150):
         lines.feed(b"x" * 1024)
-    assert sum(len(each) for each in got) > 128 * 1024  # not kept until the line ends
+    assert sum(len(each) for each in got) > 128 * 1024  # output is written before the line ends
     lines.feed(b"\nshort\n" + b"y" * 70000 + b"\nz")
     lines.flush()
     lines.flush()
@@ -65,7 +65,7 @@ def passed_on(*data: bytes) -> tuple[list[bytes], WholeLines]:
 def test_a_line_is_passed_on_in_one_piece() -> None:
     got, lines = passed_on(b"a\nb", b"c", b"\n", b"d\ne\n", b"f")
     assert got == [b"a\n", b"bc\n", b"d\ne\n"]
-    assert time.monotonic() < lines.due <= time.monotonic() + HOLD
+    assert time.monotonic() < lines.due <= time.monotonic() + PARTIAL_LINE_DELAY
     lines.flush()
     assert got[-1] == b"f" and lines.due == math.inf
 

@@ -1,4 +1,4 @@
-"""Where this node listens: as --dry-run describes it, and as it is said where that is every interface."""
+"""The addresses that this node listens on, as --dry-run describes them, and the line about listening on every interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastirun.config import Endpoint
 from tests.cli.test_resolve import config_of
 from tests.support.cluster import cluster
 
-FOREIGN = "203.0.113.250"  # a documentation address: nobody's
+FOREIGN = "203.0.113.250"  # an address for documentation, which no machine has
 BY_ROUTE = "the workers' store: a free port of the address that leads to the other nodes, while this node has rank 0"
 
 
@@ -57,7 +57,7 @@ def test_every_interface_is_not_listened_on_without_a_word(tmp_path: Path) -> No
 
 
 def test_a_name_that_is_hidden_behind_the_loopback_is_described_as_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Debian's 127.0.1.1 in /etc/hosts: which of our addresses the others get for that name cannot be known."""
+    """Debian's /etc/hosts maps the name to 127.0.1.1, so this node cannot know which of its addresses the others get for it."""
     monkeypatch.setattr(net, "_look_up", lambda host: (("127.0.0.3",), True))
     (store, _) = describe(config_of("--nnodes=2 --rdzv-id=j --rdzv-endpoint=hidden:7 t.py"))
     assert store == "the rendezvous store: port 7 of every interface of this machine if no other agent does"

@@ -1,4 +1,4 @@
-"""Where the workers' output goes: routes, files and last lines, and a console that may stall without holding up the loop."""
+"""Routes of worker output, files, last lines, and a console that stalls without blocking the loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.output.console import LIMIT, Console
-from elastirun.agent.output.logs import RunLogs, Way, way_of
+from elastirun.agent.output.console import BUFFER_LIMIT, Console
+from elastirun.agent.output.logs import RunLogs
+from elastirun.agent.output.round_logs import Route, route_of
 from elastirun.config import LogPolicy, Std, StdMap
 from elastirun.errors import StartError, UsageError
 from tests.agent.test_workers import Loop, spec
@@ -29,7 +30,7 @@ NOWHERE = Path("/dev/null")
 
 
 class Reader:
-    """The other end of one of a loop's console pipes, read by the loop itself in bites of ``size`` bytes."""
+    """Reads the other end of a loop's console pipe, in the loop itself, ``size`` bytes at a time."""
 
     def __init__(self, loop: Loop, fd: int, size: int = 65536) -> None:
         self.got = bytearray()
@@ -41,7 +42,7 @@ class Reader:
         self.got += os.read(self._fd, self._size)
 
     def stop(self) -> bytes:
-        """Read what is left; no more events."""
+        """Read what is left, and stop watching the pipe."""
         while self._loop.console.out.pending or self._loop.console.err.pending or self._loop.once(0):
             self._loop.once(0.01)
         self._loop.selector.unregister(self._fd)
@@ -62,14 +63,14 @@ def make() -> Iterator[Callable[..., Loop]]:
 
 
 def run(loop: Loop, *specs: Any) -> tuple[bytes, bytes]:
-    """Run these workers to their end; what came on the console's two streams."""
+    """Run these workers to their end, and return the output on the console's two streams."""
     out, err = Reader(loop, loop.out), Reader(loop, loop.err)
     loop.run_all(*specs)
     return out.stop(), err.stop()
 
 
 def files(base: Path) -> dict[str, bytes]:
-    """Every file of the one run below ``base``."""
+    """Return every file of the one run below ``base``."""
     (run_dir,) = (path for path in base.iterdir() if path.name != ".latest")
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
@@ -84,28 +85,28 @@ def says(out: str = "", err: str = "") -> str:
 @pytest.mark.parametrize(
     ("policy", "out", "err"),
     [
-        (LogPolicy(), Way.INHERIT, Way.RAW),
-        (LogPolicy(redirects=OUT), Way.FILE, Way.RAW),
-        (LogPolicy(redirects=ALL), Way.FILE, Way.FILE),
-        (LogPolicy(tee=ERR), Way.INHERIT, Way.TEE),
-        (LogPolicy(tee=ALL, redirects=ALL), Way.TEE, Way.TEE),
-        (LogPolicy(redirects=StdMap(by_rank=((0, Std.ERR),))), Way.INHERIT, Way.RAW),
-        (LogPolicy(redirects=StdMap(by_rank=((1, Std.ERR),))), Way.INHERIT, Way.FILE),
-        (LogPolicy(local_ranks=frozenset({0})), Way.DEVNULL, Way.QUIET),
-        (LogPolicy(local_ranks=frozenset({1}), tee=ALL), Way.TEE, Way.TEE),
-        (LogPolicy(local_ranks=frozenset({0}), tee=OUT, redirects=ERR), Way.FILE, Way.FILE),
-        (LogPolicy(show=((-1, -1),)), Way.DEVNULL, Way.QUIET),
-        (LogPolicy(limit=1 << 20), Way.INHERIT, Way.RAW),
-        (LogPolicy(limit=1 << 20, redirects=ERR, tee=OUT), Way.TEE, Way.CAPPED),
-        (LogPolicy(limit=1 << 20, local_ranks=frozenset(), tee=ALL), Way.CAPPED, Way.CAPPED),
-        (LogPolicy(log_dir=NOWHERE, redirects=ALL), Way.INHERIT, Way.RAW),
-        (LogPolicy(log_dir=NOWHERE, tee=ALL), Way.TEE, Way.TEE),
-        (LogPolicy(log_dir=NOWHERE, redirects=ALL, local_ranks=frozenset({0})), Way.DEVNULL, Way.QUIET),
+        (LogPolicy(), Route.INHERIT, Route.RAW),
+        (LogPolicy(redirects=OUT), Route.FILE, Route.RAW),
+        (LogPolicy(redirects=ALL), Route.FILE, Route.FILE),
+        (LogPolicy(tee=ERR), Route.INHERIT, Route.TEE),
+        (LogPolicy(tee=ALL, redirects=ALL), Route.TEE, Route.TEE),
+        (LogPolicy(redirects=StdMap(by_rank=((0, Std.ERR),))), Route.INHERIT, Route.RAW),
+        (LogPolicy(redirects=StdMap(by_rank=((1, Std.ERR),))), Route.INHERIT, Route.FILE),
+        (LogPolicy(local_ranks=frozenset({0})), Route.DEVNULL, Route.QUIET),
+        (LogPolicy(local_ranks=frozenset({1}), tee=ALL), Route.TEE, Route.TEE),
+        (LogPolicy(local_ranks=frozenset({0}), tee=OUT, redirects=ERR), Route.FILE, Route.FILE),
+        (LogPolicy(show=((-1, -1),)), Route.DEVNULL, Route.QUIET),
+        (LogPolicy(limit=1 << 20), Route.INHERIT, Route.RAW),
+        (LogPolicy(limit=1 << 20, redirects=ERR, tee=OUT), Route.TEE, Route.CAPPED),
+        (LogPolicy(limit=1 << 20, local_ranks=frozenset(), tee=ALL), Route.CAPPED, Route.CAPPED),
+        (LogPolicy(log_dir=NOWHERE, redirects=ALL), Route.INHERIT, Route.RAW),
+        (LogPolicy(log_dir=NOWHERE, tee=ALL), Route.TEE, Route.TEE),
+        (LogPolicy(log_dir=NOWHERE, redirects=ALL, local_ranks=frozenset({0})), Route.DEVNULL, Route.QUIET),
     ],
 )
-def test_the_way_of_local_rank_1(policy: LogPolicy, out: Way, err: Way) -> None:
+def test_the_route_of_local_rank_1(policy: LogPolicy, out: Route, err: Route) -> None:
     shown = policy.shows(1, 5, 8)
-    assert (way_of(policy, 1, Std.OUT, shown), way_of(policy, 1, Std.ERR, shown)) == (out, err)
+    assert (route_of(policy, 1, Std.OUT, shown), route_of(policy, 1, Std.ERR, shown)) == (out, err)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_each_round_has_its_own_directory_for_the_owner_alone(make: Callable[...
     assert re.fullmatch(r"job_host_\w+", run_dir.name) and loop.logs.directory == str(run_dir)
     assert (tmp_path / "logs" / ".latest" / "host").samefile(run_dir)
     for path in [tmp_path / "logs", *run_dir.parent.rglob("*")]:
-        assert path.stat().st_mode & 0o077 == 0 or path.name == "error.json"  # that one is the worker's own
+        assert path.stat().st_mode & 0o077 == 0 or path.name == "error.json"  # the worker itself made that one
 
 
 def test_each_node_has_a_link_to_its_newest_run_where_no_glob_follows(tmp_path: Path) -> None:
@@ -309,13 +310,13 @@ def test_directories_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(StartError, match="cannot make a directory"):
         begin(LogPolicy(log_dir=tmp_path / "file" / "below"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    assert begin(LogPolicy()) == ""  # does without
+    assert begin(LogPolicy()) == ""  # the run goes on without files
     with pytest.raises(StartError, match="cannot make a directory"):
         begin(LogPolicy(tee=ALL))
 
 
 def begin(policy: LogPolicy) -> str:
-    """The error file of a run that begins with ``policy``."""
+    """Return the path of the error file of a run with ``policy``."""
     with selectors.PollSelector() as selector:
         logs = RunLogs(policy, "job", "host", Console(selector), selector)
         try:
@@ -347,7 +348,7 @@ while data:
 
 
 def settle(loop: Loop) -> None:
-    """Until nothing happens any more by itself."""
+    """Run the loop until no event comes any more."""
     while loop.once(0.3):
         pass
 
@@ -362,7 +363,7 @@ def test_a_console_that_nobody_reads_holds_up_the_workers_and_not_the_loop(make:
     settle(loop)  # the loop sleeps: it neither blocks in a write nor spins
     assert loop.workers.alive == (0, 1)
     held = len(loop.console.err._buffer)
-    assert LIMIT // 2 < held < LIMIT + 4 * 65536
+    assert BUFFER_LIMIT // 2 < held < BUFFER_LIMIT + 4 * 65536
     loop.console.say("still here")
     assert len(loop.console.err._buffer) <= held + 100
     reader = Reader(loop, loop.err)
@@ -378,27 +379,27 @@ def test_workers_that_are_to_stop_do_not_wait_for_a_console_that_nobody_reads(ma
     loop.start(spec("import os\nfor i in range(8000): os.write(2, b'x' * 999 + b'\\n')\nos.write(2, b'the end\\n')"))
     loop.run(lambda: loop.console.err.full)
     settle(loop)
-    loop.console.hurry()
+    loop.console.start_dropping()
     loop.run(lambda: not loop.workers.running)
     assert loop.exits[0].code == 0 and loop.logs.last_lines(0)[-1] == "the end"
-    assert len(loop.console.err._buffer) < LIMIT + 4 * 65536
+    assert len(loop.console.err._buffer) < BUFFER_LIMIT + 4 * 65536
     *lines, last = Reader(loop, loop.err).stop().splitlines()
     prefix = b"host:0> " * tee
     dropped = 8000 * (1000 + len(prefix)) + len(prefix) + 8 - sum(len(line) + 1 for line in lines)
     said = f"elastirun: nobody read stderr while the workers were stopping; {dropped} bytes of their output were dropped there"
     assert last.decode() == said
     assert {*lines} - {prefix + b"the end"} == {prefix + b"x" * 999}, "no line is cut"
-    loop.console.err.write(b"-" * LIMIT)
+    loop.console.err.write(b"-" * BUFFER_LIMIT)
     assert loop.console.err.full, "from then on workers wait again"
 
 
 def test_a_pipe_that_nobody_reads_gets_larger_when_its_writers_are_to_stop(make: Callable[..., Loop]) -> None:
     loop = make()
-    loop.console.hurry()
+    loop.console.start_dropping()
     assert fcntl.fcntl(loop.out, fcntl.F_GETPIPE_SZ) == 65536, "not unless it is full"
     other = os.open(f"/proc/self/fd/{loop._fds[1]}", os.O_WRONLY | os.O_NONBLOCK)
     assert os.write(other, b"-" * (1 << 20)) == 65536
-    loop.console.hurry()
+    loop.console.start_dropping()
     assert os.write(other, b"-" * (1 << 20)) == (1 << 20) - 65536
     os.close(other)
 
@@ -410,25 +411,25 @@ def test_the_beginning_of_a_line_is_shown_in_time(make: Callable[..., Loop]) -> 
     loop.run(lambda: loop.logs.tick(0.0) < math.inf)
     due = loop.logs.tick(0.0)
     assert loop.logs.tick(due - 0.01) == due and not loop.console.err.pending
-    loop.console.err.write(b"-" * LIMIT)
-    assert loop.logs.tick(due) > due and len(loop.console.err._buffer) == LIMIT, "its end may be there and held up"
-    assert Reader(loop, loop.err).stop() == b"-" * LIMIT
+    loop.console.err.write(b"-" * BUFFER_LIMIT)
+    assert loop.logs.tick(due) > due and len(loop.console.err._buffer) == BUFFER_LIMIT, "its end may be there and held up"
+    assert Reader(loop, loop.err).stop() == b"-" * BUFFER_LIMIT
     assert [loop.logs.tick(due + 60) < due + 60, loop.logs.tick(due + 60)] == [True, math.inf] and loop.console.err.pending
 
 
 def test_what_a_worker_wrote_is_not_lost_when_it_ends_while_the_console_is_stuck(make: Callable[..., Loop]) -> None:
     loop = make()
-    loop.console.write_err(b"-" * LIMIT)
+    loop.console.write_err(b"-" * BUFFER_LIMIT)
     loop.start(spec(says(err="last words")))
     loop.run(lambda: not loop.workers.running)
     assert loop.logs.last_lines(0) == ("last words",)
-    assert Reader(loop, loop.err).stop() == b"-" * LIMIT + b"last words"
+    assert Reader(loop, loop.err).stop() == b"-" * BUFFER_LIMIT + b"last words"
 
 
 def test_a_pipe_that_somebody_else_fills_after_our_poll_does_not_block_us(make: Callable[..., Loop]) -> None:
     loop = make()
     err = loop._fds[3]
-    assert os.get_blocking(err)  # the workers' descriptor is left as it was
+    assert os.get_blocking(err)  # the workers' descriptor is unchanged
     loop.console.write_err(b"ours")
     with open(f"/proc/self/fd/{err}", "wb", buffering=0, opener=lambda path, flags: os.open(path, os.O_WRONLY | os.O_NONBLOCK)) as other:
         filled = other.write(b"-" * (1 << 20))
@@ -489,7 +490,7 @@ def test_a_console_that_is_gone(way: str) -> None:
     console = Console(selector, fd, fd)
     again: list[int] = []
     for _ in range(2):
-        console.write_err(b"x" * LIMIT)
+        console.write_err(b"x" * BUFFER_LIMIT)
         if console.err.full:
             console.err.when_room(lambda: again.append(1))
         assert console.flush(5)

@@ -30,13 +30,13 @@ from elastirun.config import Endpoint
 from elastirun.errors import StartError
 from elastirun.rendezvous.stores import tcp
 
-FOREIGN = "203.0.113.250"  # a documentation address: nobody's
+FOREIGN = "203.0.113.250"  # an address for documentation, which no machine has
 NO_NAME = "no-such-host.invalid"
 
 
 @contextmanager
 def reserved(address: str) -> Iterator[int]:
-    """A port that no other test gets while it is held: bound, not listened on, free for who binds it by number with SO_REUSEADDR."""
+    """Reserve a port that no other test gets: bound with SO_REUSEADDR but not listened on, so that a test can still bind it by number."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((address, 0))
@@ -111,7 +111,7 @@ def test_told_to_host_where_the_port_is_taken() -> None:
 @pytest.mark.parametrize("host", [FOREIGN, NO_NAME])
 def test_somebody_elses_address(host: str) -> None:
     assert open_host_socket(Endpoint(host, 0), None) is None
-    with hosting(host, is_host=True) as listener:  # translated: the user knows better
+    with hosting(host, is_host=True) as listener:  # the address is translated, as the user has said
         assert listener.getsockname()[0] in ("0.0.0.0", "::")
         assert probe("127.0.0.1", listener.getsockname()[1], 10) is None
 
@@ -121,7 +121,7 @@ def test_told_not_to_host() -> None:
 
 
 def test_one_of_several_addresses_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name server's answer cannot be had here without one, so that alone is made up."""
+    """Only the name server's answer is made up, because there is no name server here."""
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in ("203.0.113.251", "127.0.0.5", FOREIGN, FOREIGN)]
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: answer if host == "localhost" else real(host, *a, **k))
@@ -145,13 +145,13 @@ def test_listen_on_a_translated_address(address: str) -> None:
         assert listener.getsockname()[0] in ("0.0.0.0", "::")
 
 
-# --- what we tell others
+# --- addresses for other nodes
 
 
 def test_advertised_address() -> None:
     assert advertised_address((FOREIGN,), 29500, "node-7") == "node-7"
     assert advertised_address(("127.0.0.1",), 29500, None) == "127.0.0.1"
-    assert resolve(advertised_address((), 29500, None))  # no route known: still a number
+    assert resolve(advertised_address((), 29500, None))  # without a route it is still numeric
 
 
 def test_interface_of() -> None:
@@ -192,7 +192,7 @@ def test_probe_says_why() -> None:
 
 
 def test_probe_gives_up_in_time() -> None:
-    """A listener whose backlog is full answers no more: Linux drops the handshake."""
+    """Linux drops the handshake when a listener's backlog is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.3", 0))
         listener.listen(0)
@@ -240,7 +240,7 @@ def test_a_tcpstore_is_known_by_its_answer() -> None:
 
 
 def test_probe_does_not_take_itself_for_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection from a port to that same port succeeds without a listener. The kernel picks it rarely; here it must."""
+    """Without a listener, a connection from a port to the same port succeeds. The kernel rarely picks that port; here it must."""
 
     class Same(socket.socket):
         def connect(self, address: Any) -> None:
@@ -306,7 +306,7 @@ TRIAL = "ip link add v0 type veth; mount --bind /dev/null /etc/hosts; echo 1 > /
 
 
 def cannot_unshare(*options: str, trial: str = "true") -> str:
-    """Why ``trial`` cannot be done in such a namespace here; empty when it can."""
+    """Return why ``trial`` fails in such a namespace on this machine; empty when it works."""
     if shutil.which("unshare") is None:
         return "unshare is missing"
     tried = subprocess.run(["unshare", *options, "sh", "-ec", trial], capture_output=True, text=True, timeout=60)
@@ -315,7 +315,7 @@ def cannot_unshare(*options: str, trial: str = "true") -> str:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The answers on the made-up machine. Its namespaces have no names and end with the process."""
+    """Return the answers on the made-up machine. Its namespaces have no names and end with the process."""
     options = ("--map-root-user", "--net", "--mount")
     if reason := cannot_unshare(*options, trial=TRIAL):
         pytest.skip(f"no network namespace: {reason}")
@@ -330,7 +330,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_names_on_a_machine_with_two_networks(facts: dict[str, Any]) -> None:
     assert facts["resolve"] == {
-        "hidden": ["10.79.0.1", "10.78.0.1", "fd77::1"],  # the default route's first, the containers' not at all
+        "hidden": ["10.79.0.1", "10.78.0.1", "fd77::1"],  # the address of the default route first; no address of a container network
         "second-nic": ["10.78.0.1"],
         "neighbour": ["10.78.0.9"],
         "six": ["fd77::1"],
@@ -375,7 +375,7 @@ def test_no_route(facts: dict[str, Any]) -> None:
 
 
 def test_ports_below_1024_need_privileges() -> None:
-    """A new user namespace has no rights over the network it was started in, even as its root."""
+    """Root of a new user namespace has no rights over the network of its parent."""
     if reason := cannot_unshare("--map-root-user"):
         pytest.skip(f"no user namespace: {reason}")
     if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 1:

@@ -24,7 +24,7 @@ def write(path: Path, value: object) -> None:
 
 
 def machine(root: Path, socket_of_node: dict[int, int], gpu_nodes: list[int], cores_per_node: int = 4) -> Path:
-    """Cores 0…n-1 in order over the nodes, hyperthread siblings n…2n-1, every two neighbouring cores share a cache."""
+    """Make a sysfs tree: cores 0…n-1 in order over the nodes, hyperthread siblings n…2n-1, one cache for every two neighbouring cores."""
     cores = cores_per_node * len(socket_of_node)
     for node, socket in socket_of_node.items():
         first = node * cores_per_node
@@ -189,7 +189,7 @@ def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_driver_that_hangs_is_not_waited_for_without_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its nvidia-smi does not die of SIGKILL."""
+    """nvidia-smi does not die of SIGKILL then."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
     (tmp_path / "nvidia-smi").chmod(0o700)
     started: list[subprocess.Popen[str]] = []

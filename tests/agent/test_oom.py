@@ -1,4 +1,4 @@
-"""A worker that the kernel killed for want of memory is told apart from one that somebody else killed."""
+"""Out-of-memory kills are told apart from other kills from outside."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ PEAK, FOUR = "4187593113\n", "4294967296\n"
 @pytest.mark.parametrize(
     ("cgroup", "found", "words"),
     [
-        # the limit is that of a group around ours
+        # the limit belongs to a group above ours
         (V2, {f"{TOP2}/pod/job/memory.max": "max\n", f"{TOP2}/pod/memory.max": FOUR, f"{TOP2}/pod/memory.peak": PEAK}, ", 3.9 of 4.0 GiB"),
-        (V2, {f"{TOP2}/pod/job/memory.max": FOUR}, ""),  # a kernel that does not tell the peak
-        (V2, {f"{TOP2}/pod/job/memory.max": FOUR, f"{TOP2}/pod/job/memory.peak": "1073741824\n"}, ""),  # it was the machine's memory
+        (V2, {f"{TOP2}/pod/job/memory.max": FOUR}, ""),  # a kernel that does not record the peak
+        (V2, {f"{TOP2}/pod/job/memory.max": FOUR, f"{TOP2}/pod/job/memory.peak": "1073741824\n"}, ""),  # the machine ran out of memory
         (V2, {f"{TOP2}/pod/job/memory.max": "0\n", f"{TOP2}/pod/job/memory.peak": "x\n"}, ""),
         (V1, {f"{TOP1}/job/memory.limit_in_bytes": FOUR, f"{TOP1}/job/memory.max_usage_in_bytes": PEAK}, ", 3.9 of 4.0 GiB"),
         (V1, {f"{TOP1}/job/memory.limit_in_bytes": "9223372036854771712\n", f"{TOP1}/job/memory.max_usage_in_bytes": PEAK}, ""),
@@ -77,7 +77,7 @@ if os.environ["RANK"] == "1":
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A memory control group of our own."""
+    """Make a memory control group and return its folder."""
     parents = oom._folders(oom.read_file)
     folder = Path(parents[0] if parents else "/nowhere") / f"elastirun-test-{secrets.token_hex(4)}"
     v2 = (folder.parent / "cgroup.subtree_control").exists()

@@ -19,7 +19,7 @@ from elastirun.agent.processes.process_tree import _own_group
 from elastirun.rendezvous.stores import tcp
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster, dies, kill
 
-# A worker whose child has an emptied environment: only the control group tells whose it is.
+# A worker whose child has an empty environment, so that only the control group shows to which agent it belongs.
 HIDDEN = """
 import json, os, socket, subprocess, sys
 child = subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True)
@@ -29,7 +29,7 @@ s.sendall(json.dumps({**os.environ, "pid": os.getpid(), "who": "worker", "child"
 sys.exit(int(s.makefile().readline()))
 """
 
-# A worker with a grandchild in a session of its own, whose parent is gone, and one that is stopped.
+# A worker with two orphans in sessions of their own, one of them stopped.
 SCRIPT = """
 import json, os, signal, socket, subprocess, sys
 CHILD = '''
@@ -147,7 +147,7 @@ def test_a_round_of_one_loses_its_workers_before_a_spare_may_start_its_own_where
 def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--rdzv-id=swept", "--standalone", str(nodes.script))
     tree = everyone(nodes)
-    os.kill(guard_of(agent), signal.SIGSTOP)  # so that it cannot act between the two
+    os.kill(guard_of(agent), signal.SIGSTOP)  # so that it cannot act between the two kills
     stopped = guard_of(agent)
     kill(agent)
     os.kill(stopped, signal.SIGKILL)
@@ -182,7 +182,7 @@ def test_another_job_and_other_processes_are_left_alone(nodes: Cluster) -> None:
 
 @pytest.fixture
 def group() -> Path:
-    """The control group that agents of this test can make others in."""
+    """Return the control group below which this test's agents can make groups."""
     own = _own_group()
     if own is None:
         pytest.skip("no control group of version 2 here")

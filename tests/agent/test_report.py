@@ -134,7 +134,7 @@ TORCHRUNS = re.compile(
 
 @pytest.mark.parametrize("code", [1, -9])
 def test_what_reads_torchruns_report_reads_ours(code: int) -> None:
-    """The pattern is first held against torchrun's own words."""
+    """Torchrun's own report must match the same pattern."""
     torch_errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
     theirs = str(torch_errors.ChildFailedError("t.py", {3: torch_errors.ProcessFailure(1, 103, code, "/nowhere")}))
     ours = report("t.py", "r", [failure(3, OWN_FAULT, 2.5, code)], 1, "0 of 0", time.time() - 2.5)

@@ -1,4 +1,4 @@
-"""Signals to the agent: what counts as one request, and that none is lost."""
+"""Signals to the agent: which of them count as one request; no signal is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.system.test_stopping import SCRIPT
 
 
 class Heard:
-    """The signals of this process, as the agent's loop hears of them; the clock is made up."""
+    """Handle the signals of this process as the agent's loop does, with a clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -35,7 +35,7 @@ class Heard:
         )
 
     def send(self, at: float, *signums: int) -> list[tuple[int, int]]:
-        """What is counted when these arrive at ``at``."""
+        """Return what is counted when these signals arrive at ``at``."""
         self.now, self.counted = at, []
         for signum in signums:
             os.kill(os.getpid(), signum)
@@ -71,7 +71,7 @@ def test_a_signal_is_forwarded_once_when_child_and_group_are_sent_it(heard: Hear
 
 
 def test_a_signal_ends_a_poll_although_no_python_code_has_run(heard: Heard) -> None:
-    """A thread that holds the interpreter keeps Python's handler from running; the descriptor is readable all the same."""
+    """While a thread holds the interpreter lock, Python's handler cannot run, but the descriptor becomes readable."""
     (key,) = heard.selector.get_map().values()
     code = f"import os, signal\nos.kill({os.getpid()}, signal.SIGTERM)"
     libc_wait = subprocess.Popen([sys.executable, "-c", code])

@@ -1,4 +1,4 @@
-"""``elastirun.launch``: a function run by workers, as with torch's elastic_launch."""
+"""``elastirun.launch`` runs a function on workers, like torch's elastic_launch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_the_workers_return_comes_back_by_rank(tmp_path: Path) -> None:
 
 
 def test_tensors_come_and_go_by_value(tmp_path: Path) -> None:
-    """Torch would pass handles to memory that ends with the process."""
+    """Torch's own pickling would pass handles to memory that ends with the process."""
     done = run(tmp_path, script=TENSORS)
     assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
 

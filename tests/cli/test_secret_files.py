@@ -1,4 +1,4 @@
-"""Secrets from files: bounded reads, pipes that end and pipes that do not, and who else can read them."""
+"""Secrets in files: bounded reads, pipes that end and pipes that do not, and advice if others can read a secret."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_file_that_others_can_read_comes_with_advice(tmp_path: Path, mode: int
 
 @pytest.mark.parametrize(("mode", "advised"), [(0o644, True), (0o440, False), (0o400, False)])
 def test_for_a_secret_mounted_by_kubernetes_the_advice_is_default_mode(tmp_path: Path, mode: int, advised: bool) -> None:
-    """A file is a link to ``..data/NAME``, ``..data`` one to a folder named by date; fsGroup adds the group's permission."""
+    """Kubernetes makes the file a link to ``..data/NAME``, and ``..data`` a link to a folder named by date; fsGroup lets the group read."""
     (tmp_path / "..2026_01_02").mkdir()
     (tmp_path / "..2026_01_02" / "token").write_bytes(SECRET)
     (tmp_path / "..2026_01_02" / "token").chmod(mode)

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or read by nobody: the exit status is the same, and nothing goes where it should not."""
+"""Standard streams that are closed, full or without a reader: the exit status is the same, and no output goes to another file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ELASTIRUN = f"{sys.executable} -m elastirun"
-# What each of the descriptors 0 to 2 of a worker is.
+# Prints the file behind each of the descriptors 0 to 2 of a worker.
 SHOWS = "import os, sys; open(sys.argv[1], 'w').write(' '.join(os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)))"
 
 
@@ -24,7 +24,7 @@ def shell(command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     "closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1"]
 )
 def test_a_job_succeeds_whatever_its_streams_are(tmp_path: Path, closed: str) -> None:
-    """--nnodes=1:4 --standalone gives a warning."""
+    """With the options --nnodes=1:4 --standalone the agent also writes a warning."""
     (tmp_path / "shows.py").write_text(SHOWS)
     done = shell(f"{ELASTIRUN} --nnodes=1:4 --standalone shows.py {tmp_path}/fds {closed}", tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -14,7 +14,7 @@ from elastirun.takeover import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# As accelerate and torchtune do it: the parser's namespace, some values changed afterwards, then run().
+# Like accelerate and torchtune: makes the parser's namespace, changes some values, calls run().
 BY_NAMESPACE = """
 from torch.distributed.run import get_args_parser, run
 import sys
@@ -22,7 +22,7 @@ args = get_args_parser().parse_args(["TRAIN", *sys.argv[1:]])
 args.nproc_per_node, args.standalone, args.role = 2, True, "mine"
 run(args)
 """
-# As Lightning's fabric does it; here with an option that only elastirun has.
+# Like Lightning's fabric, with an option that only elastirun has.
 BY_LINE = """
 import sys
 import torch.distributed.run as torchrun

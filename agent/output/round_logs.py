@@ -1,0 +1,305 @@
+"""Routes of the workers' output in one round: to the agent's own streams, to the console line by line, to files; keeps the last lines.
+
+Each stream of each worker has one of seven routes (``route_of``), by torchrun's rules. If a stream needs only a file, or the agent's
+own descriptor, the worker gets that descriptor. Every other stream comes through a pipe that the agent's loop reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from elastirun.agent.output.console import Console
+from elastirun.agent.output.disk import DiskThread
+from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.output.log_files import LogFile, close_all
+from elastirun.agent.processes.spawn import WorkerSpec
+from elastirun.config import LogPolicy, Std
+
+NO_FILES = Path(os.devnull)  # as --log-dir: nothing is written to files
+STREAM_NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
+_READ_SIZE = 64 * 1024  # bytes; the default capacity of a pipe
+_DRAIN_LIMIT = 1 << 20  # bytes read of a pipe when its worker has ended; another process may keep on writing
+
+
+class Route(Enum):
+    """Where one stream of one worker goes."""
+
+    INHERIT = "the agent's own stream"
+    DEVNULL = "nowhere"
+    FILE = "a file, given to the worker"
+    CAPPED = "a pipe; a file of limited size"
+    TEE = "a pipe; a file and the console, in prefixed lines"
+    RAW = "a pipe; the console, unchanged but in whole lines"
+    QUIET = "a pipe; only the last lines are kept"
+
+
+def route_of(policy: LogPolicy, local_rank: int, stream: Std, shown: bool) -> Route:
+    """Return the route of a stream. ``shown``: whether the console shows this rank.
+
+    --tee comes before --redirects. A rank that the console does not show keeps its file. The agent always keeps the last lines of stderr.
+    """
+    files = policy.log_dir != NO_FILES
+    teed = bool(policy.tee.of(local_rank) & stream)
+    if teed and shown:
+        return Route.TEE
+    if files and (teed or policy.redirects.of(local_rank) & stream):
+        return Route.CAPPED if policy.limit else Route.FILE
+    if stream is Std.OUT:
+        return Route.INHERIT if shown else Route.DEVNULL
+    return Route.RAW if shown else Route.QUIET
+
+
+def files_of(policy: LogPolicy, attempt_dir: str, routes: Mapping[int, Mapping[Std, Route]]) -> tuple[list[str], list[str]]:
+    """Return the folders to make, outermost first, and the files to open for the workers with these ``routes``, by local rank. Pure."""
+    folders = [attempt_dir, *(f"{attempt_dir}/{local_rank}" for local_rank in routes)]
+    kept = (Route.FILE, Route.CAPPED, Route.TEE)
+    files = [f"{attempt_dir}/{i}/{STREAM_NAMES[stream]}.log" for i, own in routes.items() for stream, route in own.items() if route in kept]
+    filters = {Std.OUT: policy.stdout_filters, Std.ERR: policy.stderr_filters}
+    teed = {stream for own in routes.values() for stream, route in own.items() if route is Route.TEE and filters[stream]}
+    return folders, files + [f"{attempt_dir}/filtered_{STREAM_NAMES[stream]}.log" for stream in teed]
+
+
+class Backpressure(Protocol):
+    """A destination of worker output that may ask pumps to wait."""
+
+    @property
+    def full(self) -> bool: ...
+
+    def when_room(self, resume: Callable[[], None]) -> None: ...
+
+
+class Pump:
+    """The agent's end of one worker pipe: passes all data to each of ``to``, and stops reading while one of ``destinations`` is full.
+
+    ``lines``: flushed when the worker has ended. ``on_end``: called at the end of the pipe.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        fd: int,
+        to: Sequence[Callable[[bytes], None]],
+        lines: PrefixedLines | WholeLines | None,
+        destinations: Sequence[Backpressure],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._selector, self._fd, self._to, self._lines, self._destinations = selector, fd, to, lines, destinations
+        self._on_end = on_end
+        self.open = True
+        self._reading = False
+        os.set_blocking(fd, False)
+        self._resume()
+
+    def drain(self) -> None:
+        """Read what the pipe holds although a destination may be full, and flush the last line. Call it when the worker has ended."""
+        read = 0
+        while self.open and read < _DRAIN_LIMIT and (count := self._read()):
+            read += count
+        if self._lines is not None:
+            self._lines.flush()
+
+    def close(self) -> None:
+        """Close the pipe; a process that still writes into it gets SIGPIPE. Idempotent."""
+        if not self.open:
+            return
+        self._pause()
+        self.open = False
+        os.close(self._fd)
+        if self._lines is not None:
+            self._lines.flush()
+        self._on_end()
+
+    def _ready(self, mask: int) -> None:
+        if not self.open:
+            return
+        for destination in self._destinations:
+            if destination.full:
+                self._pause()
+                destination.when_room(self._resume)
+                return
+        self._read()
+
+    def _read(self) -> int:
+        """Read once and pass the data on. Returns the number of bytes; 0 when there is no data now, or at the end."""
+        try:
+            data = os.read(self._fd, _READ_SIZE)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self.close()
+            return 0
+        for write in self._to:
+            write(data)
+        return len(data)
+
+    def _pause(self) -> None:
+        if self._reading:
+            self._selector.unregister(self._fd)
+            self._reading = False
+
+    def _resume(self) -> None:
+        if self.open and not self._reading:
+            self._selector.register(self._fd, selectors.EVENT_READ, self._ready)
+            self._reading = True
+
+
+@dataclass
+class _Worker:
+    """The output of one worker of the round."""
+
+    prefix: bytes
+    files: str | None  # the folder of its files
+    given: dict[Std, int] = field(default_factory=dict)  # descriptors for the worker; closed here once it has them
+    pumps: list[Pump] = field(default_factory=list)
+    last: LastLines = field(default_factory=LastLines)
+    inherits_stdout: bool = False  # it writes to the agent's stdout
+    stderr_file: str | None = None  # the file that it writes stderr to without a pipe
+
+
+class RoundLogs:
+    """The output of the workers of one round. ``RunLogs.open_round`` makes it. ``on_drained``: called when every pipe is at its end."""
+
+    def __init__(
+        self,
+        policy: LogPolicy,
+        console: Console,
+        selector: selectors.BaseSelector,
+        disk: DiskThread,
+        opened: dict[str, int],
+        attempt_dir: str | None,
+    ) -> None:
+        """``opened``: a descriptor of every file of ``files_of``; this object closes them."""
+        self._policy, self._console, self._selector, self._disk = policy, console, selector, disk
+        self._opened = opened
+        self._dir = attempt_dir
+        self._workers: dict[int, _Worker] = {}
+        self._raw: list[WholeLines] = []  # of all streams with Route.RAW
+        self._log_files: list[LogFile] = []
+        self._filtered: dict[Std, LogFile] = {}
+        self.on_drained: Callable[[], None] = lambda: None
+
+    def add(self, spec: WorkerSpec, prefix: str, routes: Mapping[Std, Route]) -> None:
+        """Open the streams of one worker. ``prefix``: of its lines on the console. Raises OSError when the system refuses a pipe."""
+        files = None if self._dir is None else f"{self._dir}/{spec.local_rank}"
+        worker = self._workers[spec.local_rank] = _Worker(prefix.encode(errors="backslashreplace"), files)
+        for stream, route in routes.items():
+            self._open_stream(worker, route, stream)
+
+    def descriptors(self, local_rank: int) -> tuple[int | None, int | None]:
+        """Return standard output and error for a worker; None: the agent's own."""
+        given = self._workers[local_rank].given
+        return given.get(Std.OUT), given.get(Std.ERR)
+
+    def inherits_stdout(self, local_rank: int) -> bool:
+        """Whether the worker writes to the agent's stdout."""
+        return self._workers[local_rank].inherits_stdout
+
+    def close_worker_ends(self) -> None:
+        """Close the workers' ends of the pipes. Call it once the workers have them, or will never have them."""
+        for worker in self._workers.values():
+            for fd in worker.given.values():
+                os.close(fd)
+            worker.given.clear()
+
+    def worker_ended(self, local_rank: int) -> None:
+        """Read all that the worker had written before it ended."""
+        for pump in list(self._workers[local_rank].pumps):
+            pump.drain()
+
+    @property
+    def drained(self) -> bool:
+        """Whether every pipe is at its end."""
+        return not any(pump.open for worker in self._workers.values() for pump in worker.pumps)
+
+    def tick(self, now: float) -> float:
+        """Show the lines that have waited long enough for their end. Returns when to call it next, on ``elastirun.clock``."""
+        for lines in self._raw:
+            if now >= lines.due and self._console.err.full:
+                lines.due = now + PARTIAL_LINE_DELAY  # the pump is paused, so the end may already be in the pipe
+            elif now >= lines.due and lines.was_due:
+                lines.flush()
+            lines.was_due = now >= lines.due  # flush one turn later: the end may have come while the loop stood still
+        return min((lines.due for lines in self._raw), default=math.inf)
+
+    def finish(self) -> None:
+        """Close everything. ``last_lines`` still works afterwards."""
+        self.on_drained = lambda: None
+        self.close_worker_ends()
+        for worker in self._workers.values():
+            for pump in worker.pumps:
+                pump.drain()
+                pump.close()
+        for file in self._log_files:
+            file.close()
+        self._log_files.clear()
+        if self._opened:  # files that no worker got, because the round was not started
+            self._disk.submit(partial(close_all, self._opened))
+            self._opened = {}
+        self._raw.clear()
+        self._console.stop_dropping()
+
+    def stderr_file(self, local_rank: int) -> str | None:
+        """Return the file that the worker writes stderr to without a pipe; None: there is none."""
+        return self._workers[local_rank].stderr_file
+
+    def last_lines(self, local_rank: int) -> tuple[str, ...]:
+        """Return the last lines of stderr that came through a pipe."""
+        return self._workers[local_rank].last.lines()
+
+    def _open_stream(self, worker: _Worker, route: Route, stream: Std) -> None:
+        path = None if worker.files is None else f"{worker.files}/{STREAM_NAMES[stream]}.log"
+        if route is Route.DEVNULL:
+            worker.given[stream] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        elif route is Route.FILE and path in self._opened:
+            worker.given[stream] = self._opened.pop(path)
+            worker.stderr_file = path if stream is Std.ERR else worker.stderr_file
+        elif route is Route.INHERIT:
+            worker.inherits_stdout = True
+        else:
+            self._open_pipe(worker, route, stream, path)
+
+    def _open_pipe(self, worker: _Worker, route: Route, stream: Std, path: str | None) -> None:
+        screen = self._console.out if stream is Std.OUT else self._console.err
+        to: list[Callable[[bytes], None]] = []
+        lines: PrefixedLines | WholeLines | None = None
+        if route is Route.RAW:
+            lines = WholeLines(screen.write_output)
+            self._raw.append(lines)
+        elif route is Route.TEE:
+            needles = self._policy.stdout_filters if stream is Std.OUT else self._policy.stderr_filters
+            copy = self._filter_file(stream) if needles else None
+            lines = PrefixedLines(worker.prefix, screen.write_output, [os.fsencode(needle) for needle in needles], copy)
+        if lines is not None:
+            to.append(lines.feed)
+        destinations: list[Backpressure] = [] if lines is None else [screen]
+        if (file := self._log_file(path)) is not None:
+            to.append(file.write)
+            destinations.append(self._disk)
+        if stream is Std.ERR:
+            to.append(worker.last.feed)
+        ours, worker.given[stream] = os.pipe()
+        worker.pumps.append(Pump(self._selector, ours, to, lines, destinations, self._pump_ended))
+
+    def _filter_file(self, stream: Std) -> LogFile | None:
+        if stream not in self._filtered and (file := self._log_file(f"{self._dir}/filtered_{STREAM_NAMES[stream]}.log")) is not None:
+            self._filtered[stream] = file
+        return self._filtered.get(stream)
+
+    def _log_file(self, path: str | None) -> LogFile | None:
+        """Return the log file at ``path``; None when none was opened there."""
+        if path not in self._opened:
+            return None
+        self._log_files.append(LogFile(path, self._opened.pop(path), self._disk, self._policy.limit))
+        return self._log_files[-1]
+
+    def _pump_ended(self) -> None:
+        if self.drained:
+            self.on_drained()
