@@ -13,12 +13,10 @@ from elastirun.agent.processes.workers import WorkerExit, stopped_by_signal
 from elastirun.rendezvous.failures import root_cause, signal_name
 from elastirun.rendezvous.records import Blame, ExitRecord
 
-OWN_FAULT, SUSPECT, VICTIM, KILLED_BY_US = Blame
-
 # Limits of one ExitRecord. The node's row carries up to eight of them (``tracker.MAX_REPORTED``).
 _MAX_LINES = 30
 _MAX_LINE = 500  # characters
-_MAX_BYTES = 28 << 10  # of all lines as JSON, which spends up to twelve bytes on a character: eight such records fit into a row
+_MAX_BYTES = 28 << 10  # bytes of all lines as JSON, where a character may take twelve; eight such records fit into a row
 # Stricter limits for all but the root cause: the rows of 1,000 nodes must stay below 64 MiB, the largest answer of etcd.
 _SHORT_LINE, _SHORT_BYTES = 200, 3 << 10  # characters of a line, bytes of all lines
 
@@ -35,33 +33,34 @@ _PEER_LOST_MESSAGE = re.compile(
 _PEER_EXCEPTION = re.compile(
     r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error|PeerLost|ReductionFailed)"
 )
-_EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented; the frames above it are
+_EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, unlike the frames above it
 _TRACEBACK = "Traceback (most recent call last)"
-_STOP_EXCEPTION = re.compile(r"(.*\.)?(KeyboardInterrupt|SystemExit|SIGTERMException|SignalException)")  # Lightning's, torch's
+# Exceptions that signal handlers raise: Python's, Lightning's, torch's.
+_STOP_EXCEPTION = re.compile(r"(.*\.)?(KeyboardInterrupt|SystemExit|SIGTERMException|SignalException)")
 _RAISED_FROM = "The above exception was the direct cause of the following exception"
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # only torch's hook for uncaught exceptions writes this prefix
-_CHILD_KILLED = "is killed by signal: Killed"  # torch's DataLoader, of one of its processes
+_CHILD_KILLED = "is killed by signal: Killed"  # from the error of torch's DataLoader when one of its processes was killed
 STDOUT_CLOSED = "its stdout was closed: the program that read this launcher's output has ended"
 _SHELL_CODES = {126: "command cannot be executed", 127: "command not found"}
 
 
-def classify(end: WorkerExit, lines: Sequence[str]) -> int:
-    """Return the blame of a failed worker: ``OWN_FAULT``, ``VICTIM`` or ``KILLED_BY_US``. ``lines``: the last ones of its stderr.
+def classify(end: WorkerExit, lines: Sequence[str]) -> Blame:
+    """Return the blame of a failed worker, by how it ended and by the last ``lines`` of its stderr.
 
-    Only ``make_record`` returns ``SUSPECT``, because that depends on what a worker had shown before its agent stopped it.
+    Never returns ``Blame.SUSPECT``: ``make_record`` decides that, by what the worker had shown before its agent stopped it.
     """
     if end.killed_by_us:
-        return KILLED_BY_US
+        return Blame.KILLED_BY_US
     if end.code == -signal.SIGPIPE:
-        return VICTIM
+        return Blame.VICTIM
     if end.code < 0 and end.code != -signal.SIGABRT:
-        return OWN_FAULT  # an abort may be NCCL's watchdog, no other crash is
+        return Blame.OWN_FAULT  # an abort may be NCCL's watchdog, no other crash is
     if end.code < 0 and shows_own_failure(lines, None):
-        return OWN_FAULT  # it aborted during interpreter exit, after an exception of its own
+        return Blame.OWN_FAULT  # it aborted during interpreter exit, after an exception of its own
     name, said = _last_exception(lines) if end.code > 0 else (None, lines)
     if name is not None and not _PEER_EXCEPTION.fullmatch(name):
-        return OWN_FAULT
-    return VICTIM if any(_PEER_LOST_MESSAGE.search(line) for line in said) else OWN_FAULT
+        return Blame.OWN_FAULT
+    return Blame.VICTIM if any(_PEER_LOST_MESSAGE.search(line) for line in said) else Blame.OWN_FAULT
 
 
 def shows_own_failure(lines: Sequence[str], error: Sequence[str] | None) -> bool:
@@ -140,14 +139,14 @@ def explain_signal(code: int, lines: Sequence[str], out_of_memory: str | None) -
         return out_of_memory or f"sent from outside (not by this agent{denied})"
     if out_of_memory and (code == 128 + signal.SIGKILL or any(_CHILD_KILLED in line for line in lines)):
         return f"a process of it was {out_of_memory}"
-    # Of other signals the agent may be the sender: --forward-signals passes them on.
+    # Other signals may come from the agent itself, which passes them on (--forward-signals).
     return "sent from outside (not by this agent)" if code == -signal.SIGTERM else ""
 
 
 def exit_code(records: Iterable[ExitRecord]) -> int:
     """Return the exit code of the worker to blame as a shell gives it (``--exit-code-from-worker``); 1 when its agent ended it."""
     causes = root_cause(records)
-    if not causes or causes[0].blame in (SUSPECT, KILLED_BY_US):
+    if not causes or causes[0].blame in (Blame.SUSPECT, Blame.KILLED_BY_US):
         return 1
     return causes[0].code if causes[0].code > 0 else ExitCode.signalled(-causes[0].code)
 
@@ -164,9 +163,9 @@ def make_record(
     their place. ``note``: what else is known of its end. ``alone``: it had no peers to lose.
     A worker that its agent killed gets a record only when it had shown a failure before (``shows_own_failure``).
     """
-    blame = OWN_FAULT if alone else classify(end, error or lines)
+    blame = Blame.OWN_FAULT if alone else classify(end, error or lines)
     if end.killed_by_us:
-        blame, note = SUSPECT, "stopped by its agent after it had shown an exception of its own"
+        blame, note = Blame.SUSPECT, "stopped by its agent after it had shown an exception of its own"
     return ExitRecord(
         node=node,
         rank=end.rank,

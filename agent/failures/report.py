@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from elastirun.agent.failures.classify import KILLED_BY_US, VICTIM, describe_code, limit_lines
+from elastirun.agent.failures.classify import describe_code, limit_lines
 from elastirun.rendezvous.failures import root_cause, signal_name
-from elastirun.rendezvous.records import ExitRecord
+from elastirun.rendezvous.records import Blame, ExitRecord
 
-_BLAME_WORDS: dict[int, str] = {VICTIM: ", probably for having lost its peers", KILLED_BY_US: ", stopped by its agent"}
-_MAX_ERROR_FILE = 1 << 20  # bytes that are read of an error file
-_MAX_OTHERS = 16  # other failures that get a line in the report
+_BLAME_WORDS: dict[int, str] = {Blame.VICTIM: ", probably for having lost its peers", Blame.KILLED_BY_US: ", stopped by its agent"}
+_MAX_ERROR_FILE = 1 << 20  # bytes that are read of an error file; a traceback is far shorter
+_MAX_OTHERS = 16  # other failures that get a line, so that the report stays below 50 lines
 _WIDTH = 80  # characters of a ruler, as in torchrun's report
 
 

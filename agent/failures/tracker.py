@@ -22,7 +22,6 @@ from elastirun import clock
 from elastirun.agent.failures import oom
 from elastirun.agent.failures.classify import (
     STDOUT_CLOSED,
-    VICTIM,
     explain_signal,
     lost_its_stdout,
     make_record,
@@ -34,10 +33,10 @@ from elastirun.agent.failures.report import read_error_file
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.rendezvous.failures import root_cause
-from elastirun.rendezvous.records import ExitRecord
+from elastirun.rendezvous.records import Blame, ExitRecord
 
-VICTIM_HOLD = 0.3  # seconds; the culprit writes its traceback and ends within tens of milliseconds
-SIGNAL_HOLD = 1.0  # seconds; a supervisor signals the agent within milliseconds of its workers
+VICTIM_HOLD = 0.3  # seconds; enough for the culprit to write its traceback and end, which takes tens of milliseconds
+SIGNAL_HOLD = 1.0  # seconds; enough for a supervisor to signal the agent too, which takes milliseconds
 MAX_REPORTED = 8  # failures per node and round that the node's row carries; more would not fit
 
 
@@ -60,7 +59,7 @@ class FailureTracker:
         self._records: list[ExitRecord] = []
         self._held: list[ExitRecord] = []  # those of ``_records`` that do not count if the agent is signalled
         self._leaving = False  # the agent was signalled, so this node leaves
-        self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the failure that a worker had shown when the agent stopped it
+        self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the output of workers that were failing when the agent stopped them
         self._oom_kills = oom.oom_kills()
         self.stopped = False
         self.report_at = math.inf
@@ -75,7 +74,7 @@ class FailureTracker:
 
     def add(self, record: ExitRecord, hold: float = 0.0) -> None:
         """Record a failure that is to be reported to the machine in ``hold`` seconds."""
-        # While such a worker is held back, its peers' failures may be due to its end: hold them back as long.
+        # While one failure is held back for a signal, failures of its peers may be its consequence: hold them back as long.
         if hold == SIGNAL_HOLD or (hold and self._held):
             if self._leaving:
                 return
@@ -96,7 +95,7 @@ class FailureTracker:
             note = "; ".join(filter(None, (self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))
             record = make_record(self._node, end, lines, error, note, self._alone or unread)
             from_outside = may_be_stopped_from_outside(end, error or lines)
-            self.add(record, SIGNAL_HOLD if from_outside else VICTIM_HOLD if record.blame == VICTIM else 0.0)
+            self.add(record, SIGNAL_HOLD if from_outside else VICTIM_HOLD if record.blame == Blame.VICTIM else 0.0)
 
     def _signal_note(self, end: WorkerExit, lines: Sequence[str]) -> str:
         killed = oom.explain(self._oom_kills)

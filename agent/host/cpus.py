@@ -82,6 +82,6 @@ def _quota_in(folder: str, read: Read) -> float | None:
             return None
     try:
         limit, length = int(quota), int(period)
-    except ValueError:  # "max": no limit
+    except ValueError:  # the word "max": there is no limit
         return None
     return limit / length if limit > 0 and length > 0 else None

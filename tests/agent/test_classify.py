@@ -5,10 +5,6 @@ from __future__ import annotations
 import pytest
 
 from elastirun.agent.failures.classify import (
-    KILLED_BY_US,
-    OWN_FAULT,
-    SUSPECT,
-    VICTIM,
     classify,
     describe_code,
     exit_code,
@@ -17,7 +13,7 @@ from elastirun.agent.failures.classify import (
     shows_own_failure,
 )
 from elastirun.agent.processes.workers import WorkerExit
-from elastirun.rendezvous.records import ExitRecord
+from elastirun.rendezvous.records import Blame, ExitRecord
 
 TRACEBACK = (
     "[rank2]: Traceback (most recent call last):",
@@ -65,7 +61,7 @@ def ended(code: int, by_us: bool = False) -> WorkerExit:
     ],
 )
 def test_its_own_fault(code: int, lines: tuple[str, ...]) -> None:
-    assert classify(ended(code), lines) == OWN_FAULT
+    assert classify(ended(code), lines) == Blame.OWN_FAULT
 
 
 @pytest.mark.parametrize(
@@ -103,8 +99,8 @@ def test_its_own_fault(code: int, lines: tuple[str, ...]) -> None:
     ],
 )
 def test_a_victim(code: int, lines: tuple[str, ...]) -> None:
-    assert classify(ended(code), lines) == VICTIM
-    assert classify(ended(code, by_us=True), lines) == KILLED_BY_US
+    assert classify(ended(code), lines) == Blame.VICTIM
+    assert classify(ended(code, by_us=True), lines) == Blame.KILLED_BY_US
 
 
 @pytest.mark.parametrize(
@@ -165,8 +161,8 @@ def test_who_is_about_to_fail(lines: tuple[str, ...], error: tuple[str, ...] | N
 
 def test_who_had_failed_before_we_killed_it_comes_between_the_culprits_and_the_victims() -> None:
     record = make_record("n0", ended(-15, by_us=True), ())
-    assert record.blame == SUSPECT and record.note.startswith("stopped by its agent after it had shown an exception")
-    assert OWN_FAULT < SUSPECT < VICTIM
+    assert record.blame == Blame.SUSPECT and record.note.startswith("stopped by its agent after it had shown an exception")
+    assert Blame.OWN_FAULT < Blame.SUSPECT < Blame.VICTIM
 
 
 def test_a_record() -> None:
@@ -183,19 +179,19 @@ def test_a_record() -> None:
     )
     assert len(record.lines) == 30 and {len(line) for line in record.lines} == {500}
     record = make_record("n0", ended(1), (STORE,), error=("Traceback (most recent call last):", "ValueError: x"))
-    assert record.lines[-1] == "ValueError: x" and record.blame == OWN_FAULT
+    assert record.lines[-1] == "ValueError: x" and record.blame == Blame.OWN_FAULT
 
 
 @pytest.mark.parametrize(
     ("ends", "code"),
     [
         ([], 1),
-        ([(3, OWN_FAULT)], 3),
-        ([(-11, OWN_FAULT)], 139),
-        ([(1, VICTIM), (7, OWN_FAULT)], 7),
-        ([(-15, SUSPECT)], 1),  # the agent sent that signal
-        ([(-15, KILLED_BY_US)], 1),
-        ([(-6, VICTIM)], 134),
+        ([(3, Blame.OWN_FAULT)], 3),
+        ([(-11, Blame.OWN_FAULT)], 139),
+        ([(1, Blame.VICTIM), (7, Blame.OWN_FAULT)], 7),
+        ([(-15, Blame.SUSPECT)], 1),  # the agent sent that signal
+        ([(-15, Blame.KILLED_BY_US)], 1),
+        ([(-6, Blame.VICTIM)], 134),
     ],
 )
 def test_the_exit_code_from_the_worker_is_that_of_the_one_to_blame(ends: list[tuple[int, int]], code: int) -> None:

@@ -160,7 +160,7 @@ def test_interface_of() -> None:
     assert interface_of(NO_NAME) is None
 
 
-def test_who_am_i(tmp_path: Path) -> None:
+def test_own_names_and_addresses(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     name = socket.gethostname()
     hosts.write_text(f"127.0.0.1 localhost\n# 127.0.1.1 {name} no\n127.0.1.1 {name} alias.example # {name} no\n{FOREIGN} other\n")

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.failures.classify import OWN_FAULT, SUSPECT, VICTIM
 from elastirun.agent.failures.report import read_error_file, report
-from elastirun.rendezvous.records import ExitRecord
+from elastirun.rendezvous.records import Blame, ExitRecord
 
 
 def failure(rank: int, blame: int, after: float, code: int = 1, lines: tuple[str, ...] = ()) -> ExitRecord:
@@ -85,9 +84,9 @@ def test_an_error_file_that_is_no_file(tmp_path: Path) -> None:
 
 def test_the_report() -> None:
     records = [
-        failure(0, VICTIM, 12.3, lines=("RuntimeError: Connection closed by peer",)),
-        failure(3, OWN_FAULT, 12.4, code=-11, lines=("about to\tread", "Fatal Python error: Segmentation fault")),
-        replace(failure(1, SUSPECT, 13, code=-15), note="stopped by its agent after all"),
+        failure(0, Blame.VICTIM, 12.3, lines=("RuntimeError: Connection closed by peer",)),
+        failure(3, Blame.OWN_FAULT, 12.4, code=-11, lines=("about to\tread", "Fatal Python error: Segmentation fault")),
+        replace(failure(1, Blame.SUSPECT, 13, code=-15), note="stopped by its agent after all"),
     ]
     began = datetime(2026, 11, 20, 9, 8, 7).timestamp()
     expected = """\
@@ -137,14 +136,14 @@ def test_what_reads_torchruns_report_reads_ours(code: int) -> None:
     """Torchrun's own report must match the same pattern."""
     torch_errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
     theirs = str(torch_errors.ChildFailedError("t.py", {3: torch_errors.ProcessFailure(1, 103, code, "/nowhere")}))
-    ours = report("t.py", "r", [failure(3, OWN_FAULT, 2.5, code)], 1, "0 of 0", time.time() - 2.5)
+    ours = report("t.py", "r", [failure(3, Blame.OWN_FAULT, 2.5, code)], 1, "0 of 0", time.time() - 2.5)
     found, expected = TORCHRUNS.search(ours), TORCHRUNS.search(theirs)
     assert found and expected, theirs
     assert {**found.groupdict(), "time": "", "host": ""} == {**expected.groupdict(), "time": "", "host": ""}
 
 
 def test_a_plain_exit_is_said_once() -> None:
-    text = report("t.py", "r", [failure(0, OWN_FAULT, 1)])
+    text = report("t.py", "r", [failure(0, Blame.OWN_FAULT, 1)])
     assert "  exitcode  : 1 (pid: 100)\n" in text and "exit code" not in text and "how  " not in text
     assert "    (nothing)\n" in text and "time  " not in text, "no round was started here"
     assert report("t.py", "r", []).splitlines()[1:-1] == ["t.py FAILED", "-" * 80, "  reason    : r"]
@@ -152,15 +151,15 @@ def test_a_plain_exit_is_said_once() -> None:
 
 def test_ten_lines_tell_what_happened_and_forty_the_root_cause() -> None:
     words = tuple(f"line {i}" for i in range(30))
-    records = [failure(rank, VICTIM, rank) for rank in range(40)] + [failure(41, OWN_FAULT, 0, -9, words)]
+    records = [failure(rank, Blame.VICTIM, rank) for rank in range(40)] + [failure(41, Blame.OWN_FAULT, 0, -9, words)]
     lines = report("t.py", "because of rank 41", records, 1, "0 of 0", 0.0, "/logs").splitlines()
     assert "  reason    : because of rank 41" in lines[-10:] and "    line 29" in lines[-10:]
     assert "    line 0" in lines[-40:] and "  rank      : 41 (local_rank: 1)" in lines[-40:]
 
 
 def test_the_report_of_a_big_job_is_short_and_carries_no_control_characters() -> None:
-    records = [failure(rank, VICTIM, rank) for rank in range(1000)]
-    text = report("t.py\x1b[2J", "r\n\x07", [*records, failure(1001, OWN_FAULT, 0, lines=("\x1b]0;x\x07\u00e9\udcff",))])
+    records = [failure(rank, Blame.VICTIM, rank) for rank in range(1000)]
+    text = report("t.py\x1b[2J", "r\n\x07", [*records, failure(1001, Blame.OWN_FAULT, 0, lines=("\x1b]0;x\x07\u00e9\udcff",))])
     assert len(text.splitlines()) < 50 and "  ... and 984 more\n" in text
     assert "    \\x1b]0;x\\x07\u00e9\\udcff\n" in text
     assert all(c.isprintable() or c == "\n" for c in text)
