@@ -31,60 +31,36 @@ class ExitCode(enum.IntEnum):
         member.summary, member.meaning, member.advice = summary, meaning, advice
         return member
 
-    OK = (
-        0,
-        "all workers succeeded",
-        "every worker of the last round succeeded",
-        "nothing: the job is complete",
-    )
+    OK = 0, "all workers succeeded", "every worker of the last round succeeded", "nothing: the job is complete"
     FAILED = (
-        1,
-        "a worker failed and no restart was left",
+        1, "a worker failed and no restart was left",
         "the job failed: a worker failed and `--max-restarts` is spent, or `--fail-fast` applies; "
         "with `--exit-code-from-worker` that worker's own code instead, 128 + n for signal n",
         "fail the job; the failure report has the cause",
     )
     USAGE = (
-        2,
-        "wrong use, nothing was started",
-        "wrong use: the command line or a variable; nothing was started",
-        "fail the job; correct the command",
+        2, "wrong use, nothing was started",
+        "wrong use: the command line or a variable; nothing was started", "fail the job; correct the command",
     )
     ENVIRONMENT = (
-        3,
-        "something is missing here, or the nodes were started differently",
+        3, "something is missing here, or the nodes were started differently",
         "this machine cannot carry it out: the script or torch is missing, a port is in use, the log folder cannot be made; "
         "or this node's settings or token differ from the job's",
         "fail the job; correct what the last line names",
     )
-    PEERS_LOST = (
-        200,
-        "peers were lost and did not come back",
-        "peers were lost, and too few came back within `--join-timeout`",
-        "retry",
-    )
+    PEERS_LOST = 200, "peers were lost and did not come back", "peers were lost, and too few came back within `--join-timeout`", "retry"
     RENDEZVOUS = (
-        201,
-        "too few nodes came, or the rendezvous was lost",
+        201, "too few nodes came, or the rendezvous was lost",
         "no rendezvous: too few nodes within `--join-timeout`, the store refused this node, or the store was lost",
         "retry; if it repeats, see whether all nodes start and reach the endpoint",
     )
     SICK = (
-        202,
-        "this node is sick",
-        "this node is sick: a worker hangs in the kernel and cannot be killed",
+        202, "this node is sick", "this node is sick: a worker hangs in the kernel and cannot be killed",
         "retry on another node; look at this machine before using it again (`kubectl cordon`, `scontrol update state=drain`)",
     )
-    BUG = (
-        203,
-        "a bug in elastirun",
-        "a bug in elastirun; the workers had their grace period",
-        "retry; please report the traceback",
-    )
+    BUG = 203, "a bug in elastirun", "a bug in elastirun; the workers had their grace period", "retry; please report the traceback"
     EXCLUDED = (
-        204,
-        "another node has this one's rank",
-        "this node is excluded: another node holds its fixed `--node-rank`",
+        204, "another node has this one's rank", "this node is excluded: another node holds its fixed `--node-rank`",
         "retry when the other node has ended, or give each node a `--node-rank` of its own",
     )
 
