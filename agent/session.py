@@ -20,8 +20,8 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import NodeRow, Status
-from elastirun.rendezvous.store_thread import Driver
-from elastirun.rendezvous.sync import Exchange
+from elastirun.rendezvous.store_thread import StoreThread
+from elastirun.rendezvous.sync import SyncProtocol
 
 STANDSTILL = 2.0  # seconds; a loop that goes on so much later than it wanted to has stood still
 
@@ -37,8 +37,8 @@ class Session:
         self.access = store_access(config)
         self.machine = Machine(rules(config, self.access), row, clock.now())
         self.worker_store: WorkerStore | RendezvousStoreForWorkers | None = None  # None until the store was reached
-        exchange = Exchange(self.access.key_prefix, row.id, Codec(config.token), clock.now)
-        self._store = Driver(self.access.connect, exchange, self.access.exchange_limit)
+        protocol = SyncProtocol(self.access.key_prefix, row.id, Codec(config.token), clock.now)
+        self._store = StoreThread(self.access.connect, protocol, self.access.exchange_limit)
         self._worker_store_failed = worker_store_failed
         self._events: deque[Event] = deque()
         self._checked_at = 0.0  # when the loop was last known to run

@@ -24,7 +24,7 @@ from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import NodeRow
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import Exchange
+from elastirun.rendezvous.sync import SyncProtocol
 
 T = TypeVar("T")
 WAY = 0.002  # seconds from a node to the store
@@ -123,7 +123,7 @@ class Crowd:
         self._store = CountedStore(data, self.tally)
         self._machines = [Machine(rules(nodes, i), node_row(i), 0.3 * i / nodes) for i in range(nodes)]
         codec = Remembering()
-        self._exchanges = [Exchange("job/", m.row.id, codec, lambda: self.t) for m in self._machines]
+        self._exchanges = [SyncProtocol("job/", m.row.id, codec, lambda: self.t) for m in self._machines]
         self._armed = [0] * nodes
         for i in range(nodes):
             self._at(0.3 * i / nodes, i, Tick)

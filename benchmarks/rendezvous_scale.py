@@ -35,12 +35,12 @@ from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.store_thread import Driver
+from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd import store
 from elastirun.rendezvous.stores.tcp import TcpStore, serve
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
-from elastirun.rendezvous.sync import Exchange
+from elastirun.rendezvous.sync import SyncProtocol
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 PROCESSES = 8
@@ -106,7 +106,7 @@ class Node:
 
     index: int
     machine: Machine
-    driver: Driver
+    driver: StoreThread
     tally: Tally
     lost: bool = False
     armed: int = 0
@@ -138,7 +138,8 @@ class Elastirun:
         row = node_row(index, os.getpid())
         connect = self._connector(plan.port, tally)
         ready = [connect()]
-        driver = Driver(lambda: ready.pop() if ready else connect(), Exchange("job/", row.id, self.codec, time.monotonic), self.limit)
+        protocol = SyncProtocol("job/", row.id, self.codec, time.monotonic)
+        driver = StoreThread(lambda: ready.pop() if ready else connect(), protocol, self.limit)
         node = Node(index, Machine(replace(rules(plan.nodes, index), lasting=self.lasting), row, time.monotonic()), driver, tally)
         self._selector.register(driver, selectors.EVENT_READ, node)
         return node

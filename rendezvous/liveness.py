@@ -148,14 +148,25 @@ class Newest:
 
 
 class Since:
-    """Since when something is what it is, as far as this node has seen. Seconds of its own clock."""
+    """The time since which this node has seen something to be the same. Seconds of its own clock."""
 
     def __init__(self, now: float) -> None:
         self._what: object = None
         self.since = now
 
     def see(self, what: object, now: float) -> float:
-        """It is ``what`` now. Returns since when."""
+        """Note that it is ``what`` now. Return since when it is."""
         if what != self._what:
             self._what, self.since = what, now
         return self.since
+
+
+class SameSince:
+    """The times since which a node has seen things to be the same that its decisions wait for."""
+
+    def __init__(self, now: float) -> None:
+        self.round = Since(now)  # the round in the store, or that there is none
+        self.over = Since(now)  # that the round is over
+        self.candidates = Since(now)  # the candidates for the next round, beside the same round
+        self.formable = Since(now)  # whether a round could be formed, if only by another node
+        self.earlier = Since(now)  # the record of an earlier run

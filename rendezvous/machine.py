@@ -14,18 +14,20 @@ from typing import Any, ClassVar
 from elastirun.rendezvous import events, failures, formation, rules, updates
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.liveness import Liveness, Newest, Since
-from elastirun.rendezvous.polling import Reading
+from elastirun.rendezvous.contact import Contact
+from elastirun.rendezvous.liveness import Liveness, Newest, SameSince
+from elastirun.rendezvous.own_row import OwnRow
+from elastirun.rendezvous.polling import PollPlan, Schedule
+from elastirun.rendezvous.progress import ProgressLines
 from elastirun.rendezvous.ranks import successors
 from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER, RECONNECT_SPREAD
-from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, TRANSITIONS, Trigger
+from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
 
 CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
-PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait
-LONG_LINE = 200  # characters; a longer line is said in full once, then up to its first semicolon
+REMEMBERED = 8  # transitions that the error about an impossible one names
 
 
 class Machine:
@@ -40,47 +42,38 @@ class Machine:
         self.row = row  # what this node says of itself; ``seq`` is set when it is written
         self.record: RoundRecord | None = None
         self.rows: dict[str, NodeRow] = {}
+        self.hosting = False  # this agent hosts the store
         self.finished = False
         self.wake = now
-        self._now = now
+        self._event: events.Event = events.Tick(now)  # the one that is taken in now, or was last
+        self._history: tuple[str, ...] = ()  # the last transitions, in words
         self._actions: list[Action] = []
         self._live = Liveness(rules.expire, rules.row_lease if rules.lasting else None)
         self._newest = Newest()
-        self._stored: NodeRow | None = None  # this node's row as last seen in the store
-        self._seq = 0  # of this node's row as written last: it rises also when an older row of ours was put back
-        self._written_at = now  # when that was
-        self._sync = Sync()  # the last one asked for
-        self._doubts = 0  # with leases: how many exchanges in a row have not renewed that of this node's row
-        self._syncing = False
-        self._urgent = True  # something changed here that the store should know at once
-        self._next_sync = now
-        self._contact: float | None = None  # when the store was last heard of
-        self.kept_alive = now  # when the last keep-alive that is known to have arrived was sent
-        self._met = False  # this store was seen while its job was open: its end is ours
-        self._earlier: RoundRecord | None = None  # of an earlier run as it seems, in a store that outlives its jobs
-        self._untouched = Since(now)  # ... when that record has been the same
-        self.hosting = False  # this agent hosts the store
-        self._asked: tuple[str, ...] | None = None  # the rows the last exchange was to read; None: all
-        self._reading = Reading(rules, row.id, now)
+        self._same = SameSince(now)
+        self._contact = Contact()
+        self._own = OwnRow(kept_alive=now, written_at=now)
+        self._schedule = Schedule(now)
+        self._plan = PollPlan(rules, row.id, now)
         self._sees_all = False  # ``rows`` are all there are, not only those of the nodes watched
-        self._introduced = False  # this node's row may stand in the store
+        self._met = False  # this store was seen while its job was open: the end of that job is ours
+        self._earlier: RoundRecord | None = None  # of an earlier run as it seems, in a store that outlives its jobs
         self._break: Broken | None = None  # how this node wants its own round to end
-        self._wanted: Change | None = None  # what it would write into the round record now
-        self._outcome: tuple[Outcome, str] | None = None
         self._closing = False  # the job is to be closed, whatever else would be written
-        self._waiting_since = now
-        self._candidates = Since(now)  # ... when the candidates for the next round are the same, beside the same round
-        self._over = Since(now)  # ... when the round is over
-        self._same_round = Since(now)  # ... when the store holds the same round
-        self._can_form = Since(now)  # ... when a round could be formed, if only by another node
+        self._wanted: Change | None = None  # what this node would write into the round record now
+        self._outcome: tuple[Outcome, str] | None = None  # how this node ends, and why
         self._hurried = 0  # the round whose workers have no time left to stop
-        self._left_at: float | None = None
-        self._progress_at = now + PROGRESS_EVERY
-        self._ignored_at = now
-        self._took = 0.0  # seconds that the last exchange took
-        self._trouble, self._failed = "", 0  # why the last exchange failed, and how many did in a row
-        self._said_last = ""
-        self._unreadable_since: float | None = None  # since when no exchange has failed for another reason
+        self._waiting_since = now  # when the wait for a round began, or the goodbye
+        self._lines = ProgressLines(now)
+
+    @property
+    def kept_alive(self) -> float:
+        """When the last acknowledged keep-alive was sent, seconds of this node's clock."""
+        return self._own.kept_alive
+
+    @property
+    def _now(self) -> float:
+        return self._event.now
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -88,7 +81,7 @@ class Machine:
         """Take in one event; return what is to be done, in order."""
         if self.finished:
             return []
-        self._now = event.now
+        self._event = event
         self._actions = []
         self.wake = math.inf
         if event_handler := self._ON.get(type(event)):
@@ -98,24 +91,24 @@ class Machine:
         while before != (self.state, self._outcome) and not self.finished:
             before = (self.state, self._outcome)
             self._wanted = self._change_to_own_round()
-            self._look_at_store_age()
+            self._check_store_grace()
             self._DECIDE[self.state](self)
         self._sync_if_due()
         return self._actions
 
     def _on_changed(self, event: events.Changed) -> None:
-        self._urgent = True
+        self._schedule.urgent = True
 
     def _on_reachable(self, event: events.Reachable) -> None:
         self.row = replace(self.row, address=event.address, port=event.port)
-        self._urgent = True
+        self._schedule.urgent = True
 
     def _on_leave(self, event: events.Leave) -> None:
         self._end(Outcome.LEFT, event.reason)
 
     def _on_close(self, event: events.Close) -> None:
         self._closing = True
-        self._urgent = True
+        self._schedule.urgent = True
 
     def _on_succeeded(self, event: events.WorkersSucceeded) -> None:
         if self.state is RUNNING:
@@ -132,49 +125,65 @@ class Machine:
         self._take_in(event)
 
     def _take_in(self, event: events.Synced) -> None:
-        self._syncing = False
-        self.hosting = event.hosting
-        if self.row.hosts != (hosts := event.hosting and not self.rules.private):
-            self.row = replace(self.row, hosts=hosts)
-        self._failed, self._unreadable_since = 0, None
-        self._took = event.now - event.started
-        if self._trouble or event.now - event.started > self.rules.slow_exchange:
-            self._live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))
-        if self._trouble and self._contact is not None and event.now - self._contact > self.rules.expire:
-            self._say(f"the store is back after {event.now - self._contact:.0f} s")
-        self._trouble = ""
-        self._contact = event.now
+        self._note_contact(event)
         rows, old = self._newest.without_old(event.rows, self.row.id)
-        self._say_ignored([*event.ignored, *old])
+        self._actions += map(Say, self._lines.ignored([*event.ignored, *old], event.now))
         if self.record is not None and (event.round is None or event.round.store_id != self.record.store_id):
             lost, other = "lost this job: it began anew, or its keys were deleted", "was replaced by another one; its rounds are not ours"
             self._end(Outcome.STORE_LOST, f"the rendezvous store {other if event.round else lost}")
             return
         self._earlier = event.round if event.round is not None and not self._met and self._may_be_earlier(event.round, rows) else None
         if self._earlier is not None and not self.rules.lasting:
-            self._stale(self._earlier)
+            self._wait_for_another_store(self._earlier)
             return
-        found = event.round if self._earlier is None else None
-        self._note_keep_alive(event)
+        self._adopt(event.round if self._earlier is None else None)
+        self._note_own_row(event)
+        self.rows = rows
+        self._observe(event)
+
+    def _note_contact(self, event: events.Synced) -> None:
+        """Note that the store has answered, and that nobody's silence counts while it was in trouble here."""
+        before, self._contact = self._contact, self._contact.answered(event.now, event.started)
+        self._schedule.under_way = False
+        self.hosting = event.hosting
+        if self.row.hosts != (hosts := event.hosting and not self.rules.private):
+            self.row = replace(self.row, hosts=hosts)
+        if before.trouble or self._contact.took > self.rules.slow_exchange:
+            self._live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))
+        if before.trouble and before.last is not None and event.now - before.last > self.rules.expire:
+            self._say(f"the store is back after {event.now - before.last:.0f} s")
+
+    def _adopt(self, found: RoundRecord | None) -> None:
+        """Take over the record of this job."""
         self._met = self._met or found is not None
         if found is not None and (how := rules.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
         self.record = found
-        self._same_round.see(found and found.fence, event.now)
-        self._stored = event.row
-        self.rows = rows
-        self._sees_all = self._asked is None
+        self._same.round.see(found and found.fence, self._now)
+
+    def _note_own_row(self, event: events.Synced) -> None:
+        if self.rules.lasting:
+            asked = self._schedule.asked.keep_alive
+            self._own = self._own.read_leased(event.row, event.started, asked, event.kept_alive)
+            self._schedule.urgent = self._schedule.urgent or self._own.doubts in (1, 2)  # at once, but not again and again
+        else:
+            self._own = self._own.read(event.row, event.started)
+
+    def _observe(self, event: events.Synced) -> None:
+        """Take in which rows were read and which were not there, for ``Liveness``."""
+        asked = self._schedule.asked.rows
+        self._sees_all = asked is None
         members = tuple(m.id for m in event.round.members) if event.round else ()
-        seqs = dict.fromkeys(members if self._asked is None else self._asked, -1) | {r.id: r.seq for r in self.rows.values()}
+        seqs = dict.fromkeys(members if asked is None else asked, -1) | {row.id: row.seq for row in self.rows.values()}
         seqs.pop(self.row.id, None)
         self._live.observe(seqs, event.started, event.now)
         if self._sees_all:
-            self._reading.crowd = len(self.rows)
+            self._plan.crowd = len(self.rows)
         if self._sees_all or self.state is RUNNING:
             self._live.forget_all_but(seqs.keys() | set(members))
-        if (look := self._live.next_look(event.now)) is not None:
-            look = look if self._sees_all or not self._may_have_lost_several() else event.now  # the absence of others counts from then on
-            self._next_sync = min(self._next_sync, max(look, event.now) + JUST_AFTER)
+        if (when := self._live.next_look(event.now)) is not None:
+            when = when if self._sees_all or not self._may_have_lost_several() else event.now  # the absence of others counts from then on
+            self._schedule.due = min(self._schedule.due, max(when, event.now) + JUST_AFTER)
 
     def _may_be_earlier(self, found: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
         """A newcomer's ``found`` record is of a run that has ended, or no node of it has been seen yet."""
@@ -182,7 +191,7 @@ class Machine:
             return True
         if not self.rules.lasting or (found.round == 0 and not rules.disagreement(self.rules, found)):
             return False
-        return self._asked is not None or all(row.status is LEFT for row in rows.values())
+        return self._schedule.asked.rows is not None or all(row.status is LEFT for row in rows.values())
 
     def _earlier_run_goes_on(self, record: RoundRecord) -> str:
         """Why the next run cannot begin yet; empty when it can. Only a living node makes a record one's own."""
@@ -193,46 +202,28 @@ class Machine:
         if record.members and all(m.id in self.rows for m in record.members):
             return ""  # all of them have said goodbye
         alone = formation.may_still_work(self.rules, self._view(record))
-        wait = max(alone, self._untouched.see((record.store_id, record.version), self._now) + self.rules.expire - self._now)
+        wait = max(alone, self._same.earlier.see((record.store_id, record.version), self._now) + self.rules.expire - self._now)
         if wait <= 0:
             return ""
         self._wake_at(self._now + wait)
         return f"nothing is heard of an earlier run of this job; it can go on where the store is out of reach for another {wait:.0f} s"
 
-    def _note_keep_alive(self, event: events.Synced) -> None:
-        """When the last acknowledged keep-alive was *sent*: that is when the exchange began."""
-        if not self.rules.lasting:
-            acknowledged = event.row is not None and (self._stored is None or event.row.seq > self._stored.seq)
-        else:
-            acknowledged = event.kept_alive
-            self._doubts = self._doubts + 1 if self._sync.keep_alive and not acknowledged else 0
-            self._urgent = self._urgent or self._doubts in (1, 2)  # at once, but not again and again
-        if acknowledged:
-            self.kept_alive = event.started
-
-    def _say_ignored(self, notes: list[str]) -> None:
-        if notes and self._now >= self._ignored_at:
-            self._ignored_at = self._now + PROGRESS_EVERY
-            self._actions += [Say(f"ignored: {note}") for note in notes[:4]]
-
-    def _stale(self, record: RoundRecord) -> None:
-        """A newcomer met the store of a job that is over: its host is about to go, and ours to come."""
+    def _wait_for_another_store(self, record: RoundRecord) -> None:
+        """Drop the connection to the store of a job that is over: its host is about to go, and that of the next run to come."""
         verdict = record.closed.verdict.value if record.closed else ""
-        self._trouble = f"it still belongs to an earlier run of this job, which {verdict}"
-        self._contact = None
-        self._next_sync = self._now + self.rules.beat
-        self._urgent = False
+        self._contact = replace(self._contact, last=None, trouble=f"it still belongs to an earlier run of this job, which {verdict}")
+        self._schedule.due = self._now + self.rules.beat
+        self._schedule.urgent = False
         self._actions.append(Reconnect())
 
     def _on_sync_failed(self, event: events.SyncFailed) -> None:
-        self._syncing = False
-        self._trouble = event.why
-        self._failed = min(self._failed + 1, 3)
-        self._next_sync = event.now + self.rules.beat * 2 ** (self._failed - 1)  # a store that is overloaded must get out of it
-        if event.refused and self._contact is None:
+        self._schedule.under_way = False
+        self._contact = self._contact.failed(event.now, event.why, event.unreadable and not self._met)
+        self._schedule.due = event.now + self._contact.pause(self.rules.beat)
+        if event.refused and self._contact.last is None:
             self._end(Outcome.TIMEOUT, event.why)
-        self._unreadable_since = self._unreadable_since or event.now if event.unreadable and not self._met else None
-        if self._unreadable_since is not None and event.now - self._unreadable_since >= self.rules.unreadable_limit:
+        since = self._contact.unreadable_since
+        if since is not None and event.now - since >= self.rules.unreadable_limit:
             self._end(Outcome.DISAGREES, event.why)  # a newcomer; longer than the host of an earlier run lingers
 
     def _on_failed(self, event: events.WorkersFailed) -> None:
@@ -243,9 +234,8 @@ class Machine:
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
 
     def _on_stood_still(self, event: events.StoodStill) -> None:
-        """That time was nobody's absence but our own."""
-        if self._contact is not None:
-            self._contact = min(event.now, self._contact + event.seconds)
+        """Note that this agent was suspended: that time does not count as silence of its peers, or of the store."""
+        self._contact = self._contact.suspended(event.now, event.seconds)
         self._live.excuse(event.now)
         if event.workers_ended and self.state is RUNNING:
             reason = f"{self.row.name} {self.row.address} stood still for {event.seconds:.0f} s"
@@ -273,10 +263,9 @@ class Machine:
             self._close_out(record.closed)
         if self._outcome is not None:
             self._go(Trigger.ENDED, note=clip(self._outcome[1]))
-            self._left_at = self._now
             return
-        if self._contact is None or (self._trouble and not self._formed):
-            self._wait(f"waiting for the rendezvous store: {self._trouble or 'connecting'}")
+        if self._contact.last is None or (self._contact.trouble and not self._formed):
+            self._wait(f"waiting for the rendezvous store: {self._contact.trouble or 'connecting'}")
         else:
             self._join(record)
 
@@ -294,7 +283,7 @@ class Machine:
             self._wanted = Change(self._earlier, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
         else:
             if record.index(self.row.id) is not None and self.row.done_round < record.round:
-                self.row, self._urgent = replace(self.row, done_round=record.round), True  # over before this node had seen it
+                self.row, self._schedule.urgent = replace(self.row, done_round=record.round), True  # over before this node had seen it
             if self._sees_all:
                 self._form(record)
 
@@ -302,8 +291,8 @@ class Machine:
         """A round runs without this node: it is a newcomer to be taken in, or a spare."""
         newcomers = [row for row in self._standing() if record.index(row.id) is None]
         holder = rules.holder(self.rules, record, self.row)
-        taken_in = self._same_round.since + (0.0 if self.row.hosts else rules.hold(record))
-        if holder is not None and self._now >= self._same_round.since + self.rules.replacement:
+        taken_in = self._same.round.since + (0.0 if self.row.hosts else rules.hold(record))
+        if holder is not None and self._now >= self._same.round.since + self.rules.replacement:
             place = f"--node-rank={self.row.node_rank} is held by {formation.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
         elif len(record.members) >= self.rules.max_nodes and not self.row.hosts:
@@ -313,8 +302,8 @@ class Machine:
         elif self._now < taken_in:
             self._progress(f"{rules.why_held(record)}; newcomers are taken in after {rules.hold(record):g} s", at_once=True)
             self._wake_at(taken_in)
-        elif self._now < self._candidates.since + self.rules.debounce:
-            self._wake_at(self._candidates.since + self.rules.debounce)
+        elif self._now < self._same.candidates.since + self.rules.debounce:
+            self._wake_at(self._same.candidates.since + self.rules.debounce)
         elif self._wanted is None:
             joined = updates.break_up(record, Cause.JOIN, f"{formation.names(newcomers)} joined", self.row.id, self._ran)
             self._wanted = Change(record, joined)
@@ -329,15 +318,15 @@ class Machine:
         if len(standing) < self.rules.max_nodes and self._somebody_is_new(record):
             self._wake_at(self._now + self.rules.beat)
             return
-        view, same = self._view(record, self._rows_that_count(record)), self._candidates.since
-        over = self._over.see(record.round, self._now)
+        view, same = self._view(record, self._rows_that_count(record)), self._same.candidates.since
+        over = self._same.over.see(record.round, self._now)
         decision = formation.form(self.rules, view, self._now, same, over)
-        can_form = self._can_form.see(decision.record is not None, self._now)
+        can_form = self._same.formable.see(decision.record is not None, self._now)
         if decision.record is None:
             self._wait(decision.reason, at_once=decision.news)
             self._wake_at(decision.check_again)
             return
-        mine = decision.leader == self.row.id or self._reading.is_first(record, self._away)
+        mine = decision.leader == self.row.id or self._plan.is_first(record, self._away)
         if mine or self._now >= can_form + 2 * self.rules.beat:
             self._wanted = Change(record, decision.record)
 
@@ -355,7 +344,7 @@ class Machine:
 
     def _all_have_seen(self, record: RoundRecord) -> bool:
         """Every member has seen the round; one that runs already has found so, which does for those who do not read all rows."""
-        rows = [self._stored if m.id == self.row.id else self.rows.get(m.id) for m in record.members]
+        rows = [self._own.stored if m.id == self.row.id else self.rows.get(m.id) for m in record.members]
         stand = [row.status for row in rows if row is not None and row.round == record.round]
         return RUNNING in stand or DONE in stand or stand == [READY] * len(rows)
 
@@ -397,20 +386,20 @@ class Machine:
 
     def _in_left(self) -> None:
         """Say goodbye, but not for ever; the store's host goes last."""
-        assert self._outcome is not None and self._left_at is not None
-        written = self._stored is not None and self._stored.status is LEFT
+        assert self._outcome is not None
+        written = self._own.stored is not None and self._own.stored.status is LEFT
         limit = self.rules.host_lingers if self.hosting and written else GOODBYE
         lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._nobody_is_left(self.record)
-        over_time = self._now - self._left_at >= limit
+        over_time = self._now - self._waiting_since >= limit
         if self.rules.lasting and self.record is not None and (marked := updates.mark_over(self.record, self.row)):
             self._wanted = Change(self.record, marked)
             written = False
-        host_gone = bool(self._trouble) and self.record is not None and self.record.closed is not None
-        if over_time or host_gone or not self._introduced or (written and not lingering):
+        host_gone = bool(self._contact.trouble) and self.record is not None and self.record.closed is not None
+        if over_time or host_gone or not self._own.introduced or (written and not lingering):
             self.finished = True
             self._actions.append(Finish(*self._outcome, closed=self.record.closed if self.record else None))
         else:
-            self._wake_at(self._left_at + limit)
+            self._wake_at(self._waiting_since + limit)
 
     def _nobody_is_left(self, record: RoundRecord) -> bool:
         """Every node that lives has said goodbye. One that died before, out of the round, is not waited for."""
@@ -440,7 +429,7 @@ class Machine:
     @property
     def _ran(self) -> float:
         """Seconds for which this node has known the round."""
-        return self._now - self._same_round.since
+        return self._now - self._same.round.since
 
     @property
     def _formed(self) -> bool:
@@ -484,46 +473,49 @@ class Machine:
         self._go(trigger, note=clip(reason), **fields)
 
     def _go(self, trigger: Trigger, **fields: object) -> None:
-        self.state = TRANSITIONS[self.state, trigger]
+        event = f"{type(self._event).__name__} at {self._now:.3f}"
+        self.state = following(self.state, trigger, "; ".join((*self._history, event)))
+        self._history = (*self._history[1 - REMEMBERED :], f"{event}: {trigger.value}")
         self.row = replace(self.row, status=self.state, **fields)  # type: ignore[arg-type]
-        self._urgent = True
-        self._progress_at = self._now + PROGRESS_EVERY
-        if self.state is JOINING:
+        self._schedule.urgent = True
+        self._lines.restart(self._now)
+        if self.state in (JOINING, LEFT):
             self._waiting_since = self._now
 
-    def _look_at_store_age(self) -> None:
+    def _check_store_grace(self) -> None:
         """Give up on a store that is away for too long; say so on the way."""
-        if self._outcome is not None or not self._trouble or self._contact is None or not self._formed:
+        trouble, last = self._contact.trouble, self._contact.last
+        if self._outcome is not None or not trouble or last is None or not self._formed:
             return  # while the job has not begun, the join timeout is a node's limit
-        away = self._now - self._contact
+        away = self._now - last
         if away >= self.rules.store_grace:
-            self._end(Outcome.STORE_LOST, f"the rendezvous store was away for {away:.0f} s: {self._trouble}")
+            self._end(Outcome.STORE_LOST, f"the rendezvous store was away for {away:.0f} s: {trouble}")
         elif away > self.rules.expire:
             goes_on = "the workers go on" if self.state is RUNNING else "waiting"
-            self._progress(f"the rendezvous store is away ({self._trouble}); {goes_on} for up to {self.rules.store_grace:g} s")
-        self._wake_at(self._contact + self.rules.store_grace)
+            self._progress(f"the rendezvous store is away ({trouble}); {goes_on} for up to {self.rules.store_grace:g} s")
+        self._wake_at(last + self.rules.store_grace)
 
     # -- the exchange with the store ----------------------------------------------------------------------------------
 
     def _sync_if_due(self) -> None:
-        if self.finished or self._syncing:
+        schedule = self._schedule
+        if self.finished or schedule.under_way:
             return
         change = self._change()
-        if not self._urgent and change is None and self._now < self._next_sync:
-            self._wake_at(self._next_sync)
+        if not schedule.urgent and change is None and self._now < schedule.due:
+            self._wake_at(schedule.due)
             return
-        self._syncing = True
-        self._urgent = False
-        self._next_sync = self._now + self._reading.interval(self.state, self.record)
+        due = self._now + self._plan.interval(self.state, self.record)
         everything = self._earlier is not None or self._may_have_lost_several()
-        self._asked = None if everything else self._reading.rows(self.state, self.record, self._away, self._now, self.hosting)
+        asked = None if everything else self._plan.rows(self.state, self.record, self._away, self._now, self.hosting)
         put = self._put()
-        self._sync = Sync(put, change, self._asked, keep_alive=self.rules.lasting and self._introduced)
-        self._actions.append(self._sync)
+        sync = Sync(put, change, asked, keep_alive=self.rules.lasting and self._own.introduced)
+        self._schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
+        self._actions.append(sync)
 
     def _change(self) -> Change | None:
         """Return the write of the round record that is due; None before the store was read, and while it is in trouble."""
-        if self._contact is None or self._trouble:
+        if self._contact.last is None or self._contact.trouble:
             return None
         record = self.record
         if self._closing and record is not None and record.closed is None:
@@ -537,7 +529,7 @@ class Machine:
         slow is no reason: it has enough to do.
         """
         record = self.record
-        if record is None or self._trouble or self._took > self.rules.beat:
+        if record is None or self._contact.trouble or self._contact.took > self.rules.beat:
             return False
         if record.broken is not None:
             return self.row.id == record.broken.by and bool(record.broken.lost)
@@ -547,19 +539,16 @@ class Machine:
 
     def _put(self) -> Put | None:
         """This node's row, when it says something new. Where there are no leases it is the keep-alive, too, when the beat is due."""
-        if self._contact is None or not self._met:
-            return None  # look first: this may be the store of a job that is over
-        base = self._stored
-        lease_is_over = self._doubts > (self._sync.put is not None)  # a row that was just written is under a new one
-        due = lease_is_over if self.rules.lasting else self._now - self._written_at >= self.rules.beat
-        stands = base is not None and base.seq >= self._seq and replace(self.row, seq=base.seq) == base
-        if stands and not due:
+        if self._contact.last is None or not self._met:
+            return None  # read first: this may be the store of a job that is over
+        own, asked = self._own, self._schedule.asked
+        lease_is_over = own.doubts > (asked.put is not None)  # a row that was just written is under a new one
+        due = lease_is_over if self.rules.lasting else self._now - own.written_at >= self.rules.beat
+        if own.says(self.row) and not due:
             return None
-        new = replace(self.row, seq=max(self._seq, base.seq if base else 0) + 1)
-        self._seq = new.seq
-        self._written_at = self._now
-        self._introduced = True
-        return Put(base, new)
+        put = own.put(self.row)
+        self._own = replace(own, seq=put.row.seq, written_at=self._now)
+        return put
 
     def _away(self, node_id: str) -> bool:
         row = self.rows.get(node_id)
@@ -587,7 +576,7 @@ class Machine:
         record = self.record
         assert record is not None
         rows = self._view(record, self._rows_that_count(record)).candidates()
-        self._candidates.see((frozenset(row.id for row in rows), record.round), self._now)
+        self._same.candidates.see((frozenset(row.id for row in rows), record.round), self._now)
         return rows
 
     def _change_to_own_round(self) -> Change | None:
@@ -618,11 +607,9 @@ class Machine:
             self._wake_at(self._waiting_since + self.rules.join_timeout)
 
     def _progress(self, text: str, at_once: bool = False) -> None:
-        """Say it once the wait has lasted, or ``at_once`` when it is new; then every ``PROGRESS_EVERY`` seconds, a long one in short."""
-        if self._now >= self._progress_at or (at_once and text != self._said_last):
-            again, self._said_last = text == self._said_last, text
-            self._progress_at = self._now + PROGRESS_EVERY
-            self._say(text.partition(";")[0] if again and len(text) > LONG_LINE else text)
+        """Say why this node waits, once the wait has lasted, or ``at_once`` when the text is new."""
+        if line := self._lines.waiting(text, self._now, at_once):
+            self._say(line)
 
     def _say(self, text: str) -> None:
         self._actions.append(Say(text))

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.ranks import successors
 from elastirun.rendezvous.records import Cause, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
@@ -25,7 +26,17 @@ Away = Callable[[str], bool]  # a node has left, or is silent
 
 
 @dataclass
-class Reading:
+class Schedule:
+    """When the next exchange with the store is due, and what the last one asked for."""
+
+    due: float  # seconds of this node's clock
+    urgent: bool = True  # something has changed here that the store should know at once
+    under_way: bool = False  # the last one is not answered yet; there is never a second one beside it
+    asked: Sync = Sync()
+
+
+@dataclass
+class PollPlan:
     """What the node ``me`` reads. ``all_read``: when it asked for all rows last or had no need to, seconds of its clock."""
 
     rules: Rules

@@ -41,7 +41,7 @@ def _under(prefix: str) -> Operation:
     return lambda store: store.under(prefix)
 
 
-class Exchange:
+class SyncProtocol:
     """What one ``Sync`` means in operations of a store. ``job`` is the prefix of every key, ``me`` this node's id."""
 
     def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
@@ -55,9 +55,9 @@ class Exchange:
         self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as it was stored, and with its members
         self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
 
-    def fresh(self) -> Exchange:
+    def fresh(self) -> SyncProtocol:
         """One for another connection: it shares nothing that changes with this one, and knows the newest record that this one has read."""
-        other = Exchange(self._job, self._me, self._codec, self._clock)
+        other = SyncProtocol(self._job, self._me, self._codec, self._clock)
         other._newest = self._newest
         return other
 

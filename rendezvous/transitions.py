@@ -36,3 +36,11 @@ TRANSITIONS: dict[tuple[Status, Trigger], Status] = {
     (DRAINING, Trigger.STOPPED): JOINING,
     (JOINING, Trigger.ENDED): LEFT,
 }
+
+
+def following(state: Status, trigger: Trigger, history: str) -> Status:
+    """Return the state that follows. An impossible transition is a bug; the error says the ``history`` that led to it."""
+    try:
+        return TRANSITIONS[state, trigger]
+    except KeyError:
+        raise RuntimeError(f"impossible transition: {trigger.value!r} in state {state.value}; history: {history}") from None

@@ -38,7 +38,7 @@ from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Closed, Member, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import MAX_ROW, Exchange
+from elastirun.rendezvous.sync import MAX_ROW, SyncProtocol
 from tests.rendezvous.test_codec import a_value
 
 SLOWEST = 5.0  # seconds of CPU for one input; the longest takes a tenth of a second
@@ -215,7 +215,7 @@ def make_exchange(rng: random.Random) -> tuple[Codec, dict[str, bytes], Sync]:
 
 def check_exchange(given: tuple[Codec, dict[str, bytes], Sync]) -> bool:
     codec, data, sync = given
-    exchange = Exchange("elastirun/job/", "n1", codec, lambda: 0.0)
+    exchange = SyncProtocol("elastirun/job/", "n1", codec, lambda: 0.0)
     try:
         synced = exchange.carry_out(MemoryStore(dict(data)), sync, 0.0)
     except StoreError as error:

@@ -23,7 +23,7 @@ from elastirun.rendezvous.records import Closed, ExitRecord, NodeRow, RoundRecor
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.etcd.client import LARGEST
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import MAX_ROW, Exchange
+from elastirun.rendezvous.sync import MAX_ROW, SyncProtocol
 from tests import fuzz
 from tests.rendezvous.test_stores import Server, server  # noqa: F401
 
@@ -128,7 +128,7 @@ def test_what_all_workers_of_a_thousand_nodes_said_last_fits_into_one_answer_of_
 
 def test_a_round_record_that_goes_back_is_refused_and_the_newest_is_taken_again() -> None:
     data: dict[str, bytes] = {}
-    exchange = Exchange("elastirun/job/", "n1", fuzz.PLAIN, lambda: 0.0)
+    exchange = SyncProtocol("elastirun/job/", "n1", fuzz.PLAIN, lambda: 0.0)
 
     def look(record: RoundRecord) -> RoundRecord | None:
         data[fuzz.ROUND_KEY] = fuzz.PLAIN.encode(fuzz.ROUND_KEY, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -470,6 +471,20 @@ def test_every_transition_starts_from_a_state_and_every_state_is_reached() -> No
     assert {s for s, _ in TRANSITIONS} == set(Status) - {Status.LEFT}
     assert set(TRANSITIONS.values()) == set(Status)
     assert {t for _, t in TRANSITIONS} == set(Trigger)
+
+
+def test_an_impossible_transition_says_its_history() -> None:
+    world = started(1)
+    machine = world.nodes[0].machine
+    with pytest.raises(RuntimeError) as bug:
+        machine._go(Trigger.NAMED)
+    assert "\n" not in str(bug.value)
+    said = re.fullmatch(r"impossible transition: 'a round names this node' in state running; history: (.*)", str(bug.value))
+    assert said and re.sub(r"[0-9.]+", "T", said[1]).split("; ") == [
+        "Synced at T: a round names this node",
+        "Synced at T: every member has seen the round",
+        "Synced at T",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     mutant(
         "a row whose lease may be over is written anew",
-        *("machine", "lease_is_over = self._doubts > (self._sync.put is not None)", "lease_is_over = False"),
+        *("machine", "lease_is_over = own.doubts > (asked.put is not None)", "lease_is_over = False"),
         *("silence", "a_node_writes_its_row_anew_when_its_lease_may_be_over"),
     ),
     mutant(
@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     mutant(
         "a node's own seq rises when an older row of it was put back",
-        *("machine", "max(self._seq, base.seq if base else 0) + 1", "(base.seq if base else 0) + 1"),
+        *("own_row", "max(self.seq, base.seq if base else 0) + 1", "(base.seq if base else 0) + 1"),
         *("replay", "a_node_whose_own_old_row_is_put_back_goes_on_above_its_newest"),
     ),
     mutant(
@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     mutant(
         "a run that may go on out of reach is waited for",
-        *("machine", "wait = max(alone, self._untouched", "wait = max(0.0, self._untouched"),
+        *("machine", "wait = max(alone, self._same", "wait = max(0.0, self._same"),
         *("machine", "where_the_store_outlives_the_job_nodes_that_were_killed_are_waited_for"),
     ),
     mutant(
@@ -244,12 +244,12 @@ MUTANTS = (
     ),
     mutant(
         "a fixed place has one holder",
-        *("machine", "self._now >= self._same_round.since + self.rules.replacement", "False"),
+        *("machine", "self._now >= self._same.round.since + self.rules.replacement", "False"),
         *("rules", "a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs"),
     ),
     mutant(
         "a replacement has the time until the lost one is missed",
-        *("machine", "self._now >= self._same_round.since + self.rules.replacement", "True"),
+        *("machine", "self._now >= self._same.round.since + self.rules.replacement", "True"),
         *("rules", "the_replacement_of_a_lost_node_with_a_fixed_rank_is_not_excluded"),
     ),
     mutant(
@@ -259,7 +259,7 @@ MUTANTS = (
     ),
     mutant(
         "a running round is not broken before it is clear that no more newcomers come",
-        *("machine", "elif self._now < self._candidates.since + self.rules.debounce:", "elif False:"),
+        *("machine", "elif self._now < self._same.candidates.since + self.rules.debounce:", "elif False:"),
         *("steps", "a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come"),
     ),
     mutant(
@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     mutant(
         "one exchange at a time",
-        *("machine", "if self.finished or self._syncing:", "if self.finished:"),
+        *("machine", "if self.finished or schedule.under_way:", "if self.finished:"),
         *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
     ),
     mutant(
@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     mutant(
         "a lone round's time counts from when its keep-alive was sent",
-        *("machine", "            self.kept_alive = event.started", "            self.kept_alive = event.now"),
+        *("machine", "self._own.read(event.row, event.started)", "self._own.read(event.row, event.now)"),
         *("lone_round", "its_time_counts_from_when_the_keep_alive_was_sent_not_answered"),
     ),
     mutant(

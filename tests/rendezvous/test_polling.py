@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.polling import ALL_PER_NODE, Reading, first_in_line
+from elastirun.rendezvous.polling import ALL_PER_NODE, PollPlan, first_in_line
 from elastirun.rendezvous.records import Cause, Member, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.updates import break_up
@@ -21,7 +21,7 @@ def here(node_id: str) -> bool:
 
 def look(me: str, record: RoundRecord | None, state: Status = Status.JOINING, now: float = 0.0, **more: object) -> tuple[str, ...] | None:
     options = {"away": here, "hosting": False, **more}
-    return Reading(RULES, me, 0.0).rows(state, record, now=now, **options)  # type: ignore[arg-type]
+    return PollPlan(RULES, me, 0.0).rows(state, record, now=now, **options)  # type: ignore[arg-type]
 
 
 def over(cause: Cause = Cause.FAILURE, by: str = "a", lost: tuple[str, ...] = ()) -> RoundRecord:
@@ -74,7 +74,8 @@ def test_a_newcomer_beside_a_round_and_a_host_that_waits_to_go_read_all() -> Non
 
 
 def test_a_running_node_looks_each_beat_and_at_a_store_that_tells_of_changes_every_other() -> None:
-    assert Reading(RULES, "a", 0.0).interval(Status.RUNNING, ROUND) == RULES.beat
+    assert PollPlan(RULES, "a", 0.0).interval(Status.RUNNING, ROUND) == RULES.beat
     lasting = replace(RULES, lasting=True)
-    assert Reading(lasting, "a", 0.0).interval(Status.RUNNING, ROUND) == 2 * RULES.beat
-    assert Reading(replace(lasting, expire=2.0), "a", 0.0).interval(Status.RUNNING, ROUND) == RULES.beat, "not so seldom that it seems lost"
+    assert PollPlan(lasting, "a", 0.0).interval(Status.RUNNING, ROUND) == 2 * RULES.beat
+    soon = PollPlan(replace(lasting, expire=2.0), "a", 0.0)
+    assert soon.interval(Status.RUNNING, ROUND) == RULES.beat, "not so seldom that it seems lost"

@@ -16,7 +16,7 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Synced
 from elastirun.rendezvous.records import Broken, Cause, ExitRecord, Member, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import Exchange
+from elastirun.rendezvous.sync import SyncProtocol
 
 PATIENCE = 60.0  # seconds; far beyond what anything here takes
 JOB = "elastirun/job/"
@@ -70,7 +70,7 @@ class Watched(MemoryStore):
 
 def exchange(data: dict[str, bytes] | Watched, sync: Sync, me: str = "me", codec: Codec = CODEC) -> Synced:
     store = data if isinstance(data, Watched) else Watched(data)
-    return Exchange(JOB, me, codec, lambda: 7.0).carry_out(store, sync, 5.0)
+    return SyncProtocol(JOB, me, codec, lambda: 7.0).carry_out(store, sync, 5.0)
 
 
 def test_an_exchange_writes_before_it_reads_and_the_round_before_the_rows() -> None:
@@ -98,7 +98,7 @@ def test_the_members_are_stored_once_beside_the_record_and_before_it() -> None:
     assert members.startswith("put members/") and of_the_round == "put round"
     store.asked.clear()
     broken = replace(formed, version=3, broken=Broken(Cause.JOIN, "b joined", "b"))
-    node = Exchange(JOB, "b", CODEC, lambda: 7.0)
+    node = SyncProtocol(JOB, "b", CODEC, lambda: 7.0)
     assert node.carry_out(store, Sync(change=Change(formed, broken), rows=()), 5.0).round == broken
     assert node.carry_out(store, Sync(rows=()), 5.0).round == broken
     assert store.asked == ["put round", "get node/b round", "get node/b round"], "known members are not read again"
@@ -229,7 +229,7 @@ def test_an_unchanged_row_is_parsed_once_and_a_changed_one_anew() -> None:
     codec = Counting()
     codec.decoded.clear()
     data = {key(i): CODEC.encode(key(i), row(i)) for i in "abc"}
-    exchanging, store = Exchange(JOB, "a", codec, time.monotonic), MemoryStore(data)
+    exchanging, store = SyncProtocol(JOB, "a", codec, time.monotonic), MemoryStore(data)
     first = exchanging.carry_out(store, Sync(), 0.0)
     assert sorted(codec.decoded) == ["node/a", "node/b", "node/c"]
     for sync in (Sync(), Sync(rows=("b", "c"))):
@@ -245,7 +245,7 @@ def test_an_unchanged_row_is_parsed_once_and_a_changed_one_anew() -> None:
 
 
 def test_rows_that_are_gone_are_not_remembered() -> None:
-    exchanging, data = Exchange(JOB, "me", CODEC, time.monotonic), {}
+    exchanging, data = SyncProtocol(JOB, "me", CODEC, time.monotonic), {}
     for i in range(100):
         data.clear()
         data[key(f"n{i}")] = CODEC.encode(key(f"n{i}"), row(f"n{i}"))
@@ -304,7 +304,7 @@ def test_a_keep_alive_counts_only_with_its_row() -> None:
             return True
 
     data: dict[str, bytes] = {}
-    node = Exchange(JOB, "me", CODEC, lambda: 7.0)
+    node = SyncProtocol(JOB, "me", CODEC, lambda: 7.0)
     assert not node.carry_out(Leased(data), Sync(rows=(), keep_alive=True), 5.0).kept_alive
     assert node.carry_out(Leased(data), Sync(Put(None, row("me")), rows=(), keep_alive=True), 5.0).kept_alive
     assert not node.carry_out(Leased(data), Sync(rows=()), 5.0).kept_alive
@@ -312,7 +312,7 @@ def test_a_keep_alive_counts_only_with_its_row() -> None:
 
 def test_an_older_round_record_is_not_believed() -> None:
     data: dict[str, bytes] = {}
-    store, node = Watched(data), Exchange(JOB, "me", CODEC, lambda: 7.0)
+    store, node = Watched(data), SyncProtocol(JOB, "me", CODEC, lambda: 7.0)
     first = RoundRecord("s")
     node.carry_out(store, Sync(change=Change(None, first), rows=()), 5.0)
     old = data[JOB + "round"]

@@ -155,13 +155,13 @@ def _copied(node: Node, world: Small) -> Node:
 def _copied_machine(machine: Machine) -> Machine:
     other = copy.copy(machine)
     other.rows, other._actions = dict(machine.rows), []
-    other._reading = copy.copy(machine._reading)
+    other._plan, other._schedule, other._lines = copy.copy(machine._plan), copy.copy(machine._schedule), copy.copy(machine._lines)
     other._live = copy.copy(machine._live)
     other._live._seen = {i: copy.copy(seen) for i, seen in machine._live._seen.items()}
     return other
 
 
-UNIMPORTANT = {"rules", "_now", "_actions", "_progress_at", "_ignored_at", "_said_last"}
+UNIMPORTANT = {"rules", "_event", "_history", "_actions", "_lines"}
 
 
 def _canonical(value: Any, now: float) -> object:
@@ -173,7 +173,7 @@ def _canonical(value: Any, now: float) -> object:
         return tuple(_canonical(item, now) for item in value)
     if type(value).__name__ == "Liveness":
         return _canonical(value._seen, now)
-    if type(value).__name__ in ("_Seen", "Reading"):
+    if type(value).__name__ in ("_Seen", "PollPlan", "Schedule", "Contact", "OwnRow"):
         return tuple(_canonical(getattr(value, f.name), now) for f in fields(value) if f.name not in UNIMPORTANT)
     return value
 

@@ -26,7 +26,7 @@ from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import Exchange, Operation, Steps
+from elastirun.rendezvous.sync import Operation, Steps, SyncProtocol
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 
 STANDSTILL = 2.0  # as the agent has it
@@ -85,13 +85,13 @@ class LeasedStore(MemoryStore):
 
 def read_round(data: dict[str, bytes]) -> RoundRecord | None:
     """The round record, as a node would read it."""
-    return Exchange("job/", "reader", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(rows=()), 0.0).round
+    return SyncProtocol("job/", "reader", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(rows=()), 0.0).round
 
 
 def write_round(data: dict[str, bytes], record: RoundRecord) -> None:
     """Whatever stands there."""
     data.pop("job/round", None)
-    Exchange("job/", "writer", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(change=Change(None, record), rows=()), 0.0)
+    SyncProtocol("job/", "writer", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(change=Change(None, record), rows=()), 0.0)
 
 
 class Violation(AssertionError):
@@ -131,7 +131,7 @@ class Node:
     world: World
     name: str
     machine: Machine
-    exchange: Exchange
+    exchange: SyncProtocol
     offset: float  # its clock shows offset + rate * t
     rate: float
     lease: float
@@ -367,7 +367,7 @@ class World:
         rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
         lease = 0.0 if rules.max_nodes == 1 else rules.guard_lease
         node = Node(self, name, None, None, offset, rate, lease)  # type: ignore[arg-type]
-        node.exchange = Exchange("job/", row.id, CODEC, lambda: node.now)
+        node.exchange = SyncProtocol("job/", row.id, CODEC, lambda: node.now)
         node.machine = Machine(rules, row, node.now)
         node.hosts = self.hosted and name == (self.nodes or [node])[0].name
         if self.hosted and node.hosts and self.nodes:

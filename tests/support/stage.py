@@ -11,7 +11,7 @@ from elastirun.rendezvous.actions import Action, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import Exchange
+from elastirun.rendezvous.sync import SyncProtocol
 from tests.sim.world import Node, World, read_round, write_round
 
 ME = "n0-0"
@@ -115,7 +115,7 @@ def slow_answers(stage: Stage, seconds: float) -> None:
 
     def slowly(node: Node, sync: Sync) -> None:
         started = node.now
-        carry_out = Exchange("job/", node.id, Codec(), lambda: node.now).carry_out
+        carry_out = SyncProtocol("job/", node.id, Codec(), lambda: node.now).carry_out
         stage.at(seconds, lambda: node.feed(lambda now: replace(carry_out(MemoryStore(stage.data), sync, started), now=now)))
 
     stage.begin = slowly  # type: ignore[method-assign]

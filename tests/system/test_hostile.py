@@ -25,7 +25,7 @@ from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 from elastirun.rendezvous.stores.tcp import TcpStore, tcp_store_class
-from elastirun.rendezvous.sync import Exchange
+from elastirun.rendezvous.sync import SyncProtocol
 from tests.support.cluster import PATIENCE, Cluster, Worker
 
 JOB = "elastirun/job/test/"
@@ -151,7 +151,7 @@ def start(nodes: Cluster, *options: str, token: bytes | None = None) -> Job:
     agents = [nodes.agent(i, "--last-call=60", *options, nnodes="1:2") for i in (1, 2)]
     workers = nodes.round(2)
     stranger = Stranger(nodes.port, codec)
-    round_now = Exchange(JOB, "stranger", codec, time.monotonic).carry_out(stranger.reader, Sync(rows=()), 0.0).round
+    round_now = SyncProtocol(JOB, "stranger", codec, time.monotonic).carry_out(stranger.reader, Sync(rows=()), 0.0).round
     assert round_now is not None
     return Job(nodes, agents, workers, stranger, [f"{JOB}node/{m.id}" for m in round_now.members], [peak(agent) for agent in agents])
 

@@ -1,0 +1,35 @@
+"""Which lines for people a wait gets: the first one after a while, then one every ten seconds."""
+
+from __future__ import annotations
+
+PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait: often enough to show that the node lives
+LONG_LINE = 200  # characters; a longer line is said in full once, then up to its first semicolon
+MOST_NOTES = 4  # lines at once about unreadable bytes in the store
+
+
+class ProgressLines:
+    """The lines that were said last. All times are seconds of this node's clock."""
+
+    def __init__(self, now: float) -> None:
+        self._due = now + PROGRESS_EVERY
+        self._notes_due = now
+        self._last = ""
+
+    def restart(self, now: float) -> None:
+        """Begin another wait, whose first line is due in ``PROGRESS_EVERY`` seconds."""
+        self._due = now + PROGRESS_EVERY
+
+    def waiting(self, text: str, now: float, at_once: bool) -> str:
+        """Return the line to be said about a wait; empty: none now. ``at_once``: a new text is said without delay."""
+        if now < self._due and not (at_once and text != self._last):
+            return ""
+        again, self._last = text == self._last, text
+        self._due = now + PROGRESS_EVERY
+        return text.partition(";")[0] if again and len(text) > LONG_LINE else text
+
+    def ignored(self, notes: list[str], now: float) -> list[str]:
+        """Return the lines to be said about what was ignored in the store."""
+        if not notes or now < self._notes_due:
+            return []
+        self._notes_due = now + PROGRESS_EVERY
+        return [f"ignored: {note}" for note in notes[:MOST_NOTES]]
