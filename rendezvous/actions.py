@@ -1,4 +1,4 @@
-"""What the machine can ask for. The agent performs it and returns the outcome as an event."""
+"""The actions that the machine asks for. The agent performs them and returns their outcome as events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastirun.rendezvous.records import Closed, NodeRow, RoundRecord
 
 @dataclass(frozen=True)
 class Put:
-    """Write this node's row over ``base``, what it last saw there (None: nothing)."""
+    """Write this node's row over ``base``, as it was last read there (None: nothing)."""
 
     base: NodeRow | None
     row: NodeRow
@@ -26,12 +26,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Sync:
-    """One exchange with the store, in this order: ``keep_alive``, ``put``, ``change``, read the round, read ``rows`` (None: all).
+    """Make one exchange with the store, in this order: ``keep_alive``, ``put``, ``change``, read the round, read ``rows`` (None: all).
 
     ``keep_alive``: renew the lease of this node's row; only in a store that has leases.
-
-    ``fresh``: the store is cleared of all keys but the agents' before the row is written.
-    Answered by exactly one ``Synced`` or ``SyncFailed``; never asked for while another is under way.
+    ``fresh``: clear the store of all keys but the agents' before the row is written.
+    The answer is exactly one ``Synced`` or ``SyncFailed``; there is never a second exchange beside one under way.
     """
 
     put: Put | None = None
@@ -56,35 +55,35 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop this node's workers. ``planned``: with the long grace, for a checkpoint can still be written."""
+    """Stop this node's workers. ``planned``: with the long grace, because a checkpoint can still be written."""
 
     planned: bool
     reason: str
-    within: float | None = None  # seconds; whatever the grace is, nothing may run after that
+    within: float | None = None  # seconds; no worker may run after that, whatever the grace is
 
 
 @dataclass(frozen=True)
 class Say:
-    """One line for people."""
+    """Print one line for people."""
 
     text: str
 
 
 class Outcome(str, Enum):
-    """How it ended for this node."""
+    """How the job ended for this node."""
 
     SUCCEEDED = "succeeded"  # the job is closed: every worker succeeded
-    FAILED = "failed"  # the job is closed: for good
+    FAILED = "failed"  # the job is closed: it failed
     LEFT = "left"  # this node was told to leave
     TIMEOUT = "timeout"  # no round within the join timeout
     STORE_LOST = "store lost"  # the store was away for longer than the store grace, or was replaced
     DISAGREES = "disagrees"  # this node was started with other settings than the job
-    EXCLUDED = "excluded"  # another node holds this one's fixed place
+    EXCLUDED = "excluded"  # another node holds the fixed rank of this one
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The machine is at its end; nothing of this node runs any more."""
+    """End this node's part: the machine is at its end and no worker of this node runs any more."""
 
     outcome: Outcome
     reason: str

@@ -1,4 +1,4 @@
-"""Records to bytes and back: canonical JSON with limits, signed when there is a token. The only parser of foreign bytes.
+"""The codec of records: canonical JSON with limits, signed when there is a token. The only parser of foreign bytes.
 
 ``decode(encode(x)) == x`` and ``encode(decode(b)) == b``: a record has exactly one spelling, so compare-and-set can be
 asked for with records instead of remembered bytes. Nothing is evaluated or unpickled; whatever is wrong with the bytes,
@@ -26,17 +26,17 @@ from elastirun.errors import BadRecord, BadSignature
 
 FORMAT = 2  # raised when a field is added or changes its meaning
 MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
-MAX_TEXT = 1024  # characters of any one string
-MAX_ITEMS = 16_384  # entries of any one list
+MAX_TEXT = 1024  # characters of any one string; enough for a line of stderr or a reason
+MAX_ITEMS = 16_384  # entries of any one list; more than the nodes of any job
 MAX_INT = 2**53  # what every JSON implementation can hold
-RANGES = {"slots": range(1, 4097), "port": range(1 << 16)}  # fields by whose value an agent counts or listens
+RANGES = {"slots": range(1, 4097), "port": range(1 << 16)}  # of fields whose value becomes a number of workers or a port
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Turns records into the bytes stored under ``key`` and back. ``token`` None: unsigned."""
+    """Turns records into the bytes that are stored under their ``key``, and back. ``token`` None: unsigned."""
 
     token: bytes | None = None
 
@@ -45,7 +45,7 @@ class Codec:
         return payload + b"\n" + self._mac(key, payload) if self.token else payload
 
     def decode(self, key: str, data: bytes, cls: type[T]) -> T:
-        """Errors: ``BadRecord``, and ``BadSignature`` when a token is set and the bytes were not signed with it."""
+        """Return the record. Errors: ``BadRecord``; ``BadSignature`` when a token is set and the bytes were not signed with it."""
         if len(data) > MAX_BYTES:
             raise BadRecord(f"{key}: {len(data)} bytes, more than {MAX_BYTES}")
         payload, newline, mac = data.partition(b"\n")
@@ -72,7 +72,7 @@ class Codec:
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:
-    """``text`` as it may stand in a record: printable, no longer than ``limit`` characters."""
+    """Return ``text`` as it may stand in a record: printable, no longer than ``limit`` characters."""
     clean = "".join(c if c.isprintable() else " " for c in text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
@@ -109,7 +109,7 @@ Build = Callable[[Any], Any]  # errors: ``BadRecord`` with the way to the field,
 
 @functools.cache
 def _builder(kind: Any) -> Build:
-    """The parser of one field's type: scalars, enums, ``X | None``, ``tuple[X, ...]`` and dataclasses."""
+    """Return the parser of a field's type: scalars, enums, ``X | None``, ``tuple[X, ...]`` and dataclasses."""
     if kind in _SCALARS:
         return _SCALARS[kind]
     if typing.get_origin(kind) is tuple:
@@ -127,11 +127,11 @@ def _builder(kind: Any) -> Build:
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
         raise BadRecord(f": not a string of at most {MAX_TEXT} printable characters")
-    return value  # it may go to a terminal, or into an environment, which takes no NUL
+    return value  # printable, because it may go to a terminal or into an environment, which takes no NUL
 
 
 def _line(value: Any) -> str:
-    """What a worker wrote to its stderr may hold anything; whoever shows it escapes it."""
+    """Parse a line that a worker wrote to its stderr. It may hold anything; the code that shows it escapes it."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise BadRecord(f": not a string of at most {MAX_TEXT} characters")
     return value

@@ -1,4 +1,4 @@
-"""What can happen to a node's machine. Every event carries ``now``, seconds of this node's monotonic clock."""
+"""The events of a node's machine. Every event carries ``now``, seconds of this node's monotonic clock."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed; the machine's ``wake`` time was reached."""
+    """The machine's ``wake`` time was reached."""
 
     now: float
 
 
 @dataclass(frozen=True)
 class Synced:
-    """A ``Sync`` was carried out: this is what the store held when it was read."""
+    """The answer to a ``Sync``: what the store held when it was read."""
 
     now: float
-    started: float  # when the store was first asked, seconds
+    started: float  # when the exchange began
     round: RoundRecord | None
-    rows: Mapping[str, NodeRow]  # by id: all rows, or those asked for
+    rows: Mapping[str, NodeRow]  # by id; all rows, or those that were asked for
     row: NodeRow | None = None  # this node's own row as stored; None: there is none
     hosting: bool = False  # this agent hosts the store
     ignored: tuple[str, ...] = field(default=())  # what was unreadable, and why
@@ -31,17 +31,17 @@ class Synced:
 
 @dataclass(frozen=True)
 class SyncFailed:
-    """A ``Sync`` got no answer; whether its writes were applied is not known."""
+    """The lack of an answer to a ``Sync``; whether its writes were applied is not known."""
 
     now: float
     why: str
-    refused: bool = False  # waiting does not help
-    unreadable: bool = False  # there is a round record, which this node cannot read
+    refused: bool = False  # the store denies access: waiting does not help
+    unreadable: bool = False  # there is a round record, but this node cannot read it
 
 
 @dataclass(frozen=True)
 class Changed:
-    """The round record may have changed: the store says so by itself."""
+    """The store says by itself that the round record may have changed."""
 
     now: float
 
@@ -63,7 +63,7 @@ class WorkersFailed:
 
 @dataclass(frozen=True)
 class WorkersStopped:
-    """After a ``Stop``: no worker of this node runs any more. ``failures``: those that failed by themselves."""
+    """No worker of this node runs any more after a ``Stop``. ``failures``: of the workers that failed by themselves."""
 
     now: float
     failures: tuple[ExitRecord, ...] = ()
@@ -71,7 +71,7 @@ class WorkersStopped:
 
 @dataclass(frozen=True)
 class Leave:
-    """This node is told to go (a signal, usually)."""
+    """This node is told to leave, usually by a signal."""
 
     now: float
     reason: str
@@ -86,7 +86,7 @@ class Close:
 
 @dataclass(frozen=True)
 class StoodStill:
-    """The agent did not run for ``seconds`` (stopped, suspended, starved). ``workers_ended``: so long that the guard has ended them."""
+    """The agent did not run for ``seconds`` (stopped, suspended, starved). ``workers_ended``: the guard has ended the workers meanwhile."""
 
     now: float
     seconds: float
@@ -95,7 +95,7 @@ class StoodStill:
 
 @dataclass(frozen=True)
 class Reachable:
-    """The address the other nodes reach this one by, and a port it holds for the workers' store, are known or have changed."""
+    """The address by which other nodes reach this one, and a port held for the workers' store, are known or have changed."""
 
     now: float
     address: str

@@ -29,7 +29,7 @@ class Forming:
 
 def names(rows: Sequence[NodeRow | Member]) -> str:
     """Return the names and addresses of the nodes for people; of a long list only ``MOST_NAMES``."""
-    shown = [f"{r.name} {r.address}" for r in sorted(rows, key=lambda r: (r.name, r.address))[:MOST_NAMES]]
+    shown = [f"{row.name} {row.address}" for row in sorted(rows, key=lambda row: (row.name, row.address))[:MOST_NAMES]]
     return ", ".join(shown) + (f", and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else "")
 
 

@@ -1,6 +1,6 @@
-"""The rendezvous of one node: ``step(event) -> [action]``, pure. No I/O, no clock, no thread, no logger.
+"""The state machine of one node's rendezvous: ``step(event) -> [action]``, pure. No I/O, no clock, no thread, no logger.
 
-Time comes in with the events, every effect's outcome returns as an event, every decision carries its reason in words.
+Time comes in with the events, the outcome of every effect returns as an event, and every decision carries its reason in words.
 The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's state machine (all transitions in one table).
 """
 
@@ -33,20 +33,20 @@ REMEMBERED = 8  # transitions that the error about an impossible one names
 class Machine:
     """One node's part of the rendezvous.
 
-    ``row`` is how the node introduces itself. ``wake`` is when it wants the next ``Tick``. After ``Finish`` it is inert.
+    ``row`` introduces the node. ``wake`` is when the machine wants the next ``Tick``. After ``Finish`` it does nothing any more.
     """
 
     def __init__(self, rules: Rules, row: NodeRow, now: float) -> None:
         self.rules = rules
         self.state = JOINING
-        self.row = row  # what this node says of itself; ``seq`` is set when it is written
+        self.row = row  # of this node, as it is to be written; ``seq`` is set then
         self.record: RoundRecord | None = None
         self.rows: dict[str, NodeRow] = {}
         self.hosting = False  # this agent hosts the store
         self.finished = False
         self.wake = now
-        self._event: events.Event = events.Tick(now)  # the one that is taken in now, or was last
-        self._history: tuple[str, ...] = ()  # the last transitions, in words
+        self._event: events.Event = events.Tick(now)  # the one being handled, or the last one
+        self._history: tuple[str, ...] = ()  # the last transitions, in words, for the error about an impossible one
         self._actions: list[Action] = []
         self._live = Liveness(rules.expire, rules.row_lease if rules.lasting else None)
         self._newest = Newest()
@@ -55,20 +55,20 @@ class Machine:
         self._own = OwnRow(kept_alive=now, written_at=now)
         self._schedule = Schedule(now)
         self._plan = PollPlan(rules, row.id, now)
-        self._sees_all = False  # ``rows`` are all there are, not only those of the nodes watched
-        self._met = False  # this store was seen while its job was open: the end of that job is ours
-        self._earlier: RoundRecord | None = None  # of an earlier run as it seems, in a store that outlives its jobs
+        self._sees_all = False  # ``rows`` are all rows, not only those of the watched members
+        self._met = False  # this store was read while its job was open, so the end of that job is the end of ours
+        self._earlier: RoundRecord | None = None  # the record of an earlier run, in a store that outlives its jobs
         self._break: Broken | None = None  # how this node wants its own round to end
         self._closing = False  # the job is to be closed, whatever else would be written
         self._wanted: Change | None = None  # what this node would write into the round record now
         self._outcome: tuple[Outcome, str] | None = None  # how this node ends, and why
-        self._hurried = 0  # the round whose workers have no time left to stop
+        self._hurried = 0  # the round whose workers were told to stop at once
         self._waiting_since = now  # when the wait for a round began, or the goodbye
         self._lines = ProgressLines(now)
 
     @property
     def kept_alive(self) -> float:
-        """When the last acknowledged keep-alive was sent, seconds of this node's clock."""
+        """The time at which the last acknowledged keep-alive was sent, seconds of this node's clock."""
         return self._own.kept_alive
 
     @property
@@ -78,7 +78,7 @@ class Machine:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def step(self, event: events.Event) -> list[Action]:
-        """Take in one event; return what is to be done, in order."""
+        """Handle one event. Return the actions to be performed, in order."""
         if self.finished:
             return []
         self._event = event
@@ -86,7 +86,7 @@ class Machine:
         self.wake = math.inf
         if event_handler := self._ON.get(type(event)):
             event_handler(self, event)
-        # a Tick brings only the time; workers that end while they are stopped are told of by WorkersStopped
+        # a Tick brings only the time; the end of workers that are being stopped is reported by WorkersStopped
         before: object = None
         while before != (self.state, self._outcome) and not self.finished:
             before = (self.state, self._outcome)
@@ -122,9 +122,9 @@ class Machine:
         if event.round is not None and (lie := rules.untrue(self.rules, event.round, self.row)):
             self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {lie}"))
             return
-        self._take_in(event)
+        self._handle_answer(event)
 
-    def _take_in(self, event: events.Synced) -> None:
+    def _handle_answer(self, event: events.Synced) -> None:
         self._note_contact(event)
         rows, old = self._newest.without_old(event.rows, self.row.id)
         self._actions += map(Say, self._lines.ignored([*event.ignored, *old], event.now))
@@ -142,7 +142,7 @@ class Machine:
         self._observe(event)
 
     def _note_contact(self, event: events.Synced) -> None:
-        """Note that the store has answered, and that nobody's silence counts while it was in trouble here."""
+        """Note that the store has answered. If it was in trouble until now, no silence of other nodes before now counts."""
         before, self._contact = self._contact, self._contact.answered(event.now, event.started)
         self._schedule.under_way = False
         self.hosting = event.hosting
@@ -154,7 +154,7 @@ class Machine:
             self._say(f"the store is back after {event.now - before.last:.0f} s")
 
     def _adopt(self, found: RoundRecord | None) -> None:
-        """Take over the record of this job."""
+        """Adopt the record of this job; None: there is none yet."""
         self._met = self._met or found is not None
         if found is not None and (how := rules.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
@@ -162,6 +162,7 @@ class Machine:
         self._same.round.see(found and found.fence, self._now)
 
     def _note_own_row(self, event: events.Synced) -> None:
+        """Note what was read of this node's own row, and whether its keep-alive was acknowledged."""
         if self.rules.lasting:
             asked = self._schedule.asked.keep_alive
             self._own = self._own.read_leased(event.row, event.started, asked, event.kept_alive)
@@ -170,7 +171,7 @@ class Machine:
             self._own = self._own.read(event.row, event.started)
 
     def _observe(self, event: events.Synced) -> None:
-        """Take in which rows were read and which were not there, for ``Liveness``."""
+        """Let ``Liveness`` know which rows were read and which of the rows asked for are absent."""
         asked = self._schedule.asked.rows
         self._sees_all = asked is None
         members = tuple(m.id for m in event.round.members) if event.round else ()
@@ -181,12 +182,12 @@ class Machine:
             self._plan.crowd = len(self.rows)
         if self._sees_all or self.state is RUNNING:
             self._live.forget_all_but(seqs.keys() | set(members))
-        if (when := self._live.next_look(event.now)) is not None:
-            when = when if self._sees_all or not self._may_have_lost_several() else event.now  # the absence of others counts from then on
+        if (when := self._live.next_verdict(event.now)) is not None:
+            when = when if self._sees_all or not self._may_have_lost_more() else event.now  # start now to watch the other rows, too
             self._schedule.due = min(self._schedule.due, max(when, event.now) + JUST_AFTER)
 
     def _may_be_earlier(self, found: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
-        """A newcomer's ``found`` record is of a run that has ended, or no node of it has been seen yet."""
+        """Return whether the record that this newcomer ``found`` is of a run that has ended, or of one no node of which was seen yet."""
         if found.closed is not None:
             return True
         if not self.rules.lasting or (found.round == 0 and not rules.disagreement(self.rules, found)):
@@ -194,13 +195,13 @@ class Machine:
         return self._schedule.asked.rows is not None or all(row.status is LEFT for row in rows.values())
 
     def _earlier_run_goes_on(self, record: RoundRecord) -> str:
-        """Why the next run cannot begin yet; empty when it can. Only a living node makes a record one's own."""
-        if not self._sees_all or not self._nobody_is_left(record):
+        """Return why the next run cannot begin yet; empty when it can. Only a living node shows that the record is of this run."""
+        if not self._sees_all or not self._all_have_left(record):
             return "an earlier run of this job is over; waiting for its nodes to leave"
         if record.closed is not None or (record.broken is not None and record.broken.over):
             return ""
         if record.members and all(m.id in self.rows for m in record.members):
-            return ""  # all of them have said goodbye
+            return ""  # all of them have left
         alone = formation.may_still_work(self.rules, self._view(record))
         wait = max(alone, self._same.earlier.see((record.store_id, record.version), self._now) + self.rules.expire - self._now)
         if wait <= 0:
@@ -224,7 +225,7 @@ class Machine:
             self._end(Outcome.TIMEOUT, event.why)
         since = self._contact.unreadable_since
         if since is not None and event.now - since >= self.rules.unreadable_limit:
-            self._end(Outcome.DISAGREES, event.why)  # a newcomer; longer than the host of an earlier run lingers
+            self._end(Outcome.DISAGREES, event.why)  # this newcomer has waited longer than the host of an earlier run lingers
 
     def _on_failed(self, event: events.WorkersFailed) -> None:
         if self.state is not RUNNING:
@@ -255,12 +256,12 @@ class Machine:
         events.WorkersStopped: _on_stopped,
     }
 
-    # -- the states: what this node concludes from what it knows ----------------------------------------------------
+    # -- the states: what this node decides from what it knows -----------------------------------------------------
 
     def _in_joining(self) -> None:
         record = self.record
         if record is not None and record.closed is not None:
-            self._close_out(record.closed)
+            self._end_with(record.closed)
         if self._outcome is not None:
             self._go(Trigger.ENDED, note=clip(self._outcome[1]))
             return
@@ -270,28 +271,29 @@ class Machine:
             self._join(record)
 
     def _join(self, record: RoundRecord | None) -> None:
-        """The store answers: take part in the round that names this node, wait beside it, or form the next one."""
+        """Enter the round that names this node, wait beside a round that does not, or form the next one. The store answers."""
         if record is not None and record.open:
             self._waiting_since = self._now
             if self._place(record) is not None and record.round > self.row.done_round:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
             elif self._place(record) is None and self._sees_all:
-                self._beside_a_round(record)
+                self._wait_beside(record)
         elif self._earlier is not None and (why := self._earlier_run_goes_on(self._earlier)):
             self._wait(why)
         elif record is None:
             self._wanted = Change(self._earlier, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
         else:
             if record.index(self.row.id) is not None and self.row.done_round < record.round:
-                self.row, self._schedule.urgent = replace(self.row, done_round=record.round), True  # over before this node had seen it
+                self.row = replace(self.row, done_round=record.round)  # the round was over before this node read it
+                self._schedule.urgent = True
             if self._sees_all:
                 self._form(record)
 
-    def _beside_a_round(self, record: RoundRecord) -> None:
-        """A round runs without this node: it is a newcomer to be taken in, or a spare."""
-        newcomers = [row for row in self._standing() if record.index(row.id) is None]
+    def _wait_beside(self, record: RoundRecord) -> None:
+        """Wait beside a round that runs without this node: end it, so that the next one includes the newcomers, or stay a spare."""
+        newcomers = [row for row in self._current_candidates() if record.index(row.id) is None]
         holder = rules.holder(self.rules, record, self.row)
-        taken_in = self._same.round.since + (0.0 if self.row.hosts else rules.hold(record))
+        admitted_at = self._same.round.since + (0.0 if self.row.hosts else rules.hold(record))
         if holder is not None and self._now >= self._same.round.since + self.rules.replacement:
             place = f"--node-rank={self.row.node_rank} is held by {formation.names([holder])} in round {record.round}"
             self._end(Outcome.EXCLUDED, f"{place}; give each node its own")
@@ -299,9 +301,9 @@ class Machine:
             self._progress(f"round {record.round} has its {self.rules.max_nodes} nodes; this node is a spare", at_once=True)
         elif any(self._view(record).has_succeeded(m) for m in record.members):
             self._progress(f"round {record.round} is finishing; this node is a spare", at_once=True)
-        elif self._now < taken_in:
+        elif self._now < admitted_at:
             self._progress(f"{rules.why_held(record)}; newcomers are taken in after {rules.hold(record):g} s", at_once=True)
-            self._wake_at(taken_in)
+            self._wake_at(admitted_at)
         elif self._now < self._same.candidates.since + self.rules.debounce:
             self._wake_at(self._same.candidates.since + self.rules.debounce)
         elif self._wanted is None:
@@ -309,8 +311,8 @@ class Machine:
             self._wanted = Change(record, joined)
 
     def _form(self, record: RoundRecord) -> None:
-        """No round is on: form the next one if that can be done, else say for what is waited."""
-        standing = self._standing()
+        """Form the next round if that is possible, else say what this node waits for."""
+        standing = self._current_candidates()
         shared = updates.share_losses(self._view(record))
         if shared is not None:
             self._wanted = Change(record, shared)
@@ -318,7 +320,7 @@ class Machine:
         if len(standing) < self.rules.max_nodes and self._somebody_is_new(record):
             self._wake_at(self._now + self.rules.beat)
             return
-        view, same = self._view(record, self._rows_that_count(record)), self._same.candidates.since
+        view, same = self._view(record, self._trusted_rows(record)), self._same.candidates.since
         over = self._same.over.see(record.round, self._now)
         decision = formation.form(self.rules, view, self._now, same, over)
         can_form = self._same.formable.see(decision.record is not None, self._now)
@@ -334,7 +336,7 @@ class Machine:
         record = self._own_round()
         if record is None or self._outcome:
             if record is not None:
-                self._break_off()
+                self._leave_round()
             self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
         elif self._all_have_seen(record):
             self._go(Trigger.ALL_READY)
@@ -343,7 +345,7 @@ class Machine:
             self._progress(f"round {record.round} is formed; waiting until every member has seen it")
 
     def _all_have_seen(self, record: RoundRecord) -> bool:
-        """Every member has seen the round; one that runs already has found so, which does for those who do not read all rows."""
+        """Return whether every member has seen the round. One that runs has found so, which serves nodes that do not read all rows."""
         rows = [self._own.stored if m.id == self.row.id else self.rows.get(m.id) for m in record.members]
         stand = [row.status for row in rows if row is not None and row.round == record.round]
         return RUNNING in stand or DONE in stand or stand == [READY] * len(rows)
@@ -352,13 +354,13 @@ class Machine:
         record = self._own_round()
         if self._outcome is not None:
             if record is not None:
-                self._break_off()
+                self._leave_round()
             left = self._outcome[0] is Outcome.LEFT
             self._stop(Trigger.LEAVE, planned=left, reason=self._outcome[1], within=None if left else self.rules.expire)
         elif record is None:
             planned, reason = formation.why_over(self.record, self.row.round)
             self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
-        elif self._alone_and_cut_off(record):
+        elif self._must_stop_alone(record):
             self._break = Broken(Cause.LEAVE, CUT_OFF, self.row.id)
             self._hurried = self.row.round
             self._stop(Trigger.ROUND_OVER, planned=False, reason=CUT_OFF, within=self.rules.lone_grace)
@@ -366,11 +368,11 @@ class Machine:
     def _in_done(self) -> None:
         record = self._own_round()
         if record is None:
-            self._go(Trigger.ROUND_OVER)  # that it will not run the round again is said where it joins the next one
+            self._go(Trigger.ROUND_OVER)  # ``_join`` sets ``done_round`` before the next round
         elif self._outcome is not None:
             self._go(Trigger.LEAVE)
         else:
-            view = self._view(record, self._with_own())
+            view = self._view(record, self._rows_with_own())
             missing = [m for m in record.members if not view.has_succeeded(m)]
             if not missing:
                 self._wanted = Change(record, updates.succeed(record, self.row.id))
@@ -378,18 +380,18 @@ class Machine:
                 self._progress(f"all workers here succeeded; waiting for {formation.names(missing)}")
 
     def _in_draining(self) -> None:
-        """Wait for WorkersStopped; a round of one that is cut off meanwhile has no time for that."""
+        """Wait for WorkersStopped. A single-node round that is cut off meanwhile must stop at once: see docs/decisions/0006."""
         record = self.record
-        if record is not None and record.round == self.row.round != self._hurried and self._alone_and_cut_off(record):
+        if record is not None and record.round == self.row.round != self._hurried and self._must_stop_alone(record):
             self._hurried = self.row.round
             self._actions.append(Stop(False, CUT_OFF, self.rules.lone_grace))
 
     def _in_left(self) -> None:
-        """Say goodbye, but not for ever; the store's host goes last."""
+        """Write that this node has left, for a limited time. The store's host goes last."""
         assert self._outcome is not None
         written = self._own.stored is not None and self._own.stored.status is LEFT
         limit = self.rules.host_lingers if self.hosting and written else GOODBYE
-        lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._nobody_is_left(self.record)
+        lingering = self.hosting and self.record is not None and self.record.closed is not None and not self._all_have_left(self.record)
         over_time = self._now - self._waiting_since >= limit
         if self.rules.lasting and self.record is not None and (marked := updates.mark_over(self.record, self.row)):
             self._wanted = Change(self.record, marked)
@@ -401,11 +403,11 @@ class Machine:
         else:
             self._wake_at(self._waiting_since + limit)
 
-    def _nobody_is_left(self, record: RoundRecord) -> bool:
-        """Every node that lives has said goodbye. One that died before, out of the round, is not waited for."""
+    def _all_have_left(self, record: RoundRecord) -> bool:
+        """Return whether every living node has left. A node outside of the round that died before is not waited for."""
         members = {m.id for m in record.members}
-        rows = [r for r in self.rows.values() if r.id != self.row.id and r.status is not LEFT and not self._live.silent(r.id)]
-        return not any(r.id in members or self._live.proven(r.id) or self._live.undecided(r.id, self._now, self.rules.proof) for r in rows)
+        stay = [i for i, row in self.rows.items() if i != self.row.id and row.status is not LEFT and not self._live.silent(i)]
+        return not any(i in members or self._live.proven(i) or self._live.undecided(i, self._now, self.rules.proof) for i in stay)
 
     _DECIDE = {
         JOINING: _in_joining,
@@ -416,55 +418,60 @@ class Machine:
         LEFT: _in_left,
     }
 
-    # -- what follows from them ---------------------------------------------------------------------------------------
+    # -- what the states have in common -------------------------------------------------------------------------------
 
     def quiet(self, node_id: str) -> float:
-        """Seconds since this node saw the last sign of life of another."""
+        """Return the seconds since the last sign of life of another node."""
         return self._live.quiet(node_id, self._now)
 
     def _view(self, record: RoundRecord, rows: Mapping[str, NodeRow] | None = None) -> View:
-        """Return what this node knows of the round, by ``rows``, or by all rows as they were read last."""
+        """Return what this node knows of the round, by ``rows`` or the rows as they were read last."""
         return View(record, self.rows if rows is None else rows, self._live.silent, self.quiet)
 
     @property
     def _ran(self) -> float:
-        """Seconds for which this node has known the round."""
+        """The seconds for which this node has known the round."""
         return self._now - self._same.round.since
 
     @property
     def _formed(self) -> bool:
-        """A round of this job was seen, if only from beside it."""
+        """Whether a round of this job was seen, if only from beside it."""
         return self.record is not None and self.record.round > 0
 
     def _own_round(self) -> RoundRecord | None:
-        """The record, while the round this node takes part in is still on."""
+        """Return the record while the round of this node is still on, else None."""
         record = self.record
         mine = record is not None and record.open and record.round == self.row.round and self._place(record) is not None
         return record if mine else None
 
     def _place(self, record: RoundRecord) -> int | None:
-        """This node's rank, if it is named as what it is: the record is what some node says."""
+        """Return this node's rank in the round; None: it is no member, or is named with a wrong number of slots."""
         place = record.index(self.row.id)
         return place if place is not None and record.members[place].slots == self.row.slots else None
 
-    def _break_off(self) -> None:
+    def _leave_round(self) -> None:
+        """Want the round to end because this node leaves."""
         assert self._outcome is not None
         self._break = Broken(Cause.LEAVE, f"{self.row.name} {self.row.address} leaves: {self._outcome[1]}", self.row.id)
 
-    def _alone_and_cut_off(self, record: RoundRecord) -> bool:
-        """A round of one node goes on without anybody; its workers must be gone before the others may think it lost."""
+    def _must_stop_alone(self, record: RoundRecord) -> bool:
+        """Return whether a single-node round must stop now, so that it is gone before other nodes may consider this node lost.
+
+        Such a round needs no other node to go on training: see docs/decisions/0006.
+        """
         if self.rules.private or len(record.members) > 1:
             return False
         limit = self.kept_alive + self.rules.lone_limit
         self._wake_at(limit)
         return self._now >= limit
 
-    def _close_out(self, closed: Closed) -> None:
+    def _end_with(self, closed: Closed) -> None:
+        """End with the verdict on the job."""
         good = closed.verdict is Verdict.SUCCEEDED
         self._end(Outcome.SUCCEEDED if good else Outcome.FAILED, closed.reason, overrule=True)
 
     def _end(self, outcome: Outcome, reason: str, overrule: bool = False) -> None:
-        """The first reason to end stands, but a verdict on the whole job overrules it."""
+        """Decide how this node ends. The first reason stands, but a verdict on the whole job overrules it."""
         if self._outcome is None or (overrule and self._outcome[0] is not Outcome.LEFT):
             self._outcome = (outcome, reason)
 
@@ -473,6 +480,7 @@ class Machine:
         self._go(trigger, note=clip(reason), **fields)
 
     def _go(self, trigger: Trigger, **fields: object) -> None:
+        """Change the state, and with it the row."""
         event = f"{type(self._event).__name__} at {self._now:.3f}"
         self.state = following(self.state, trigger, "; ".join((*self._history, event)))
         self._history = (*self._history[1 - REMEMBERED :], f"{event}: {trigger.value}")
@@ -483,7 +491,7 @@ class Machine:
             self._waiting_since = self._now
 
     def _check_store_grace(self) -> None:
-        """Give up on a store that is away for too long; say so on the way."""
+        """Give up on a store that is away for longer than ``store_grace``; say before that it is away."""
         trouble, last = self._contact.trouble, self._contact.last
         if self._outcome is not None or not trouble or last is None or not self._formed:
             return  # while the job has not begun, the join timeout is a node's limit
@@ -498,6 +506,7 @@ class Machine:
     # -- the exchange with the store ----------------------------------------------------------------------------------
 
     def _sync_if_due(self) -> None:
+        """Ask for the next exchange with the store, or to be woken when it is due."""
         schedule = self._schedule
         if self.finished or schedule.under_way:
             return
@@ -506,7 +515,7 @@ class Machine:
             self._wake_at(schedule.due)
             return
         due = self._now + self._plan.interval(self.state, self.record)
-        everything = self._earlier is not None or self._may_have_lost_several()
+        everything = self._earlier is not None or self._may_have_lost_more()
         asked = None if everything else self._plan.rows(self.state, self.record, self._away, self._now, self.hosting)
         put = self._put()
         sync = Sync(put, change, asked, keep_alive=self.rules.lasting and self._own.introduced)
@@ -514,7 +523,7 @@ class Machine:
         self._actions.append(sync)
 
     def _change(self) -> Change | None:
-        """Return the write of the round record that is due; None before the store was read, and while it is in trouble."""
+        """Return the write of the round record that is due; None before the store was read and while it is in trouble."""
         if self._contact.last is None or self._contact.trouble:
             return None
         record = self.record
@@ -522,11 +531,11 @@ class Machine:
             return Change(record, updates.close(record, self.row))
         return self._wanted
 
-    def _may_have_lost_several(self) -> bool:
-        """A watched member is late, or this node has found one silent: read all rows from then on.
+    def _may_have_lost_more(self) -> bool:
+        """Return whether a watched member is late, or was found silent by this node: then all rows are read.
 
-        A whole rack may be lost at once, and each of its nodes has to be watched for ``expire`` before it counts as lost. A store that is
-        slow is no reason: it has enough to do.
+        A whole rack may be lost at once, and each of its nodes must be watched for ``expire`` before it counts as lost. While the store
+        is slow the answer is no, because it has enough to do.
         """
         record = self.record
         if record is None or self._contact.trouble or self._contact.took > self.rules.beat:
@@ -538,7 +547,7 @@ class Machine:
         return record.open and self._place(record) is not None and bool(late)
 
     def _put(self) -> Put | None:
-        """This node's row, when it says something new. Where there are no leases it is the keep-alive, too, when the beat is due."""
+        """Return the write of this node's row when it says something new or, without leases, when a keep-alive is due."""
         if self._contact.last is None or not self._met:
             return None  # read first: this may be the store of a job that is over
         own, asked = self._own, self._schedule.asked
@@ -551,36 +560,38 @@ class Machine:
         return put
 
     def _away(self, node_id: str) -> bool:
+        """Return whether another node has left or is silent."""
         row = self.rows.get(node_id)
         return self._live.silent(node_id) or (row is not None and row.status is LEFT)
 
-    def _with_own(self) -> dict[str, NodeRow]:
-        """All rows, with this node's own as it is meant to be, not as it was last read."""
+    def _rows_with_own(self) -> dict[str, NodeRow]:
+        """Return all rows, this node's own as it is to be written, not as it was read last."""
         return {**self.rows, self.row.id: self.row}
 
-    def _rows_that_count(self, record: RoundRecord) -> dict[str, NodeRow]:
-        """All rows but those that an agent may have left behind when it died while it waited: they prove to be alive first.
+    def _trusted_rows(self, record: RoundRecord) -> dict[str, NodeRow]:
+        """Return all rows but those of nodes that have not shown that they live: an agent may have died while it waited.
 
-        The store's host need not: its store answers. Nor need whoever ended the round: it wrote the record, and its beat may be slow.
+        The store's host need not show it, because its store answers. Nor need the node that ended the round, because it wrote the
+        record, and its beat may be slow.
         """
         members = {m.id for m in record.members} | {self.row.id} | ({record.broken.by} if record.broken else set())
-        return {i: row for i, row in self._with_own().items() if i in members or row.hosts or self._live.proven(i)}
+        return {i: row for i, row in self._rows_with_own().items() if i in members or row.hosts or self._live.proven(i)}
 
     def _somebody_is_new(self, record: RoundRecord) -> bool:
-        """A node waits of which we do not know yet whether it lives: its next keep-alive will show."""
+        """Return whether a newcomer waits of which this node does not know yet whether it lives. Its next keep-alive will show."""
         newcomers = [row for row in self._view(record).candidates() if record.index(row.id) is None]
         return any(self._live.undecided(row.id, self._now, self.rules.proof) for row in newcomers)
 
-    def _standing(self) -> list[NodeRow]:
-        """The candidates for the next round; remembers since when they are the same."""
+    def _current_candidates(self) -> list[NodeRow]:
+        """Return the candidates for the next round, and remember since when they are the same."""
         record = self.record
         assert record is not None
-        rows = self._view(record, self._rows_that_count(record)).candidates()
+        rows = self._view(record, self._trusted_rows(record)).candidates()
         self._same.candidates.see((frozenset(row.id for row in rows), record.round), self._now)
         return rows
 
     def _change_to_own_round(self) -> Change | None:
-        """Mark the running round as over: for this node's own reason, or because a member is gone."""
+        """Return the write that breaks the running round, for this node's own reason or because a member is gone; None: no reason."""
         record = self.record
         if record is None or not record.open:
             self._break = None
@@ -590,16 +601,16 @@ class Machine:
         view = self._view(record)
         for m in record.members:
             if m.id not in self.rows and not view.silent(m.id):
-                continue  # nothing is known of it: most of a thousand members
+                continue  # its row was not read, as those of most of a thousand members
             gone = m.id != self.row.id and view.is_over(m)
             if gone and not view.has_succeeded(m):
                 return Change(record, updates.lose(view, m, self.rules.expire, self.row.id, self._ran))
         return None
 
-    # -- words ----------------------------------------------------------------------------------------------------------
+    # -- lines for people -----------------------------------------------------------------------------------------------
 
     def _wait(self, why: str, at_once: bool = False) -> None:
-        """Wait in JOINING, with progress, and not longer than the join timeout."""
+        """Wait in JOINING, with lines about the progress, and not longer than the join timeout."""
         if self._outcome is None and self._now >= self._waiting_since + self.rules.join_timeout:
             self._end(Outcome.TIMEOUT, f"no round within {self.rules.join_timeout:g} s: {why}")
         else:

@@ -1,4 +1,4 @@
-"""Who sits where: pure functions from the members of the last round and the candidates to the next member list.
+"""Rank order: pure functions from the members of the last round and the candidates to the members of the next.
 
 Survivors keep their order, and their node rank as long as no hole forces them to move up; a newcomer takes a hole, else
 the end. The first round is in the order of the wished node ranks, then of the addresses, numbers compared as numbers.
@@ -18,14 +18,15 @@ def _natural(text: str) -> list[tuple[int, int | str]]:
 
 
 def arrival_order(row: NodeRow) -> tuple[bool, int, list[tuple[int, int | str]], str]:
-    """Sort key of nodes that had no place before."""
+    """Return the sort key of nodes that had no place before."""
     return (row.node_rank is None, row.node_rank or 0, _natural(row.address), row.id)
 
 
 def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int, fixed: bool) -> list[NodeRow]:
-    """The rows that make the next round, in node rank order; at most ``limit``, and the store's host among them.
+    """Return the rows of the next round's members in node rank order: at most ``limit``, with the store's host (docs/decisions/0009).
 
-    ``fixed``: the node rank is the wish and nothing else; of several nodes with one wish the one that had the place keeps it.
+    ``fixed``: the node rank is that which the row asks for. Of several nodes that ask for the same, the store's host gets it, else the
+    one that had it before.
     """
     rows = {row.id: row for row in candidates}
     survivors = [rows.pop(m.id) if m.id in rows else None for m in previous]
@@ -35,12 +36,12 @@ def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int
         for row in sorted([s for s in survivors if s] + newcomers, key=lambda row: not row.hosts):
             if row.node_rank is not None and 0 <= row.node_rank < limit:
                 places.setdefault(row.node_rank, row)
-        return [places[r] for r in sorted(places)]
+        return [places[rank] for rank in sorted(places)]
     room = max(0, limit - sum(s is not None for s in survivors))
     waiting = newcomers[:room]
     host = next((row for row in newcomers[room:] if row.hosts), None)
     if host is not None and waiting:
-        waiting[-1] = host  # the store's host has a place in every round: the last newcomer yields
+        waiting[-1] = host  # the last newcomer yields its place
     elif host is not None and survivors:
         survivors[max(i for i, s in enumerate(survivors) if s is not None)] = host
     placed = [s if s is not None else (waiting.pop(0) if waiting else None) for s in survivors]
@@ -48,13 +49,13 @@ def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int
 
 
 def member(row: NodeRow) -> Member:
-    """The place a row takes in a round."""
+    """Return the node of ``row`` as a member of a round."""
     return Member(row.id, row.name, row.address, row.port, row.slots, row.role)
 
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's coordinates in a round, in torchrun's terms."""
+    """The ranks of one worker in a round, in torchrun's terms."""
 
     rank: int
     local_rank: int
@@ -63,7 +64,7 @@ class Place:
 
 
 def places(record: RoundRecord, node_rank: int) -> list[Place]:
-    """The coordinates of the workers of the node ``node_rank``: global ranks are contiguous per node."""
+    """Return the ranks of the workers of the node ``node_rank``. Global ranks are contiguous per node."""
     here = record.members[node_rank]
     before = record.members[:node_rank]
     first = sum(m.slots for m in before)
@@ -73,7 +74,7 @@ def places(record: RoundRecord, node_rank: int) -> list[Place]:
 
 
 def successors(record: RoundRecord, node_id: str, count: int = 3) -> tuple[str, ...]:
-    """The ids of the ``count`` members after ``node_id`` in rank order, around the end: those it watches."""
+    """Return the ids of the ``count`` members after ``node_id`` in rank order, around the end, which that node watches."""
     ids = [m.id for m in record.members]
     if node_id not in ids:
         return tuple(ids)

@@ -1,4 +1,4 @@
-"""What the store holds: one row per node, written by that node alone, and one round record, written by whoever gets there first.
+"""The records in the store: one row per node, written by that node alone, and one round record, written by the node that is first.
 
 The members of a round are stored beside its record, since they are long and do not change while it lasts.
 All are immutable values; ``codec.py`` turns them into bytes and back. No field is a date: clocks of different machines
@@ -12,14 +12,14 @@ from enum import Enum, IntEnum
 
 
 class Status(str, Enum):
-    """What a node says of itself in its row."""
+    """The state of a node, as its row says it."""
 
     JOINING = "joining"  # wants to be in the next round
-    READY = "ready"  # has seen the round that names it, and waits for the others to have seen it
+    READY = "ready"  # has seen the round that names it, and waits until the other members have seen it
     RUNNING = "running"  # its workers run
     DONE = "done"  # its workers of this round all succeeded
     DRAINING = "draining"  # its workers are being stopped
-    LEFT = "left"  # gone for good, nothing of it runs any more
+    LEFT = "left"  # gone for good; none of its workers runs any more
 
 
 class Cause(str, Enum):
@@ -27,8 +27,8 @@ class Cause(str, Enum):
 
     FAILURE = "failure"  # a worker failed: costs one of --max-restarts
     LOST = "lost"  # a node fell silent
-    LEAVE = "leave"  # a node said goodbye
-    JOIN = "join"  # newcomers are to be taken in
+    LEAVE = "leave"  # a node left, or stopped its workers
+    JOIN = "join"  # newcomers are to become members
 
 
 class Verdict(str, Enum):
@@ -49,7 +49,7 @@ class Blame(IntEnum):
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """How one worker ended badly, as its agent saw it."""
+    """The failure of one worker, as its agent saw it."""
 
     node: str  # name of the node, for people
     rank: int
@@ -59,28 +59,28 @@ class ExitRecord:
     blame: int  # a value of ``Blame``
     after: float  # seconds from the start of the workers to this exit, on this node
     lines: tuple[str, ...] = ()  # the last lines of its stderr
-    note: str = ""  # what its agent knows besides: the kernel's word for it
+    note: str = ""  # what else its agent knows, such as the kernel's word that it ended the worker
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """``node/<id>``: what a node says of itself. Every write raises ``seq``, so each write is the keep-alive."""
+    """One node's row, under ``node/<id>``. Every write raises ``seq``, so each write is a keep-alive."""
 
     id: str  # one incarnation of one agent
     name: str  # host name, for people
-    address: str  # what the other nodes reach it by
-    port: int  # a port it already holds, for the workers' store of the next round
-    slots: int  # workers it starts
+    address: str  # by which the other nodes reach it
+    port: int  # held for the workers' store of the next round
+    slots: int  # workers that the node starts
     role: str = "default"
-    node_rank: int | None = None  # the place it wishes for
+    node_rank: int | None = None  # the place that it asks for
     seq: int = 1
     status: Status = Status.JOINING
-    round: int = 0  # the round the status speaks of; 0: none yet
-    done_round: int = 0  # it will never again run a round <= this
+    round: int = 0  # the round that ``status`` is about; 0: none yet
+    done_round: int = 0  # the node will never again run this round or an earlier one
     succeeded: int = 0  # the round in which all its workers succeeded
     note: str = ""  # why it leaves or drains, for people
-    failures: tuple[ExitRecord, ...] = ()  # of the round it was in last
-    hosts: bool = False  # its agent serves the store: every round includes it, see docs/decisions/0009
+    failures: tuple[ExitRecord, ...] = ()  # in the last round of which it was a member
+    hosts: bool = False  # its agent serves the store, so every round includes it, see docs/decisions/0009
 
 
 @dataclass(frozen=True)
@@ -97,26 +97,26 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberList:
-    """``members/<digest>``: written once, named by the SHA-256 of its bytes."""
+    """The members of a round, under ``members/<digest>``. Written once; the name is the SHA-256 of the bytes."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The round is over before its work is done; everyone stops its workers and joins the next."""
+    """The end of a round before its work is done. Every node stops its workers and joins the next round."""
 
     cause: Cause
     reason: str  # one line for people
     by: str  # id of the node that noticed
-    lost: tuple[str, ...] = ()  # ids of members that somebody has found silent: nobody need wait to find it too
-    over: bool = False  # a member has stopped its workers and left: the others of the round cannot finish a step any more
+    lost: tuple[str, ...] = ()  # ids of members that some node has found silent; the other nodes need not wait until they find the same
+    over: bool = False  # a member has stopped its workers and left, so the other members cannot finish a step any more
     ran: float = 0.0  # seconds for which the node that noticed had known the round
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The job is over. Final."""
+    """The verdict on the job. Final."""
 
     verdict: Verdict
     reason: str
@@ -126,35 +126,35 @@ class Closed:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """``round``: the one agreement. Written by compare-and-set only; ``version`` rises with every write."""
+    """The one agreement, under ``round``. Written by compare-and-set only; ``version`` rises with every write."""
 
-    store_id: str  # of this store; another one is a different rendezvous
+    store_id: str  # name of this store; a store with another name is a different rendezvous
     version: int = 1
     round: int = 0  # 0: none formed yet
     members: tuple[Member, ...] = ()
     reason: str = ""  # why this round was formed, for people and workers
-    failures: int = 0  # rounds so far that ended by a worker's failure and are not forgiven
+    failures: int = 0  # rounds that ended by a worker's failure and are not forgiven
     broken: Broken | None = None
     closed: Closed | None = None
-    signature: str = ""  # of the last failure: the same one again has the same
-    repeats: int = 0  # how often that failure came in a row, with no progress between
-    quick: int = 0  # how many rounds in a row failed soon after their start
-    losses: int = 0  # how many rounds in a row lost a node soon after their start
-    settings: tuple[str, ...] = ()  # what every node must have been started with
-    members_digest: str = ""  # in the store only, in place of ``members``: the name of their list
+    signature: str = ""  # of the last failure; the same failure again has the same signature
+    repeats: int = 0  # times that failure happened in a row, with no progress between
+    quick: int = 0  # rounds in a row that failed soon after their start
+    losses: int = 0  # rounds in a row that lost a node soon after their start
+    settings: tuple[str, ...] = ()  # the options that every node must have been started with
+    members_digest: str = ""  # in the store only, in place of ``members``: the digest of their ``MemberList``
 
     @property
     def open(self) -> bool:
-        """A round is formed and neither broken nor closed."""
+        """Whether a round is formed and neither broken nor closed."""
         return self.round > 0 and self.broken is None and self.closed is None
 
     @property
     def world_size(self) -> int:
-        """Workers in the round, over all nodes."""
+        """The number of workers in the round, over all nodes."""
         return sum(m.slots for m in self.members)
 
     def index(self, node_id: str) -> int | None:
-        """The node rank of ``node_id`` in this round; None when it has no part in it."""
+        """Return the node rank of ``node_id`` in this round; None when that node is no member."""
         for i, member in enumerate(self.members):
             if member.id == node_id:
                 return i

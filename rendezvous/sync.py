@@ -1,4 +1,7 @@
-"""What one exchange with the store is, in operations of a store: pure but for the operations, which whoever carries it out performs."""
+"""The sync protocol: turns one ``Sync`` into store operations.
+
+A generator yields the operations and the caller executes them, so the protocol itself does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced
 from elastirun.rendezvous.records import Member, MemberList, NodeRow, RoundRecord, Status
 
-KEPT = "elastirun/"  # what every key of the agents begins with in a store that workers share
-CLEAR_LIMIT = 1.5  # seconds; less than an exchange may take, so that one that was given up deletes nothing any more
-MAX_ROW = 256 << 10  # bytes; a row with 30 stderr lines of several failed workers
+KEPT = "elastirun/"  # prefix of every key of the agents, in a store that workers share
+CLEAR_LIMIT = 1.5  # seconds; half of EXCHANGE_LIMIT, so that an exchange that was given up deletes nothing any more
+MAX_ROW = 256 << 10  # bytes; enough for 30 stderr lines of each of eight failed workers
 
 Operation = Callable[[Any], Any]  # of a ``stores.base.Store``
 Steps = Generator[Operation, Any, Any]  # takes each operation's result, returns its own
@@ -42,7 +45,7 @@ def _under(prefix: str) -> Operation:
 
 
 class SyncProtocol:
-    """What one ``Sync`` means in operations of a store. ``job`` is the prefix of every key, ``me`` this node's id."""
+    """Turns each ``Sync`` into store operations. ``job`` is the prefix of every key, ``me`` this node's id."""
 
     def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
         self._job = job
@@ -50,19 +53,19 @@ class SyncProtocol:
         self._me = me
         self._codec = codec
         self._clock = clock
-        self._newest: RoundRecord | None = None  # of those read
-        self._listed: tuple[str, tuple[Member, ...]] = ("", ())  # the member list read or written last, with its digest
-        self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as it was stored, and with its members
-        self._known: dict[str, tuple[bytes, Any]] = {}  # by key, and as a record: parsing 1,000 unchanged rows again would cost 50 ms
+        self._newest: RoundRecord | None = None  # record that was read
+        self._listed: tuple[str, tuple[Member, ...]] = ("", ())  # digest and members of the list that was read or written last
+        self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as stored, and the same with its members
+        self._known: dict[str, tuple[bytes, Any]] = {}  # bytes and record by key: parsing 1,000 unchanged rows again would cost 50 ms
 
     def fresh(self) -> SyncProtocol:
-        """One for another connection: it shares nothing that changes with this one, and knows the newest record that this one has read."""
+        """Return a protocol for another connection. It shares only the newest record with this one, no mutable state."""
         other = SyncProtocol(self._job, self._me, self._codec, self._clock)
         other._newest = self._newest
         return other
 
     def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
-        """The whole exchange over ``store``. Errors: ``StoreError``."""
+        """Execute the whole exchange on ``store``. Errors: ``StoreError``."""
         steps = self.steps(sync, started)
         answer: Any = None
         while True:
@@ -74,7 +77,7 @@ class SyncProtocol:
             answer = operation(store)
 
     def steps(self, sync: Sync, started: float) -> Steps:
-        """The exchange, in the order ``Sync`` names, as operations to be carried out one after the other."""
+        """Yield the operations of the exchange in the order that ``Sync`` names; return the answer."""
         ignored: list[str] = []
         kept_alive = sync.keep_alive and (yield _keep_alive(self._key(self._me)))
         if sync.put is not None:
@@ -93,9 +96,9 @@ class SyncProtocol:
     def _put_fresh(self, put: Put) -> Steps:
         """Clear the store of keys that are not the agents', then write the row that says that this node is ready.
 
-        Nobody may have started workers for the round. So a row is written first that keeps an earlier write of the same
-        row, whose answer was lost, from still arriving; if that one has arrived, nothing is cleared. What is not cleared
-        in time is left to the next exchange.
+        No node may have started workers for the round yet. An earlier write of the same row, whose answer was lost, may still arrive;
+        so another row is written first, over which it cannot be applied. If the earlier write has arrived already, nothing is cleared.
+        Keys that are not cleared in time are left to the next exchange.
         """
         fence = replace(put.base or put.row, seq=put.row.seq, status=put.base.status if put.base else Status.JOINING)
         if not (yield from self._put_row(Put(put.base, fence))):
@@ -104,7 +107,7 @@ class SyncProtocol:
             yield from self._put_row(Put(fence, replace(put.row, seq=fence.seq + 1)))
 
     def _put_row(self, put: Put) -> Steps:
-        """Returns whether the row stands in the store now."""
+        """Write the row by compare-and-set; return whether it stands in the store now."""
         key = self._key(self._me)
         expected = None if put.base is None else self._encode(key, put.base)
         value = self._encode(key, put.row)
@@ -112,13 +115,13 @@ class SyncProtocol:
         if found is None or found == value:
             return found is not None
         try:
-            self._parse_row(key, found)  # an earlier write of ours that was thought lost: the machine adopts it
+            self._parse_row(key, found)  # an earlier write of this node that was thought lost: the machine adopts it
         except BadRecord:
             return (yield _put_if(key, found, value)) == value  # somebody else has written into our row
         return False
 
     def _put_round(self, change: Change) -> Steps:
-        """By compare-and-set. A new list of members is there before the record that names it; the old one is of no use then."""
+        """Write the record by compare-and-set. A new list of members is written before it, the old list is deleted after it."""
         key, base, record = self.round_key, change.base, change.record
         before = None if base is None else self._short(base)
         if record.members and (base is None or base.members != record.members):
@@ -161,13 +164,13 @@ class SyncProtocol:
         return self._listed[1]
 
     def _list(self, members: tuple[Member, ...]) -> tuple[str, bytes]:
-        """The digest and the bytes of a list of members."""
+        """Return the digest and the bytes of a list of members."""
         data = self._codec.encode(self._job + "members", MemberList(members))
         self._listed = hashlib.sha256(data).hexdigest(), members
         return self._listed[0], data
 
     def _short(self, record: RoundRecord) -> RoundRecord:
-        """As it is stored, without the members: a thousand nodes read it twice a second."""
+        """Return the record as it is stored, without the members: a thousand nodes read it twice a second."""
         if not record.members:
             return record
         digest = self._listed[0] if self._listed[1] == record.members else self._list(record.members)[0]

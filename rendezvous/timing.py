@@ -44,6 +44,7 @@ class Lease:
 
     @staticmethod
     def of(expire: float) -> Lease:
+        """Return the lease for a job with ``expire``."""
         ttl = max(SHORTEST_LEASE, math.floor(LEASE_TTL * expire))
         return Lease(ttl, max(expire - ttl, ABSENCE * expire))
 
@@ -66,70 +67,71 @@ class Timing:
 
     @property
     def lasting_beat(self) -> float:
-        """Interval of keep-alives at a store that outlives its jobs: it announces changes by itself and is shared by many nodes."""
+        """Interval of keep-alives at a store that outlives its jobs, which announces changes by itself and is shared by many nodes."""
         return max(self.beat, min(2 * self.beat, self.expire / 5))
 
     @property
     def late(self) -> float:
-        """A watched member without a sign of life for so long may be lost: all rows are read from then on."""
+        """Silence of a watched member after which it may be lost: all rows are read from then on."""
         return LATE * self.beat
 
     @property
     def proof(self) -> float:
-        """A newcomer that lives has changed its row by then."""
+        """Time in which a newcomer that lives has changed its row."""
         return PROOF * self.beat
 
     @property
     def slow_exchange(self) -> float:
-        """An exchange that took longer is trouble with the store: the silence of others until its end does not count."""
+        """Length of an exchange beyond which the store is in trouble: no silence of other nodes until its end counts."""
         return self.expire / 2
 
     @property
     def row_lease(self) -> Lease:
+        """The lease of a row at etcd."""
         return Lease.of(self.expire)
 
     # -- a single-node round, counted from its last acknowledged keep-alive -----------------------------------------------
 
     @property
     def lone_limit(self) -> float:
-        """A single-node round that is cut off starts to stop then."""
+        """Time at which a single-node round that is cut off starts to stop."""
         return LONE_LIMIT * self.expire
 
     @property
     def lone_grace(self) -> float:
-        """Its workers have so long to stop."""
+        """Time that its workers have to stop."""
         return LONE_GRACE * self.expire
 
     @property
     def lone_lease(self) -> float:
-        """The guard ends its workers then, whatever the agent does."""
+        """Time at which the guard ends its workers, whatever the agent does."""
         return (LONE_LIMIT + LONE_GRACE) * self.expire
 
     # -- longer waits -----------------------------------------------------------------------------------------------------
 
     @property
     def guard_lease(self) -> float:
-        """The guard ends the workers of an agent that stood still for so long; by then the other nodes have replaced this one."""
+        """Standstill of an agent after which the guard ends its workers; by then the other nodes have replaced this one."""
         return max(SHORTEST_GUARD_LEASE, 2 * self.expire)
 
     @property
     def replacement(self) -> float:
-        """A node with a fixed rank that replaces a lost one is excluded no sooner: the lost one must be missed first."""
+        """Age of a round before which no newcomer is excluded whose fixed rank is taken: it may replace a node that is not missed yet."""
         return 2 * self.expire
 
     @property
     def host_lingers(self) -> float:
-        """The store's host stays so long after the job is closed for the last reads of the others."""
+        """Time that the store's host stays, after the job is closed, for the last reads of the other nodes."""
         return self.expire + LINGER
 
     @property
     def unreadable_limit(self) -> float:
-        """A round record that a newcomer cannot read for so long is no leftover of an earlier run, whose host would have gone."""
+        """Time after which a round record that a newcomer cannot read is not of an earlier run: that one's host would have gone."""
         return 2 * self.expire + LINGER
 
     @property
     def longest_alone(self) -> float:
-        """No member of a round that lost the store can still be training after so long, whatever the difference of the clocks."""
+        """Silence of a whole round after which none of its members can still be training, whatever the difference of the clocks."""
         return CLOCK_DRIFT * (self.store_grace + 2 * self.expire)
 
     def validate(self) -> None:

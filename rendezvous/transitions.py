@@ -1,4 +1,4 @@
-"""The states of a node and every way from one to another."""
+"""The states of a node and all transitions between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ JOINING, READY, RUNNING, DONE, DRAINING, LEFT = Status
 
 
 class Trigger(str, Enum):
-    """What moves a node from one state to another."""
+    """The cause of a transition."""
 
     NAMED = "a round names this node"
     ALL_READY = "every member has seen the round"

@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     mutant(
         "where rows have leases, one that is away for a moment makes nobody lost",
-        *("liveness", "started > max(seen.away + lease.absence,", "started > max(seen.away,"),
+        *("liveness", "started > max(seen.absent_since + lease.absence,", "started > max(seen.absent_since,"),
         *("silence", "a_row_that_is_away_for_a_moment_makes_nobody_lost"),
     ),
     mutant(
@@ -324,7 +324,7 @@ MUTANTS = (
     ),
     mutant(
         "a lone round that drains is hurried when it is cut off",
-        *("machine", "self.row.round != self._hurried and self._alone_and_cut_off(record)", "self.row.round != self._hurried and False"),
+        *("machine", "self.row.round != self._hurried and self._must_stop_alone(record)", "self.row.round != self._hurried and False"),
         *("lone_round", "it_is_hurried_when_it_is_cut_off_while_it_drains"),
     ),
     mutant(
@@ -339,18 +339,18 @@ MUTANTS = (
     ),
     mutant(
         "all rows are read when a watched one is away",
-        *("machine", "self._earlier is not None or self._may_have_lost_several()", "self._earlier is not None"),
+        *("machine", "self._earlier is not None or self._may_have_lost_more()", "self._earlier is not None"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     mutant(
         "an absence that nobody watched begins anew",
-        *("liveness", "if started - seen.looked > SURE * lease.ttl:", "if False:"),
+        *("liveness", "if started - seen.read_at > SURE * lease.ttl:", "if False:"),
         *("liveness", "at_a_store_with_leases_a_row_must_stay_away_as_long_as_somebody_looks"),
     ),
     # A node that crashes again and again.
     mutant(
         "newcomers wait beside a round after many early losses",
-        *("machine", "elif self._now < taken_in:", "elif False:"),
+        *("machine", "elif self._now < admitted_at:", "elif False:"),
         *("crash_loops", "a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work"),
     ),
     mutant(

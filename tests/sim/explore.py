@@ -1,4 +1,4 @@
-"""Every history of a small world, breadth first: what can happen next is tried in every order, and states seen before are not tried again.
+"""Every history of a small world, breadth first: all next events are tried in every order, except from states seen before.
 
 Exchanges with the store are whole here, and time goes on in steps; what may happen to them is that they are answered, lost on the way,
 or carried out with the answer lost. The random histories have the rest.
@@ -23,18 +23,18 @@ from elastirun.rendezvous.rules import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, World
 
-STEP = 0.5  # seconds that pass at most at once
+STEP = 0.5  # seconds; the longest time that passes at once
 FAULTS = 2  # crashes, failures, departures and lost messages in one history
 
 
 class Small(World):
-    """A world in which nothing happens by itself."""
+    """A world in which nothing happens by itself: each event is chosen."""
 
     def __init__(self, rules: Rules, nodes: int, first_round: bool) -> None:
         super().__init__(0, rules)
         self.pending: dict[str, Sync] = {}
         self.faults = 0
-        self.done: tuple[str, ...] = ()  # what has happened
+        self.done: tuple[str, ...] = ()  # the names of the events so far
         for i in range(nodes):
             self.add(f"n{i}")
         if first_round:
@@ -51,7 +51,7 @@ class Small(World):
         self.pending[node.id] = sync
 
     def at(self, delay: float, what: Callable[[], Any]) -> None:
-        pass  # wake-ups are looked up, stopping is one of the things that can happen
+        pass  # ``pass_time`` wakes the machines; the end of workers is one of the options
 
     def node(self, node_id: str) -> Node:
         return next(n for n in self.nodes if n.id == node_id)
@@ -95,7 +95,7 @@ class Small(World):
         getattr(self.node(node_id), kind)()
 
     def pass_time(self) -> None:
-        """Until somebody wants to wake up, or a step."""
+        """Let time pass until a machine wants to wake up, at most STEP."""
         alive = [n for n in self.nodes if n.alive]
         wakes = [n.machine.wake for n in alive]
         self.t = max(self.t + 0.001, min([self.t + STEP, *wakes]))
@@ -127,7 +127,7 @@ class Small(World):
     # -- states -----------------------------------------------------------------------------------------------------------
 
     def branch(self) -> Small:
-        """A copy on which something else can happen. Values are shared, what changes is not."""
+        """Return a copy that can go on differently. It shares values, but nothing that changes."""
         other = copy.copy(self)
         other.data, other.pending = dict(self.data), dict(self.pending)
         other.succeeded = set(self.succeeded)
@@ -136,7 +136,7 @@ class Small(World):
         return other
 
     def key(self) -> object:
-        """Equal for two worlds from which the same can happen. Times count from now."""
+        """Return a key that is equal for two worlds with the same future. Times count from now."""
         alive = [n for n in self.nodes if n.alive]
         nodes = tuple((n.id, n.stopping, n.working and n.working.round, _canonical(vars(n.machine), n.now)) for n in alive)
         return nodes, frozenset(self.data.items()), frozenset(self.pending.items()), self.faults, frozenset(self.succeeded)
@@ -186,7 +186,7 @@ class Explored:
 
 
 def explore(start: Small, seconds: float, most: int = 10**9) -> Explored:
-    """All histories from ``start`` until ``seconds`` are over or ``most`` states are seen."""
+    """Try all histories from ``start`` until ``seconds`` are over or ``most`` states are seen."""
     seen = {start.key()}
     queue = deque([(start, 0)])
     end = time.monotonic() + seconds

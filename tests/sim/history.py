@@ -1,4 +1,4 @@
-"""One history from one seed: a job, a list of faults drawn beforehand, healing, and the end. The list can be shortened and run again."""
+"""A history from a seed: a job, a list of faults drawn beforehand, healing, and the end. The list can be shortened and run again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.sim import invariants
 from tests.sim.world import Node, Violation, World
 
 TROUBLE = 30.0  # seconds of faults
-LOOP = 90.0  # seconds for which a node crashes again and again
-HEALED_WITHIN = 200.0  # seconds after the last fault until everyone is in one round: when all were lost, that takes 88
-JOINED_WITHIN = 20.0  # ... and after newcomers need wait no more
-ENDED_WITHIN = 60.0
-# Shares of the histories: of 3 to 9 nodes, which do not read each other's rows all the time; of unlike nodes; with one that crashes
-# again and again.
+LOOP = 90.0  # seconds during which a node crashes again and again
+HEALED_WITHIN = 200.0  # seconds after the last fault until all nodes are in one round; when all were lost, that takes 88
+JOINED_WITHIN = 20.0  # seconds until the same, after newcomers need not wait any more
+ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all nodes
+# Shares of the histories: with 3 to 9 nodes, which do not read each other's rows all the time; with unlike nodes; with a node that
+# crashes again and again.
 WIDE, UNEVEN, LOOPING = 0.1, 0.25, 0.1
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to node ``who`` (an index) or to the store at ``when``, for ``lasts`` seconds."""
+    """A fault of node ``who`` (an index) or of the store, at ``when``, for ``lasts`` seconds."""
 
     when: float
     kind: str
@@ -39,7 +39,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is drawn from the seed beforehand."""
+    """The values that are drawn from the seed beforehand."""
 
     seed: int
     rules: Rules
@@ -50,7 +50,7 @@ class Plan:
     faults: tuple[Fault, ...]
     slots: tuple[int, ...] = (2,)  # of the nodes, by index modulo their number
     timings: tuple[tuple[float, float, float, float], ...] = ()  # beat, last call, debounce, join timeout; empty: those of ``rules``
-    sparse: float = 1.0  # how much more seldom than usual the nodes read all rows
+    sparse: float = 1.0  # factor on the time between two reads of all rows
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Result:
 
 # kind -> (weight, longest duration in seconds)
 KINDS = {
-    "crash": (4, 20.0),  # and a new incarnation when it is over
+    "crash": (4, 20.0),  # a new incarnation starts when it is over
     "reboot": (2, 0.5),
     "cut": (3, 20.0),
     "cut_out": (2, 15.0),
@@ -88,7 +88,7 @@ KINDS = {
 
 
 def draw(seed: int) -> Plan:
-    """The history of ``seed``. Wide and uneven worlds are drawn by a generator of their own, so that the others stay what they were."""
+    """Return the plan of ``seed``. A second generator draws wide and uneven worlds, so that the other histories stay what they were."""
     rng, own = random.Random(seed), random.Random(f"world {seed}")
     wide, uneven = own.random() < WIDE, own.random() < UNEVEN
     high = own.randint(3, 8) if wide else rng.randint(1, 4)
@@ -113,7 +113,7 @@ def draw(seed: int) -> Plan:
     for kind in rng.choices(names, weights, k=rng.choice([1, 2, 3, 5, 8])):
         when = rng.uniform(0.0, TROUBLE)
         if faults and rng.random() < 0.4:
-            when = min(TROUBLE, faults[-1].when + rng.expovariate(2.0))  # close to another: there the trouble is
+            when = min(TROUBLE, faults[-1].when + rng.expovariate(2.0))  # close to another fault: most bugs show there
         faults.append(Fault(when, kind, rng.randrange(nodes), rng.uniform(0, KINDS[kind][1]), rng.random()))
     hosted = rng.random() < 0.4
     rules = replace(rules, lasting=not hosted and rng.random() < 0.5)
@@ -131,12 +131,12 @@ def draw(seed: int) -> Plan:
 
 
 def _timing(rng: random.Random) -> tuple[float, float, float, float]:
-    """The settings of one node that need not be the same on all nodes of a job."""
+    """Return those settings of one node that need not be the same on all nodes of a job."""
     return rng.choice([0.3, 0.5, 0.8]), rng.choice([1.0, 5.0, 15.0]), rng.choice([0.2, 1.0, 3.0]), rng.choice([400.0, 600.0])
 
 
 class History:
-    """A plan carried out."""
+    """A plan that is carried out."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -169,7 +169,7 @@ class History:
             world.at(fault.when, lambda fault=fault: self._begin(fault))
         world.run(max([TROUBLE, *(fault.when + LOOP for fault in self.plan.faults if fault.kind == "loop")]))
         self._heal()
-        world.run(5.0)  # what was about to end ends
+        world.run(5.0)  # nodes that were about to end do so
         for seconds in (HEALED_WITHIN, hold(world.record) if world.record else 0.0, JOINED_WITHIN):
             if world.run(seconds, lambda: invariants.settled(world)):
                 break
@@ -179,7 +179,7 @@ class History:
         self._finish()
 
     def _finish(self) -> None:
-        """Nothing disturbs any more: the job succeeds, and everyone leaves with the same verdict."""
+        """Let the job succeed undisturbed; every node must leave with that verdict."""
         world = self.world
         record = world.record
         if record is None or record.closed is not None:
@@ -193,7 +193,7 @@ class History:
             raise Violation(f"all workers succeeded, but {odd} ended otherwise: {self._state()}")
 
     def _let_succeed(self) -> None:
-        """Again and again: a round may have been about to end."""
+        """Let all running workers succeed, again and again, because a round may have been about to end."""
         for node in self.world.nodes:
             if node.alive and node.working:
                 self.world.at(self.world.random.uniform(0, 3.0), node.succeed)
@@ -223,7 +223,7 @@ class History:
         node.stop_time = self.plan.stop_times[count % 64]
 
     def _current(self, index: int) -> Node | None:
-        """The newest incarnation of the node."""
+        """Return the newest incarnation of the node."""
         return next((n for n in reversed(self.world.nodes) if n.name == f"n{index}"), None)
 
     def _again(self, index: int) -> None:
@@ -239,7 +239,7 @@ class History:
         getattr(self, f"_{fault.kind}")(node, fault)
 
     def _heal(self) -> None:
-        """Everything works again, and whoever has gone is started anew, as a supervisor would."""
+        """End all faults, and start the nodes anew that have gone, as a supervisor would."""
         world = self.world
         for node in world.nodes:
             node.cut = False
@@ -275,7 +275,7 @@ class History:
     _reboot = _crash
 
     def _loop(self, node: Node, fault: Fault) -> None:
-        """The node is killed, started again, killed, ... ``lasts``: how long it is away each time."""
+        """Kill the node, start it again, kill it, and so on. ``lasts``: how long it is away each time."""
         self._crash(node, fault)
         next_time = fault.lasts + 1.0 + 15.0 * fault.x
         if self.world.t + next_time < fault.when + LOOP:
@@ -296,10 +296,10 @@ class History:
     def _halves(self, node: Node, fault: Fault) -> None:
         cut = [n for i, n in enumerate(self.world.nodes) if n.alive and (i + int(fault.x * 2)) % 2]
         for i, other in enumerate(cut):
-            self._cut(other, Fault(fault.when, "cut", lasts=fault.lasts + i * fault.x))  # healed one by one
+            self._cut(other, Fault(fault.when, "cut", lasts=fault.lasts + i * fault.x))  # they come back one by one
 
     def _cut_round(self, node: Node, fault: Fault) -> None:
-        """The whole round is cut off together; a spare is not."""
+        """Cut off the whole round together, but not a spare."""
         record = self.world.record
         members = {m.id for m in record.members} if record else set()
         for i, other in enumerate(n for n in self.world.nodes if n.alive and n.id in members):
@@ -367,7 +367,7 @@ class History:
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
-    """The plan with as few faults as still fail."""
+    """Return the plan with as few faults as still fail."""
     from dataclasses import replace
 
     faults: Sequence[Fault] = plan.faults

@@ -1,4 +1,4 @@
-"""What must hold at every step of every history: the promises P1 to P9 as predicates of the world. Raise ``Violation``."""
+"""The invariants of every step of every history: the promises P1 to P9 as predicates of the world. They raise ``Violation``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
 from tests.sim.world import Node, Violation, World
 
 SLACK = 0.05  # seconds, for messages under way
-RATES = 1.1  # the fastest clock against the right one
+RATES = 1.1  # rate of the fastest clock, relative to the right one
 
 
 def install(world: World) -> None:
@@ -29,7 +29,7 @@ def _must(holds: bool, what: str) -> None:
 def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
     if old is not None and world.rules.lasting and new.store_id != old.store_id:
         _must(not _complete(world, old), f"the next run begins while round {old.round} of the last one goes on")
-        old = None  # a rendezvous of its own
+        old = None  # the new store is another rendezvous
     for check in (_version_rises, _rounds, _members, _closing, _expulsion, _newcomers):
         check(world, node, old, new)
     if old is None or new.round > old.round:
@@ -42,7 +42,7 @@ def _version_rises(world: World, node: Node, old: RoundRecord | None, new: Round
 
 
 def _rounds(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """P3, P4: rounds grow one by one, each is formed once; closed stays closed."""
+    """P3, P4: round numbers grow by one, each round is formed once, a closed job stays closed."""
     before = old.round if old else 0
     _must(new.round in (before, before + 1), f"round {new.round} after round {before}")
     _must(old is None or old.closed is None, "a closed record was written")
@@ -59,7 +59,7 @@ def _rounds(world: World, node: Node, old: RoundRecord | None, new: RoundRecord)
 
 
 def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """P2, P3: within min and max, each node once, survivors in their order; nobody of the last round may still work in it."""
+    """P2, P3: min to max members, each node once, survivors in their order; the last round can make no progress any more."""
     if old is None or new.round == old.round:
         return
     ids = [m.id for m in new.members]
@@ -79,7 +79,7 @@ def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 
 
 def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """P4: only a verdict closes, and it is true."""
+    """P4: only a verdict closes the job, and it is true."""
     if new.closed is None or (old and old.closed):
         return
     if new.closed.verdict is Verdict.SUCCEEDED:
@@ -93,7 +93,7 @@ def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 
 
 def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """P5, P9: nobody is called lost whose row has changed within ``expire``, by the fastest clock."""
+    """P5, P9: no node is called lost whose row has changed within ``expire``, by the fastest clock."""
     broken = new.broken
     if broken is None:
         return
@@ -101,12 +101,12 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
     for lost in set(broken.lost) - set(known):
         times = [*world.written_at.get(lost, [-1e9]), world.t]
         gaps = [after - before for before, after in itertools.pairwise(times) if after >= world.t - 2 * EXCHANGE_LIMIT]
-        silent = max(gaps)  # it may have come back between the look and this write
+        silent = max(gaps)  # the node may have come back between the read and this write
         _must(silent >= world.rules.expire / RATES - SLACK, f"{lost} was called lost after {silent:.2f} s")
 
 
 def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """Who comes again and again gets no round more often than ``hold`` allows, while the others can do without it."""
+    """A node that crashes again and again causes no round more often than ``hold`` allows, while the others can do without it."""
     if old is None or hold(new) == 0:
         return
     broken, members, wait = new.broken, {m.id for m in old.members}, hold(old)
@@ -120,7 +120,7 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
 
 
 def _start(world: World, node: Node, start: Start) -> None:
-    """P2: all start from one table, after all have been ready."""
+    """P2: all members start from one member table, after all have been ready."""
     record = start.record
     _must(record.members[start.node_rank].id == node.id, "a wrong node rank")
     for other in world.nodes:
@@ -133,7 +133,7 @@ def _start(world: World, node: Node, start: Start) -> None:
 
 
 def _one_makes_progress(world: World) -> None:
-    """P1: two rounds are never complete at once. Checked after each event that changed whose workers can take a step."""
+    """P1: two rounds are never complete at once. Checked after each event that changed which workers can take a step."""
     complete = {n.working.fence: n.working for n in world.nodes if n.working and _complete(world, n.working)}
     stores = [record.store_id for record in complete.values()]
     if _lost_what_it_held(world):  # nothing is promised beyond such a store
@@ -143,26 +143,26 @@ def _one_makes_progress(world: World) -> None:
 
 
 def _lost_what_it_held(world: World) -> bool:
-    """Did another, empty store take the place of one that no node hosts?"""
+    """Return whether another, empty store took the place of one that no node hosts."""
     return not world.hosted and world.replaced > 0
 
 
 def _complete(world: World, record: RoundRecord) -> bool:
-    """All members' workers run: they could finish a step together."""
+    """Return whether the workers of all members run, so that they could finish a step together."""
     working = {n.id for n in world.nodes if n.progressing and n.working and n.working.fence == record.fence}
     return all(m.id in working for m in record.members)
 
 
 def settled(world: World) -> bool:
-    """Everyone who can be is in one round that runs, or the job is over and everyone has gone."""
+    """Return whether every node that can be is in one running round, or the job is over and all nodes have gone."""
     record = world.record
     alive = [n for n in world.nodes if n.alive]
     over = any(n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED) for n in world.nodes)
     forgets = world.rules.lasting or _lost_what_it_held(world)
     if over and forgets and len(alive) < world.rules.min_nodes:
-        return all(n.working is None for n in alive)  # who came too late waits for the next run
+        return all(n.working is None for n in alive)  # nodes that came too late wait for the next run
     if record.closed is not None if record is not None else over:
-        return all(n.starts == [] and n.finish is None for n in alive)  # who came too late waits for another store
+        return all(n.starts == [] and n.finish is None for n in alive)  # nodes that came too late wait for another store
     if record is None or not record.open or len(alive) < world.rules.min_nodes:
         return False
     if any(n.machine.state in (DRAINING, LEFT) for n in alive):
@@ -175,7 +175,7 @@ def settled(world: World) -> bool:
 
 
 def takes_part(node: Node, record: RoundRecord) -> bool:
-    """Its workers run in the round, or have all succeeded in it."""
+    """Return whether the node's workers run in the round, or have all succeeded in it."""
     done = node.machine.state is DONE and node.machine.row.succeeded == record.round
     return done or (node.working is not None and node.working.fence == record.fence and not node.stopping)
 
@@ -187,7 +187,7 @@ def _places(world: World, alive: list[Node]) -> int:
 
 
 def verdicts_agree(world: World) -> None:
-    """P14: whoever hears the verdict hears the same one."""
+    """P14: all nodes that learn the verdict learn the same one."""
     outcomes = {n.outcome for n in world.nodes if n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED)}
     record = world.record
     _must(len(outcomes) <= 1 or record is None, f"some nodes {outcomes}")

@@ -1,4 +1,4 @@
-"""Which seed notices that a rule is taken out: every mutant of tests/rendezvous/test_mutants.py, under histories.
+"""Find the first seed that notices that a rule is taken out, for every mutant of tests/rendezvous/test_mutants.py.
 
     python -m tests.sim.mutants --seeds 2000 --write docs/mutants.md
 
@@ -22,7 +22,7 @@ HEAD = "| rule taken out | in | the test that misses it | first seed that does |
 
 
 def histories(copy: Path, one: Mutant, seeds: str) -> str:
-    """What ``python -m tests.sim`` says about the mutant, in the copy of the package."""
+    """Return what ``python -m tests.sim`` says about the mutant, in the copy of the package."""
     path = source(copy, one)
     original = path.read_text()
     path.write_text(original.replace(one.old, one.new))

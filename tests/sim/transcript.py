@@ -1,6 +1,7 @@
-"""Stories: what is done to a small world, and beside it what its nodes do. They are documentation that is tested.
+"""Transcripts: the commands given to a small world and what its nodes do then. They are documentation that is tested.
 
-A story is a text file. Lines with ``#`` are for the reader, lines with ``>`` are done, the rest is what happened, and is written anew with
+A transcript is a text file. Lines with ``#`` are for the reader, lines with ``>`` are commands, the other lines are what happened then.
+Those are written anew with
 
     python -m tests.sim.transcript tests/rendezvous/transcripts/*.txt
 
@@ -17,7 +18,7 @@ from elastirun.rendezvous.rules import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, World
 
-MESSAGE = 0.001  # seconds that each message takes in a story
+MESSAGE = 0.001  # seconds that each message takes in a transcript
 
 
 class Story:
@@ -27,7 +28,7 @@ class Story:
         self.other_rules: Rules | None = None
 
     def do(self, command: str) -> list[str]:
-        """Carry it out; what happened, in lines."""
+        """Carry out the command. Return what happened, in lines."""
         name, *words = command.split()
         getattr(self, f"_{name}")(*words)
         told = self.world.transcript or []
@@ -40,7 +41,7 @@ class Story:
         return f"{float(when):8.1f} {rest}"
 
     def _world(self, *settings: str) -> None:
-        """``world 1:3 hosted expire=2 ...``"""
+        """Make the world: ``world 1:3 hosted expire=2 ...``"""
         low, _, high = settings[0].partition(":")
         numbers = dict(setting.split("=") for setting in settings[1:] if "=" in setting)
         rules = Rules(int(low), int(high or low), **{key: type(getattr(Rules(1, 1), key))(float(value)) for key, value in numbers.items()})
@@ -49,7 +50,7 @@ class Story:
         invariants.install(self.world)
 
     def _world_of_another(self, nodes: str) -> None:
-        """Those that are added from here on were started with another number of nodes."""
+        """Give the nodes that are added from here on another --nnodes."""
         low, _, high = nodes.partition(":")
         self.other_rules = replace(self.world.rules, min_nodes=int(low), max_nodes=int(high or low))
 
@@ -107,7 +108,7 @@ class Story:
 
 
 def told(text: str) -> str:
-    """The story as it goes now."""
+    """Return the transcript as the world writes it now."""
     story = Story()
     lines: list[str] = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""A world from one seed: the real machines, exchange and codec over one store, on clocks that disagree, with nothing reliable.
+"""A simulated world: the real machines, sync protocol and codec over one store, on clocks that disagree, with nothing reliable.
 
 Time is simulated, so an hour takes a second and the same seed gives the same history. Between any two operations of an
 exchange anything else may happen; a request or a reply can be lost, or come late; whoever gave up waiting does not know
@@ -29,12 +29,12 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Operation, Steps, SyncProtocol
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 
-STANDSTILL = 2.0  # as the agent has it
+STANDSTILL = 2.0  # seconds, as the agent has it
 T = TypeVar("T")
 
 
 class Remembering(Codec):
-    """Parses the same bytes once for all nodes: records do not change, and the nodes read each other's all the time."""
+    """A codec that parses the same bytes once for all nodes: they read each other's records all the time."""
 
     def decode(self, key: str, data: bytes, cls: type[T]) -> T:
         found: T = _decode(key, data, cls)
@@ -47,12 +47,12 @@ def _decode(key: str, data: bytes, cls: Any) -> Any:
 
 
 CODEC = Remembering()
-LATE_EXPIRY = 1.0  # seconds by which a store with leases may notice late that one is over
+LATE_EXPIRY = 1.0  # seconds by which a store with leases may be late in noticing that a lease is over
 ELECTION = 1.0  # seconds by which a new leader of such a store lengthens every lease
 
 
 class LeasedStore(MemoryStore):
-    """The store as one operation of ``node`` finds it. Rows are under leases; ``learnt`` is what the agent learns with the answer."""
+    """The store as one operation of ``node`` finds it, with rows under leases. ``learnt``: what the agent learns with the answer."""
 
     def __init__(self, world: World, node: Node) -> None:
         super().__init__(world.data)
@@ -79,27 +79,27 @@ class LeasedStore(MemoryStore):
             self.learnt = {"row_lease": 0}
             return False
         self._world.renew(lease)
-        self._world.written_at.setdefault(self._node.id, []).append(self._world.t)  # as good as a row that changes elsewhere
+        self._world.written_at.setdefault(self._node.id, []).append(self._world.t)  # counts like a changed row in a store without leases
         return True
 
 
 def read_round(data: dict[str, bytes]) -> RoundRecord | None:
-    """The round record, as a node would read it."""
+    """Return the round record as a node would read it."""
     return SyncProtocol("job/", "reader", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(rows=()), 0.0).round
 
 
 def write_round(data: dict[str, bytes], record: RoundRecord) -> None:
-    """Whatever stands there."""
+    """Write the round record over whatever stands there."""
     data.pop("job/round", None)
     SyncProtocol("job/", "writer", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(change=Change(None, record), rows=()), 0.0)
 
 
 class Violation(AssertionError):
-    """Something that must never happen has happened."""
+    """An event that must never happen."""
 
 
 def brief(what: Action | RoundRecord) -> str:
-    """An action, or a record as it was written, in a line for people."""
+    """Return a line for people about an action, or about a record that was written."""
     if isinstance(what, RoundRecord):
         members = " ".join(m.id for m in what.members)
         rest = f" {what.broken.cause.value}: {what.broken.reason}" if what.broken else ""
@@ -117,7 +117,7 @@ def brief(what: Action | RoundRecord) -> str:
 
 @dataclass
 class Call:
-    """One exchange under way. Given up, it goes on: what it still writes arrives, and nobody hears of it."""
+    """One exchange under way. After it is given up it goes on: its writes still arrive, but no node hears of them."""
 
     node: Node
     steps: Steps
@@ -126,7 +126,7 @@ class Call:
 
 @dataclass(eq=False)
 class Node:
-    """One incarnation of one node's agent, its workers, and how it is connected."""
+    """One incarnation of a node's agent, with its workers and its connection to the store."""
 
     world: World
     name: str
@@ -135,15 +135,15 @@ class Node:
     offset: float  # its clock shows offset + rate * t
     rate: float
     lease: float
-    stop_time: float = 0.05  # how long its workers take to stop when they are asked to
+    stop_time: float = 0.05  # seconds that its workers take to stop
     up: bool = True
     frozen_at: float | None = None
     workers_frozen: bool = False
-    cut_out: bool = False  # what it sends is lost
-    cut_in: bool = False  # what is sent to it is lost
+    cut_out: bool = False  # its requests are lost
+    cut_in: bool = False  # the replies to it are lost
     loss: float = 0.0  # chance of losing a message, each way
     delay: tuple[float, float] = (0.0005, 0.005)  # of a message, seconds
-    late: tuple[float, float] | None = None  # of a request, instead
+    late: tuple[float, float] | None = None  # of a request, in place of ``delay``
     hosts: bool = False
     working: RoundRecord | None = None  # the round its workers run in
     stopping: bool = False
@@ -151,14 +151,14 @@ class Node:
     ended_by_guard: bool = False
     ready_for: set[int] = field(default_factory=set)
     starts: list[tuple[int, int, int]] = field(default_factory=list)  # round, node rank, nodes
-    began: list[RoundRecord] = field(default_factory=list)  # the same, whole
+    began: list[RoundRecord] = field(default_factory=list)  # the records of the same rounds
     stops: list[Stop] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     finish: Finish | None = None
     syncs: int = 0
     call: Call | None = None
-    row_lease: int = 0  # what its agent knows of: the lease of its row
-    waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what came while it was frozen
+    row_lease: int = 0  # the lease of its row, as far as its agent knows
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)  # events that came while it was frozen
     _armed: int = 0
 
     @property
@@ -194,11 +194,11 @@ class Node:
 
     @property
     def progressing(self) -> bool:
-        """Its workers can take a step."""
+        """Whether its workers can take a step."""
         return self.up and self.working is not None and not self.workers_frozen
 
     def feed(self, make: Callable[[float], Event]) -> None:
-        """Let something happen to it, when it runs."""
+        """Let the event of ``make`` happen to the node once it runs."""
         if not self.alive:
             return
         if self.frozen_at is not None:
@@ -275,7 +275,7 @@ class Node:
             self.world.on_gone(self)
 
     def freeze(self, workers_too: bool = False) -> None:
-        """SIGSTOP to the agent, or to all of the node. A frozen agent's workers are ended by the guard when its lease is over."""
+        """Stop the agent, or all of the node, as SIGSTOP does. When the guard's lease is over it ends the workers of a frozen agent."""
         if not self.alive or self.frozen_at is not None:
             return
         self.frozen_at, self.workers_frozen = self.world.t, workers_too
@@ -286,7 +286,7 @@ class Node:
             self.world.at(max(0.0, end - self.now) / self.rate, lambda since=self.world.t: self._lease_over(since))
 
     def _lease_end(self, frozen_at: float) -> float:
-        """When the guard ends the workers of an agent that stands still since then, by its own clock."""
+        """Return when, by its own clock, the guard ends the workers of an agent that is frozen since ``frozen_at``."""
         if self.lone:
             return self.machine.kept_alive + self.world.rules.lone_lease
         return frozen_at + self.lease if self.lease else math.inf
@@ -307,7 +307,7 @@ class Node:
             self.world.resume_store()
         if seconds > STANDSTILL:
             ended = self.now > lease_end - 0.5
-            if ended and self.working is not None:  # so near that the guard may have done it or not: now it has
+            if ended and self.working is not None:  # so near to the end of the lease that the guard may have ended them or not: here it has
                 self.working, self.ended_by_guard = None, True
             self.feed(lambda now: StoodStill(now, seconds, ended))
         while self.waiting and self.frozen_at is None:
@@ -319,7 +319,7 @@ class Node:
 
 
 class World:
-    """``rules`` are the job's; ``hosted``: node 0 holds the store, which goes with it."""
+    """A job with its nodes and its store. ``hosted``: node 0 serves the store, which is lost with that node."""
 
     def __init__(self, seed: int = 0, rules: Rules | None = None, hosted: bool = False, **changes: object) -> None:
         self.t = 0.0
@@ -327,22 +327,22 @@ class World:
         self.rules = replace(rules or Rules(1, 3), hosted=hosted, **changes)  # type: ignore[arg-type]
         self.hosted = hosted
         self.data: dict[str, bytes] = {}
-        self.leases: dict[int, float] = {}  # in a store that outlives its jobs: when each is over
-        self.bound: dict[str, int] = {}  # by key: its lease
-        self.own_random = random.Random(~seed)  # the store's: its clock, and when it notices what
+        self.leases: dict[int, float] = {}  # in a store that outlives its jobs: the end of each lease
+        self.bound: dict[str, int] = {}  # by key: the lease under which it was written
+        self.own_random = random.Random(~seed)  # for the store: its clock, and how late it notices the end of a lease
         self.store_rate = self.own_random.uniform(0.9, 1.1)
         self._lease_ids = itertools.count(1)
         self.store_up = True
         self.store_paused = False
         self.nodes: list[Node] = []
-        self.succeeded: set[tuple[str, int]] = set()  # (node, round): all its workers did
+        self.succeeded: set[tuple[str, int]] = set()  # (node, round): all workers of the node succeeded in the round
         self.written_at: dict[str, list[float]] = {}  # when a row changed in the store
         self.formed_at: dict[str, float] = {}  # by fence: when the record of the round was written
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
-        self.on_progress: list[Callable[[World], None]] = []  # after each event that changed which nodes' workers can take a step
+        self.on_progress: list[Callable[[World], None]] = []  # called after each event that changed which nodes' workers can take a step
         self._progressing: list[RoundRecord | None] = []
-        self.replaced = 0  # how often another store has taken the place of this one
+        self.replaced = 0  # times that another store has taken the place of this one
         self.graces = (math.inf, math.inf)  # seconds until workers that are to stop are killed: planned, and after a failure
         self.transcript: list[str] | None = None
         self._decoded: tuple[bytes | None, RoundRecord | None] = (None, None)
@@ -441,7 +441,7 @@ class World:
         round_before, row_before = self.data.get("job/round"), self.data.get(key)
         found = operation(store or MemoryStore(self.data))
         after = self.data.get("job/round")
-        if self.data.get(key) != row_before and not self.rules.lasting:  # there, a lease that is renewed is the sign of life
+        if self.data.get(key) != row_before and not self.rules.lasting:  # with leases, a renewal is the sign of life
             self.written_at.setdefault(node.id, []).append(self.t)
         if after != round_before and after is not None:
             old, new = self._round(round_before), self._round(after)
@@ -450,7 +450,7 @@ class World:
             for watch in self.watch:
                 watch(self, node, old, new)
             if self.rules.lasting:
-                self._spread_the_word()
+                self._announce_change()
         return found
 
     # -- its leases ---------------------------------------------------------------------------------------------------
@@ -461,13 +461,13 @@ class World:
         return lease
 
     def renew(self, lease: int, more: float = 0.0) -> None:
-        """It lasts for its whole time from now on, and ``more``, by the store's clock."""
+        """Let the lease last for its whole time from now on, and ``more``, by the store's clock."""
         deadline = self.leases[lease] = self.t + (self.rules.row_lease.ttl + more) / self.store_rate
         late = self.own_random.uniform(0, LATE_EXPIRY)
         self.at(deadline + late - self.t, lambda: self.end_lease(lease) if self.leases.get(lease) == deadline else None)
 
     def end_lease(self, lease: int) -> None:
-        """What is under it goes with it. A store that does not work does not count time, either."""
+        """End the lease and delete the keys under it. A store that does not work does not count time, either."""
         if not self.store_up or self.store_paused:
             return
         self.leases.pop(lease, None)
@@ -476,19 +476,19 @@ class World:
             self.data.pop(key, None)
 
     def lengthen_leases(self) -> None:
-        """The store works again, with a new leader."""
+        """Lengthen all leases, as a new leader of the store does."""
         for lease in self.leases:
             self.renew(lease, ELECTION)
 
-    def _spread_the_word(self) -> None:
-        """Such a store tells those whom it can reach that the record has changed."""
+    def _announce_change(self) -> None:
+        """Tell the nodes that the store can reach that the record has changed."""
         for node in self.nodes:
             if node.alive and not (node.cut or node.cut_in):
                 self.at(self.random.uniform(*node.delay), lambda node=node: node.feed(Changed))
 
     @property
     def history(self) -> list[tuple[int, int]]:
-        """The rounds that anybody has started, and how many nodes were in each."""
+        """The rounds that any node has started, with their number of nodes."""
         return sorted({(number, nodes) for node in self.nodes for number, _, nodes in node.starts})
 
     @property
@@ -511,7 +511,7 @@ class World:
             arrive()
 
     def replace_store(self) -> None:
-        """Another, empty one answers under the same address."""
+        """Let another, empty store answer under the same address."""
         self.data, self.leases, self.bound = {}, {}, {}
         self.replaced += 1
         self.store_up = True
@@ -533,7 +533,7 @@ class World:
             self.transcript.append(f"{self.t:9.3f} {node.id}: {brief(what)}")
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass; True when ``until`` came true."""
+        """Let time pass. Return whether ``until`` came true."""
         end = self.t + seconds
         while self._heap and self._heap[0][0] <= end:
             self.t, _, what = heapq.heappop(self._heap)
@@ -553,7 +553,7 @@ class World:
                 watch(self)
 
     def running(self, *nodes: Node) -> Callable[[], bool]:
-        """All of ``nodes``, and nobody else, work in one round."""
+        """Return a test of whether all of ``nodes``, and no others, work in one round."""
 
         def together() -> bool:
             rounds = {n.working.round for n in nodes if n.working}

@@ -18,7 +18,7 @@ ME = "n0-0"
 
 
 class Stage(World):
-    """A world with one real node, ``me``. The others are puppets: they beat, and do what the test says."""
+    """A world with one real node, ``me``. The others are puppets: they send keep-alives, and do what the test says."""
 
     def __init__(self, hosted: bool = False, **rules: object) -> None:
         super().__init__(hosted=hosted, **{"min_nodes": 1, "max_nodes": 3, **rules})
@@ -40,16 +40,16 @@ class Stage(World):
             return found
 
         self.me.machine.step = watched  # type: ignore[method-assign]
-        self.under_way = 1  # the first look
+        self.under_way = 1  # the first read of the store
         return self.me
 
     def puppet(self, i: str, beats: bool = True, **fields: Any) -> None:
-        """Write the row of puppet ``i``; from its first time on it is written every half second, unless it does not beat."""
+        """Write the row of puppet ``i``; from its first time on it is written every half second, unless ``beats`` is false."""
         new = i not in self.puppets
         before = self.puppets.get(i, NodeRow(i, f"name-{i}", f"10.0.1.{ord(i[0])}", 1000, 2, seq=0))
         self.puppets[i] = replace(before, seq=before.seq + 1, **fields)
         self.data[f"job/node/{i}"] = Codec().encode(f"job/node/{i}", self.puppets[i])
-        if new and beats and not self.rules.lasting:  # there, a row that stays is a sign of life
+        if new and beats and not self.rules.lasting:  # where rows have leases, a row that stays is a sign of life
             self._beat(i)
 
     def _beat(self, i: str) -> None:
@@ -62,7 +62,7 @@ class Stage(World):
         self.at(0.5, again)
 
     def silence(self, i: str) -> None:
-        """The puppet beats no more. Where rows have leases, its row goes some seconds later, but not while the store is down."""
+        """Let the puppet send no more keep-alives. Its row vanishes with its lease, where it has one, but not while the store is down."""
         del self.puppets[i]
         if self.rules.lasting:
             self.at(self.rules.row_lease.ttl, lambda: self._end_lease_of(i))
@@ -102,7 +102,7 @@ class Stage(World):
 
 
 def met(hosted: bool = False, **rules: object) -> Stage:
-    """A stage on which the real node has met the store and waits."""
+    """Return a stage on which the real node has met the store and waits."""
     stage = Stage(hosted, **{"min_nodes": 3, **rules})
     stage.write(RoundRecord("s"))
     stage.enter()
@@ -111,7 +111,7 @@ def met(hosted: bool = False, **rules: object) -> Stage:
 
 
 def slow_answers(stage: Stage, seconds: float) -> None:
-    """From now on an answer is a while on its way."""
+    """Delay every answer of the store by ``seconds`` from now on."""
 
     def slowly(node: Node, sync: Sync) -> None:
         started = node.now
@@ -122,7 +122,7 @@ def slow_answers(stage: Stage, seconds: float) -> None:
 
 
 def running(*others: str, **rules: object) -> Stage:
-    """A stage on which the real node runs round 1 with ``others``."""
+    """Return a stage on which the real node runs round 1 with ``others``."""
     stage = met(**rules)
     for i in others:
         stage.puppet(i)
