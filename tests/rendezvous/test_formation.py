@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous import failures, formation, ranks, updates
+from elastirun.rendezvous import formation, ranks
 from elastirun.rendezvous.formation import Forming
 from elastirun.rendezvous.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 from elastirun.rendezvous.rules import Rules
@@ -290,27 +290,6 @@ def test_a_loss_that_one_node_has_found_counts_for_all() -> None:
     assert decision.reason == "name-c 10.0.0.3 was lost; because of failure"
 
 
-@pytest.mark.parametrize(
-    ("known", "silent", "expected"),
-    [
-        ((), "", None),
-        ((), "c", ("c",)),
-        (("c",), "c", None),  # nothing new
-        (("c",), "bc", ("c", "b")),
-        (("c",), "", None),  # what one has found is not taken back
-        ((), "x", None),  # no member
-    ],
-)
-def test_losses_are_shared_once_each(known: tuple[str, ...], silent: str, expected: tuple[str, ...] | None) -> None:
-    record = after("abc", broken=Broken(Cause.LOST, "r", "a", known))
-    shared = updates.share_losses(view(record, silent=silent))
-    assert (shared and shared.broken and shared.broken.lost) == expected
-    if shared:
-        assert (shared.version, shared.round, shared.members) == (record.version + 1, 1, record.members)
-        assert shared.broken and shared.broken.reason == "r"
-    assert updates.share_losses(view(after("abc", None), silent="abc")) is None, "a round that is on has no losses"
-
-
 def failure(rank: int, blame: int = 0, at: float = 1.0) -> ExitRecord:
     return ExitRecord("n", rank, 0, 1, 1, blame, at)
 
@@ -329,22 +308,6 @@ def test_a_spent_budget_closes_the_job_with_the_failures_of_its_members_root_cau
     assert once and once.closed and once.closed.reason.startswith("a worker failed, --max-restarts=0")
 
 
-@pytest.mark.parametrize(
-    ("failed", "text"),
-    [
-        (failure(2), "rank 2 on n failed (exit code 1)"),
-        (replace(failure(2), code=-11), "rank 2 on n failed (SIGSEGV)"),
-        (replace(failure(2), code=-40), "rank 2 on n failed (signal 40)"),
-        (replace(failure(2), code=-9, note="OOM-killed, 3.9 of 4.0 GiB"), "rank 2 on n failed (SIGKILL, OOM-killed, 3.9 of 4.0 GiB)"),
-        (replace(failure(2), code=-9, note="sent from outside (not by this agent)"), "rank 2 on n failed (SIGKILL, sent from outside)"),
-        (failure(2, blame=3), "rank 2 on n failed (exit code 1)"),
-        (failure(2, blame=5), "rank 2 on n failed (exit code 1), perhaps for having lost its peers"),
-    ],
-)
-def test_a_failure_in_one_line(failed: ExitRecord, text: str) -> None:
-    assert failures.describe(failed) == text
-
-
 def test_the_budget_is_judged_only_when_all_have_stopped() -> None:
     assert form(after("ab", Cause.FAILURE), [row("a", 1), row("b")], max_restarts=0).record is None
 
@@ -355,37 +318,12 @@ def test_the_verdict_holds_no_more_than_sixteen_failures() -> None:
     assert record and record.closed and len(record.closed.failures) == 16
 
 
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
-        ([failure(0, 5, 1.0), failure(1, 0, 9.0)], [1, 0]),  # blame before time
-        ([failure(0, 0, 2.0), failure(1, 0, 1.0)], [1, 0]),  # then time
-        ([failure(1), failure(0)], [0, 1]),  # then rank
-        ([], []),
-    ],
-)
-def test_root_cause_order(records: list[ExitRecord], expected: list[int]) -> None:
-    assert [f.rank for f in failures.root_cause(records)] == expected
-
-
 def test_success_is_of_the_very_round() -> None:
     record = after("ab", None)
     there = rows([row("a", succeeded=1), row("b", succeeded=0)])
     assert [view(record, there).has_succeeded(m) for m in record.members] == [True, False]
     assert not view(replace(record, round=2), there).has_succeeded(record.members[0]), "a success of an earlier round is none"
     assert not view(record).has_succeeded(record.members[0])
-
-
-def test_what_is_written_raises_the_version_and_nothing_else() -> None:
-    record = after("ab", None)
-    broken = updates.break_up(record, Cause.LEAVE, "bye\n" + "x" * 5000, "a", 0.0)
-    assert broken.broken and (broken.version, broken.round, broken.members) == (4, 1, record.members)
-    assert broken.broken.reason.startswith("bye xxx") and len(broken.broken.reason) == 1024, "fit to be stored and shown"
-    succeeded = updates.succeed(record, "b")
-    closed = succeeded.closed
-    assert (succeeded.version, succeeded.round, succeeded.members, succeeded.broken) == (4, 1, record.members, None)
-    assert closed and (closed.verdict, closed.by) == (Verdict.SUCCEEDED, "b")
-    assert closed.reason == "all 4 workers of round 1 succeeded"
 
 
 @pytest.mark.parametrize(
