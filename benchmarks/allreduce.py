@@ -1,4 +1,4 @@
-"""Sums over ranks on one host: torch's gloo beside shared memory.
+"""Compares all-reduces on one host: torch's gloo and elastirun's shared memory.
 
     python -m benchmarks.allreduce [--ranks 2] [--sizes 4 1024 4096 65536] [--rounds 40] [--hosts 1]
 
@@ -30,7 +30,7 @@ KIB = 1024
 
 
 def measure(rank: int, ranks: int, sizes: list[int], rounds: int, hosts: int) -> dict[tuple[int, str], list[tuple[float, float, float]]]:
-    """(seconds, CPU seconds, seconds in a row) of each round on this rank, by size and transport."""
+    """Return (seconds, CPU seconds, seconds in a row) of each round on this rank, by size and transport."""
     assert dist.group.WORLD is not None
     transports: dict[str, Any] = {
         "gloo": GroupTransport(dist.group.WORLD),

@@ -1,17 +1,17 @@
-"""The training core beside torch's DistributedDataParallel: time, CPU and memory of a step.
+"""Compares elastirun's data-parallel module with torch's DistributedDataParallel: time, CPU and memory of a step.
 
     python -m benchmarks.ddp [--quick] [--what steps cpu memory adamw gpu] [--cases a b c] [--rounds 12]
 
-steps    forward + backward + gradients brought together, zero_grad(set_to_none=True), no optimizer; two ranks with one thread each
+steps    forward, backward, reduction of the gradients and zero_grad(set_to_none=True), no optimizer; two ranks with one thread each
 cpu      CPU time per parameter above plain autograd: (a) in a world of one
 memory   steady peak above the model, as multiples of the parameters' bytes; every variant in a fresh world
 adamw    steps with AdamW
 gpu      in a world of one with NCCL, where there is a GPU: the host's time, and kernels per bucket
 
-The variants take turns within one run, round by round and in another order each time. A turn is one step that is not counted (caches then
-hold this variant's data) and ``--repeats`` that are, each after a barrier; a step took as long as on the slowest rank, a round's value is
-the median of its turn. Nothing else is left out. "of torch" is the ratio of the medians, "paired" the median of the rounds' ratios: where
-the two differ, the machine was busy with something else.
+The variants take turns within one run, round by round and in another order each time. A turn is one step that is not counted, which fills
+the caches with this variant's data, and ``--repeats`` counted steps, each after a barrier. A step takes as long as on the slowest rank, and
+a round's value is the median of its turn. Every counted step is used. "of torch" is the ratio of the medians, "paired" the median of the
+rounds' ratios. Where the two differ, the machine was busy with other work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from benchmarks.lab import machine, table
 from tests.support import worlds
 
 WARM_UP = 6  # steps; torch's buckets are final after two, ours after four
-LIMIT = 3600.0  # seconds for a world
+LIMIT = 3600.0  # seconds for a world: only a hang takes longer
 WHAT = ("steps", "adamw", "cpu", "memory", "gpu")
 MIB = 1 << 20
 
@@ -59,7 +59,7 @@ MIB = 1 << 20
 
 
 def take_turns(steps: dict[str, Step], rounds: int, repeats: int) -> dict[str, list[list[tuple[float, float]]]]:
-    """(seconds, CPU seconds) of each counted step, by variant and round."""
+    """Return (seconds, CPU seconds) of each counted step, by variant and round."""
     names = list(steps)
     found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in names}
     for number in range(rounds):
@@ -88,7 +88,7 @@ def time_rank(rank: int, world: int, key: str, variants: Sequence[str], rounds: 
 
 
 def plan_of(module: Any) -> str:
-    """The buckets' sizes in MiB, where there are buckets of ours."""
+    """Return the sizes of elastirun's buckets in words; empty for other modules."""
     if not hasattr(module, "stats"):
         return ""
     sizes = [f"{bucket['bytes'] / MIB:.1f}" for bucket in module.stats()["buckets"]]
@@ -96,17 +96,17 @@ def plan_of(module: Any) -> str:
 
 
 def status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
+    """Return the bytes of a field of /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
 
 def memory_rank(rank: int, world: int, key: str, variant: str) -> tuple[int, int]:
-    """(steady peak, highest since the start) above the model, in bytes of this rank.
+    """Return (steady peak, highest since the start) above the model, in bytes of this rank.
 
-    Memory that ranks share is resident in each of them; here a rank counts for the part that it brought. Pages of files, which are code
-    that is used for the first time, do not count. The steady peak is the kernel's high-water mark of resident memory (VmHWM; 5 in
-    clear_refs sets it back) of three steps. The highest is sampled, for what is shared changes with the plan: it may be more.
+    Shared memory is resident in every rank, so only a rank's share of it counts. Pages of files do not count: they are code that is used
+    for the first time. The steady peak is the kernel's high-water mark of resident memory over three steps (VmHWM; writing 5 to clear_refs
+    resets it). The highest value is sampled, because the share changes with the plan; the true one may be higher.
     """
     case = CASES[key]
     model, batch = case.build(), case.batch()
@@ -136,7 +136,7 @@ def memory_rank(rank: int, world: int, key: str, variant: str) -> tuple[int, int
 
 
 def by_round(ranks: Sequence[dict[str, Any]], name: str, which: int) -> list[float]:
-    """A value for each round: the median of its steps, each as slow as on the slowest rank. ``which``: 0 time, 1 CPU time."""
+    """Return a value for each round: the median of its steps, each on the slowest rank. ``which``: 0 time, 1 CPU time."""
     everyones = [rank["times"][name] for rank in ranks]
     return [median(max(step[which] for step in steps) for steps in zip(*turns, strict=True)) for turns in zip(*everyones, strict=True)]
 
@@ -151,7 +151,7 @@ def ms(values: Sequence[float]) -> str:
 
 
 def efficiency(times: dict[str, list[float]], name: str, ideal: str) -> str:
-    """How much of what could be hidden was hidden."""
+    """Return the part of the communication that was hidden behind the backward, of what could have been hidden."""
     if name in (COMPUTE, NO_OVERLAP, ONLY_GLOO, ONLY_SHARED):
         return ""
     slow, best = median(times[NO_OVERLAP]), max(median(times[COMPUTE]), median(times[ideal]))
@@ -210,7 +210,7 @@ def show_memory(key: str, times: int) -> None:
 
 
 def gpu_rank(rank: int, world: int, key: str, rounds: int) -> dict[str, tuple[float, float, int, int]]:
-    """(host seconds, seconds until the GPU has finished, kernels, copies) per step of each variant, medians."""
+    """Return the medians of (host seconds, seconds until the GPU has finished, kernels, copies) per step of each variant."""
     from benchmarks.ddp_variants import backward, wrap
 
     device = torch.device("cuda", 0)
@@ -240,7 +240,7 @@ def on_gpu(backward: Callable[..., None], module: Any, batch: Any) -> Step:
 
 
 def count_kernels(step: Step) -> tuple[int, int]:
-    """Kernels and copies that a step starts."""
+    """Return the number of kernels and of copies that a step starts."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
         torch.cuda.synchronize()
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=2, help="counted steps in a turn")
-    parser.add_argument("--quick", action="store_true", help="three rounds, and memory once: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="three rounds, and memory once: to check that it runs")
     chosen = parser.parse_args()
     rounds, repeats = (3, 1) if chosen.quick else (chosen.rounds, chosen.repeats)
     print(machine(), flush=True)

@@ -1,12 +1,12 @@
-"""How well reductions hide behind the backward, with compute and the link simulated by sleeping: a busy machine changes little.
+"""Measures how well reductions hide behind the backward. Sleeping simulates compute and the link, so a busy machine changes little.
 
     python -m benchmarks.ddp_schedule [--quick] [--rounds 7]
 
-There is one rank. A layer's backward sleeps; reductions take turns on one link, each takes a latency and a time per byte. elastirun gets
-the link as its transport and plans its buckets by what it measures, as always; torch's DistributedDataParallel gets it as a communication
-hook. The variants take turns; what is shown is the median of the rounds, a round's value the better of two steps.
+There is one rank. A layer's backward sleeps. Reductions take turns on one link, and each takes a latency and a time per byte. elastirun
+gets the link as its transport and plans its buckets by its own measurements, as always; torch's DistributedDataParallel gets the link as a
+communication hook. The variants take turns. A round's value is the better of two steps, and the tables show the median of the rounds.
 
-overlap   24 layers of 4 MB and 10 ms: what part of the communication that could be hidden was hidden,
+overlap   24 layers of 4 MB and 10 ms: the part of the communication that was hidden, of what could have been,
           (no overlap - time) / (no overlap - the longer of compute and communication)
 links     an embedding of 32 MB whose gradient comes last, 12 layers of 4 MB (12 ms each), 24 of 1 MB (5 ms), three links: how far
           above the bound, which is compute and then the embedding's own transfer
@@ -36,8 +36,8 @@ from elastirun.train.buckets import Link
 from tests.support import worlds
 
 MB = 1 << 20
-WARM_UP = 5  # steps; elastirun's plan is there after four
-LIMIT = 1800.0
+WARM_UP = 5  # steps; elastirun's plan is final after four
+LIMIT = 1800.0  # seconds for a world: only a hang takes longer
 
 
 class Sleeps(torch.autograd.Function):
@@ -57,7 +57,7 @@ class Sleeps(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """``layers``: (bytes, seconds), in the order of the forward."""
+    """A model of ``layers``: (bytes, seconds) of each, in the order of the forward."""
 
     def __init__(self, layers: Sequence[tuple[int, float]]) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class Layers(nn.Module):
 
 
 class SleepingLink:
-    """One reduction at a time; the next begins when the link is free."""
+    """A simulated link that carries one reduction at a time. The next begins when the link is free."""
 
     def __init__(self, link: Link) -> None:
         self.link, self._free = link, 0.0
 
     def begin(self, nbytes: int) -> float:
-        """When a reduction of ``nbytes`` will be done, on the clock of ``time.perf_counter``."""
+        """Return when a reduction of ``nbytes`` will be done, by ``time.perf_counter``."""
         self._free = max(self._free, time.perf_counter()) + self.link.seconds(nbytes)
         return self._free
 
@@ -105,7 +105,7 @@ class LinkArena:
 
 
 class LinkTransport:
-    """elastirun's transport over the link; with one rank, a sum is what is there already."""
+    """elastirun's transport over the link. With one rank the sum is the value itself."""
 
     averages = False
 
@@ -120,7 +120,7 @@ class LinkTransport:
 
 
 class LinkHook:
-    """torch's communication hook over the link. A thread completes the futures when their time has come."""
+    """torch's communication hook over the link. A thread completes each future when its reduction is done."""
 
     def __init__(self, link: SleepingLink) -> None:
         self._link = link
@@ -154,7 +154,7 @@ PLAIN = "compute only"
 
 @contextmanager
 def trained(side: str, cap: float | None, layout: Layout, link: Link) -> Iterator[nn.Module]:
-    """The layers as ``side`` trains them over the link, with buckets of ``cap`` MiB (None: its default)."""
+    """Return the layers wrapped by ``side`` over the link, with buckets of ``cap`` MiB (None: its default)."""
     model, sleeping = Layers(layout), SleepingLink(link)
     if side == PLAIN:
         yield model
@@ -170,7 +170,7 @@ def trained(side: str, cap: float | None, layout: Layout, link: Link) -> Iterato
 
 
 def _named(hook: LinkHook) -> Callable[..., Future[Tensor]]:
-    """torch looks at a hook's name and annotations."""
+    """Return the hook as a plain function: torch checks a hook's name and annotations."""
 
     def passing(state: object, bucket: Any) -> Future[Tensor]:
         return hook(None, bucket)
@@ -180,7 +180,7 @@ def _named(hook: LinkHook) -> Callable[..., Future[Tensor]]:
 
 
 def time_rank(rank: int, world: int, sides: Sequence[tuple[str, float | None]], layout: Layout, link: Link, rounds: int) -> Times:
-    """Seconds of each step's backward, the sides taking turns."""
+    """Return the seconds of each step's backward. The sides take turns."""
     times: Times = {}
     for number in range(1 + rounds):
         for side, cap in sides:
@@ -224,7 +224,7 @@ def uneven() -> Layout:
 
 
 def link_for(layout: Layout, latency: float, seconds: float) -> Link:
-    """A link that needs ``seconds`` for all bytes of ``layout``, latencies apart."""
+    """Return a link that needs ``seconds`` for all bytes of ``layout``, without latencies."""
     return Link(latency, seconds / sum(nbytes for nbytes, _ in layout))
 
 

@@ -1,9 +1,9 @@
-"""How long a module of many small parameters takes to construct, and its first and second backward, beside torch's.
+"""Measures the construction and the first two backwards of a module with many small parameters, beside torch's.
 
     python -m benchmarks.ddp_start [--parameters 8000] [--rounds 7]
 
-Two ranks with one thread each. In each round every variant wraps a fresh model; they take turns, in another order each time. A value is
-that of the slowest rank; "of torch" is the ratio of the medians, "paired" the median of the rounds' ratios.
+Two ranks with one thread each. In each round every variant wraps a fresh model; the variants take turns, in another order each time. A
+value is that of the slowest rank. "of torch" is the ratio of the medians, "paired" the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Many(nn.Module):
 
 
 def start_rank(rank: int, world: int, parameters: int, rounds: int) -> dict[str, list[list[float]]]:
-    """Seconds of each part, by variant and round."""
+    """Return the seconds of each part, by variant and round."""
     found: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
-    for number in range(1 + rounds):  # the first brings code and memory into place, and is not counted
+    for number in range(1 + rounds):  # the first warms up code and memory, and is not counted
         for at in range(len(VARIANTS)):
             name = VARIANTS[(at + number) % len(VARIANTS)]
             model = Many(parameters)

@@ -49,7 +49,7 @@ def step(rank: int, world: int, path: str) -> None:
 
 
 def ranges(events: list[dict[str, Any]]) -> list[tuple[str, int, float, float, str]]:
-    """(kind, lane, begin, end, label) of what is drawn; times in ms since the first."""
+    """Return (kind, lane, begin, end, label) of everything to draw; times are in ms since the first."""
     spans = [event for event in events if event.get("ph") == "X"]
     main = next(event["tid"] for event in spans if event["name"].startswith("elastirun: bucket"))
     threads = sorted({event["tid"] for event in spans if event["name"] == "gloo:all_reduce"})
@@ -76,7 +76,7 @@ def ranges(events: list[dict[str, Any]]) -> list[tuple[str, int, float, float, s
 
 
 def draw(found: list[tuple[str, int, float, float, str]]) -> str:
-    """The picture, as SVG."""
+    """Return the picture as SVG."""
     total, lanes = max(end for _, _, _, end, _ in found), 1 + max(lane for _, lane, _, _, _ in found)
     names = ["compute", "buckets", *(f"link {at + 1}" for at in range(lanes - 2))]
     height = LANE * (lanes + 2)

@@ -1,4 +1,4 @@
-"""What benchmarks/ddp.py compares: three models, and the ways to bring their gradients together."""
+"""Models and variants that benchmarks/ddp.py compares: three models, and the ways to reduce their gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from elastirun.train.bucket_memory import Storage
 from elastirun.train.transports.choose import choose
 
 CPU = torch.device("cpu")
-PIECE = 25 << 20  # bytes that "communication only" reduces at a time: torch's bucket
+PIECE = 25 << 20  # bytes that "communication only" reduces at a time: the size of torch's buckets
 SHM = "shared memory"
 Step = Callable[[], None]
 
 
 class Small(nn.Module):
-    """2,000 tensors of 1,024 elements: all cost is per parameter."""
+    """A model of 2,000 tensors with 1,024 elements, whose cost is all per parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Small(nn.Module):
 
 
 class Transformer(nn.Module):
-    """54.7 million parameters, 219 MB, in 146 tensors; the embedding is 67 MB of it, and its gradient comes last."""
+    """A model of 54.7 million parameters, 219 MB, in 146 tensors. The embedding has 67 MB, and its gradient comes last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ STEPS = (COMPUTE, ONLY_GLOO, ONLY_SHARED, NO_OVERLAP, TORCH, TORCH_VIEW, GLOO, S
 
 
 def wrap(variant: str, model: nn.Module, **options: Any) -> nn.Module:
-    """``model`` as the variant trains it; the plain model where nothing wraps it."""
+    """Return ``model`` wrapped as the variant trains it, or the plain model where the variant wraps nothing."""
     if variant.startswith(TORCH):
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=variant == TORCH_VIEW, **options)
     if variant in (GLOO, SHARED):
@@ -82,7 +82,7 @@ def backward(module: nn.Module, batch: Tensor) -> None:
 
 
 def reduce_flat(params: Sequence[nn.Parameter]) -> None:
-    """What one writes without a reducer: all gradients in one tensor, one all-reduce, back again."""
+    """Reduce as without a reducer: copy all gradients into one tensor, all-reduce it, and copy them back."""
     grads = [param.grad for param in params if param.grad is not None]
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     dist.all_reduce(flat)
@@ -92,7 +92,7 @@ def reduce_flat(params: Sequence[nn.Parameter]) -> None:
 
 
 def communication(variant: str, case: Case) -> Step:
-    """Only the reductions, of as many bytes as the model has, ``PIECE`` at a time."""
+    """Return a step of reductions alone: of as many bytes as the model has, ``PIECE`` at a time."""
     left = sum(param.nbytes for param in case.build().parameters())
     storages = []
     while left > 0:
@@ -109,7 +109,7 @@ def communication(variant: str, case: Case) -> Step:
 
 
 def make_step(variant: str, case: Case) -> tuple[Step, nn.Module | None]:
-    """One step of ``variant`` (forward, backward, the gradients brought together), and its module."""
+    """Return a step of ``variant`` (forward, backward, reduction of the gradients), and its module."""
     if variant in (ONLY_GLOO, ONLY_SHARED):
         return communication(variant, case), None
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ OPTIMIZED = (COMPUTE, TORCH_FOREACH, TORCH_FUSED, OURS_FUSED, OURS_WITHIN)
 
 
 def make_optimized(variant: str, case: Case) -> tuple[Step, nn.Module | None]:
-    """A step with AdamW; the learning rate is small enough that the values stay what they are."""
+    """Return a step with AdamW, and its module. The learning rate is so small that the parameters stay near their values."""
     torch.manual_seed(0)
     model, batch = case.build(), case.batch()
     if variant == COMPUTE:

@@ -1,4 +1,4 @@
-"""The life of an elastic job under elastirun and under torchrun: grow, lose a worker, lose an agent, lose a node, take it back.
+"""Compares the life of an elastic job under elastirun and torchrun: it grows, loses a worker, an agent and a node, and gets the node back.
 
     python -m benchmarks.elastic [--repeat 3] [--cap 120] [--only grow ...] [--launchers elastirun torchrun torchrun-unshared]
 
@@ -23,7 +23,7 @@ PATIENCE = 120.0  # seconds for what every launcher is expected to do
 
 @dataclass(frozen=True)
 class Result:
-    """``took`` in seconds; None when it did not happen. ``note`` for people."""
+    """The outcome of a scenario. ``took``: seconds; None: it did not happen. ``note``: what happened, in words."""
 
     took: float | None
     note: str = ""
@@ -49,7 +49,7 @@ def start(bench: Bench, *nodes: int) -> None:
 
 
 def whole_world(bench: Bench) -> float:
-    """All three nodes started at once and stepping; returns now."""
+    """Start all three nodes at once, and return the moment at which all of them step."""
     start(bench, 1, 2, 3)
     if bench.first_step(3, 0.0, PATIENCE) is None:
         raise SystemExit(f"{bench.launcher.name}: three nodes at once did not come up\n{bench.tails()}")
@@ -57,7 +57,7 @@ def whole_world(bench: Bench) -> float:
 
 
 def outcome(bench: Bench, size: int, since: float, cap: float) -> Result:
-    """Until a new world of ``size`` steps, counted from ``since``."""
+    """Return the time from ``since`` until a new world of ``size`` steps."""
     at = bench.first_step(size, since, cap)
     again = sum(w.node == "1" and w.started > since for w in bench.workers)
     if at is not None:
@@ -70,14 +70,14 @@ def outcome(bench: Bench, size: int, since: float, cap: float) -> Result:
 
 
 def first(bench: Bench, cap: float) -> Result:
-    """One node of 1:3 alone, from the command to its first step."""
+    """Measure one node of 1:3 alone, from the command to its first step."""
     since = time.monotonic()
     start(bench, 1)
     return outcome(bench, 1, since, cap)
 
 
 def grow(bench: Bench, cap: float) -> Result:
-    """One node steps; two more are started at once."""
+    """Start two more nodes while one steps."""
     start(bench, 1)
     bench.first_step(1, 0.0, PATIENCE)
     since = time.monotonic()
@@ -86,28 +86,28 @@ def grow(bench: Bench, cap: float) -> Result:
 
 
 def worker(bench: Bench, cap: float) -> Result:
-    """kill -9 of the worker of node 2."""
+    """Kill the worker of node 2 with SIGKILL."""
     since = whole_world(bench)
     bench.kill_workers(lambda w: w.node == "2")
     return outcome(bench, 3, since, cap)
 
 
 def agent(bench: Bench, cap: float) -> Result:
-    """kill -9 of the agent of node 3, and of nothing else."""
+    """Kill only the agent of node 3 with SIGKILL."""
     since = whole_world(bench)
     bench.kill(bench.agents[2], workers_too=False)
     return outcome(bench, 2, since, cap)
 
 
 def node(bench: Bench, cap: float) -> Result:
-    """kill -9 of agent and worker of node 3 together, as when the machine dies."""
+    """Kill agent and worker of node 3 with SIGKILL, as when the machine dies."""
     since = whole_world(bench)
     bench.kill(bench.agents[2], workers_too=True)
     return outcome(bench, 2, since, cap)
 
 
 def back(bench: Bench, cap: float) -> Result:
-    """The node that was lost comes back once the others step without it."""
+    """Start the lost node again once the others step without it."""
     lost = whole_world(bench)
     bench.kill(bench.agents[2], workers_too=True)
     if bench.first_step(2, lost, cap) is None:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a bench that starts agents of either launcher and hears their workers; medians and tables."""
+"""Code that the benchmarks share: a bench that starts agents of either launcher and collects their workers' reports; medians and tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAUNCHERS = {"elastirun": ELASTIRUN, "torchrun": TORCHRUN, "torchrun-unshared": 
 
 @dataclass
 class Worker:
-    """What a worker has told; times are seconds of the monotonic clock."""
+    """The reports of one worker. Times are seconds of the monotonic clock."""
 
     node: str
     pid: int
@@ -65,7 +65,7 @@ class Agent:
 
 @dataclass
 class Bench:
-    """One job: its agents and everything their workers report. ``close`` leaves nothing behind."""
+    """One job: its agents, and everything that their workers report. ``close`` ends every process and removes every file."""
 
     launcher: Launcher
     workers: list[Worker] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Bench:
     # -- agents -----------------------------------------------------------------------------------------------------
 
     def agent(self, node: str, arguments: Sequence[str], prefix: Sequence[str] = (), env: dict[str, str] | None = None) -> Agent:
-        """Start an agent; ``prefix`` goes before its command, its output to ``output(node)``."""
+        """Start an agent with ``prefix`` in front of its command. ``output(node)`` returns its output."""
         more = {"BENCH_SOCKET": f"{self.folder.name}/s", "BENCH_NODE": node, "TMPDIR": self.folder.name, "PYTHONPATH": str(ROOT)}
         with open(self._path(node), "ab") as out:
             process = subprocess.Popen(
@@ -105,7 +105,7 @@ class Bench:
         return agent
 
     def kill(self, agent: Agent, workers_too: bool) -> None:
-        """kill -9: of the agent alone, or, as when the machine dies, with its workers."""
+        """Kill the agent with SIGKILL: alone, or with its workers as when the machine dies."""
         agent.process.kill()
         agent.process.wait()
         if workers_too:
@@ -115,13 +115,13 @@ class Bench:
         return self._path(node).read_text(errors="replace")
 
     def tails(self, lines: int = 12) -> str:
-        """The last lines of every agent's output."""
+        """Return the last lines of every agent's output."""
         nodes = dict.fromkeys(agent.node for agent in self.agents)
         return "\n".join(f"--- node {node}\n" + "\n".join(self.output(node).splitlines()[-lines:]) for node in nodes)
 
     @property
     def lost(self) -> bool:
-        """No agent runs any more."""
+        """Whether no agent runs any more."""
         return all(agent.process.poll() is not None for agent in self.agents)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Bench:
             agent.process.kill()
             agent.process.wait()
         self.listen(0.0)
-        self.kill_workers(lambda w: True)  # torchrun's outlive their agent
+        self.kill_workers(lambda w: True)  # torchrun's workers outlive their agent
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -142,14 +142,14 @@ class Bench:
         for worker in self.workers:
             if worker.alive and which(worker):
                 try:
-                    os.kill(worker.pid, signal.SIGKILL)  # its connection is open, so the number is still its own
+                    os.kill(worker.pid, signal.SIGKILL)  # the worker's connection is open, so the pid still belongs to it
                 except ProcessLookupError:
                     pass
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def listen(self, timeout: float) -> None:
-        """Take in what the workers have said, waiting up to ``timeout`` seconds for the first word."""
+        """Read the workers' reports, waiting up to ``timeout`` seconds for the first."""
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._listening:
                 connection, _ = self._listening.accept()
@@ -180,7 +180,7 @@ class Bench:
                 worker.first_step = worker.first_step or message["at"]
 
     def wait(self, condition: Callable[[], bool], limit: float) -> bool:
-        """Listen until the condition holds; False when it does not within ``limit`` seconds, or no agent is left."""
+        """Read reports until the condition holds. Return False when it does not within ``limit`` seconds, or no agent is left."""
         deadline = time.monotonic() + limit
         while not condition():
             if self.lost or time.monotonic() >= deadline:
@@ -189,12 +189,12 @@ class Bench:
         return True
 
     def world(self, size: int, since: float = 0.0, steps: int = 1) -> list[Worker] | None:
-        """The living workers of a world of ``size``, in rank order, started after ``since``, when all of them have stepped."""
+        """Return the living workers of a world of ``size`` that started after ``since``, in rank order; None until all have stepped."""
         found = [w for w in self.workers if w.alive and w.world == size and w.started > since and w.steps >= steps]
         return sorted(found, key=lambda w: w.rank) if {w.rank for w in found} == set(range(size)) else None
 
     def first_step(self, size: int, since: float, limit: float) -> float | None:
-        """When the workers of a world of ``size``, started after ``since``, had all made a step; None: not within ``limit`` seconds."""
+        """Return when all workers of a world of ``size`` that started after ``since`` had stepped; None: not within ``limit`` seconds."""
         if not self.wait(lambda: self.world(size, since) is not None, limit):
             return None
         return max(w.first_step or 0.0 for w in self.world(size, since) or ())
@@ -202,7 +202,7 @@ class Bench:
 
 @dataclass
 class _Line:
-    """A worker's connection: what came in, and who it is."""
+    """The connection of a worker: the bytes of an incomplete line, and the worker once it is known."""
 
     rest: bytes = b""
     worker: Worker | None = None
@@ -212,7 +212,7 @@ class _Line:
 
 
 def machine() -> str:
-    """What this was measured on, in one line."""
+    """Return one line about the machine and the versions."""
     import torch
 
     model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
@@ -223,13 +223,13 @@ def machine() -> str:
 
 
 def shown(launcher: Launcher, arguments: Sequence[str]) -> str:
-    """The command as one would type it."""
+    """Return the command as a user types it."""
     name = "elastirun" if launcher is ELASTIRUN else "torchrun"
     return shlex.join([*(f"{k}={v}" for k, v in launcher.env), name, *arguments])
 
 
 def seconds(values: Sequence[float]) -> str:
-    """The median, and every value it was taken from."""
+    """Return the median, and every value behind it."""
     if not values:
         return "-"
     middle = statistics.median(values)
@@ -237,7 +237,7 @@ def seconds(values: Sequence[float]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its head."""
+    """Return a Markdown table. The first row is its head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")

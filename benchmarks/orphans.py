@@ -1,12 +1,12 @@
-"""The agent dies in four ways at twenty moments: what of its processes is left one second later?
+"""Kills agents in four ways at twenty moments, and counts the processes that are left one second later.
 
     python -m benchmarks.orphans [--runs 200] [--torchrun 40] [--parallel 4]
 
-Deaths: kill -9, SIGSEGV, the kernel's out-of-memory killer in a memory control group, and SIGSTOP for longer than elastirun's
-lease of 10 s (then it is the workers that must be gone, one second after the lease). Moments: while the agent comes up and looks
-for others, while it spawns two workers, while they run, and while it waits for them to stop, which they refuse. Each worker has
-two grandchildren, double-forked and in sessions of their own; one of them is stopped. All are found by a variable that the
-benchmark puts into the agent's environment.
+Deaths: SIGKILL, SIGSEGV, the kernel's out-of-memory killer in a memory control group, and SIGSTOP for longer than the guard's
+lease of 10 s (then the workers must be gone one second after the lease). Moments: while the agent starts and waits for other nodes,
+while it spawns two workers, while the workers run, and while it waits for them to stop, which they refuse. Each worker has two
+grandchildren, double-forked and in sessions of their own, and one of them is stopped. All processes are found by a variable in
+the agent's environment.
 """
 
 from __future__ import annotations
@@ -52,17 +52,20 @@ WORKERS = 2
 RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-id=orphans", "--rdzv-conf=last_call_timeout=1,is_host=1")
 OPTIONS = ("--nnodes=1:2", f"--nproc-per-node={WORKERS}", *RENDEZVOUS)
 DEATHS = {"kill -9": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "out of memory": None, "SIGSTOP": signal.SIGSTOP}
-AFTER = 1.0  # seconds
-PATIENCE = 5.0  # seconds; whether what is left goes later: on a busy machine the killed wait for a CPU to die on
-LEASE = 10.0  # seconds; elastirun's default
+AFTER = 1.0  # seconds from the death until processes count as left: elastirun's promise
+PATIENCE = 5.0  # seconds until the left processes are looked up again: on a busy machine killed processes wait for a CPU to exit on
+LEASE = 10.0  # seconds; the default of the guard's lease
 LIMIT = 60.0  # seconds for a job to come up
-PIECE = 8 << 20  # bytes
+PIECE = 8 << 20  # bytes that the hog allocates at a time
 HOG = f"import sys\nsys.stdin.readline()\nhog = [bytearray(b'x') * {PIECE} for _ in range(64)]\nsys.stdin.readline()"
 
 
 @dataclass(frozen=True)
 class Moment:
-    """``at``: in "rendezvous" the part of the time that it takes until the first worker is there, else seconds after the event."""
+    """The moment of a death.
+
+    ``at``: in "rendezvous" a fraction of the time until the first worker is there, else seconds after the phase began.
+    """
 
     phase: str
     at: float
@@ -87,12 +90,12 @@ class Case:
 @dataclass(frozen=True)
 class Result:
     case: Case
-    left: tuple[str, ...] = ()  # what is known of each process that was left
-    stayed: bool = False  # and was still there ``PATIENCE`` later
-    trouble: str = ""  # why nothing was measured
+    left: tuple[str, ...] = ()  # a description of each process that was left
+    stayed: bool = False  # whether one was still there ``PATIENCE`` later
+    trouble: str = ""  # the reason why nothing was measured
 
 
-# -- what /proc tells
+# -- processes in /proc
 
 
 def read(path: str) -> bytes:
@@ -103,13 +106,13 @@ def read(path: str) -> bytes:
 
 
 def carriers(token: str) -> list[int]:
-    """The living processes with ``token`` in their environment; a zombie has none."""
+    """Return the living processes with ``token`` in their environment. A zombie has no environment."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if token.encode() in read(f"/proc/{pid}/environ")]
 
 
 def has_spawned(agent: int) -> bool:
-    """Whether a worker is there, however young."""
+    """Tell whether the agent has a worker, even one that has not reported yet."""
     tasks = os.listdir(f"/proc/{agent}/task") if os.path.exists(f"/proc/{agent}/task") else []
     children = [int(pid) for task in tasks for pid in read(f"/proc/{agent}/task/{task}/children").split()]
     return any(b"\0LOCAL_RANK=" in read(f"/proc/{pid}/environ") for pid in children)
@@ -131,7 +134,7 @@ def end(pid: int) -> None:
 
 @contextmanager
 def memory_group() -> Iterator[Path]:
-    """A memory control group of our own, without a limit yet. Raises OSError when none can be made here."""
+    """Make a memory control group, without a limit yet. Raises OSError when this machine allows none."""
     own = cgroup_folders(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text(), "memory")
     folder = Path(own[0] if own else "/nowhere") / f"elastirun-bench-{secrets.token_hex(4)}"
     folder.mkdir()
@@ -144,18 +147,18 @@ def memory_group() -> Iterator[Path]:
         while folder.exists() and time.monotonic() < deadline:
             try:
                 folder.rmdir()
-            except OSError:  # the dead are still leaving
+            except OSError:  # killed processes are still exiting
                 time.sleep(0.05)
 
 
 def limit_file(folder: Path) -> tuple[Path, Path] | None:
-    """The files for the limit and the use, of version 2 or 1."""
+    """Return the group's files for the limit and the use, of version 2 or 1."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     return next(((folder / limit, folder / use) for limit, use in names if (folder / limit).exists()), None)
 
 
 def run_out_of_memory(folder: Path, agent: int, hog: subprocess.Popen[bytes]) -> None:
-    """The group is filled until the kernel kills; the agent is the one to go first."""
+    """Fill the group until the kernel kills a process of it. The agent is the first choice."""
     files = limit_file(folder)
     assert files is not None and hog.stdin is not None
     Path(f"/proc/{agent}/oom_score_adj").write_text("1000")
@@ -199,12 +202,12 @@ def measure(case: Case, until_first_worker: float, group: Path | None) -> Result
             for process in filter(None, (hog, *(a.process for a in bench.agents))):
                 process.kill()
             for pid in carriers(token):
-                if not is_guard(pid):  # it goes by itself, and removes what it must
+                if not is_guard(pid):  # the guard ends by itself, after its clean-up
                     end(pid)
 
 
 def come_to(moment: Moment, bench: Bench, agent: subprocess.Popen[bytes], until_first_worker: float) -> bool:
-    """False: it did not come within ``LIMIT``."""
+    """Wait for the moment. Return False when it does not come within ``LIMIT``."""
     if moment.phase == "rendezvous":
         time.sleep(moment.at * until_first_worker)
         return True
@@ -225,14 +228,14 @@ def come_to(moment: Moment, bench: Bench, agent: subprocess.Popen[bytes], until_
 def strike(
     case: Case, agent: subprocess.Popen[bytes], token: str, group: Path | None, hog: subprocess.Popen[bytes] | None
 ) -> dict[int, str]:
-    """The agent dies. Returns what is left of its processes after the time that is given to them: pid to what is known of it."""
+    """Kill the agent. Return the processes that are left after their time: pid to description."""
     signum = DEATHS[case.death]
     if signum is not None:
         agent.send_signal(signum)
     elif group is not None and hog is not None:
         run_out_of_memory(group, agent.pid, hog)
     spared: set[int] = set()
-    if signum == signal.SIGSTOP:  # the agent and its guard live on
+    if signum == signal.SIGSTOP:  # the agent and its guard may live on
         time.sleep(LEASE + AFTER)
         spared = {pid for pid in carriers(token) if pid == agent.pid or is_guard(pid)}
     else:
@@ -251,7 +254,7 @@ def about(pid: int) -> str:
 
 
 def time_to_first_worker(launcher: Launcher) -> float:
-    """Seconds, the median of three."""
+    """Return the seconds until the first worker, the median of three runs."""
     times = []
     for _ in range(3):
         with Bench(launcher) as bench:
@@ -274,13 +277,13 @@ def time_to_first_worker(launcher: Launcher) -> float:
 
 
 def cases(launcher: Launcher, runs: int) -> list[Case]:
-    """Every death in turn at every moment in turn."""
+    """Return ``runs`` cases: every death in turn, at every moment in turn."""
     deaths = list(DEATHS)
     return [Case(launcher, deaths[i % len(deaths)], MOMENTS[i // len(deaths) % len(MOMENTS)]) for i in range(runs)]
 
 
 def alternating(first: Sequence[Case], second: Sequence[Case]) -> list[Case]:
-    """Both lists, spread evenly over one."""
+    """Merge both lists into one, evenly."""
     places = [((i + 0.5) / len(each), case) for each in (first, second) for i, case in enumerate(each)]
     return [case for _, case in sorted(places, key=lambda place: place[0])]
 

@@ -1,9 +1,9 @@
-"""How many operations and bytes the rendezvous asks of its store, counted on a simulated clock: no socket, no thread, no load.
+"""Counts the store operations and bytes of the rendezvous on a simulated clock, without sockets, threads or load.
 
     python -m benchmarks.rendezvous_counts [8 32 128 512 1024]        10000 takes minutes
 
-The real machines and the real exchange over one store in memory; a request and its answer take 2 ms each. Each key that is written or read
-counts as an operation, in a listing too, whatever a store makes of it; the bytes are those of keys and values in both directions.
+It runs the real machines and the real sync protocol over one store in memory. A request and its answer take 2 ms each. Each key that is
+written or read counts as one operation, also in a listing. The bytes are those of keys and values in both directions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import SyncProtocol
 
 T = TypeVar("T")
-WAY = 0.002  # seconds from a node to the store
+WAY = 0.002  # seconds from a node to the store, as in a data centre
 
 
 @dataclass
 class Tally:
-    """What was asked of a store."""
+    """The operations and bytes that were asked of a store."""
 
     operations: int = 0
     size: int = 0  # bytes
@@ -49,7 +49,7 @@ class Tally:
 
 
 class Remembering(Codec):
-    """Parses for all nodes of a process what each node of a cluster parses on a processor of its own."""
+    """A codec that decodes the same bytes once for all nodes of this process. In a cluster each node decodes on its own CPU."""
 
     _parsed: ClassVar[dict[str, tuple[bytes, Any]]] = {}
 
@@ -62,7 +62,7 @@ class Remembering(Codec):
 
 
 class CountedStore:
-    """A store in memory, its operations counted."""
+    """A store in memory that counts its operations."""
 
     hosting = False
 
@@ -98,24 +98,24 @@ class CountedStore:
 
 
 def node_row(index: int, process: int = 1) -> NodeRow:
-    """The row of a node with names as long as they are in a cluster."""
+    """Return the row of a node, with names as long as in a cluster."""
     name = f"node{index:05}"
     return NodeRow(f"{name}-{process}-00c0ffee", name, f"10.0.{index // 250}.{index % 250 + 1}", 40000, 8)
 
 
 def rules(nodes: int, index: int) -> Rules:
-    """One node may be lost."""
+    """Return rules that allow the loss of one node."""
     return Rules(max(1, nodes - 1), nodes, new_store_id=f"store-of-{index}")
 
 
 class Crowd:
-    """``nodes`` nodes that join within 0.3 s."""
+    """A simulation of ``nodes`` nodes that join within 0.3 s."""
 
     def __init__(self, nodes: int) -> None:
         self.t = 0.0
         self.tally = Tally()
-        self._round: dict[int, int] = {}  # by node, how many nodes the round has that it runs
-        self._sizes: Counter[int] = Counter()  # by size of a round, how many nodes run one of that size
+        self._round: dict[int, int] = {}  # by node: the number of members of its round
+        self._sizes: Counter[int] = Counter()  # by number of members: how many nodes run such a round
         self._lost = -1
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -162,12 +162,12 @@ class Crowd:
         return carry_out
 
     def lose(self, index: int) -> None:
-        """The node falls silent."""
+        """Make the node silent."""
         self._lost = index
         self._sizes[self._round.pop(index)] -= 1
 
     def run(self, seconds: float, size: int = 0) -> bool:
-        """Let time pass, until ``size`` nodes are in a round of that size; whether they are."""
+        """Let ``seconds`` pass, or less if ``size`` nodes run a round of that size before. Tell whether they do."""
         end = self.t + seconds
         while self._heap and self._heap[0][0] <= end:
             self.t, _, what = heapq.heappop(self._heap)
@@ -180,7 +180,10 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Counts:
-    """``formed`` and ``reformed``: simulated seconds from the first join, or the loss, until everybody runs the round."""
+    """The result for one number of nodes.
+
+    ``formed`` and ``reformed``: simulated seconds from the first join, and from the loss, until every node runs the round.
+    """
 
     formed: float
     forming: Tally
@@ -190,7 +193,10 @@ class Counts:
 
 
 def count(nodes: int, window: float = 10.0) -> Counts:
-    """Form, run for ``window`` seconds that are counted, lose one, form again. Errors: ``RuntimeError`` when a round does not come."""
+    """Count a formation, ``window`` seconds of a running round, and a re-formation after a loss.
+
+    Errors: ``RuntimeError`` when a round does not form.
+    """
     crowd = Crowd(nodes)
     if not crowd.run(120.0 + 0.1 * nodes, nodes):
         raise RuntimeError(f"{nodes} nodes have no round after {crowd.t:.0f} s")

@@ -1,14 +1,15 @@
-"""How the rendezvous grows with the number of nodes: elastirun's beside torch's, and elastirun's alone on a simulated clock.
+"""Measures how the cost of the rendezvous grows with the number of nodes: elastirun's and torch's over a real store.
 
     python -m benchmarks.rendezvous_scale [--nodes 8 32 128 512 1024] [--repeat 1] [--limit 120] [--sides elastirun torch etcd parsed-once]
 
-N nodes without workers, in eight processes, meet over one real TCPStore in a process of its own. elastirun: the machine, its driver thread
-and the exchange as in the agent; what an agent does beside is left out (Start is answered by nothing, Stop at once). torch: its
-``DynamicRendezvousHandler`` with the c10d backend, a thread each, which looks for waiting nodes once a second as torchrun's agent does.
-Both are connected before the clock starts, then all join at once. Then ten seconds of running are counted, then one node falls silent;
-its peers' workers are taken to fail at that moment (torch's handler does not tell anybody of a lost node, so all its survivors join again).
+N nodes without workers, in eight processes, meet over one real TCPStore in another process. elastirun: the machine, its store thread and
+the sync protocol as in the agent. The rest of the agent is left out: Start has no effect, and workers stop at once. torch: its
+``DynamicRendezvousHandler`` with the c10d backend in one thread per node, which checks for waiting nodes once a second as torchrun's agent
+does. All nodes are connected before the clock starts, and then join at once. Then ten seconds of a running round are counted. Then one node
+falls silent, and its peers' workers are assumed to fail at that moment (torch's handler reports no lost node, so all survivors join again).
 
-Counted at the TCPStore client, alike for both: one call is an operation, its keys and values in both directions are the bytes.
+The TCPStore client counts in the same way for both: one call is one operation, and the bytes are those of its keys and values in both
+directions.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from elastirun.rendezvous.sync import SyncProtocol
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 PROCESSES = 8
-SETTLE, WINDOW = 3.0, 10.0  # seconds before the running nodes are counted, and how long
-LOOK = 1.0  # seconds between two looks of torch's agent for waiting nodes; its monitor looks more often, at the same copy
+SETTLE, WINDOW = 3.0, 10.0  # seconds before the count of a running round begins, and its length
+LOOK = 1.0  # seconds between two checks of torch's agent for waiting nodes; its monitor checks more often, but at a local copy
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -53,7 +54,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Counted:
-    """A TCPStore client with its calls counted. One thread at a time uses it."""
+    """A TCPStore client that counts its calls. One thread at a time uses it."""
 
     def __init__(self, store: Any, tally: Tally) -> None:
         self.raw = store
@@ -88,9 +89,9 @@ class Counted:
 
 @dataclass
 class Plan:
-    """What a process is to run: the nodes ``first``, ``first + step``, ... of ``nodes``."""
+    """The share of one process: the nodes ``first``, ``first + step``, ... of ``nodes``. ``endpoint``: the address of the store."""
 
-    port: int
+    endpoint: str
     nodes: int
     first: int
     step: int
@@ -100,9 +101,15 @@ class Plan:
         return range(self.first, self.nodes, self.step)
 
 
+def split(endpoint: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``."""
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port)
+
+
 @dataclass
 class Node:
-    """One node of elastirun's."""
+    """One node of elastirun."""
 
     index: int
     machine: Machine
@@ -113,7 +120,7 @@ class Node:
 
 
 class Elastirun:
-    """The nodes of one process: their machines in one loop, as in the agent, a driver with its thread for each."""
+    """The elastirun nodes of one process: their machines in one loop, as in the agent, with a store thread for each."""
 
     codec, limit, lasting = Codec(), EXCHANGE_LIMIT, False
 
@@ -125,9 +132,9 @@ class Elastirun:
         self._lag = 0.0
         self._nodes = {i: self._node(plan, i) for i in plan.mine}
 
-    def _connector(self, port: int, tally: Tally) -> Callable[[], Store]:
+    def _connector(self, endpoint: str, tally: Tally) -> Callable[[], Store]:
         def connect() -> TcpStore:
-            store = TcpStore("127.0.0.1", port)
+            store = TcpStore(*split(endpoint))
             store._store = Counted(store._store, tally)
             return store
 
@@ -136,7 +143,7 @@ class Elastirun:
     def _node(self, plan: Plan, index: int) -> Node:
         tally = Tally()
         row = node_row(index, os.getpid())
-        connect = self._connector(plan.port, tally)
+        connect = self._connector(plan.endpoint, tally)
         ready = [connect()]
         protocol = SyncProtocol("job/", row.id, self.codec, time.monotonic)
         driver = StoreThread(lambda: ready.pop() if ready else connect(), protocol, self.limit)
@@ -170,7 +177,7 @@ class Elastirun:
     def _obey(self, command: str, index: int = -1) -> None:
         if command == "go":
             for node in self._nodes.values():
-                node.machine = Machine(node.machine.rules, node.machine.row, time.monotonic())  # born now, not when it was connected
+                node.machine = Machine(node.machine.rules, node.machine.row, time.monotonic())  # created now: connecting is not counted
                 self._feed(node, Tick(time.monotonic()))
             self._main.send(("gone", time.monotonic()))
         elif command == "tally":
@@ -212,12 +219,12 @@ class ParsedOnce(Elastirun):
 
 
 class AtEtcd(Elastirun):
-    """The same at an etcd of one member. One call of etcd's API is an operation; watches are none, and count no bytes."""
+    """The same with an etcd of one member. One call of etcd's API is one operation. Watches count neither operations nor bytes."""
 
     limit, lasting = ETCD_LIMIT, True
 
-    def _connector(self, port: int, tally: Tally) -> Callable[[], Store]:
-        open_store = store.connector([f"127.0.0.1:{port}"])
+    def _connector(self, endpoint: str, tally: Tally) -> Callable[[], Store]:
+        open_store = store.connector([endpoint])
 
         def connect() -> Store:
             store = open_store()
@@ -235,7 +242,7 @@ class AtEtcd(Elastirun):
 
 
 class Torch:
-    """The same with torch's rendezvous: a thread for each node."""
+    """The torch nodes of one process, with a thread for each."""
 
     def __init__(self, plan: Plan, main: Connection) -> None:
         self._plan = plan
@@ -246,7 +253,7 @@ class Torch:
         self._lost = -1
 
     def _client(self) -> Any:
-        return tcp_store_class()("127.0.0.1", self._plan.port, is_master=False, wait_for_workers=False)
+        return tcp_store_class()(*split(self._plan.endpoint), is_master=False, wait_for_workers=False)
 
     def run(self) -> None:
         import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend  # noqa: F401 (not on the clock)
@@ -316,14 +323,14 @@ def run_store(main: Connection) -> None:
 
 @dataclass
 class Measured:
-    """Times in seconds, None: not within the limit. What went over the wire is summed over all nodes."""
+    """The result of one measurement. Times are in seconds; None: not within the limit. Tallies are sums over all nodes."""
 
     formed: float | None = None
     forming: Tally = field(default_factory=Tally)
     running: Tally = field(default_factory=Tally)
     reformed: float | None = None
     reforming: Tally = field(default_factory=Tally)
-    lag: float = 0.0  # the longest delay of a due look at a clock: above a second this machine was too slow for so many nodes
+    lag: float = 0.0  # longest delay of a timer, seconds; above one this machine is too slow for so many nodes
     notes: list[str] = field(default_factory=list)
 
 
@@ -332,23 +339,23 @@ class Fleet:
 
     def __init__(self, side: str, nodes: int) -> None:
         self.nodes = nodes
-        self.sizes: dict[int, tuple[int, float]] = {}  # by node: nodes in the round it has, and since when
+        self.sizes: dict[int, tuple[int, float]] = {}  # by node: members of its round, and since when
         self.notes: list[str] = []
         self.lag = 0.0
         self._store, theirs = SPAWN.Pipe()
         self._processes: list[Any] = []
         self._etcd = PrivateEtcd() if side == "etcd" else None
         if self._etcd:
-            port = self._etcd.endpoint.port
+            endpoint = self._etcd.endpoint
         else:
             self._processes = [SPAWN.Process(target=run_store, args=(theirs,), daemon=True)]
             self._processes[0].start()
-            port = self._store.recv()
+            endpoint = f"127.0.0.1:{self._store.recv()}"
         self._pipes: list[Any] = []
         step = min(PROCESSES, nodes)
         for first in range(step):
             ours, theirs = SPAWN.Pipe()
-            self._processes.append(SPAWN.Process(target=run_nodes, args=(side, Plan(port, nodes, first, step), theirs), daemon=True))
+            self._processes.append(SPAWN.Process(target=run_nodes, args=(side, Plan(endpoint, nodes, first, step), theirs), daemon=True))
             self._processes[-1].start()
             self._pipes.append(ours)
         self._answers("connected", 300.0)
@@ -364,7 +371,7 @@ class Fleet:
             self._etcd.close()
 
     def go(self) -> float:
-        """All join; when the last had begun to."""
+        """Make all nodes join, and return when the last one began."""
         self._tell("go")
         return max(float(answer[0]) for answer in self._answers("gone", 300.0))
 
@@ -380,7 +387,7 @@ class Fleet:
         return sum((answer[0] for answer in answers), Tally())
 
     def in_round(self, size: int, limit: float) -> float | None:
-        """When ``size`` nodes had a round of ``size``; None when it took longer than ``limit`` seconds."""
+        """Return when ``size`` nodes had a round of ``size``; None when that took longer than ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while True:
             since = [t for n, t in self.sizes.values() if n == size]
@@ -392,7 +399,7 @@ class Fleet:
                 return None
 
     def hear(self, seconds: float) -> list[tuple[str, list[Any]]]:
-        """What comes within ``seconds``, at least one message; empty when none does."""
+        """Return the messages that are ready, after ``seconds`` at most; empty when there is none."""
         heard: list[tuple[str, list[Any]]] = []
         ready: list[Any] = wait(self._pipes, max(0.0, seconds))
         for pipe in ready:
@@ -409,7 +416,7 @@ class Fleet:
             pipe.send(command)
 
     def _answers(self, name: str, limit: float) -> list[list[Any]]:
-        """One answer of every process."""
+        """Return one answer of every process."""
         found: list[list[Any]] = []
         deadline = time.monotonic() + limit
         while len(found) < len(self._pipes):

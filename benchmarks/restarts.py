@@ -1,10 +1,10 @@
-"""Kill a worker with -9 again and again: how many of the restarts come up?
+"""Kills a worker with SIGKILL again and again, and counts the restarts that come up.
 
     python -m benchmarks.restarts [--kills 100] [--launcher elastirun] [--delay 4] [--seed 0]
 
-Two agents with two gloo workers each. The workers enter ``init_process_group`` up to ``--delay`` seconds apart, another spread each
-time, as they do when each loads its data first. After a few good all-reduces one of the four, picked at random, is killed. A restart
-has come up when all four have completed all-reduces again; "at once" when that took each node one set of workers and no more.
+Two agents with two gloo workers each. The workers enter ``init_process_group`` up to ``--delay`` seconds apart, with other delays each
+time, as when each worker loads its data first. After a few successful all-reduces one of the four, chosen at random, is killed. A restart
+has come up when all four have completed all-reduces again, and "at once" when each node started only one set of workers for it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from benchmarks.lab import LAUNCHERS, WORKER, Bench, Launcher, Worker, machine, 
 
 WORLD = 4
 GOOD_STEPS = 3
-TIMEOUT = 20.0  # seconds, of the process group: so that a start that went wrong ends by itself
+TIMEOUT = 20.0  # seconds, of the process group: a start that went wrong then ends by itself
 
 
 @dataclass(frozen=True)
 class Restart:
-    """``took``: seconds from the kill to the first step of all four, None: never. ``attempts``: sets of workers a node needed at most."""
+    """The outcome of one kill.
+
+    ``took``: seconds from the kill to the first step of all four; None: never. ``attempts``: most sets of workers that a node started.
+    """
 
     took: float | None
     attempts: int
@@ -45,7 +48,7 @@ def arguments(node: int, port: int | str, kills: int) -> list[str]:
 
 
 def begin(bench: Bench, kills: int, delay: float, seed: int) -> list[Worker]:
-    """Start both agents and wait for good steps of all four workers. Raises SystemExit when they do not come."""
+    """Start both agents and wait for ``GOOD_STEPS`` of all four workers. Raises SystemExit when they do not come."""
     env = {"BENCH_DELAY": str(delay), "BENCH_SEED": str(seed), "BENCH_TIMEOUT": str(TIMEOUT), "PET_RESTART_PAUSE": "0"}
     for node in (1, 2):
         bench.agent(str(node), arguments(node, bench.port, kills), env=env)
@@ -55,7 +58,7 @@ def begin(bench: Bench, kills: int, delay: float, seed: int) -> list[Worker]:
 
 
 def kill_one(bench: Bench, victim: Worker, cap: float) -> Restart:
-    """Kill the worker, and wait for the next good steps of all four."""
+    """Kill the worker, and wait for ``GOOD_STEPS`` of all four new ones."""
     since = time.monotonic()
     bench.kill_workers(lambda w: w is victim)
     came = bench.wait(lambda: bench.world(WORLD, since, GOOD_STEPS) is not None, cap)
@@ -66,7 +69,7 @@ def kill_one(bench: Bench, victim: Worker, cap: float) -> Restart:
 
 
 def kill_in_a_row(launcher: Launcher, kills: int, delay: float, seed: int, cap: float, tell: bool = False) -> list[Restart]:
-    """The outcome of each kill. A job that did not come back within ``cap`` seconds is started anew for the next one."""
+    """Return the outcome of each kill. A job that did not come back within ``cap`` seconds is started anew for the next kill."""
     chance = random.Random(seed)
     restarts: list[Restart] = []
     while len(restarts) < kills:

@@ -1,9 +1,9 @@
-"""A node's cable is pulled: how long until the others run a new round?
+"""Measures how long the other nodes need for a new round after the link of one node went down.
 
     python -m benchmarks.silent_loss [--repeat 5] [--torchrun 1] [--cap 120]
 
-Three hosts made of network namespaces (as root, with iproute2), one gloo worker each. The link of a host that does not have the store goes
-down: no connection is closed, nobody says goodbye. Promised by elastirun: expire + 2 s until the survivors' new workers start.
+Three hosts made of network namespaces (as root, with iproute2), with one gloo worker each. The link of a host other than the store host
+goes down: no connection is closed. elastirun promises that the survivors' new workers start within expire + 2 s.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from benchmarks.lab import ELASTIRUN, TORCHRUN, WORKER, Bench, Launcher, machine, seconds, shown, table
 from tests.support import hosts
 
-LOST = 2  # the host whose cable is pulled; host 0 has the store
-PATIENCE = 120.0  # seconds for what every launcher is expected to do
+LOST = 2  # the host whose link goes down; host 0 is the store host
+PATIENCE = 120.0  # seconds for the first start, which every launcher must manage; far above the usual 10 s, for a busy machine
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Seconds from the pulled cable until the survivors' new workers had all started, and had all made a step; None: never."""
+    """Seconds from the loss until all new workers of the survivors had started, and had made a step; None: never."""
 
     started: float | None
     stepped: float | None

@@ -1,9 +1,8 @@
-"""What a launcher costs: from the command to the workers' first line, and while all is well.
+"""Measures the cost of a launcher: seconds from the command to the workers' first line, and CPU time and memory of idle agents.
 
     python -m benchmarks.startup [--repeat 10] [--watch 10]
 
-Start-up: an empty script on one node, 1 and 2 workers, the launchers taking turns. Idle: two nodes with one sleeping worker each; the
-CPU time and the memory of both agents.
+Start-up: an empty script on one node with 1 and 2 workers; the launchers take turns. Idle: two nodes with one sleeping worker each.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ time.sleep(3600)
 
 
 def start_up(launcher: Launcher, workers: int, script: Path) -> tuple[float, float]:
-    """Seconds from the command to the last worker's first line, and to the end of the command."""
+    """Return the seconds from the command to the last worker's first line, and to the end of the command."""
     began = time.monotonic()
     command = launcher.command("--standalone", f"--nproc-per-node={workers}", str(script))
     lines = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
@@ -48,13 +47,13 @@ def idle_arguments(node: int, port: int | str, script: str) -> list[str]:
 
 
 def idle(launcher: Launcher, script: Path, watch: float) -> list[tuple[float, float, int]]:
-    """For each agent: percent of one CPU over ``watch`` seconds, resident MiB, threads."""
+    """Return for each agent: percent of one CPU over ``watch`` seconds, resident MiB, threads."""
     with Bench(launcher) as bench:
         for node in (1, 2):
             bench.agent(str(node), idle_arguments(node, bench.port, str(script)))
         if not bench.wait(lambda: bench.world(2) is not None, 120.0):
             raise SystemExit(f"{launcher.name}: two nodes did not come up\n{bench.tails()}")
-        bench.wait(lambda: False, 2.0)  # let the start-up be over
+        bench.wait(lambda: False, 2.0)  # the end of the start-up is not counted
         agents = [psutil.Process(agent.process.pid) for agent in bench.agents]
         before, began = [sum(agent.cpu_times()[:2]) for agent in agents], time.monotonic()
         bench.wait(lambda: False, watch)
@@ -70,7 +69,7 @@ def start_up_table(repeat: int, script: Path) -> str:
         for turn in range(repeat + 1):
             for launcher in found:
                 took = start_up(launcher, workers, script)
-                if turn:  # the first fills the caches
+                if turn:  # the first turn fills the caches
                     found[launcher].append(took)
                     print(f"{workers} {launcher.name}: first line {took[0]:.2f} s, end {took[1]:.2f} s", file=sys.stderr, flush=True)
         medians = {launcher: [statistics.median(column) for column in zip(*times, strict=True)] for launcher, times in found.items()}

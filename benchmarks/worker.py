@@ -1,7 +1,7 @@
-"""A worker that does nothing but all-reduce over gloo, and tells the bench when it starts and after each step.
+"""A worker that only all-reduces over gloo, and reports its start and each step to the bench.
 
-From the environment: ``BENCH_SOCKET`` (the bench's Unix socket), ``BENCH_NODE`` (which agent this is), ``BENCH_TIMEOUT`` (seconds for the
-process group; torch's default when unset), ``BENCH_DELAY`` and ``BENCH_SEED`` (enter ``init_process_group`` up to so many seconds late).
+Variables: ``BENCH_SOCKET`` (the bench's Unix socket), ``BENCH_NODE`` (the name of its agent), ``BENCH_TIMEOUT`` (seconds for the process
+group; unset: torch's default), ``BENCH_DELAY`` (enter ``init_process_group`` up to this many seconds late), ``BENCH_SEED`` (of the delay).
 """
 
 import json

