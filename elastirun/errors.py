@@ -3,9 +3,9 @@
     ElastirunError
     ├── UsageError         invalid option, variable or combination; nothing was started      ExitCode.USAGE
     ├── StartError         a valid command that this machine cannot carry out                ExitCode.ENVIRONMENT
-    ├── StoreError         the rendezvous store did not answer, or answered with an error    retried; ExitCode.RENDEZVOUS when it lasts
+    ├── StoreError         the store did not answer, or answered with an error                retried; ExitCode.RENDEZVOUS when it lasts
     │   ├── StoreRefused   the store refuses this node, so waiting does not help
-    │   └── UnreadableRound   the round record does not parse
+    │   └── UnreadableRound  the round record does not parse
     ├── JobFailed          the job of ``elastirun.launch`` failed; carries the root cause and the launcher's exit code
     └── BadRecord          bytes in the store that are not a record of ours
         └── BadSignature   a record that was not signed with our token
@@ -34,6 +34,10 @@ class StoreRefused(StoreError):
     """The store answers and refuses this node: wrong password, no permission, expired certificate. Only people can correct that."""
 
 
+class UnreadableRound(StoreError):
+    """The round record does not parse: the nodes have different tokens or versions, or another program wrote it."""
+
+
 class JobFailed(ElastirunError):
     """The job of ``elastirun.launch`` failed. ``exit_code``: the launcher's. ``cause``: one line. ``details``: its traceback."""
 
@@ -41,10 +45,6 @@ class JobFailed(ElastirunError):
         self.exit_code, self.cause, self.details = exit_code, cause, details
         text = f"the job ended with exit code {exit_code}: {cause or 'see the report on stderr'}"
         super().__init__(f"{text}\n{details}" if details else text)
-
-
-class UnreadableRound(StoreError):
-    """The round record does not parse: the nodes have different tokens or versions, or another program wrote it."""
 
 
 class BadRecord(ElastirunError):

@@ -70,7 +70,10 @@ class ProcessTree:
             self._send(guard.message(guard.ALIVE, now, self._deadline))
 
     def end_lease_at(self, moment: float, now: float) -> None:
-        """Let the lease end at ``moment``, not ``lease`` seconds after the last renewal. ``renew`` or a later moment changes that."""
+        """Let the lease end at ``moment``, not ``lease`` seconds after the last renewal. ``renew`` or a later moment changes that.
+
+        For single-node rounds, which another node may replace (see docs/decisions/0006).
+        """
         if now >= self._retry_at:
             self._restart_guard()
         if moment != self._fixed_deadline:
