@@ -158,7 +158,7 @@ class Elastirun:
             wait_for = None if not self._heap else max(0.0, min(self._heap[0][0] - time.monotonic(), 0.5))
             for key, _ in self._selector.select(wait_for):
                 if key.fileobj is self._main:
-                    self._obey(*self._main.recv())
+                    self._carry_out(*self._main.recv())
                 else:
                     for answer in key.data.driver.answers():
                         self._feed(key.data, answer)
@@ -174,7 +174,7 @@ class Elastirun:
                     for failed in node.driver.give_up(now):
                         self._feed(node, failed)
 
-    def _obey(self, command: str, index: int = -1) -> None:
+    def _carry_out(self, command: str, index: int = -1) -> None:
         if command == "go":
             for node in self._nodes.values():
                 node.machine = Machine(node.machine.rules, node.machine.row, time.monotonic())  # created now: connecting is not counted

@@ -6,12 +6,12 @@
     elastirun --nnodes=1:3 --nproc-per-node=2 --rdzv-id=digits --rdzv-endpoint=HOST:29400 examples/train.py
                                                                    the same on each of one to three nodes
 
-An elastic script differs from a plain one in a single habit: it may be stopped at any time and started again with another
-RANK and WORLD_SIZE. So it saves what it needs at the end of each epoch, begins by loading what is there, and derives
-everything else from (epoch, rank, world size). Read it from top to bottom: set-up, data, model, checkpoint, training.
+An elastic script may be stopped at any time and started again with another RANK and WORLD_SIZE. So it saves a checkpoint at the
+end of each epoch, begins by loading the checkpoint, and derives everything else from (epoch, rank, world size). Read it from top to
+bottom: set-up, data, model, checkpoint, training.
 
-Run again, it goes on where it was: the checkpoint's path is an argument with a fixed default. It must not be made from the
-run id, which a launcher makes up anew each time unless it is given one.
+A second run continues where the first one stopped, because the checkpoint's path is an argument with a fixed default. The path must
+not contain the run id: without --rdzv-id a launcher makes a new one for each run.
 
 The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn (UCI's "optical recognition of handwritten digits").
 """
@@ -25,14 +25,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported before there is a process group, it does not hold on to one; see the end of main
+import torch.distributed.nn  # imported before the process group exists, so that it keeps no reference to it; see the end of main
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastirun.train import is_current
 
-HELD_OUT = 450  # images that are never trained on
+HELD_OUT = 450  # images for the test, a quarter of all; never trained on
 
 
 def parse() -> argparse.Namespace:
@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
 
 
 def join_workers(wanted: str) -> torch.device:
-    """Make the process group from the launcher's environment; without a launcher, a group of one."""
+    """Make the process group from the launcher's environment, or a group of one without a launcher, and return the device."""
     local_rank, local_workers = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     enough = torch.cuda.device_count() >= local_workers
     kind = wanted if wanted != "auto" else "cuda" if enough else "cpu"
@@ -61,7 +61,7 @@ def join_workers(wanted: str) -> torch.device:
 
 
 def load_images(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, held-out images and labels: the same split in every worker."""
+    """Return training images and labels, then held-out images and labels. The split is the same in every worker."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16.0
     labels = torch.tensor(digits.target, device=device)
@@ -80,11 +80,11 @@ def make_model() -> nn.Module:
 
 
 def save(path: Path, state: dict[str, object]) -> None:
-    """Replace the checkpoint in one step: a crash at any moment leaves the old one or the new one, whole and on the disk.
+    """Replace the checkpoint atomically: after a crash at any moment the old or the new one is on the disk, complete.
 
-    A node that was cut off may not know yet that the others went on without it. Then its checkpoint is not the job's any more.
+    A node that was partitioned may not know yet that the others have continued without it. Its checkpoint must not replace theirs.
     """
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # no two writers share it
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # unique, so that two writers cannot mix
     with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -101,7 +101,7 @@ def save(path: Path, state: dict[str, object]) -> None:
 def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Load the checkpoint, if there is one, and return the number of epochs done.
 
-    Rank 0 reads and sends it to the others, so that all start from the same one, whatever each of them sees on its disk.
+    Rank 0 reads the file and broadcasts its bytes, so that all ranks start from the same one, whatever their own disks hold.
     """
     data = path.read_bytes() if dist.get_rank() == 0 and path.exists() else b""
     size = torch.tensor(len(data), device=device)
@@ -111,7 +111,7 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
     buffer = bytearray(data or int(size))
     content = torch.frombuffer(buffer, dtype=torch.uint8)
     sent = content.to(device)
-    dist.broadcast(sent, src=0)  # as bytes: objects would be unpickled, which runs whatever their sender wants
+    dist.broadcast(sent, src=0)  # as bytes: received objects would be unpickled, and a pickle can run any code
     content.copy_(sent)
     state = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
@@ -122,10 +122,10 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, devic
 def train_epoch(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, epoch: int, args: argparse.Namespace
 ) -> float:
-    """One pass over the training images; returns the mean loss.
+    """Train on every training image once, and return the mean loss.
 
-    The batches of an epoch are the same for any number of workers: each takes every n-th image of a batch. Its loss is the sum
-    over these; DDP averages gradients over the workers, hence the factor that makes the result the mean over the batch.
+    The batches of an epoch are the same for any number of workers: each worker takes every n-th image of a batch. Its loss is the sum
+    over its images. DDP averages gradients over the workers, so the factor ``world / len(indices)`` gives the mean over the batch.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
@@ -144,7 +144,7 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The part of the images that the model gets right, in per cent; each image is counted once, by one worker."""
+    """Return the percentage of images that the model classifies correctly. Each image is counted once, by one worker."""
     rank, world = dist.get_rank(), dist.get_world_size()
     right = (model(images[rank::world]).argmax(dim=1) == labels[rank::world]).sum()
     dist.all_reduce(right)
@@ -177,7 +177,7 @@ def main() -> None:
         if first >= args.epochs:
             print("there was nothing left to do; to train again, remove the checkpoint or name another", flush=True)
         print(f"test accuracy {percent:.1f} %", flush=True)
-    # Gloo's threads end with the process group, if nobody else holds it; threads that outlive the interpreter may abort it at its end.
+    # Gloo's threads end with the last reference to the process group. Threads that outlive the interpreter may abort it at its exit.
     del parallel
     dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from elastirun.errors import UsageError
 
 T = TypeVar("T")
 
-DEFAULT_SOURCE = "default"  # ``Row.source`` of an option that nobody gave
+DEFAULT_SOURCE = "default"  # ``Row.source`` of an option that was not given
 
 
 class Origin(IntEnum):

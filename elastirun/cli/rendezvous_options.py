@@ -17,7 +17,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's variable: "1" giv
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """The fields of ``LaunchConfig`` that say where, how many and in which order nodes meet."""
+    """The fields of ``LaunchConfig`` that say where, how many and in which order nodes meet, under the same names."""
 
     min_nodes: int
     max_nodes: int
@@ -25,7 +25,7 @@ class RendezvousOptions:
     etcd: Etcd | None
     endpoint_option: str
     meet_at_endpoint: bool
-    static: bool
+    fixed_ranks: bool
     node_rank: int | None
     is_host: bool | None
     run_id: str
@@ -65,7 +65,7 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         etcd=store.etcd,
         endpoint_option=options.label(port_option) if store.endpoint else LaunchConfig.endpoint_option,
         meet_at_endpoint=store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1",
-        static=static,
+        fixed_ranks=static,
         node_rank=node_rank,
         is_host=node_rank == 0 if conf.is_host is None and static else conf.is_host,
         run_id=_run_id(options, facts, store, static, max_nodes),

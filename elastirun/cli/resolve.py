@@ -29,25 +29,20 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
     command = _command(options, script)
     conf = options.read("rdzv_conf", parse.rdzv_conf)
     rendezvous = resolve_rendezvous(options, conf, facts)
-    timing = _timing(options, conf, rendezvous.static)
+    timing = _timing(options, conf, rendezvous.fixed_ranks)
     logs = _logs(options)
     options.read("monitor_interval", parse.seconds(0.0, above=True))
     options.read("start_method", parse.choice("spawn", "fork", "forkserver"))
     if options.text("logs_specs"):
         raise UsageError(f"{options.label('logs_specs')}: another layout of the logs is not built yet in this version; leave it out")
+    signals, forward_signals = _signals(options, "signals_to_handle"), _signals(options, "forward_signals")
+    twice = sorted({*signals} & {*forward_signals})
+    if twice:
+        both = f"{options.label('forward_signals')} and {options.label('signals_to_handle')}"
+        raise UsageError(f"{both} contradict each other on {twice[0]}; name it in one of them")
     config = LaunchConfig(
         command=command,
-        min_nodes=rendezvous.min_nodes,
-        max_nodes=rendezvous.max_nodes,
         nproc=1,
-        run_id=rendezvous.run_id,
-        endpoint=rendezvous.endpoint,
-        etcd=rendezvous.etcd,
-        endpoint_option=rendezvous.endpoint_option,
-        is_host=rendezvous.is_host,
-        meet_at_endpoint=rendezvous.meet_at_endpoint,
-        fixed_ranks=rendezvous.static,
-        node_rank=rendezvous.node_rank,
         local_addr=options.optional("local_addr", parse.host) if options.text("local_addr") else None,
         role=options.read("role", parse.name),
         max_restarts=options.read("max_restarts", parse.integer(0)),
@@ -56,16 +51,13 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         exit_code_from_worker=options.flag("exit_code_from_worker"),
         timing=timing,
         logs=logs,
-        signals=_signals(options, "signals_to_handle"),
-        forward_signals=_signals(options, "forward_signals"),
+        signals=signals,
+        forward_signals=forward_signals,
         numa_binding=options.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=options.flag("virtual_local_rank"),
+        **vars(rendezvous),
     )
-    twice = sorted({*config.signals} & {*config.forward_signals})
-    if twice:
-        both = f"{options.label('forward_signals')} and {options.label('signals_to_handle')}"
-        raise UsageError(f"{both} contradict each other on {twice[0]}; name it in one of them")
-    nproc = _workers(options, facts)  # last, because it may be slow
+    nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
     _check_ranks(options, logs, nproc, alone=rendezvous.max_nodes == 1)
     _check_gpus(options, nproc, facts)
     return replace(config, nproc=nproc)
