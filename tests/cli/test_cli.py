@@ -27,7 +27,7 @@ Elastirun = Callable[..., SimpleNamespace]
 
 @pytest.fixture
 def elastirun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Elastirun:
-    """Run ``main`` in a folder with a script ``t.py``; the agent is a stand-in that keeps its configuration. No torch, no devices."""
+    """Run ``main`` in a folder with a script ``t.py``. A stand-in for the agent records its configuration. No torch, no device."""
     seen: list[LaunchConfig] = []
 
     def run(config: LaunchConfig) -> int:

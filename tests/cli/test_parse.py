@@ -1,4 +1,4 @@
-"""The parsers of what people write: text in, value or one helpful line out."""
+"""The parsers of option values: text in, a value or one helpful line out."""
 
 from __future__ import annotations
 

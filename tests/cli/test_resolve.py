@@ -1,4 +1,4 @@
-"""From what was given to the configuration: torchrun's rules, what is derived, what is warned of, what cannot be."""
+"""The way from given options to the configuration: torchrun's rules, derived values, warnings and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOBODY: Mapping[str, str] = {}
 
 
 def resolved(line: str, environ: Mapping[str, str] = NOBODY) -> tuple[LaunchConfig, GivenOptions]:
-    """The configuration for a command line, on a made-up machine with 6 CPUs, 2 GPUs and 3 of another kind."""
+    """Resolve a command line on a made-up machine with 6 CPUs, 2 GPUs and 3 devices of another kind."""
     given, script = command_line.parse(line.split())
     devices = {"gpu": 2, "auto": 2, "xpu": 0, "npu": 3}
     options = GivenOptions(given, environ)

@@ -1,4 +1,4 @@
-"""Who is let in by etcd and how, and one clear line for everybody else."""
+"""Access to etcd with TLS, certificates and users, and one clear line for each wrong setting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PASSWORD, PREFIX = "S3cret!", "/team/"
 
 @pytest.fixture(autouse=True)
 def quick_to_try_again_and_slow_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about time, and the machine may be busy."""
+    """Retry at once and wait long: no test here is about time, and the machine may be busy."""
     monkeypatch.setattr(client, "PAUSE", 0.01)
     for module, name in ((client, "FIRST_CONTACT"), (client, "ATTEMPT"), (diagnosis, "LIMIT"), (diagnosis, "ALERT_WAIT")):
         monkeypatch.setattr(module, name, PATIENCE)
@@ -39,7 +39,7 @@ def quick_to_try_again_and_slow_to_give_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 @dataclass
 class Servers:
-    """Every kind of server, started when it is first asked for."""
+    """Every kind of server. Each starts when it is first asked for."""
 
     folder: Path
     stack: ExitStack
@@ -77,14 +77,14 @@ class Servers:
         return server
 
     def endpoint(self, kind: str) -> str:
-        """Of a kind of server, or of something that is none."""
+        """Return the endpoint of a kind of server, or of something that is no etcd."""
         if kind == "nobody":
             return f"127.0.0.1:{free_port()}"
         return self[kind].endpoints[0]
 
 
 def administer(server: Etcd) -> None:
-    """Users: "root"; "me" who may use what is below PREFIX; "nobody" who may do nothing."""
+    """Make the users: "root", "me" with rights under PREFIX, and "nobody" without any."""
     steps: list[tuple[str, dict[str, object]]] = [("UserAdd", {"name": who, "password": PASSWORD}) for who in ("root", "me", "nobody")]
     permission = {"permType": 2, "key": PREFIX.encode(), "range_end": PREFIX[:-1].encode() + b"0"}
     steps += [("RoleAdd", {"name": "root"}), ("RoleAdd", {"name": "team"}), ("RoleGrantPermission", {"name": "team", "perm": permission})]
@@ -179,7 +179,7 @@ def test_one_member_whose_certificate_has_expired_is_passed_over(servers: Server
 
 
 def refused(connect: Callable[[], EtcdStore], *, final: bool = True) -> str:
-    """What is said when it does not work. One line, without the password."""
+    """Return the message of the refusal: one line, without the password."""
     with pytest.raises(StoreError) as caught:
         works(connect())
     assert isinstance(caught.value, StoreRefused) is final, caught.value
@@ -273,7 +273,7 @@ def test_something_else_at_that_port(reply: bytes, words: str, final: bool) -> N
 
 
 def test_another_service_behind_grpc() -> None:
-    """It says that it does not know the method."""
+    """A gRPC server that lacks etcd's methods gets a clear message."""
     messages = client.load()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         server = messages.grpc.server(pool)

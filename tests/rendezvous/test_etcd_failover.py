@@ -1,4 +1,4 @@
-"""Three members of which one is killed, stopped or started anew, under a node that writes every 10 ms and hears of each change."""
+"""Loss of one member of three: killed, stopped or restarted, while a client writes every 10 ms and watches its key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cluster() -> Iterator[Etcd]:
 
 
 class Writer:
-    """Counts in ``KEY`` by compare-and-set. When a write fails it connects anew and looks, as a node's driver does."""
+    """A client that counts in ``KEY`` by compare-and-set. After a failed write it reconnects and reads, as the store thread does."""
 
     def __init__(self, connect: Callable[[], EtcdStore], key: str) -> None:
         self.connect = connect
@@ -34,7 +34,7 @@ class Writer:
         self.set: list[int] = []  # what was set, in order
         self.times = [time.monotonic()]
         self.errors: list[str] = []
-        self.doubtful: set[int] = set()  # writes of which it is not known what became of them
+        self.doubtful: set[int] = set()  # writes that may or may not have been applied
         self.heard = 0
         self._progress = threading.Condition()
         self.store = self._connected()
@@ -69,7 +69,7 @@ class Writer:
             self._progress.notify_all()
 
     def hears(self) -> None:
-        """Wait until a change that is made now has been heard of."""
+        """Write once, and wait until the watch has reported that change."""
         with self._progress:
             before = self.heard
         assert self.store.put_if(self.key, self._last(), b"0") == b"0"
@@ -116,7 +116,7 @@ class Writer:
 
 
 def version(store: EtcdStore, key: str) -> int:
-    """How often the key was written, by etcd's own count."""
+    """Return how often the key was written, by etcd's own count."""
     answer = store._range(store._key(key))
     return int(answer.kvs[0].version)
 
@@ -140,7 +140,7 @@ def leader(cluster: Etcd, writer: Writer) -> Member:
 
 
 def in_use(cluster: Etcd, writer: Writer) -> Member:
-    """The member that the writer talks to, when it is not the leader."""
+    """Return the member that the writer is connected to, which is not the leader."""
     while cluster.member(writer.store.endpoint) is cluster.leader():
         writer.store._client.abandon(writer.store._client.channel())
         writer.writes(1)

@@ -1,4 +1,4 @@
-"""etcd's messages beside whatever protobuf is installed, and nothing of it where etcd is not used."""
+"""Loading of etcd's messages with the installed protobuf, and no import of either where etcd is not used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code: str, *path: Path, **environment: str) -> str:
-    """The output of a fresh interpreter, in which ``path`` comes first."""
+    """Return the output of a fresh interpreter with ``path`` first on its module path."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), **environment}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def test_another_package_called_etcd3_is_told_apart(tmp_path: Path) -> None:
 
 
 def newer(line: str) -> str:
-    """The line as protoc writes it today."""
+    """Return the line as protoc writes it today."""
     return f"DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile({line})\n"
 
 

@@ -1,4 +1,4 @@
-"""The etcd store beside other versions of protobuf than the installed one, which all the other tests are run with.
+"""The etcd store with other versions of protobuf than the installed one, with which all other tests run.
 
 Needs the network, so it is done only when asked for:
 

@@ -1,4 +1,4 @@
-"""What the etcd store does beyond the contract of all stores: lease, pages, the endpoints in turn."""
+"""The etcd store beyond the contract of all stores: lease, pages, endpoints."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_foreign_hands_put_there_is_bounded_and_harmless(server: Etcd, job:
 
 
 def test_a_value_that_was_deleted_and_written_again_is_what_was_expected(server: Etcd, job: str) -> None:
-    """Its revision is another one; the contract speaks of values."""
+    """Another client restored the value, so its revision differs; the contract is about values."""
     store = connector(server.endpoints)()
     store.put_if(job + "k", None, b"1")
     ask(store, "KV/DeleteRange", key=store._key(job + "k"))

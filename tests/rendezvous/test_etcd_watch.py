@@ -1,4 +1,4 @@
-"""Changes are heard of, whatever happens to connections and servers; and while there is nothing to hear, nothing is done."""
+"""The watch at etcd: no change is missed, whatever happens to connections and servers, and an idle watch makes no calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def key() -> str:
 
 
 class Listener:
-    """Counts the calls of ``changed``, each of which can be awaited."""
+    """A counter of the calls of ``changed``, each of which can be awaited."""
 
     def __init__(self, store: EtcdStore, key: str) -> None:
         self.store = store
@@ -39,7 +39,7 @@ class Listener:
             self._called.notify_all()
 
     def hears(self, calls: int, patience: float = PATIENCE) -> None:
-        """Wait until there were so many calls in all."""
+        """Wait until there were ``calls`` calls in all."""
         with self._called:
             assert self._called.wait_for(lambda: self.calls >= calls, patience), f"{self.calls} calls, not {calls}"
         assert self.calls == calls
@@ -113,7 +113,7 @@ def test_a_stopped_member_is_left_as_soon_as_an_operation_finds_it(key: str) -> 
 
 
 def test_a_watch_alone_leaves_a_connection_that_fell_silent(server: Etcd, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without operations that would notice; the times are those of the product, divided."""
+    """No operation runs that would notice the loss. The keep-alive times are the product's, divided."""
     for name in ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
         monkeypatch.setitem(OPTIONS, name, OPTIONS[name] // 6)
     with Relay(server.endpoints[0]) as relay:

@@ -1,4 +1,4 @@
-"""What every store keeps, in one suite for all of them; and what torch's TCPStore is prevented from doing to us."""
+"""The conformance suite that every store passes, and tests of the traps of torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def listening(address: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 @dataclass
 class Server:
-    """A TCPStore in this process. Dropping ``served`` ends it.
+    """A TCPStore in this process. Deleting ``served`` ends it.
 
     On 127.0.0.1, whose name is in /etc/hosts: TCPStore looks names up, and a name server may be slow.
     """
@@ -47,7 +47,7 @@ class Server:
         return TcpStore(self.address, self.port)
 
     def foul(self, operation: str, key: str, *values: object) -> Any:
-        """What a hostile client does: ``set``, ``append``, ``delete_key`` ..., and that it has arrived."""
+        """Call ``set``, ``append``, ``delete_key`` ... as a hostile client would, and wait until the call has arrived."""
         client = tcp_store_class()(self.address, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
         answer = getattr(client, operation)(key, *values)
         client.check([key])
@@ -69,7 +69,7 @@ def server() -> Iterator[Server]:
 
 @dataclass
 class Shelf:
-    """A store's corner for one test: ``connect`` opens one more connection, every key begins with ``prefix``."""
+    """The part of a store for one test. ``connect`` opens one more connection; every key begins with ``prefix``."""
 
     connect: Callable[[], Store]
     prefix: str
@@ -97,7 +97,7 @@ def shelf(request: pytest.FixtureRequest) -> Shelf:
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """``work(i)`` in ``count`` threads that begin together; the results in order."""
+    """Run ``work(i)`` in ``count`` threads that begin together. Return the results in order."""
     results: dict[int, T] = {}
     together = threading.Barrier(count)
 
@@ -125,8 +125,8 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
         (None, b"1", b"1", None, None),  # ... even when it is the new value itself
         (b"0", b"0", b"1", b"1", b"1"),  # updated
         (b"0", b"0", b"0", b"0", b"0"),
-        (b"0", None, b"1", b"0", b"0"),  # somebody was first
-        (b"0", b"2", b"1", b"0", b"0"),  # somebody has changed it
+        (b"0", None, b"1", b"0", b"0"),  # another client was first
+        (b"0", b"2", b"1", b"0", b"0"),  # another client has changed the value
         (b"1", b"0", b"1", b"1", b"1"),  # our own write, whose answer was lost
         (b"1", None, b"1", b"1", b"1"),
         (b"00", b"0", b"1", b"00", b"00"),  # the whole value counts
@@ -220,7 +220,7 @@ def test_of_many_that_create_one_key_one_wins_and_all_learn_who(shelf: Shelf) ->
 
 
 def test_a_counter_loses_no_increment(shelf: Shelf) -> None:
-    """4 connections x 200 increments by compare-and-set: linearised, or some would vanish."""
+    """4 connections make 200 increments each by compare-and-set. Without linearizability some would be lost."""
     key = shelf("counter")
     shelf.connect().put_if(key, None, b"0")
 
@@ -420,7 +420,7 @@ def test_a_socket_that_cannot_be_served_is_a_store_error() -> None:
 
 
 def test_two_attempts_at_once_serve_one_store() -> None:
-    """The driver gives a slow attempt up and starts another; the first must not serve a second, empty store then."""
+    """The store thread abandons a slow attempt and starts another. The first one must not serve a second, empty store then."""
     offered: list[socket.socket] = []
     slow = threading.Event()
 

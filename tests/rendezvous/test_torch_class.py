@@ -1,4 +1,4 @@
-"""TCPStore with and without the rest of torch, each in a process of its own."""
+"""The TCPStore class with and without the rest of torch, each in a separate process."""
 
 from __future__ import annotations
 

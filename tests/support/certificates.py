@@ -17,7 +17,7 @@ def _new_key(folder: Path, name: str, subject: str, *how: str) -> None:
 
 
 class Authority:
-    """A CA in ``folder``: ``ca.pem`` there. What it issues are pairs of files, ``name.pem`` and ``name.key``."""
+    """A certificate authority with its certificate in ``folder``/ca.pem. It issues pairs of files, ``name.pem`` and ``name.key``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -26,7 +26,7 @@ class Authority:
         _new_key(folder, "ca", "test CA", "-x509", "-days", "2", "-out", "ca.pem")
 
     def issue(self, name: str, days: int = 2) -> tuple[str, str]:
-        """A certificate for 127.0.0.1 and localhost, for servers and clients, and its key. ``days`` below 0: it has expired."""
+        """Issue a certificate for 127.0.0.1 and localhost, for servers and clients, and its key. ``days`` below 0: it has expired."""
         _new_key(self.folder, name, name, "-out", f"{name}.csr")
         (self.folder / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage=serverAuth,clientAuth\n")
         issuer = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", str(days), "-extfile", "ext")

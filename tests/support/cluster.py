@@ -1,4 +1,4 @@
-"""Real agents on loopback addresses, with workers that report to the test over a socket and do what they are told.
+"""Runs real agents on loopback addresses. Their workers report to the test over a socket and carry out its commands.
 
 A worker connects, sends its environment, and waits for a command; its connection ends when it dies. So a test awaits
 events and never guesses how long something takes.
@@ -33,12 +33,12 @@ if command == "kill":
     os.kill(os.getpid(), int(rest))
 """
 
-PATIENCE = 60.0  # seconds; far beyond what anything here takes
+PATIENCE = 60.0  # seconds; more than ten times what anything here takes
 
 
 @dataclass
 class Worker:
-    """One live worker's connection."""
+    """The connection of one live worker."""
 
     connection: socket.socket
     env: dict[str, str]
@@ -69,7 +69,7 @@ class Cluster:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         self.port = free_port()
-        self.etcd: list[str] = []  # where the nodes meet instead of at the agent of node ``host``
+        self.etcd: list[str] = []  # endpoints of etcd; empty: the nodes meet at the agent of node ``host``
         self.agents: list[subprocess.Popen[str]] = []
         self.script = tmp_path / "worker.py"
         self.script.write_text(WORKER)
@@ -82,7 +82,7 @@ class Cluster:
         self.connections: list[socket.socket] = []
 
     def agent(self, i: int, *options: str, nnodes: str = "1:3", nproc: int = 1, host: int = 1) -> subprocess.Popen[str]:
-        """Start an agent; its output goes to ``out(i)``. Every loopback address is everyone's here, so the host is named."""
+        """Start an agent; ``out(i)`` returns its output. The store host is named: every loopback address is local to every agent."""
         if self.etcd:
             where = ["--rdzv-backend=etcd", f"--rdzv-endpoint={','.join(self.etcd)}", f"--rdzv-id={self.tmp_path.name}"]
         else:
@@ -106,14 +106,14 @@ class Cluster:
         return self.out_path(i).read_text()
 
     def says(self, i: int, text: str) -> None:
-        """Wait until the agent has written ``text``. A file cannot be awaited, so this one looks again and again."""
+        """Wait until the agent has written ``text``. A file cannot be awaited, so this method polls it."""
         deadline = time.monotonic() + PATIENCE
         while text not in self.out(i):
             assert time.monotonic() < deadline, f"never said: {text}\n{self.everything()}"
             time.sleep(0.02)
 
     def worker(self, timeout: float = PATIENCE) -> Worker:
-        """The next worker that reports."""
+        """Return the next worker that reports."""
         self.listening.settimeout(timeout)
         try:
             connection, _ = self.listening.accept()
@@ -125,7 +125,7 @@ class Cluster:
             return Worker(connection, json.loads(lines.readline()))
 
     def round(self, size: int, after: int = 0, timeout: float = PATIENCE) -> list[Worker]:
-        """The workers of the first complete round with ``size`` workers after round ``after``, in rank order."""
+        """Return the workers of the first complete round after round ``after`` that has ``size`` workers, in rank order."""
         deadline = time.monotonic() + timeout
         while True:
             rounds: dict[int, list[Worker]] = {}
@@ -167,7 +167,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def free_port() -> int:
-    """A port that is free on every loopback address now. Below the ephemeral range, so that no client takes it by chance."""
+    """Return a port that is free on every loopback address now. It is below the ephemeral range, so that no client takes it by chance."""
     while True:
         port = 10_000 + int.from_bytes(os.urandom(2), "big") % 20_000
         with socket.socket() as s:
@@ -179,7 +179,7 @@ def free_port() -> int:
 
 
 def dies(pid: int, timeout: float = PATIENCE) -> bool:
-    """Whether the process ends within ``timeout`` seconds."""
+    """Tell whether the process ends within ``timeout`` seconds."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

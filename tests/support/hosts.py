@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces on one switch, each with an address, a name and an /etc/hosts of its own; cables can be pulled.
+"""Makes hosts of network namespaces on one switch. Each has its own address, name and /etc/hosts, and its link can be cut.
 
 The namespaces have no names: each is held by a process that ends when this one does, so nothing can be left behind, and nothing of the
 machine's own network is touched. Needs root and Debian's iproute2 (see ``missing``).
@@ -28,7 +28,7 @@ exec cat
 
 
 class Space:
-    """A network namespace, with the mounts and the host name that go with it."""
+    """A network namespace with its own mounts and host name."""
 
     def __init__(self, name: str, hosts_file: Path | None = None) -> None:
         command = ["unshare", "--net", "--mount", "--uts", "sh", "-ec", PREPARE, "sh", name, str(hosts_file or "")]
@@ -41,17 +41,17 @@ class Space:
         self.inode = os.readlink(f"/proc/{self.holder.pid}/ns/net")
 
     def inside(self, *command: str) -> list[str]:
-        """``command`` as it is to be started for it to run on this host; the process that is started becomes it."""
+        """Return the command that runs ``command`` on this host. The started process becomes that command by exec."""
         return ["nsenter", f"--target={self.holder.pid}", "--net", "--mount", "--uts", f"--wd={os.getcwd()}", *command]
 
     def run(self, *command: str) -> None:
-        """Run it to its end. Raises CalledProcessError."""
+        """Run ``command`` to its end. Raises CalledProcessError."""
         subprocess.run(self.inside(*command), check=True)
 
     def close(self) -> None:
-        """End everything that runs in it; all of that was started by us."""
+        """Kill every process in the namespace. All of them were started by this test."""
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 if int(process.name) != self.holder.pid and os.readlink(process / "ns/net") == self.inode:
                     os.kill(int(process.name), signal.SIGKILL)
         self.holder.communicate()
@@ -70,7 +70,7 @@ class Host(Space):
 
 
 class Hosts:
-    """``count`` hosts and the switch between them, all named in each /etc/hosts; with ``debian`` each calls itself 127.0.1.1 there."""
+    """Make ``count`` hosts and a switch. Each /etc/hosts names all of them; with ``debian`` a host's own name is 127.0.1.1 there."""
 
     def __init__(self, count: int, folder: Path, debian: bool = False) -> None:
         self._made: list[Space] = []
@@ -89,7 +89,7 @@ class Hosts:
         return self.hosts[number]
 
     def cut(self, number: int) -> None:
-        """Pull the cable: the others hear nothing, not even that a connection is closed."""
+        """Take the link down. The others receive nothing, not even the end of a connection."""
         self._switch.run("ip", "link", "set", f"port{number}", "down")
 
     def mend(self, number: int) -> None:
@@ -120,7 +120,7 @@ def _hosts_file(folder: Path, number: int, count: int, debian: bool) -> Path:
 
 
 def missing() -> str:
-    """Why such hosts cannot be made on this machine, in words; empty when they can."""
+    """Return why this machine cannot make such hosts; empty when it can."""
     for program in ("ip", "unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"{program} is missing (Debian: iproute2, util-linux)"

@@ -1,4 +1,4 @@
-"""What comes instead of a server: connections that fall silent, as behind a firewall that has forgotten them, or something else."""
+"""Stand-ins for a server: a relay whose connections go silent, as behind a firewall that has dropped their state, and a foreign server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.cluster import PATIENCE
 
 
 class Relay:
-    """Listens at ``endpoint`` and passes on what comes. ``silence`` holds up the connections there are; new ones are well."""
+    """A relay in front of a server, which listens at ``endpoint``. ``silence`` drops the data of present connections, not of new ones."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -20,7 +20,7 @@ class Relay:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listening.getsockname()[1]}"
         self.connections = 0
-        self._silent = [threading.Event()]  # of the connections there are
+        self._silent = [threading.Event()]  # the event of the present connections; set: they are silent
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -51,7 +51,7 @@ class Relay:
             if not silent.is_set():
                 sink.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the other direction has ended it
+            pass  # the other direction has closed the connection
 
     def __enter__(self) -> Relay:
         return self
@@ -63,7 +63,7 @@ class Relay:
             try:
                 one.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # it is not connected any more
+                pass  # the connection has ended already
         for thread in self._threads:
             thread.join()
         for one in (self._listening, *self._sockets):
@@ -72,7 +72,7 @@ class Relay:
 
 @contextmanager
 def something_else(reply: bytes) -> Iterator[tuple[str, int]]:
-    """What is not the server one looks for: at that address and port it says ``reply`` to whoever has spoken, and hangs up."""
+    """A foreign server. It answers the first bytes of each client with ``reply`` and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:

@@ -1,4 +1,4 @@
-"""Worlds of real processes with a gloo group: ``run(3, function)`` calls a module-level function on three ranks.
+"""Runs functions in worlds of real processes with a gloo group: ``run(3, function)`` calls a module-level function on three ranks.
 
 torch is imported once, by a fork server; a rank is a fork of it and costs milliseconds.
 """
@@ -21,14 +21,14 @@ from typing import Any
 from tests.support.mutants import PRELOAD
 
 TIMEOUT = 120.0
-GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "60"))  # of collectives, in seconds
+GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "60"))  # seconds for a collective
 
 
 @dataclass(frozen=True)
 class Died:
     """A rank that ended without a result."""
 
-    code: int  # negative: the signal
+    code: int  # exit code; negative: the signal
 
 
 def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str, out: Connection, args: tuple[Any, ...]) -> None:
@@ -54,7 +54,7 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str,
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, died: bool = False) -> list[Any]:
-    """``function(rank, world, *args)`` of every rank, in rank order; raises with the traceback of the first rank that raised.
+    """Return the results of ``function(rank, world, *args)`` in rank order. Raises with the traceback of the first rank that raised.
 
     With ``died``, a rank may be killed: its place holds a ``Died``. After ``timeout`` seconds all are killed.
     """
