@@ -201,7 +201,7 @@ def refused(connect: Callable[[], EtcdStore], *, final: bool = True) -> str:
         ("plain", Access(tls=True, cacert="ca"), "it speaks no TLS there: write http://127.0.0.1:"),
         ("mtls", Access(tls=True, cacert="ca"), "it wants a certificate of ours: give cert= and key="),
         ("mtls", Access(tls=True, cacert="ca", cert="other"), "it does not accept the certificate in cert="),
-        ("users", Access(), "it asks who we are: give user= and password_file="),
+        ("users", Access(), "it requires a user: give user= and password_file="),
         ("users", Access(user="me", password_file="wrong"), "wrong user or password"),
         ("users", Access(user="stranger", password_file="right"), "wrong user or password"),
         ("users", Access(user="nobody", password_file="right"), "user nobody has no permission there: its role needs readwrite on the"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -160,10 +161,15 @@ def test_too_large_a_value_is_refused_at_once(server: Etcd, job: str, monkeypatc
 
 def test_a_full_database_is_said_with_what_to_do(job: str) -> None:
     with etcd(options=("--quota-backend-bytes=131072",)) as own:
-        store = connector(own.endpoints)()
-        with pytest.raises(StoreError, match=r"its database is full .*etcdctl compact.*defrag.*alarm disarm"):
-            for i in range(10_000):  # the server looks at the size of its database only when it has written it, ten times a second
+        store, said = connector(own.endpoints)(), ""
+        for i in range(10_000):  # etcd checks the size of its database only when it has written it, ten times a second
+            try:
                 store.put_if(f"{job}{i}", None, b"x" * 16384)
+            except StoreError as error:
+                said = str(error)
+                if "timed out" not in said:  # a busy machine may be too slow for so many writes
+                    break
+    assert re.search(r"its database is full .*etcdctl compact.*defrag.*alarm disarm", said), said
 
 
 # -- endpoints --------------------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def test_a_lease_that_is_over_although_its_agent_lives_is_told_and_replaced(node
         ask(store, "Lease/LeaseRevoke", ID=lease)
     beats(server, nodes)
     for i in (1, 2):
-        nodes.says(i, "this node's lease at etcd was over")
+        nodes.says(i, "this node's lease at etcd expired")
     finish(nodes, workers)
 
 

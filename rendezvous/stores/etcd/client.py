@@ -55,7 +55,7 @@ OPTIONS = {
     "grpc.enable_retries": 0,  # this client retries itself, at another endpoint
 }
 FULL = (
-    "its database is full (mvcc: database space exceeded) and takes no writes from anybody until its administrator runs "
+    "its database is full (mvcc: database space exceeded) and accepts no writes until its administrator runs "
     "`etcdctl compact REVISION`, `etcdctl defrag` and `etcdctl alarm disarm`; --auto-compaction-retention=1h keeps it from filling up"
 )
 NOT_ETCD = "UNIMPLEMENTED"  # gRPC's code for a method that the server lacks
@@ -273,7 +273,7 @@ class Client:
         if "lease not found" in details:
             raise LeaseNotFound(f"{where}: {details}")
         if "user name is empty" in details and not access.user:
-            raise StoreRefused(f"{where}: it asks who we are: give user= and password_file=")
+            raise StoreRefused(f"{where}: it requires a user: give user= and password_file=")
         if "authentication failed" in details:
             raise StoreRefused(f"{where}: wrong user or password (user={access.user}, {access.password_file})")
         if problem.code == "PERMISSION_DENIED":

@@ -90,7 +90,7 @@ class NodeLease:
             if self._id and self._id == lease_id:
                 self._id = 0
                 self.lost += 1
-                self._say("this node's lease at etcd was over, and with it its row was gone; it is written anew under another")
+                self._say("this node's lease at etcd expired, and its row was deleted with it; the row is written again under a new lease")
 
 
 class EtcdStore:
