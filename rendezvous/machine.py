@@ -338,7 +338,7 @@ class Machine:
             if record is not None:
                 self._leave_round()
             self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
-        elif self._all_have_seen(record):
+        elif self._all_have_seen(record) and not self._may_not_run_alone(record):
             self._go(Trigger.ALL_READY)
             self._actions.append(Start(record, self._place(record) or 0))
         else:
@@ -360,7 +360,7 @@ class Machine:
         elif record is None:
             planned, reason = formation.why_over(self.record, self.row.round)
             self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
-        elif self._must_stop_alone(record):
+        elif self._may_not_run_alone(record):
             self._break = Broken(Cause.LEAVE, CUT_OFF, self.row.id)
             self._hurried = self.row.round
             self._stop(Trigger.ROUND_OVER, planned=False, reason=CUT_OFF, within=self.rules.lone_grace)
@@ -382,7 +382,7 @@ class Machine:
     def _in_draining(self) -> None:
         """Wait for WorkersStopped. A single-node round that is cut off meanwhile must stop at once: see docs/decisions/0006."""
         record = self.record
-        if record is not None and record.round == self.row.round != self._hurried and self._must_stop_alone(record):
+        if record is not None and record.round == self.row.round != self._hurried and self._may_not_run_alone(record):
             self._hurried = self.row.round
             self._actions.append(Stop(False, CUT_OFF, self.rules.lone_grace))
 
@@ -454,10 +454,11 @@ class Machine:
         assert self._outcome is not None
         self._break = Broken(Cause.LEAVE, f"{self.row.name} {self.row.address} leaves: {self._outcome[1]}", self.row.id)
 
-    def _must_stop_alone(self, record: RoundRecord) -> bool:
-        """Return whether a single-node round must stop now, so that it is gone before other nodes may consider this node lost.
+    def _may_not_run_alone(self, record: RoundRecord) -> bool:
+        """Return whether a single-node round must not run now: its workers are gone before other nodes may consider this node lost.
 
-        Such a round needs no other node to go on training: see docs/decisions/0006.
+        Such a round needs no other node to go on training: see docs/decisions/0006. Nor is it started when the answer that would let it
+        start comes so late, such as after a standstill of this agent.
         """
         if self.rules.private or len(record.members) > 1:
             return False

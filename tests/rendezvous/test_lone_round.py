@@ -35,6 +35,15 @@ def test_its_time_counts_from_when_the_keep_alive_was_sent_not_answered() -> Non
     assert stage.me.working is None
 
 
+def test_it_is_not_started_when_it_would_have_to_stop() -> None:
+    stage = met(min_nodes=1)
+    slow_answers(stage, stage.rules.lone_limit + 0.1)
+    stage.form(ME)
+    assert not stage.run(20, lambda: stage.me.working is not None), "each answer comes too late"
+    del stage.begin
+    assert stage.run(10, lambda: stage.me.working is not None)
+
+
 def test_it_is_hurried_when_it_is_cut_off_while_it_drains() -> None:
     stage = alone()
     stage.break_up(Cause.JOIN)

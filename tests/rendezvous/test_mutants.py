@@ -323,8 +323,13 @@ MUTANTS = (
         *("lone_round", "its_time_counts_from_when_the_keep_alive_was_sent_not_answered"),
     ),
     mutant(
+        "a lone round is not started when it would have to stop",
+        *("machine", "self._all_have_seen(record) and not self._may_not_run_alone(record)", "self._all_have_seen(record)"),
+        *("lone_round", "it_is_not_started_when_it_would_have_to_stop"),
+    ),
+    mutant(
         "a lone round that drains is hurried when it is cut off",
-        *("machine", "self.row.round != self._hurried and self._must_stop_alone(record)", "self.row.round != self._hurried and False"),
+        *("machine", "self.row.round != self._hurried and self._may_not_run_alone(record)", "self.row.round != self._hurried and False"),
         *("lone_round", "it_is_hurried_when_it_is_cut_off_while_it_drains"),
     ),
     mutant(
