@@ -229,7 +229,7 @@ MUTANTS = (
     # What a node does.
     mutant(
         "no worker starts before every member has seen the round",
-        *("machine", "elif self._all_have_seen(record):", "elif True:"),
+        *("machine", "elif self._all_have_seen(record) and", "elif"),
         *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
     ),
     mutant(
