@@ -71,7 +71,7 @@ class WorkersStopped:
 
 @dataclass(frozen=True)
 class Leave:
-    """This node is told to leave, usually by a signal."""
+    """A request that this node leaves, usually from a signal."""
 
     now: float
     reason: str

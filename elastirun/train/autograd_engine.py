@@ -1,4 +1,4 @@
-"""What is asked of torch's autograd engine, some of it by names with an underscore: all of them stand here.
+"""Calls into torch's autograd engine. All uses of its private names (with an underscore) are in this file.
 
 Tried with torch 2.13. Another version that lacks one of them fails at the first backward, with an AttributeError that names it.
 """
@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class Listener(Protocol):
-    """Who is told of a backward. Hooks hold it weakly: parameters and graphs must not keep it alive."""
+    """Receives the events of a backward. Hooks hold a listener weakly, so that parameters and graphs do not keep it alive."""
 
     def begin(self) -> None: ...
     def fired(self, index: int) -> None: ...

@@ -160,7 +160,7 @@ class Bucket:
 
 def reduce_sparse(param: nn.Parameter, scale: float, group: dist.ProcessGroup) -> None:
     """Replace a sparse gradient by its sum over the ranks, times ``scale``. It travels by itself; gloo can add such tensors up."""
-    # Of a rank without data not even a NaN counts.
+    # 0 * NaN is NaN, so a rank with weight 0 sends zeros instead of its gradient.
     grad = param.grad if param.grad is not None and scale else torch.zeros_like(param).to_sparse(1)
     total = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * scale
     dist.all_reduce(total, group=group)

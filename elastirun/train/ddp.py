@@ -349,7 +349,7 @@ class DistributedDataParallel(TorchNames):
         self._reducer.skip()
 
     def batches(self, data: Iterable[T], samples: Callable[[T], float] | None = None) -> Iterator[T | None]:
-        """This rank's batches, then None as long as another rank has some: no rank waits in vain when inputs are uneven.
+        """This rank's batches, then None as long as another rank has some, so that no rank hangs when inputs are uneven.
 
         Each batch that is not None needs one reducing backward (a batch without one is reported as no data). Where None comes, the
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
@@ -394,7 +394,7 @@ class DistributedDataParallel(TorchNames):
         self._reducer.said.requests.add(name)
 
     def stats(self) -> dict[str, Any]:
-        """Where the last reducing step's time went, in seconds as the host saw them (on a GPU: of launching); can be written as JSON.
+        """Return the times of the last reducing step, in seconds of the host's clock (on a GPU: of launching), as a dict fit for JSON.
 
         ``steps`` so far; ``forward``, ``backward``, ``exposed`` (waiting at its end); ``bytes`` of gradients; ``buckets`` in the order of
         launching, each with its ``parameters``, ``bytes`` and when it was ``launched`` and ``ready`` after the backward began; ``plan``,

@@ -1,4 +1,4 @@
-"""What can go wrong in a worker's training core.
+"""Errors of a worker's training core.
 
     TrainError (a RuntimeError)
     ├── ModelMismatch      the ranks do not hold the same parameters: which one, and what each rank has

@@ -1,4 +1,4 @@
-"""What happens during a backward: gradients fill buckets, full buckets are reduced while the backward goes on.
+"""Reduces gradients during a backward: they fill buckets, full buckets are reduced while the backward goes on.
 
     begin     an output's gradient is computed: the outermost backward has begun; ask the engine to call ``_end`` when it is over
     fired     a watched parameter's gradient is accumulated; when all that a portion of a bucket watches have fired as often as they are
@@ -158,7 +158,7 @@ class Reducer:
         self.running.lay(torch.empty(self.running.numel, device="cpu"))
 
     def _make_room(self) -> None:
-        """Where there is a new plan, a backward that reduces gives up the memory of the former one: its gradients are mostly gone by then.
+        """Free the memory of the old plan in a reducing backward that follows a new plan: most of its gradients are gone by then.
 
         Nothing is launched before its end, where the new plan is installed: all ranks have to come there, and within a backward other
         modules may be in the way.

@@ -155,7 +155,7 @@ BESIDE = {"same node": lambda rank, other: rank // 2 == other // 2, "other node"
 
 @pytest.fixture
 def stage(nodes: Cluster) -> Cluster:
-    """Start two nodes with two workers each, which are restarted after every failure. Each worker fails in the way that it is told."""
+    """Start two nodes with two workers each, which are restarted after every failure. The test chooses how each worker fails."""
     nodes.script.write_text(ACTOR)
     for i in (1, 2):
         nodes.agent(i, "--max-restarts=1000", "--restart-pause=0", nnodes="2", nproc=2)

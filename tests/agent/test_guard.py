@@ -191,7 +191,7 @@ def test_workers_that_were_started_later_are_not_meant() -> None:
 
 @contextmanager
 def running_guard(deadline: float, group: str = "") -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a guard whose agent is this test, and a worker that it is told of. Children of the test need evidence."""
+    """Run a guard whose agent is this test, and a worker whose pid it is sent. Children of the test need evidence."""
     own = marks.own()
     command = [sys.executable, "-I", "-S", guard.__file__, own.text, str(deadline), "1", group]
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as worker:

@@ -1,4 +1,4 @@
-"""Out-of-memory kills are told apart from other kills from outside."""
+"""Out-of-memory kills are distinguished from other kills from outside."""
 
 from __future__ import annotations
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.mutants import copy, is_missed, run
+from tests.support.mutants import Mutant, copy, is_missed, run
 
 __all__ = ["copy"]  # the fixture
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``rule`` is broken when ``old``, which stands once in ``rendezvous/<module>.py``, becomes ``new``; then ``test`` fails."""
-
-    rule: str
-    module: str
-    old: str
-    new: str
-    test: str
 
 
 def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:

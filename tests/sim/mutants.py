@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.rendezvous.test_mutants import MUTANTS, Mutant, source
-from tests.support.mutants import copy_to
+from tests.rendezvous.test_mutants import MUTANTS, source
+from tests.support.mutants import Mutant, copy_to
 
 HEAD = "| rule taken out | in | the test that misses it | first seed that does |\n|---|---|---|---|\n"
 

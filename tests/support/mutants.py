@@ -15,11 +15,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.worlds import PRELOAD
+
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elastirun", "tests", "benchmarks")
 TIMEOUT = 150.0  # seconds for the tests of one mutant
-# Imported once by a server from which tests' processes are forked: importing torch takes seconds, a fork milliseconds.
-PRELOAD = ["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel", "torch._dynamo", "pytest"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``rule`` is broken when ``old``, which stands once in ``<module>.py``, becomes ``new``; then ``test`` fails."""
+
+    rule: str
+    module: str  # below the folder that the list of mutants is about
+    old: str
+    new: str
+    test: str  # pytest's name of it
 
 
 @dataclass(frozen=True)

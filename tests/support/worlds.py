@@ -18,8 +18,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.support.mutants import PRELOAD
-
+# Imported once by the fork server: importing torch takes seconds, a fork milliseconds. pytest is for the tests of mutants.
+PRELOAD = ["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel", "torch._dynamo", "pytest"]
 TIMEOUT = 120.0
 GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "60"))  # seconds for a collective
 

@@ -2,435 +2,426 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.mutants import copy, is_missed, run
+from tests.support.mutants import Mutant, copy, is_missed, run
 
 __all__ = ["copy"]  # the fixture
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """``rule`` is broken when ``old``, which stands once in ``elastirun/train/<module>.py``, becomes ``new``; then ``test`` fails."""
-
-    rule: str
-    module: str
-    old: str
-    new: str
-    file: str
-    test: str
+def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
+    return Mutant(rule, module, old, new, f"tests/train/test_{file}.py::test_{test}")
 
 
 LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 BUFFERS = "buffers_are_what_they_are_under_torchs_class"
 LEFT = "the_statistics_of_the_last_reduction_are_used_whatever_forwards_came_after_it"
 MUTANTS = (
-    Mutant("late gradients are reduced once more", "reducer", "if index in late:", "if False:", "ddp", LATE),
-    Mutant(
+    mutant("late gradients are reduced once more", "reducer", "if index in late:", "if False:", "ddp", LATE),
+    mutant(
         "a travelling bucket is nobody's gradient",
         *("bucket_memory", "            param.grad = None\n\n    def _copy(", "            pass\n\n    def _copy("),
         *("ddp", LATE),
     ),
-    Mutant(
+    mutant(
         "what comes after its portion is added",
         *("bucket_memory", " if param.grad is not None:\n                view.add_", " if False:\n                view.add_"),
         *("ddp", "a_gradient_that_comes_after_it_was_looked_for_is_added[portion]"),
     ),
-    Mutant(
+    mutant(
         "a new plan waits for a backward of all ranks",
         *("reducer", "if self._reducing and self._certain:", "if self._reducing:"),
         *("plans", "a_new_plan_waits_for_a_backward_that_every_rank_has"),
     ),
-    Mutant(
+    mutant(
         "the former memory is given up first",
         *("reducer", "self.buckets, self._home, self._arena = [], {}, None", "self._home = {}"),
         *("plans", "the_memory_of_a_plan_is_given_up_before_there_is_more[group]"),
     ),
-    Mutant(
+    mutant(
         "the words leave when everything is known",
         *("reducer", "while self._next < len(self.buckets) - 1 and", "while self._next < len(self.buckets) and"),
         *("ddp", LATE),
     ),
-    Mutant(
+    mutant(
         "the mean is over samples",
         *("reducer", "correction = self._total / common.samples if common and common.samples else 1.0", "correction = 1.0"),
         *("ddp", "the_mean_is_over_samples"),
     ),
-    Mutant(
+    mutant(
         "a rank without inputs counts as gradients of zero",
         *("reducer", "self._tail[0] += self._zeros", "pass"),
         *("in_place", "the_same_as_with_torchs_class[uneven-3]"),
     ),
-    Mutant(
+    mutant(
         "versions are found without the prefix, too",
         *("state_dicts", "        _rename_versions(wrapper,", "        (lambda *_: None)(wrapper,"),
         *("in_place", "state_dicts_of_unwrapped_modules_load_with_their_versions"),
     ),
-    Mutant(
+    mutant(
         "a copy reduces its gradients",
         *("ddp", "            ddp._reducer.begin()\n", "            pass\n"),
         *("in_place", "the_same_as_with_torchs_class[copied-2]"),
     ),
-    Mutant("no data, not even a NaN", "bucket_memory", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
-    Mutant(
+    mutant("no data, not even a NaN", "bucket_memory", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
+    mutant(
         "a request is heard once",
         *("reducer", "self.said.requests, self.said.status = set(), 0", "pass"),
         *("more", "a_request_of_one_rank_is_heard_by_all_in_the_same_step"),
     ),
-    Mutant(
+    mutant(
         "what accumulates nothing does not count",
         *("reducer", "        else:\n            self.backwards -= not touched", "        else:\n            pass"),
         *("more", "a_stage_of_a_pipeline_reduces_once_per_step"),
     ),
-    Mutant(
+    mutant(
         "what nobody used has no gradient",
         *("bucket_memory", "if users is not None and users[self.indices[at]] == 0:", "if False:"),
         *("kinds", "the_gradients_are_those_of_one_process[branches-2]"),
     ),
-    Mutant(
+    mutant(
         "the mean over users",
         *("bucket_memory", "if 0 < users[index] < with_data:", "if False:"),
         *("ddp", "a_parameter_that_a_rank_does_not_use[users]"),
     ),
-    Mutant(
+    mutant(
         "a step whose words come too late is not passed over",
         *("reducer", "if self._unread and (agreement.failed", "if False and (agreement.failed"),
         *("ddp", "on_a_gpu_the_words_are_read_a_step_later"),
     ),
-    Mutant(
+    mutant(
         "an interrupt after a reduction breaks the module",
         *("reducer", "elif not isinstance(what, raised_by_all):", "elif not raised_by_all:"),
         *("trouble", "an_interrupt_after_a_reduction_is_not_passed_over[group]"),
     ),
-    Mutant(
+    mutant(
         "a failed backward drops the step everywhere",
         *("reducer", "        if agreement.failed:\n", "        if False:\n"),
         *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
     ),
-    Mutant(
+    mutant(
         "all that an exception interrupted is finished first: before a construction",
         *("ddp", "        settle()\n        if device_mesh", "        if device_mesh"),
         *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[construction-group]"),
     ),
-    Mutant(
+    mutant(
         "before replicas are compared",
         *("ddp", "        settle()\n        self._reducer.check_replicas", "        self._reducer.check_replicas"),
         *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[check_replicas-group]"),
     ),
-    Mutant(
+    mutant(
         "before buffers are copied",
         *("ddp", "        settle()\n        buffers =", "        buffers ="),
         *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[sync_buffers-group]"),
     ),
-    Mutant(
+    mutant(
         "parameters may be reduced by another module that holds them",
         *("reducer", "if not self.sync or elsewhere or grad is None:", "if not self.sync or grad is None:"),
         *("ways", "the_same_as_with_torchs_class[half_of_it-group]"),
     ),
-    Mutant(
+    mutant(
         "layouts are compared",
         *("ddp", 'return "" if tensor.is_contiguous() else', 'return "" if True else'),
         *("torch_cases", "a_case_of_torchs_own[strides_differ]"),
     ),
-    Mutant(
+    mutant(
         "rank 0's statistics are taken over",
         *("running_stats", "        if self.at_once:\n", "        if False:\n"),
         *("more", "running_statistics_are_rank_0s_after_each_reduction"),
     ),
-    Mutant(
+    mutant(
         "a gradient nobody would reduce is an error",
         *("reducer", "        if zeroed == 2:", "        if False:"),
         *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
     ),
-    Mutant(
+    mutant(
         "parameters do not hold the module",
         *("autograd_engine", "    ref = weakref.ref(listener)\n\n    def fired", "    ref = lambda: listener\n\n    def fired"),
         *("torch_cases", "a_case_of_torchs_own[goes_away]"),
     ),
-    Mutant(
+    mutant(
         "groups are let go before the interpreter ends",
         *("ddp", "        if pid == os.getpid():", "        if False:"),
         *("torch_cases", "a_case_of_torchs_own[lets_go_at_exit]"),
     ),
-    Mutant(
+    mutant(
         "what is known outlives another choice of parameters",
         *("ddp", "        self._reducer.go_on_from(old)\n", ""),
         *("more", "freezing_does_not_begin_anew"),
     ),
-    Mutant(
+    mutant(
         "statistics that were written stay",
         *("running_stats", "self._noted == _versions(buffers) != self._taken", "_versions(buffers) != self._taken"),
         *("beside_torch", "the_same_numbers[statistics_written]"),
     ),
-    Mutant(
+    mutant(
         "a forward after it does not undo that",
         *("running_stats", "if self._arrived and self._untouched:", "if self._arrived:"),
         *("beside_torch", "the_same_numbers[statistics_written]"),
     ),
-    Mutant(
+    mutant(
         "what a forward writes is nobody else's write",
         *("running_stats", "if self._arrived and self._untouched:", "if False:"),
         *("buffers", f"{LEFT}[no_sync-group]"),
     ),
-    Mutant(
+    mutant(
         "a module that is evaluated uses rank 0's statistics",
         *("running_stats", "if any(not layer.training for layer in self._layers):", "if False:"),
         *("buffers", f"{LEFT}[inference-group]"),
     ),
-    Mutant(
+    mutant(
         "a reduction that fails leaves the statistics alone",
         *("running_stats", "torch.mul(self._tail, factor, out=self._kept)", "self._arrived = make_views(buffers, self._tail)"),
         *("buffers", "a_reduction_that_fails_leaves_the_statistics_alone[checkpoint-group]"),
     ),
-    Mutant(
+    mutant(
         "what forwards have saved may be overwritten with what it was",
         *("running_stats", "torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):", "torch.no_grad():"),
         *("buffers", f"{BUFFERS}[a_forward_kept_over_a_reduction-group]"),
     ),
-    Mutant(
+    mutant(
         "counts are whole numbers",
         *("running_stats", "if factor != 1.0 and self._counts:", "if False:"),
         *("buffers", "counts_that_travel_as_a_mean_are_whole_numbers_again"),
     ),
-    Mutant(
+    mutant(
         "buffers that were copied are newer",
         *("ddp", "        self._reducer.running.forget()\n", ""),
         *("buffers", "an_evaluation_keeps_what_sync_buffers_has_copied"),
     ),
-    Mutant(
+    mutant(
         "a rank 0 without inputs has no statistics for the others",
         *("ddp", "self._reducer.running.at_once = not self._join_config.enable", "pass"),
         *("buffers", "a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others[False]"),
     ),
-    Mutant(
+    mutant(
         "ranks without inputs take part in copies without gradients",
         *("torch_names", "if self._join_config.enable and (trained or copies):", "if self._join_config.enable and trained:"),
         *("buffers", "a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others[True]"),
     ),
-    Mutant(
+    mutant(
         "they know whether the next forward copies",
         *("joining", "        self._ddp.require_forward_param_sync = next_copies\n", ""),
         *("buffers", "a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others[True]"),
     ),
-    Mutant(
+    mutant(
         "buffers of the user's hook are left alone",
         *("torch_names", "            self._reducer.running.stop()\n", "            pass\n"),
         *("buffers", f"{BUFFERS}[sums_of_buffers-group]"),
     ),
-    Mutant(
+    mutant(
         "each rank's own are left alone",
         *("ddp", "self.parameters_to_ignore) if self._buffers_wanted is None else ()", "self.parameters_to_ignore)"),
         *("buffers", f"{BUFFERS}[evaluated_with_ones_own-group]"),
     ),
-    Mutant(
+    mutant(
         "an evaluation copies buffers that do not travel",
         *("torch_names", "        copies = self._check", "        copies = trained and self.training and self._check"),
         *("buffers", f"{BUFFERS}[codebook_evaluated-group]"),
     ),
-    Mutant(
+    mutant(
         "copies follow forwards with gradients",
         *("ddp", "self.require_forward_param_sync = torch.is_grad_enabled() and", "self.require_forward_param_sync ="),
         *("buffers", f"{BUFFERS}[codebook_evaluated-group]"),
     ),
-    Mutant(
+    mutant(
         "a checksum weighs each place",
         *("replica_check", "weights[: part.numel()]).sum()", "weights[0]).sum()"),
         *("more", "two_changes_that_cancel_in_a_sum_are_found"),
     ),
-    Mutant(
+    mutant(
         "overlap under recomputation",
         *("reducer", "max(fired, 1 if expected == UNKNOWN else expected)", "UNKNOWN"),
         *("plans", "overlap_is_kept_under_reentrant_recomputation"),
     ),
-    Mutant(
+    mutant(
         "a backward that brings a new plan takes nothing early",
         *("reducer", "if self._outdated and self.buckets:", "if False:"),
         *("order", "collectives_of_the_model_in_its_backward_are_not_in_the_way[-group]"),
     ),
-    Mutant(
+    mutant(
         "each module has a group of its own",
         *("ddp", "self._group = own(self.process_group, devices[0])", "self._group = self.process_group"),
         *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-group]"),
     ),
-    Mutant(
+    mutant(
         "the modules of one backward finish in one order",
         *("reducer", "sorted((one for one in _under_way if one._task == self._task), key=lambda one: one.number)", "[self]"),
         *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-shared memory]"),
     ),
-    Mutant(
+    mutant(
         "on CPUs hooks run one by one, at the end",
         *("reducer", 'return self._hook is not None and self.planner.device.type == "cpu"', "return False"),
         *("order", "collectives_of_the_model_in_its_backward_are_not_in_the_way[powersgd-group]"),
     ),
-    Mutant(
+    mutant(
         "who freezes something else is told",
         *("ddp", "{strides(t)}{frozen(t)}", "{strides(t)}"),
         *("order", "ranks_that_are_built_otherwise_are_told[frozen-group]"),
     ),
-    Mutant(
+    mutant(
         "other options are told",
         *("ddp", "return tensors + [", "return tensors or ["),
         *("order", "ranks_that_are_built_otherwise_are_told[check_replicas_every-group]"),
     ),
-    Mutant(
+    mutant(
         "who freezes something else later is told",
         *("reducer", "if len(set(agreement.trained)) > 1:", "if False:"),
         *("order", "what_one_rank_freezes_later_is_an_error_on_every_rank[group]"),
     ),
-    Mutant(
+    mutant(
         "what is trained from now on is reduced at once",
         *("reducer", "            self._reduce_newcomers(newcomers, agreed, correction)\n", "            pass\n"),
         *("order", "what_is_frozen_and_unfrozen_later_is_reduced_from_the_first_step_on[group]"),
     ),
-    Mutant(
+    mutant(
         "without shared memory the group is taken",
         *("transports/shared_memory", "if self._strict or isinstance(error, ReductionFailed):", "if True:"),
         *("order", "buckets_go_through_the_group_where_there_is_no_memory_to_share[later]"),
     ),
-    Mutant(
+    mutant(
         "a frozen layer uses rank 0's statistics",
         *("running_stats", "if any(not layer.training for layer in self._layers):", "if False:"),
         *("buffers", f"{LEFT}[frozen-group]"),
     ),
-    Mutant(
+    mutant(
         "buffers that do not travel are copied in each forward",
         *("ddp", "self.forward_sync_buffers = self._buffers_wanted is not False", "self.forward_sync_buffers = bool(self._buffers_wanted)"),
         *("buffers", "buffers_are_what_they_are_under_torchs_class[codebook-group]"),
     ),
-    Mutant(
+    mutant(
         "buffers that travel are not copied",
         *("torch_names", "        if self._buffers_wanted is None:\n            travelling", "        if False:\n            travelling"),
         *("buffers", "what_travels_with_the_gradients_costs_no_broadcast[False-0]"),
     ),
-    Mutant(
+    mutant(
         "a new group keeps what was asked",
         *("ddp", "        self._reducer.obey_as(old)\n", ""),
         *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
     ),
-    Mutant(
+    mutant(
         "a new rank 0 goes on with the old one's statistics",
         *("ddp", "        _adopt(self)  # rank 0 may be another one now\n", ""),
         *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
     ),
-    Mutant(
+    mutant(
         "a penalty has no forward",
         *("reducer", "        if zeroed == 2:", "        if True:"),
         *("ways", "the_same_as_with_torchs_class[penalty_first-group]"),
     ),
-    Mutant(
+    mutant(
         "a forward counts until the next reduction",
         *("reducer", "            self._expects = False\n", ""),
         *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
     ),
-    Mutant(
+    mutant(
         "what nobody used may come in another backward",
         *("reducer", "self._anywhere or self._expects or index in self._unused", "self._anywhere or self._expects"),
         *("ways", "the_same_as_with_torchs_class[loss_left_aside-group]"),
     ),
-    Mutant(
+    mutant(
         "a backward from hidden outputs begins at any parameter",
         *("reducer", "or self.planner.surprised or self._anywhere", "or self.planner.surprised"),
         *("ways", "outputs_that_nobody_can_look_into[group]"),
     ),
-    Mutant(
+    mutant(
         "an exception within a reduction is not passed over",
         *("reducer", "            elif not isinstance(what, raised_by_all):", "            elif False:"),
         *("trouble", "an_exception_within_a_reduction_is_not_passed_over[hook-group]"),
     ),
-    Mutant(
+    mutant(
         "autograd.grad that fails reduces nothing",
         *("reducer", "touched = self._touched()  # ``autograd.grad``", "touched = True  # ``autograd.grad``"),
         *("ways", "the_same_as_with_torchs_class[gradients_asked_for-group]"),
     ),
-    Mutant(
+    mutant(
         "replicas that differ on purpose are not compared",
         *("reducer", "self._options.check_replicas_every > 0 and self._hook is None", "self._options.check_replicas_every > 0"),
         *("ways", "the_same_as_with_torchs_class[local_steps_wrapped-group]"),
     ),
-    Mutant(
+    mutant(
         "optimizers of parameters step after the reduction",
         *("ddp", "if take_over(self._reducer.params):", "if False:"),
         *("ways", "the_same_as_with_torchs_class[optimizer_in_backward-group]"),
     ),
-    Mutant(
+    mutant(
         "a parameter put in place later is named",
         *("ddp", "if param.requires_grad and not ours:", "if False:"),
         *("ways", "a_parameter_that_is_put_in_place_later_is_named[added-adapter.weight]"),
     ),
-    Mutant(
+    mutant(
         "who adapts to what is frozen waits for nobody",
         *("ddp", "        self._reducer.go_on_from(old)\n", "        self._reducer.go_on_from(old)\n        self._reducer.install()\n"),
         *("order", "an_evaluation_on_one_rank_waits_for_nobody_where_freezing_changes[2-shared memory]"),
     ),
-    Mutant(
+    mutant(
         "who begins without copying is told",
         *("ddp", '            "init_sync": init_sync,\n', ""),
         *("order", "ranks_that_are_built_otherwise_are_told[init_sync-group]"),
     ),
-    Mutant(
+    mutant(
         "who looks for unused parameters alone is told",
         *("ddp", '            "find_unused_parameters": self.find_unused_parameters,\n', ""),
         *("order", "ranks_that_are_built_otherwise_are_told[find_unused-group]"),
     ),
-    Mutant(
+    mutant(
         "who has other sparse gradients is told",
         *("ddp", "{' sparse' * (name in sparse)}", ""),
         *("order", "ranks_that_are_built_otherwise_are_told[sparse-group]"),
     ),
-    Mutant(
+    mutant(
         "who has a hook alone is told",
         *("reducer", "        if not self._compared:\n", "        if False:\n"),
         *("order", "what_one_rank_alone_registers_is_an_error_on_every_rank[hook-2-shared memory]"),
     ),
-    Mutant(
+    mutant(
         "optimizers that are given to parameters at any time are found",
         *("ddp", "if seldom or self._applied != applied():", "if seldom:"),
         *("ways", "the_same_as_with_torchs_class[optimizer_in_backward_much_later-group]"),
     ),
-    Mutant(
+    mutant(
         "a rank does not begin to look alone",
         *("ddp", "samples)\n        self._reducer.said.looks = True", "samples)\n        self._reducer.looks = True"),
         *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
     ),
-    Mutant(
+    mutant(
         "all look when one has said so",
         *("reducer", " or agreement.looking > 0", ""),
         *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
     ),
-    Mutant(
+    mutant(
         "who says how many samples it has reads the words of that step",
         *("reducer", "not (lacking or self.said.looks)", "not lacking"),
         *("lazily", "all_ranks_say_how_many_samples_they_have[2-group]"),
     ),
-    Mutant(
+    mutant(
         "what one rank alone has read changes no collective",
         *("reducer", "users if common else None, correction)", "users, correction)"),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
-    Mutant(
+    mutant(
         "nor a gradient",
         *("reducer", "(not self._unread or agreed.looking == self.world) and", "True and"),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
-    Mutant(
+    mutant(
         "sums of samples are compared by closeness",
         *("reducer", "math.isclose(agreement.samples, self._total, rel_tol=1e-5)", "agreement.samples == self._total"),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
-    Mutant(
+    mutant(
         "find_unused_parameters keeps looking",
         *("ddp", "self._reducer.looks = self.find_unused_parameters", "self._reducer.looks = False"),
         *("lazily", "with_find_unused_parameters_graphs_may_change[2-group]"),
     ),
-    Mutant(
+    mutant(
         "a step that freezes or unfreezes is looked at",
         *("reducer", " and not self.trained.differs", ""),
         *("lazily", "what_is_unfrozen_is_reduced_from_the_first_step_on[2-group]"),
     ),
-    Mutant(
+    mutant(
         "the weight of a step is remembered",
         *("reducer", "            self._total = common.samples\n", "            pass\n"),
         *("ddp", "even_weights_cost_no_second_pass"),
@@ -441,11 +432,11 @@ MUTANTS = (
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
 def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_TIMEOUT", "8")  # where ranks then wait for one another
-    is_missed(copy, copy / "elastirun" / "train" / f"{one.module}.py", one.old, one.new, f"tests/train/test_{one.file}.py::test_{one.test}")
+    is_missed(copy, copy / "elastirun" / "train" / f"{one.module}.py", one.old, one.new, one.test)
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path, part: int) -> None:
-    tests = list(dict.fromkeys(f"tests/train/test_{one.file}.py::test_{one.test}" for one in MUTANTS))
+    tests = list(dict.fromkeys(one.test for one in MUTANTS))
     found = run(copy, *tests[part::4])
     assert found.code == 0, found.text[-2000:]
