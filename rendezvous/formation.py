@@ -1,4 +1,4 @@
-"""Whether the next round can be formed, from which nodes, and if not, why not: one pure decision with its reason in words."""
+"""Whether the next round can be formed, from which nodes, and if not, why not: pure decisions with their reasons in words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import choose, member
 from elastirun.rendezvous.records import Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
-from elastirun.rendezvous.rules import QUICK, Rules, hold, pause_before, why_held
-from elastirun.rendezvous.updates import count_failure, count_loss
+from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, pause_before, why_held
+from elastirun.rendezvous.updates import break_up, count_failure, count_loss
 from elastirun.rendezvous.view import View
 
 MOST_NAMES = 3  # nodes that one line names; such a line is repeated every 10 s
@@ -25,6 +25,7 @@ class Forming:
     leader: str = ""  # id of the node that should write the record; the others write only when that node does not
     check_again: float | None = None  # when time alone may change the answer, seconds of this node's clock
     news: bool = False  # ``reason`` is worth a line at once
+    excluded: bool = False  # this node has no place in the job
 
 
 def names(rows: Sequence[NodeRow | Member]) -> str:
@@ -33,13 +34,13 @@ def names(rows: Sequence[NodeRow | Member]) -> str:
     return ", ".join(shown) + (f", and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else "")
 
 
-def form(rules: Rules, view: View, now: float, unchanged_since: float, over_since: float) -> Forming:
+def form(rules: Rules, view: View, unchanged_since: float, over_since: float) -> Forming:
     """Decide on the round after that of ``view``, which is broken or the empty round 0.
 
     ``unchanged_since``: when this node last saw the set of candidates change; ``over_since``: when it first saw that
     the round is over. Seconds of its own clock.
     """
-    record = view.record
+    record, now = view.record, view.now
     active = [m for m in record.members if not view.is_over(m)]
     if active:
         return Forming(None, f"waiting for {names(active)} to stop the workers of round {record.round}")
@@ -53,7 +54,7 @@ def form(rules: Rules, view: View, now: float, unchanged_since: float, over_sinc
     if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
         return _give_up(rules, record, causes)
     ready, held = _admit(rules, record, view.candidates())
-    waiting = _without_host(rules, view, ready, now, over_since)
+    waiting = _without_host(rules, view, ready, over_since)
     if waiting is not None:
         return waiting
     chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
@@ -93,6 +94,30 @@ def _admit(rules: Rules, record: RoundRecord, ready: list[NodeRow]) -> tuple[lis
     return ready, held
 
 
+def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], began: float, unchanged_since: float) -> Forming:
+    """Decide whether the node of ``own`` ends the round of ``view``, which runs without it, so that the next one includes the newcomers.
+
+    ``began``: when this node first saw the round; ``unchanged_since``: as for ``form``.
+    """
+    record = view.record
+    held_by = holder(rules, record, own)
+    admitted_at = began + (0.0 if own.hosts else hold(record))
+    if held_by is not None and view.now >= began + rules.replacement:
+        place = f"--node-rank={own.node_rank} is held by {names([held_by])} in round {record.round}"
+        return Forming(None, f"{place}; give each node its own", excluded=True)
+    if len(record.members) >= rules.max_nodes and not own.hosts:
+        return Forming(None, f"round {record.round} has its {rules.max_nodes} nodes; this node is a spare", news=True)
+    if any(view.has_succeeded(m) for m in record.members):
+        return Forming(None, f"round {record.round} is finishing; this node is a spare", news=True)
+    if view.now < admitted_at:
+        reason = f"{why_held(record)}; newcomers are taken in after {hold(record):g} s"
+        return Forming(None, reason, check_again=admitted_at, news=True)
+    if view.now < unchanged_since + rules.debounce:
+        return Forming(None, "", check_again=unchanged_since + rules.debounce)
+    joined = break_up(record, Cause.JOIN, f"{names(newcomers)} joined", own.id, view.now - began)
+    return Forming(joined, "")
+
+
 def why_over(record: RoundRecord | None, number: int) -> tuple[bool, str]:
     """Return whether there is time for a checkpoint, and why round ``number`` is over, by the ``record`` found in the store."""
     if record is None or record.open or record.round != number:
@@ -117,7 +142,7 @@ def may_still_work(rules: Rules, view: View) -> float:
     return rules.longest_alone - min(view.quiet(m.id) for m in record.members)
 
 
-def _without_host(rules: Rules, view: View, ready: list[NodeRow], now: float, over_since: float) -> Forming | None:
+def _without_host(rules: Rules, view: View, ready: list[NodeRow], over_since: float) -> Forming | None:
     """Return the decision to wait for the node that hosts the store; None when that node can take part, or no row says that it hosts.
 
     Every round includes the store's host, so no round goes on once its store is gone: see docs/decisions/0009.
@@ -126,7 +151,7 @@ def _without_host(rules: Rules, view: View, ready: list[NodeRow], now: float, ov
     if not hosts:
         until = over_since + rules.expire
         first = rules.hosted and not rules.private and view.record.round == 0
-        return Forming(None, "waiting for the node that hosts the store", check_again=until) if first and now < until else None
+        return Forming(None, "waiting for the node that hosts the store", check_again=until) if first and view.now < until else None
     if any(row in ready for row in hosts):
         return None
     host = hosts[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastirun.rendezvous.actions import Put
+from elastirun.rendezvous.actions import Put, Sync
+from elastirun.rendezvous.events import Synced
 from elastirun.rendezvous.records import NodeRow
+from elastirun.rendezvous.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -23,25 +25,32 @@ class OwnRow:
         """Whether the row may stand in the store."""
         return self.seq > 0
 
-    def read(self, row: NodeRow | None, started: float) -> OwnRow:
-        """Return the state after an exchange that began at ``started`` has read ``row``. A row with a new ``seq`` is a keep-alive.
+    def read(self, answer: Synced, asked: Sync, lasting: bool) -> OwnRow:
+        """Return the state after the ``answer`` to an exchange, which asked to renew the row's lease if the store has leases.
 
-        Its time is that at which it was *sent*, no later than the exchange began.
+        Without leases, a row with a new ``seq`` is a keep-alive. Its time is that at which it was *sent*, no later than the exchange began.
         """
-        acknowledged = row is not None and (self.stored is None or row.seq > self.stored.seq)
-        return replace(self, stored=row, kept_alive=started if acknowledged else self.kept_alive)
-
-    def read_leased(self, row: NodeRow | None, started: float, asked: bool, renewed: bool) -> OwnRow:
-        """Return the state after an exchange with a store that has leases. ``asked``: the row's lease was to be ``renewed``."""
-        doubts = self.doubts + 1 if asked and not renewed else 0
-        return replace(self, stored=row, kept_alive=started if renewed else self.kept_alive, doubts=doubts)
+        row, before = answer.row, self.stored
+        acknowledged = answer.kept_alive if lasting else row is not None and (before is None or row.seq > before.seq)
+        doubts = self.doubts + 1 if asked.keep_alive and not answer.kept_alive else 0
+        return replace(self, stored=row, kept_alive=answer.started if acknowledged else self.kept_alive, doubts=doubts)
 
     def says(self, row: NodeRow) -> bool:
         """Return whether the store holds what ``row`` says, in the newest row that this node has written."""
         stored = self.stored
         return stored is not None and stored.seq >= self.seq and replace(row, seq=stored.seq) == stored
 
-    def put(self, row: NodeRow) -> Put:
-        """Return the write of ``row`` over what was read last."""
-        base = self.stored
-        return Put(base, replace(row, seq=max(self.seq, base.seq if base else 0) + 1))
+    def write_is_due(self, row: NodeRow, now: float, asked: Sync, rules: Rules) -> bool:
+        """Return whether ``row`` says something new, or must be written as a keep-alive. ``asked``: the last exchange.
+
+        Without leases each beat writes the row. With leases a row is written anew when its lease may be over; one that was just
+        written is under a new lease.
+        """
+        lease_is_over = self.doubts > (asked.put is not None)
+        due = lease_is_over if rules.lasting else now - self.written_at >= rules.beat
+        return due or not self.says(row)
+
+    def write(self, row: NodeRow, now: float) -> tuple[Put, OwnRow]:
+        """Return the write of ``row`` over what was read last, and the state after it."""
+        seq = max(self.seq, self.stored.seq if self.stored else 0) + 1
+        return Put(self.stored, replace(row, seq=seq)), replace(self, seq=seq, written_at=now)

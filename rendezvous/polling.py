@@ -44,6 +44,7 @@ class PollPlan:
     me: str
     all_read: float  # when it last read all rows, or had no need to; seconds of its clock
     crowd: int = 0  # rows there were then
+    sees_all: bool = False  # the rows read last are all rows, not only those asked for
 
     def interval(self, state: Status, record: RoundRecord | None) -> float:
         """Return the seconds until the next poll when nothing is urgent."""
@@ -66,6 +67,12 @@ class PollPlan:
         first = first_in_line(record, away)
         before = itertools.takewhile(lambda i: i != first[-1], (m.id for m in record.members)) if first else ()
         return (*before, *first[-1:], *(successors(record, self.me) if record.open else ()))
+
+    def answered(self, asked: tuple[str, ...] | None, rows: int) -> None:
+        """Note that the exchange that ``asked`` for rows has brought so many."""
+        self.sees_all = asked is None
+        if self.sees_all:
+            self.crowd = rows
 
     def is_first(self, record: RoundRecord, away: Away) -> bool:
         """Return whether this node is to take the next step."""

@@ -7,19 +7,21 @@ LONG_LINE = 200  # characters; a longer line is said in full once, then up to it
 MOST_NOTES = 4  # lines at once about unreadable bytes in the store
 
 
-class ProgressLines:
-    """The lines that were said last. All times are seconds of this node's clock."""
+class Wait:
+    """The present wait, and the lines that were said last. All times are seconds of this node's clock."""
 
     def __init__(self, now: float) -> None:
+        self.since = now
         self._due = now + PROGRESS_EVERY
         self._notes_due = now
         self._last = ""
 
     def restart(self, now: float) -> None:
         """Begin another wait, whose first line is due in ``PROGRESS_EVERY`` seconds."""
+        self.since = now
         self._due = now + PROGRESS_EVERY
 
-    def waiting(self, text: str, now: float, at_once: bool) -> str:
+    def line(self, text: str, now: float, at_once: bool) -> str:
         """Return the line to be said about a wait; empty: none now. ``at_once``: a new text is said without delay."""
         if now < self._due and not (at_once and text != self._last):
             return ""

@@ -53,6 +53,12 @@ def member(row: NodeRow) -> Member:
     return Member(row.id, row.name, row.address, row.port, row.slots, row.role)
 
 
+def own_rank(record: RoundRecord, row: NodeRow) -> int | None:
+    """Return the node rank of the node of ``row``; None: it is no member, or is named with a wrong number of slots."""
+    rank = record.index(row.id)
+    return rank if rank is not None and record.members[rank].slots == row.slots else None
+
+
 @dataclass(frozen=True)
 class Place:
     """The ranks of one worker in a round, in torchrun's terms."""

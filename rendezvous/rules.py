@@ -67,6 +67,13 @@ def untrue(rules: Rules, record: RoundRecord, row: NodeRow) -> str:
     return ""
 
 
+def another_store(record: RoundRecord, found: RoundRecord | None) -> str:
+    """Return in words why ``found`` does not continue this job's ``record``; empty when it does."""
+    if found is None:
+        return "the rendezvous store lost this job: it began anew, or its keys were deleted"
+    return "" if found.store_id == record.store_id else "the rendezvous store was replaced by another one; its rounds are not ours"
+
+
 def holder(rules: Rules, record: RoundRecord, row: NodeRow) -> Member | None:
     """Return the member that has the fixed place of ``row`` in a round that runs without ``row``."""
     rank = row.node_rank

@@ -16,7 +16,18 @@ def break_up(record: RoundRecord, cause: Cause, reason: str, by: str, ran: float
     return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost, ran=round(max(0.0, ran), 3)))
 
 
-def lose(view: View, m: Member, expire: float, by: str, ran: float) -> RoundRecord:
+def lose_member(view: View, expire: float, ran: float) -> RoundRecord | None:
+    """Return the record with its round broken because another member is gone; None: there is none, as far as this node knows."""
+    for m in view.record.members:
+        if m.id not in view.rows and not view.silent(m.id):
+            continue  # its row was not read, as those of most of a thousand members
+        gone = m.id != view.me and view.is_over(m)
+        if gone and not view.has_succeeded(m):
+            return _lose(view, m, expire, view.me, ran)
+    return None
+
+
+def _lose(view: View, m: Member, expire: float, by: str, ran: float) -> RoundRecord:
     """Return the record with its round broken because the member ``m`` left, stopped, or is silent for ``expire`` seconds."""
     record, row = view.record, view.rows.get(m.id)
     who, note = f"{m.name} {m.address}", row.note if row else ""

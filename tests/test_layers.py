@@ -206,3 +206,24 @@ def test_functions_are_short_and_classes_well_named() -> None:
             if isinstance(node, ast.ClassDef) and node.name.endswith(BANNED_SUFFIXES):
                 found.append(f"{path}:{node.lineno}: a class called {node.name}")
     assert found == []
+
+
+MOST_ATTRIBUTES = 25  # of one class: beyond that it holds more than one idea
+TOO_LARGE = {"Reducer"}  # is being split
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """The names that the class, or a class within it, assigns to ``self``."""
+    stored = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+
+
+def test_no_class_has_too_many_attributes() -> None:
+    classes = [node for _, path in sources() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    assert {node.name for node in classes if len(attributes(node)) > MOST_ATTRIBUTES} <= TOO_LARGE
+
+
+def test_attributes_are_counted() -> None:
+    source = "class A:\n  def __init__(self):\n    self.a, self.b = 1, 2\n    self.c: int = 3\n  def f(self):\n    self.d += self.e"
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef) and attributes(node) == {"a", "b", "c", "d"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from elastirun.rendezvous import formation, ranks
 from elastirun.rendezvous.formation import Forming
+from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.view import View
@@ -33,8 +34,24 @@ def after(ids: str, cause: Cause | None = Cause.JOIN, **fields: object) -> Round
     return replace(record, **fields)  # type: ignore[arg-type]
 
 
-def view(record: RoundRecord, present: dict[str, NodeRow] | None = None, silent: str = "", quiet: float = 1e9) -> View:
-    return View(record, present or {}, lambda i: i in silent, lambda i: quiet)
+class Told(Liveness):
+    """Says of the nodes what a test says: which of them are ``silent``, and for how many seconds each was ``quiet``."""
+
+    def __init__(self, silent: str, quiet: Mapping[str, float]) -> None:
+        super().__init__(RULES.expire)
+        self._silent, self._quiet = silent, quiet
+
+    def silent(self, node_id: str) -> bool:
+        return node_id in self._silent
+
+    def quiet(self, node_id: str, now: float) -> float:
+        return self._quiet.get(node_id, 0.0)
+
+
+def view(
+    record: RoundRecord, present: dict[str, NodeRow] | None = None, silent: str = "", quiet: float = 1e9, now: float = 100.0
+) -> View:
+    return View("", record, present or {}, Told(silent, dict.fromkeys("abcdefgh", quiet)), now)
 
 
 def form(
@@ -47,7 +64,7 @@ def form(
     quiet: float = 1e9,
     **rules: object,
 ) -> Forming:
-    return formation.form(replace(RULES, **rules), view(record, rows(present), silent, quiet), now, since, over)  # type: ignore[arg-type]
+    return formation.form(replace(RULES, **rules), view(record, rows(present), silent, quiet, now), since, over)  # type: ignore[arg-type]
 
 
 def chosen(decision: Forming) -> str:
@@ -350,6 +367,6 @@ def test_a_round_of_which_nothing_is_heard_is_given_the_time_to_stop_by_itself(
 def test_of_a_round_that_is_cut_off_the_member_heard_of_last_counts() -> None:
     quiet = {"a": 1e9, "b": 10.0}
     record = after("ab", Cause.LOST)
-    seen = View(record, rows([row("c")]), lambda i: i in "ab", lambda i: quiet.get(i, 0.0))
-    decision = formation.form(RULES, seen, 100.0, 0.0, 0.0)
+    seen = View("c", record, rows([row("c")]), Told("ab", quiet), 100.0)
+    decision = formation.form(RULES, seen, 0.0, 0.0)
     assert decision.record is None and decision.check_again == 100.0 + RULES.longest_alone - 10.0

@@ -115,12 +115,12 @@ MUTANTS = (
     ),
     mutant(
         "the first round waits for the row of the host",
-        *("formation", "if first and now < until else None", "if False else None"),
+        *("formation", "if first and view.now < until else None", "if False else None"),
         *("host", "the_first_round_waits_for_the_row_of_the_host_and_not_for_ever"),
     ),
     mutant(
         "a host that comes late is no spare",
-        *("machine", ">= self.rules.max_nodes and not self.row.hosts:", ">= self.rules.max_nodes:"),
+        *("formation", ">= rules.max_nodes and not own.hosts:", ">= rules.max_nodes:"),
         *("host", "a_host_that_comes_late_is_no_spare"),
     ),
     # Who is silent.
@@ -161,12 +161,12 @@ MUTANTS = (
     ),
     mutant(
         "where rows have leases, a keep-alive writes nothing",
-        *("machine", "due = lease_is_over if self.rules.lasting else", "due ="),
+        *("own_row", "due = lease_is_over if rules.lasting else", "due ="),
         *("silence", "where_rows_have_leases_a_node_that_has_nothing_new_to_say_writes_nothing"),
     ),
     mutant(
         "a row whose lease may be over is written anew",
-        *("machine", "lease_is_over = own.doubts > (asked.put is not None)", "lease_is_over = False"),
+        *("own_row", "lease_is_over = self.doubts > (asked.put is not None)", "lease_is_over = False"),
         *("silence", "a_node_writes_its_row_anew_when_its_lease_may_be_over"),
     ),
     mutant(
@@ -191,17 +191,17 @@ MUTANTS = (
     ),
     mutant(
         "a node's own seq rises when an older row of it was put back",
-        *("own_row", "max(self.seq, base.seq if base else 0) + 1", "(base.seq if base else 0) + 1"),
+        *("own_row", "max(self.seq, self.stored.seq if self.stored else 0) + 1", "(self.stored.seq if self.stored else 0) + 1"),
         *("replay", "a_node_whose_own_old_row_is_put_back_goes_on_above_its_newest"),
     ),
     mutant(
         "a run whose nodes have left binds nobody",
-        *("machine", "if not self.rules.lasting or (found.round == 0", "if True or (found.round == 0"),
+        *("earlier_run", "if not rules.lasting or (found.round == 0", "if True or (found.round == 0"),
         *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
     ),
     mutant(
         "a run that may go on out of reach is waited for",
-        *("machine", "wait = max(alone, self._same", "wait = max(0.0, self._same"),
+        *("earlier_run", "max(may_still_work(rules, view), same", "max(0.0, same"),
         *("machine", "where_the_store_outlives_the_job_nodes_that_were_killed_are_waited_for"),
     ),
     mutant(
@@ -211,18 +211,18 @@ MUTANTS = (
     ),
     mutant(
         "the neighbours of a late member are watched before it is lost",
-        *("machine", "return record.open and self._place(record) is not None and bool(late)", "return False"),
+        *("view", "return record.open and own_rank(record, own) is not None and bool(found)", "return False"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     # What a node does.
     mutant(
         "no worker starts before every member has seen the round",
-        *("machine", "elif self._all_have_seen(record) and", "elif"),
+        *("machine", "elif self._view(record).seen_by_all(self._own.stored) and", "elif"),
         *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
     ),
     mutant(
         "another store is another rendezvous",
-        *("machine", "event.round.store_id != self.record.store_id", "False"),
+        *("rules", "if found.store_id == record.store_id else", "if True else"),
         *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
     ),
     mutant(
@@ -232,37 +232,37 @@ MUTANTS = (
     ),
     mutant(
         "a fixed place has one holder",
-        *("machine", "self._now >= self._same.round.since + self.rules.replacement", "False"),
+        *("formation", "view.now >= began + rules.replacement", "False"),
         *("rules", "a_second_node_with_a_fixed_rank_is_excluded_once_the_round_runs"),
     ),
     mutant(
         "a replacement has the time until the lost one is missed",
-        *("machine", "self._now >= self._same.round.since + self.rules.replacement", "True"),
+        *("formation", "view.now >= began + rules.replacement", "True"),
         *("rules", "the_replacement_of_a_lost_node_with_a_fixed_rank_is_not_excluded"),
     ),
     mutant(
         "into the store of a job that is over nothing is written",
-        *("machine", "self._may_be_earlier(event.round, rows) else None", "False else None"),
+        *("machine", "earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None", "False else None"),
         *("steps", "into_the_store_of_a_job_that_is_over_nothing_is_written"),
     ),
     mutant(
         "a running round is not broken before it is clear that no more newcomers come",
-        *("machine", "elif self._now < self._same.candidates.since + self.rules.debounce:", "elif False:"),
+        *("formation", "if view.now < unchanged_since + rules.debounce:", "if False:"),
         *("steps", "a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come"),
     ),
     mutant(
         "a spare disturbs nobody",
-        *("machine", "if len(record.members) >= self.rules.max_nodes and not self.row.hosts:", "if False:"),
+        *("formation", "if len(record.members) >= rules.max_nodes and not own.hosts:", "if False:"),
         *("machine", "a_spare_waits_without_disturbing_and_steps_in"),
     ),
     mutant(
         "nobody is taken in while a round is finishing",
-        *("machine", "elif any(self._view(record).has_succeeded(m) for m in record.members):", "elif False:"),
+        *("formation", "if any(view.has_succeeded(m) for m in record.members):", "if False:"),
         *("steps", "nobody_is_taken_in_while_a_round_is_finishing"),
     ),
     mutant(
         "a done node that goes spoils no success",
-        *("machine", "if gone and not view.has_succeeded(m):", "if gone:"),
+        *("updates", "if gone and not view.has_succeeded(m):", "if gone:"),
         *("steps", "a_member_that_has_succeeded_may_fall_silent"),
     ),
     mutant(
@@ -292,12 +292,12 @@ MUTANTS = (
     ),
     mutant(
         "who is ready for another round is not ready for this one",
-        *("machine", "if row is not None and row.round == record.round]", "if row is not None]"),
+        *("view", "if row is not None and row.round == self.record.round]", "if row is not None]"),
         *("steps", "a_member_that_is_ready_for_another_round_is_not_ready_for_this_one"),
     ),
     mutant(
         "a node named with other slots takes no part",
-        *("machine", "place is not None and record.members[place].slots == self.row.slots", "place is not None"),
+        *("ranks", "rank is not None and record.members[rank].slots == row.slots", "rank is not None"),
         *("steps", "a_node_that_is_named_with_other_slots_takes_no_part"),
     ),
     mutant(
@@ -307,12 +307,12 @@ MUTANTS = (
     ),
     mutant(
         "a lone round's time counts from when its keep-alive was sent",
-        *("machine", "self._own.read(event.row, event.started)", "self._own.read(event.row, event.now)"),
+        *("own_row", "kept_alive=answer.started if", "kept_alive=answer.now if"),
         *("lone_round", "its_time_counts_from_when_the_keep_alive_was_sent_not_answered"),
     ),
     mutant(
         "a lone round is not started when it would have to stop",
-        *("machine", "self._all_have_seen(record) and not self._may_not_run_alone(record)", "self._all_have_seen(record)"),
+        *("machine", "seen_by_all(self._own.stored) and not self._may_not_run_alone(record)", "seen_by_all(self._own.stored)"),
         *("lone_round", "it_is_not_started_when_it_would_have_to_stop"),
     ),
     mutant(
@@ -343,7 +343,7 @@ MUTANTS = (
     # A node that crashes again and again.
     mutant(
         "newcomers wait beside a round after many early losses",
-        *("machine", "elif self._now < admitted_at:", "elif False:"),
+        *("formation", "if view.now < admitted_at:", "if False:"),
         *("crash_loops", "a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work"),
     ),
     mutant(
@@ -363,7 +363,7 @@ MUTANTS = (
     ),
     mutant(
         "whoever ended the round lives",
-        *("machine", " | ({record.broken.by} if record.broken else set())", ""),
+        *("view", " | ({record.broken.by} if record.broken else set())", ""),
         *("crash_loops", "a_newcomer_with_a_slow_beat_is_taken_in_by_the_round_that_was_ended_for_it"),
     ),
     # What comes from outside.

@@ -19,6 +19,7 @@ from typing import Any
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.events import SyncFailed, Tick, WorkersStopped
 from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.rules import Rules
 from tests.sim import invariants
 from tests.sim.world import Node, World
@@ -155,13 +156,13 @@ def _copied(node: Node, world: Small) -> Node:
 def _copied_machine(machine: Machine) -> Machine:
     other = copy.copy(machine)
     other.rows, other._actions = dict(machine.rows), []
-    other._plan, other._schedule, other._lines = copy.copy(machine._plan), copy.copy(machine._schedule), copy.copy(machine._lines)
+    other._plan, other._schedule, other._waiting = copy.copy(machine._plan), copy.copy(machine._schedule), copy.copy(machine._waiting)
     other._live = copy.copy(machine._live)
     other._live._seen = {i: copy.copy(seen) for i, seen in machine._live._seen.items()}
     return other
 
 
-UNIMPORTANT = {"rules", "_event", "_history", "_actions", "_lines"}
+UNIMPORTANT = {"rules", "_event", "_history", "_actions"}
 
 
 def _canonical(value: Any, now: float) -> object:
@@ -173,6 +174,8 @@ def _canonical(value: Any, now: float) -> object:
         return tuple(_canonical(item, now) for item in value)
     if type(value).__name__ == "Liveness":
         return _canonical(value._seen, now)
+    if isinstance(value, Wait):
+        return _canonical(value.since, now)
     if type(value).__name__ in ("_Seen", "PollPlan", "Schedule", "Contact", "OwnRow"):
         return tuple(_canonical(getattr(value, f.name), now) for f in fields(value) if f.name not in UNIMPORTANT)
     return value
