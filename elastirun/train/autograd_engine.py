@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,19 @@ def accumulator(param: nn.Parameter) -> Any:
         return get_gradient_edge(param.requires_grad_(True)).node
     finally:
         param.requires_grad_(needed)
+
+
+def versions_kept(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Let the block write to ``tensors`` without a change of their version counters: an earlier forward may have saved them."""
+    preserve: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+    try:
+        kept: AbstractContextManager[object] = preserve(tuple(tensors))
+        return kept
+    except AttributeError:  # torch 2.6 takes one tensor at a time
+        stack = ExitStack()
+        for tensor in tensors:
+            stack.enter_context(preserve(tensor))
+        return stack
 
 
 def task() -> int:

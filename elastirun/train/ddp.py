@@ -419,8 +419,8 @@ class DistributedDataParallel(TorchNames):
         """
         settle()
         buffers = [buffer.detach() for _, buffer in self._list_buffers()]
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            copy_from_first(buffers, self._group)  # a forward before may have saved them for its backward
+        with autograd_engine.versions_kept(buffers):
+            copy_from_first(buffers, self._group)
         self._reducer.running.forget()
 
     def check_replicas(self) -> None:

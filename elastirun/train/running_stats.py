@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from .autograd_engine import versions_kept
 from .bucket_memory import make_views
 
 EXACT = (torch.float32, torch.float16, torch.bfloat16)  # what float32, as which they travel, holds
@@ -109,8 +110,8 @@ class RunningStatistics:
         self._noted = []
 
     def _take_over(self, buffers: list[Tensor]) -> None:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            torch._foreach_copy_(buffers, self._arrived)  # a forward before may have saved them for its backward
+        with torch.no_grad(), versions_kept(buffers):
+            torch._foreach_copy_(buffers, self._arrived)
         self._taken = _versions(buffers)
 
 

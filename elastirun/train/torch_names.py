@@ -116,6 +116,15 @@ class TorchNames(Original):
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
         return self._reducer.planner.epoch > 0
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Return ``forward_sync_buffers`` by its name before torch 2.13, under which the older base classes read it."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
     def _set_static_graph(self) -> None:
         """Graphs of any kind are handled; nothing changes but the attribute."""
         self.static_graph = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,9 +12,19 @@ from torch import nn
 from elastirun.train import DistributedDataParallel
 from tests.support.worlds import run
 
-Torchs = nn.parallel.DistributedDataParallel
 Wrap = Callable[..., Any]  # a module, wrapped
 Case = Callable[[int, Wrap], list[Any]]  # (rank, wrap) -> numbers in lists
+
+
+# The name of the argument for copying buffers before each forward in the torch that is installed. torch 2.13 renamed it.
+SYNCS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in signature(nn.parallel.DistributedDataParallel).parameters)
+
+
+class Torchs(nn.parallel.DistributedDataParallel):
+    """torch's class, with the argument ``forward_sync_buffers`` in every version."""
+
+    def __init__(self, module: nn.Module, forward_sync_buffers: bool | None = None, **how: Any) -> None:
+        super().__init__(module, **({} if forward_sync_buffers is None else {SYNCS: forward_sync_buffers}), **how)
 
 
 def _both(rank: int, world: int, case: Case, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import update_bn
 
 from elastirun.train import DistributedDataParallel
 from tests.support.worlds import run
+from tests.train.beside import Torchs
 from tests.train.test_ddp import WIDTH, batch, make
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -213,7 +214,7 @@ def both(rank: int, world: int, number: int) -> tuple[list[Any], list[Any]]:
         return DistributedDataParallel(module, transport="group")
 
     def torchs(module: nn.Module) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(module, forward_sync_buffers=False)
+        return Torchs(module, forward_sync_buffers=False)
 
     found = []
     for wrap in (ours, torchs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel, bucket_memory
 from tests.support.worlds import run
+from tests.train.beside import Torchs
 from tests.train.kinds import KINDS, Kind
 
 STEPS = 8  # the first plans, the last one with a hook per bucket, and some after it
@@ -101,10 +101,9 @@ def side_by_side(rank: int, world: int, number: int) -> list[str]:
         ours, theirs = make(kind), make(kind)
         inner = DistributedDataParallel(ours, bucket_cap_mb=cap, transport="group")
         ddp = kind.wrap(inner)
-        torchs: Any = nn.parallel.DistributedDataParallel(theirs, bucket_cap_mb=cap, forward_sync_buffers=False, **(kind.torch or {}))
-        torchs = kind.wrap(torchs)
+        peer = kind.wrap(Torchs(theirs, bucket_cap_mb=cap, forward_sync_buffers=False, **(kind.torch or {})))
         for step in range(STEPS):
-            for module, model in ((ours, ddp), (theirs, torchs)):
+            for module, model in ((ours, ddp), (theirs, peer)):
                 module.zero_grad()
                 (kind.loss(model, step, rank) * kind.scale).backward()
             mine, other = gradients(ours), gradients(theirs)

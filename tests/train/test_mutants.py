@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     mutant(
         "what forwards have saved may be overwritten with what it was",
-        *("running_stats", "torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):", "torch.no_grad():"),
+        *("running_stats", "torch.no_grad(), versions_kept(buffers):", "torch.no_grad():"),
         *("buffers", f"{BUFFERS}[a_forward_kept_over_a_reduction-group]"),
     ),
     mutant(
