@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import compileall
+import gc
 import importlib
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 
@@ -50,9 +53,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_to(folder: Path) -> None:
-    """Copy the package and its tests into ``folder``, links resolved."""
+    """Copy the package and its tests into ``folder``, links resolved, and compile them once.
+
+    A compiled file holds the hash of its source, so that it is passed over where the source is a mutant, and is good again afterwards.
+    """
     for name in OURS:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        compileall.compile_dir(folder / name, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
@@ -73,8 +80,7 @@ def run(copy: Path, *tests: str) -> Outcome:
     """Run pytest in the copy, in a fork of a process that has imported torch and pytest, but forgets our modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    # Nothing is written beside the copy's sources: a stale .pyc would hide the next mutant.
-    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "WORLD_START": "fork"}
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORLD_START": "fork"}
     with tempfile.NamedTemporaryFile() as output:
         process = context.Process(target=_pytest, args=(str(copy), tests, env, output.name))
         process.start()
@@ -89,13 +95,13 @@ def run(copy: Path, *tests: str) -> Outcome:
 
 def _pytest(folder: str, tests: tuple[str, ...], env: Mapping[str, str], output: str) -> None:
     os.setsid()
+    gc.freeze()  # pytest collects garbage several times; what torch has made need not be looked through each time
     fd = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    sys.dont_write_bytecode = True
     sys.path.insert(0, folder)
     for name in list(sys.modules):
         if name.partition(".")[0] in OURS:
@@ -105,7 +111,7 @@ def _pytest(folder: str, tests: tuple[str, ...], env: Mapping[str, str], output:
 
     assert str(elastirun.__file__).startswith(folder)
     # The thread of faulthandler's time limit would be in the way of forking ranks.
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "faulthandler_timeout=0"]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
     code = pytest.main([*options, *tests])
     sys.stdout.flush()
     os._exit(code)

@@ -16,12 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 # Imported once by the fork server: importing torch takes seconds, a fork milliseconds. pytest is for the tests of mutants.
 PRELOAD = ["torch", "torch.distributed", "elastirun.train", "torch.nn.parallel", "torch._dynamo", "pytest"]
 TIMEOUT = 120.0
 GROUP_TIMEOUT = float(os.environ.get("WORLD_TIMEOUT", "60"))  # seconds for a collective
+STANDSTILL = float(os.environ.get("WORLD_STANDSTILL", "inf"))  # seconds after which ranks that all stand still are given up
+STANDING = 0.25  # of that time; ranks that together run, or wait for a processor, for less stand still: waiting itself takes some
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def _collect(ends: list[Connection], processes: list[Any], until: float, died: b
     results: dict[int, Any] = {}
     while len(results) < len(ends):
         waiting = [end for rank, end in enumerate(ends) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, until - time.monotonic()))
+        ready = _wait(waiting, [process.pid for process in processes], until)
         if not ready:
             raise TimeoutError(f"ranks {[rank for rank in range(len(ends)) if rank not in results]} did not end")
         for rank, end in enumerate(ends):
@@ -99,3 +102,28 @@ def _collect(ends: list[Connection], processes: list[Any], until: float, died: b
                 raise AssertionError(f"rank {rank}: {value}")
             results[rank] = value
     return [results[rank] for rank in range(len(ends))]
+
+
+def _wait(ends: list[Connection], pids: list[int], until: float) -> list[Any]:
+    """Return the ends at which something can be read; none at ``until``, or when the processes stand still."""
+    while (left := until - time.monotonic()) > 0:
+        before = used(pids) if STANDSTILL < left else {}
+        if ready := wait(ends, timeout=min(left, STANDSTILL)):
+            return ready
+        if STANDSTILL < left and sum(seconds - before.get(thread, 0.0) for thread, seconds in used(pids).items()) < STANDING * STANDSTILL:
+            break
+    return []
+
+
+def used(pids: list[int]) -> dict[int, float]:
+    """Return the seconds for which each thread of these processes and their descendants has run or has waited for a processor."""
+    found: dict[int, float] = {}
+    pids = list(pids)
+    for pid in pids:  # which grows on the way
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            try:
+                found[int(task.name)] = sum(map(int, (task / "schedstat").read_text().split()[:2])) / 1e9
+                pids += map(int, (task / "children").read_text().split())
+            except OSError:
+                pass  # the thread has just ended
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -301,7 +302,8 @@ def test_an_evaluation_keeps_what_sync_buffers_has_copied() -> None:
 
 def lost(rank: int, world: int, transport: str, how: str) -> tuple[Any, Any]:
     """Rank 0 is killed before a reduction; the others go on, or save a checkpoint."""
-    group, rest = dist.new_group(), dist.new_group([1, 2])
+    # A survivor of a lost rank may wait in gloo for another survivor, which has given up: the default limit is half an hour.
+    group, rest = dist.new_group(timeout=timedelta(seconds=20)), dist.new_group([1, 2])
     ddp = DistributedDataParallel(Normed(), process_group=group, transport=transport)
     norm = ddp.module.norm
     for number in range(6):

@@ -431,12 +431,13 @@ MUTANTS = (
 
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
 def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_TIMEOUT", "8")  # where ranks then wait for one another
+    monkeypatch.setenv("WORLD_STANDSTILL", "1.5")  # where ranks then wait for one another
     is_missed(copy, copy / "elastirun" / "train" / f"{one.module}.py", one.old, one.new, one.test)
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path, part: int) -> None:
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_STANDSTILL", "1.5")
     tests = list(dict.fromkeys(one.test for one in MUTANTS))
     found = run(copy, *tests[part::4])
     assert found.code == 0, found.text[-2000:]

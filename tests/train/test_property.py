@@ -192,12 +192,12 @@ def trials(rank: int, world: int, kind: str, first: int, last: int) -> list[Any]
 
 @pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 1000)])
 def test_any_graph_on_any_rank(world: int, first: int) -> None:
-    assert run(world, trials, "trial", first, first + 25) == [[]] * world
+    assert run(world, trials, "trial", first, first + 12) == [[]] * world
 
 
 @pytest.mark.parametrize(("world", "first"), [(2, 0), (3, 1000)])
 def test_two_modules_in_any_order_on_any_rank(world: int, first: int) -> None:
-    assert run(world, trials, "duet", first, first + 20) == [[]] * world
+    assert run(world, trials, "duet", first, first + 10) == [[]] * world
 
 
 if __name__ == "__main__":
