@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from elastirun.agent.output.log_files import LogFile
 from elastirun.rendezvous.records import RoundRecord
@@ -13,8 +14,17 @@ from elastirun.rendezvous.records import RoundRecord
 FORMAT = 1  # raised when a field changes its meaning
 
 
+class Event:
+    """An event. ``kind`` is its name in the file."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+
+
 @dataclass(frozen=True)
-class Formed:
+class Formed(Event, kind="formed"):
     """A round was formed, with or without this node."""
 
     round: int
@@ -27,7 +37,7 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Event, kind="round"):
     """The workers of this node are started."""
 
     round: int
@@ -40,7 +50,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class WorkerExit:
+class WorkerExit(Event, kind="worker_exit"):
     """A worker ended."""
 
     rank: int
@@ -51,7 +61,7 @@ class WorkerExit:
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(Event, kind="broken"):
     """The running round is over before its work is done."""
 
     round: int
@@ -62,14 +72,14 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class BrokenByLoss(Broken):
+class BrokenByLoss(Broken, kind="broken"):
     """``Broken``, on the node that noticed the loss."""
 
     detected_after: float  # seconds since the last keep-alive of the lost node
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(Event, kind="stop"):
     """The workers of this node get the stop signal."""
 
     round: int
@@ -79,7 +89,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(Event, kind="stopped"):
     """The last worker of this node has ended."""
 
     round: int
@@ -87,7 +97,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Signal:
+class Signal(Event, kind="signal"):
     """This agent got a signal."""
 
     signal: str
@@ -95,7 +105,7 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class StoodStill:
+class StoodStill(Event, kind="stood_still"):
     """This agent did not run for a while."""
 
     seconds: float
@@ -103,7 +113,7 @@ class StoodStill:
 
 
 @dataclass(frozen=True)
-class Closed:
+class Closed(Event, kind="closed"):
     """The job is decided."""
 
     round: int
@@ -113,28 +123,12 @@ class Closed:
 
 
 @dataclass(frozen=True)
-class End:
+class End(Event, kind="end"):
     """The agent's last line."""
 
     outcome: str
     reason: str
     code: int
-
-
-Event = Formed | Round | WorkerExit | Broken | Stop | Stopped | Signal | StoodStill | Closed | End
-NAMES: Mapping[type[Event], str] = {
-    Formed: "formed",
-    Round: "round",
-    WorkerExit: "worker_exit",
-    Broken: "broken",
-    BrokenByLoss: "broken",
-    Stop: "stop",
-    Stopped: "stopped",
-    Signal: "signal",
-    StoodStill: "stood_still",
-    Closed: "closed",
-    End: "end",
-}
 
 
 class EventLog:
@@ -147,7 +141,7 @@ class EventLog:
     def write(self, event: Event) -> None:
         """Write one line. A disk that is full or hangs loses the line and does not stop the job."""
         when = {"v": FORMAT, "time": time.time(), "mono": time.monotonic()}
-        line = json.dumps({**when, "event": NAMES[type(event)], "node": self._node, "name": self._name, **vars(event)})
+        line = json.dumps({**when, "event": event.kind, "node": self._node, "name": self._name, **vars(event)})
         if self._file is not None:
             self._file.write(line.encode() + b"\n")
         if self._also is not None:

@@ -1,4 +1,4 @@
-"""The events of a node's machine. Every event carries ``now``, seconds of this node's monotonic clock."""
+"""The events of a node's machine."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 
 
 @dataclass(frozen=True)
-class Tick:
-    """The machine's ``wake`` time was reached."""
+class Event:
+    """Something that happened at ``now``, seconds of this node's monotonic clock."""
 
     now: float
+
+
+class Tick(Event):
+    """The machine's ``wake`` time was reached."""
 
 
 @dataclass(frozen=True)
-class Synced:
+class Synced(Event):
     """The answer to a ``Sync``: what the store held when it was read."""
 
-    now: float
     started: float  # when the exchange began
     round: RoundRecord | None
     rows: Mapping[str, NodeRow]  # by id; all rows, or those that were asked for
@@ -30,76 +33,58 @@ class Synced:
 
 
 @dataclass(frozen=True)
-class SyncFailed:
+class SyncFailed(Event):
     """The lack of an answer to a ``Sync``; whether its writes were applied is not known."""
 
-    now: float
     why: str
     refused: bool = False  # the store denies access: waiting does not help
     unreadable: bool = False  # there is a round record, but this node cannot read it
 
 
-@dataclass(frozen=True)
-class Changed:
+class Changed(Event):
     """The store says by itself that the round record may have changed."""
 
-    now: float
 
-
-@dataclass(frozen=True)
-class WorkersSucceeded:
+class WorkersSucceeded(Event):
     """Every worker of this node exited with 0."""
 
-    now: float
-
 
 @dataclass(frozen=True)
-class WorkersFailed:
+class WorkersFailed(Event):
     """A worker exited badly, or could not be started. Others of this node may still run."""
 
-    now: float
     failures: tuple[ExitRecord, ...]
 
 
 @dataclass(frozen=True)
-class WorkersStopped:
+class WorkersStopped(Event):
     """No worker of this node runs any more after a ``Stop``. ``failures``: of the workers that failed by themselves."""
 
-    now: float
     failures: tuple[ExitRecord, ...] = ()
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Event):
     """A request that this node leaves, usually from a signal."""
 
-    now: float
     reason: str
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(Event):
     """The job is to be closed as failed, for every node and for good."""
 
-    now: float
-
 
 @dataclass(frozen=True)
-class StoodStill:
+class StoodStill(Event):
     """The agent did not run for ``seconds`` (stopped, suspended, starved). ``workers_ended``: the guard has ended the workers meanwhile."""
 
-    now: float
     seconds: float
     workers_ended: bool
 
 
 @dataclass(frozen=True)
-class Reachable:
+class Reachable(Event):
     """The address by which other nodes reach this one, and a port held for the workers' store, are known or have changed."""
 
-    now: float
     address: str
     port: int
-
-
-Event = Tick | Synced | SyncFailed | Changed | WorkersSucceeded | WorkersFailed | WorkersStopped | Leave | Close | Reachable | StoodStill

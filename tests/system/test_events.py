@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastirun.agent.events import NAMES, Broken, Closed, End, EventLog, Formed, changes
+from elastirun.agent.events import Broken, BrokenByLoss, Closed, End, Event, EventLog, Formed, changes
 from elastirun.rendezvous import records
 from elastirun.rendezvous.records import Cause, Member, RoundRecord, Verdict
 from tests.support.cluster import Cluster, kill
 
+EVENTS = (*Event.__subclasses__(), BrokenByLoss)
 ALWAYS = {"v", "time", "mono", "event", "node", "name"}
 EMPTY = RoundRecord("s")
 FIRST = replace(EMPTY, round=1, members=(Member("a1", "a", "", 1, 2), Member("b1", "b", "", 1, 2)), reason="the first round")
@@ -37,11 +38,11 @@ def test_each_change_of_the_record_is_told_once() -> None:
 def test_the_page_and_the_code_have_the_same_events_and_fields() -> None:
     page = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
     fields: dict[str, set[str]] = {}
-    for event, name in NAMES.items():
-        fields.setdefault(name, set()).update(field.name for field in dataclasses.fields(event))
+    for event in EVENTS:
+        fields.setdefault(event.kind, set()).update(field.name for field in dataclasses.fields(event))
     cells = {m[1]: m[2] for m in re.finditer(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, re.M)}
     assert cells.keys() == fields.keys()
-    values = {*NAMES.values(), *(member.value for member in (*Cause, *Verdict))}
+    values = {*fields, *(member.value for member in (*Cause, *Verdict))}
     for name, cell in cells.items():
         named = set(re.findall(r"`(\w+)`", cell))
         assert fields[name] <= named <= fields[name] | values, name
@@ -83,7 +84,7 @@ def test_a_life_with_a_failure_a_loss_and_a_signal_as_the_page_describes_it(node
     assert loss.get("detected_after", 3.0) >= 3.0, "not before it has expired"
     assert by["round"]["round"] == 3 and 0 < by["round"]["formed_after"] < 30
     assert (by["end"]["outcome"], by["end"]["code"], by["signal"]["signal"]) == ("left", 143, "SIGTERM")
-    fields = {name: {field.name for field in dataclasses.fields(event)} for event, name in NAMES.items()}
+    fields = {event.kind: {field.name for field in dataclasses.fields(event)} for event in EVENTS}
     for event in found:
         assert event.keys() - ALWAYS - {"detected_after"} == fields[event["event"]] - {"detected_after"}
     assert {e["event"] for e in found} >= fields.keys() - {"stood_still", "closed"}
