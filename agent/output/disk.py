@@ -13,8 +13,9 @@ import selectors
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from elastirun import clock
 
@@ -78,15 +79,25 @@ class DiskThread:
         Raises TimeoutError, which is an OSError, after ``limit`` seconds; when the result comes later, ``undo`` gets it. Does not
         wait if an earlier operation has been running for longer than ``limit``.
         """
-        call = _Call(function, undo)
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
         with self._changed:
             if self._closed or not self._started():
                 raise OSError(errno.EAGAIN, "no thread can be started for it")
             if self.hangs(limit):
                 raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
-            self._queue.append((0, call.run))
+            self._queue.append((0, run))
             self._changed.notify_all()
-        return call.result(limit)
+        if not wait((future,), limit).done:
+            future.add_done_callback(lambda late: undo(late.result()) if undo and not late.exception() else None)
+            raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
+        return future.result()
 
     def notice(self, text: str) -> None:
         """Let the loop's thread say ``text``. Operations call this in the disk's thread."""
@@ -182,39 +193,3 @@ class DiskThread:
         waiting, self._waiting = self._waiting, []
         for resume in waiting:
             resume()
-
-
-class _Call(Generic[T]):
-    """A function that one thread runs while another waits for its result, up to a limit."""
-
-    _result: T
-
-    def __init__(self, function: Callable[[], T], undo: Callable[[T], None] | None) -> None:
-        self._function, self._undo = function, undo
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._abandoned = False
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Call the function, in the disk's thread."""
-        try:
-            self._result = self._function()
-        except BaseException as error:
-            self._error = error
-        with self._lock:
-            late = self._abandoned
-            self._over.set()
-        if late and self._error is None and self._undo is not None:
-            self._undo(self._result)
-
-    def result(self, limit: float) -> T:
-        """Wait for the result, in the loop's thread. After ``limit`` seconds, raise TimeoutError and let ``run`` undo a later result."""
-        self._over.wait(limit)
-        with self._lock:
-            self._abandoned = not self._over.is_set()
-        if self._abandoned:
-            raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
-        if self._error is not None:
-            raise self._error
-        return self._result
