@@ -41,13 +41,12 @@ class Versioned:
 class NodeLease:
     """The lease of one agent's row. It outlives the agent's connections.
 
-    ``ttl``: seconds. ``say`` gets a line when the lease expired although the agent lives.
+    ``ttl``: seconds. ``say`` gets a line when the lease expired although the agent lives: it was suspended or cut off.
     """
 
     def __init__(self, ttl: float, say: Callable[[str], None] = lambda line: None) -> None:
         self.ttl = ttl
         self._say = say
-        self.lost = 0  # number of leases that expired although the agent lives: it was suspended or cut off
         self._id = 0  # of the newest lease; 0: there is none
         self._row_lease = 0  # id of the lease under which the row is; 0: unknown
         self._lock = threading.Lock()  # an abandoned connection may still use the lease in its thread
@@ -89,7 +88,6 @@ class NodeLease:
         with self._lock:
             if self._id and self._id == lease_id:
                 self._id = 0
-                self.lost += 1
                 self._say("this node's lease at etcd expired, and its row was deleted with it; the row is written again under a new lease")
 
 
@@ -116,11 +114,6 @@ class EtcdStore:
     def endpoint(self) -> str:
         """The endpoint in use, for messages."""
         return self._client.endpoint
-
-    @property
-    def leases_lost(self) -> int:
-        """Number of times the agent's lease expired although the agent lives. Its row was deleted then, and must be written anew."""
-        return self._lease.lost
 
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
         wanted = list(dict.fromkeys(keys))
