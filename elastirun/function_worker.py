@@ -5,6 +5,7 @@ FOLDER holds the call and takes its result as ``result-ROUND-RANK``. The process
 
 import os
 import sys
+from pathlib import Path
 
 
 def main(folder: str) -> None:
@@ -17,20 +18,15 @@ def main(folder: str) -> None:
     # The standard library then explains the error of a script without "if __name__ == '__main__'".
     current._inheriting = True  # type: ignore[attr-defined]
     try:
-        spawn.prepare(ByValue.loads(_read(folder, "preparation")))
-        fn, args = ByValue.loads(_read(folder, "call"))
+        spawn.prepare(ByValue.loads(Path(folder, "preparation").read_bytes()))
+        fn, args = ByValue.loads(Path(folder, "call").read_bytes())
     finally:
         del current._inheriting  # type: ignore[attr-defined]
     result = fn(*args)
     path = f"{folder}/result-{os.environ['ELASTIRUN_ROUND']}-{os.environ['RANK']}"
-    with open(f"{folder}/.{os.path.basename(path)}", "wb") as file:
-        file.write(ByValue.dumps(result))
-    os.replace(file.name, path)
-
-
-def _read(folder: str, name: str) -> bytes:
-    with open(f"{folder}/{name}", "rb") as file:
-        return file.read()
+    unfinished = Path(folder, f".{os.path.basename(path)}")
+    unfinished.write_bytes(ByValue.dumps(result))
+    unfinished.rename(path)
 
 
 if __name__ == "__main__":

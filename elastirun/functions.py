@@ -40,8 +40,8 @@ def launch_function(fn: Callable[..., Any], args: Sequence[object], options: Map
     with tempfile.TemporaryDirectory(prefix="elastirun_launch_") as folder:  # 0700
         line = [*command_line(options), WORKER, folder]
         cli.parse(line)  # a wrong option is an error of this process, not of the launcher
-        _write(folder, "preparation", _preparation())
-        _write(folder, "call", _pickled_call(fn, args))
+        Path(folder, "preparation").write_bytes(_preparation())
+        Path(folder, "call").write_bytes(_pickled_call(fn, args))
         error_file = f"{folder}/error.json"
         environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": error_file}
         code = _run(start_command(line, tied=True), environ)
@@ -90,11 +90,6 @@ def _pickled_call(fn: Callable[..., Any], args: Sequence[object]) -> bytes:
     except Exception as error:  # a class's own __reduce__ may raise anything
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"launch: {name} and its arguments cannot be sent to new processes ({why}); give a function of a module") from None
-
-
-def _write(folder: str, name: str, data: bytes) -> None:
-    with open(f"{folder}/{name}", "wb") as file:
-        file.write(data)
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:

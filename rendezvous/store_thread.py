@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastirun import clock
@@ -76,10 +77,8 @@ class StoreThread:
 
     def answers(self) -> list[Answer]:
         """Return what has come back since the last call, without waiting."""
-        try:
+        with suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
-        except BlockingIOError:
-            pass
         found: list[Answer] = []
         while not self._connection.answers.empty():
             found.append(self._connection.answers.get())
@@ -159,7 +158,5 @@ class StoreThread:
 
     def _hand_over(self, connection: Connection, answer: Answer) -> None:
         connection.answers.put(answer)
-        try:
+        with suppress(BlockingIOError):  # it is readable already
             os.write(self._wake_w, b"\0")
-        except BlockingIOError:
-            pass  # it is readable already

@@ -32,18 +32,6 @@ def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
     return lambda store: store.put_if(key, expected, value)
 
 
-def _keep_alive(key: str) -> Operation:
-    return lambda store: store.keep_alive(key)
-
-
-def _delete(key: str) -> Operation:
-    return lambda store: store.delete(key)
-
-
-def _under(prefix: str) -> Operation:
-    return lambda store: store.under(prefix)
-
-
 class SyncProtocol:
     """Turns each ``Sync`` into store operations. ``job`` is the prefix of every key, ``me`` this node's id."""
 
@@ -79,7 +67,7 @@ class SyncProtocol:
     def steps(self, sync: Sync, started: float) -> Steps:
         """Yield the operations of the exchange in the order that ``Sync`` names; return the answer."""
         ignored: list[str] = []
-        kept_alive = sync.keep_alive and (yield _keep_alive(self._key(self._me)))
+        kept_alive = sync.keep_alive and (yield lambda store: store.keep_alive(self._key(self._me)))
         if sync.put is not None:
             yield from self._put_fresh(sync.put) if sync.fresh else self._put_row(sync.put)
         if sync.change is not None:
@@ -88,7 +76,7 @@ class SyncProtocol:
         found = yield _get([key, *(self._key(i) for i in sorted({*(sync.rows or ()), self._me}))])
         record = yield from self._parse_round(found.pop(key, None))
         if everything:
-            found = yield _under(self._job + "node/")
+            found = yield lambda store: store.under(self._job + "node/")
         rows = self._parse_rows(found, everything, ignored)
         row = rows.get(self._me)
         return Synced(self._clock(), started, record, rows, row, ignored=tuple(ignored[:4]), kept_alive=kept_alive and row is not None)
@@ -133,7 +121,8 @@ class SyncProtocol:
         value = self._codec.encode(key, after)
         found = yield _put_if(key, None if before is None else self._encode(key, before), value)
         if found == value and before is not None and before.members_digest not in ("", after.members_digest):
-            yield _delete(self._members_key(before.members_digest))
+            old = self._members_key(before.members_digest)
+            yield lambda store: store.delete(old)
 
     def _parse_round(self, data: bytes | None) -> Steps:
         newest = self._newest

@@ -383,10 +383,7 @@ def who_answers(address: str, port: int, timeout: float) -> str | None:
 def _ask(address: str, port: int, question: bytes, timeout: float) -> bytes | None:
     """Return the first bytes of the answer; b"" if the other side hangs up, None if it is silent."""
     try:
-        family, sockaddr = _sockaddr(address, port)
-        with socket.socket(family, socket.SOCK_STREAM) as connection:
-            connection.settimeout(timeout)
-            connection.connect(sockaddr)
+        with socket.create_connection((address, port), timeout) as connection:
             connection.sendall(question)
             return connection.recv(512)
     except TimeoutError:
@@ -398,10 +395,7 @@ def _ask(address: str, port: int, question: bytes, timeout: float) -> bytes | No
 def _probe_one(address: str, port: int, timeout: float) -> str | None:
     """Return None if a process listens, "" if there is no answer in time, else the reason."""
     try:
-        family, sockaddr = _sockaddr(address, port)
-        with socket.socket(family, socket.SOCK_STREAM) as connection:
-            connection.settimeout(timeout)
-            connection.connect(sockaddr)
+        with socket.create_connection((address, port), timeout) as connection:
             # The kernel may pick the very port as the source port. TCP then connects the socket to itself.
             itself = connection.getsockname() == connection.getpeername()
             return "connection refused" if itself else None

@@ -13,11 +13,21 @@ import selectors
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from elastirun import clock
 from elastirun.agent.processes import proc
 from elastirun.agent.processes.process import Process
+
+
+@dataclass
+class _Watched:
+    """A process that a worker left running."""
+
+    pidfd: int
+    session: int
+    sent: int = 0  # the last signal that was sent to it
 
 
 class LeftRunning:
@@ -39,18 +49,16 @@ class LeftRunning:
     ) -> None:
         self._selector, self._owns, self._on_change, self._on_reaped = selector, owns, on_change, on_reaped
         self._workers: dict[int, Process] = {}  # by pid: workers that have ended and are not reaped
-        self._pidfds: dict[int, int] = {}  # by pid: the watched processes
-        self._sessions: dict[int, int] = {}  # by pid: their sessions
-        self._sent: dict[int, int] = {}  # by pid: the last signal that was sent to each
+        self._watched: dict[int, _Watched] = {}  # by pid
         self._signum: int | None = None  # the signal for every watched process, also for those found later
 
     def __len__(self) -> int:
-        return len(self._pidfds)
+        return len(self._watched)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Pids of the watched processes."""
-        return tuple(self._pidfds)
+        return tuple(self._watched)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -69,25 +77,25 @@ class LeftRunning:
         belong to any worker, so it is watched only when all workers have ended.
         """
         for pid in proc.children(os.getpid()):
-            if pid not in self._pidfds and pid not in self._workers and pid not in alive:
+            if pid not in self._watched and pid not in self._workers and pid not in alive:
                 with suppress(OSError):
                     session = os.getsid(pid)
                     if session in self._workers or (not alive and self._owns(pid)):
                         self._watch(pid, session)
         if self._signum is not None:
             self.send(self._signum)
-        for pid in self._workers.keys() - set(self._sessions.values()):
+        for pid in self._workers.keys() - {process.session for process in self._watched.values()}:
             self._workers.pop(pid).reap()
             self._on_reaped(pid)
 
     def send(self, signum: int) -> None:
         """Send ``signum`` to each watched process, and to each that is found later; never twice to the same one."""
         self._signum = signum
-        for pid, fd in self._pidfds.items():
-            if self._sent.get(pid) != signum:
-                self._sent[pid] = signum
+        for process in self._watched.values():
+            if process.sent != signum:
+                process.sent = signum
                 with suppress(OSError):
-                    signal.pidfd_send_signal(fd, signum)
+                    signal.pidfd_send_signal(process.pidfd, signum)
 
     def kill(self) -> None:
         """Kill every watched process and the process groups of the ended workers."""
@@ -97,7 +105,7 @@ class LeftRunning:
 
     def forget(self) -> None:
         """Stop watching, and reap the ended workers. Processes found later get no signal before the next ``send``."""
-        for pid in tuple(self._pidfds):
+        for pid in tuple(self._watched):
             self._drop(pid)
         for pid in tuple(self._workers):
             self._workers.pop(pid).reap()
@@ -108,32 +116,29 @@ class LeftRunning:
         """Kill all and wait until they have ended, at most ``timeout`` seconds: a process may be stuck in the kernel."""
         self.kill()
         end = clock.now() + timeout
-        while self._pidfds and (rest := end - clock.now()) > 0:
+        while self._watched and (rest := end - clock.now()) > 0:
             poller = select.poll()
-            for fd in self._pidfds.values():
-                poller.register(fd, select.POLLIN)
+            for process in self._watched.values():
+                poller.register(process.pidfd, select.POLLIN)
             ended = {fd for fd, _ in poller.poll(rest * 1000)}
-            for pid in [pid for pid, fd in self._pidfds.items() if fd in ended]:
+            for pid in [pid for pid, process in self._watched.items() if process.pidfd in ended]:
                 self._drop(pid)
             self.find(())
         self.forget()
 
     def _watch(self, pid: int, session: int) -> None:
-        self._pidfds[pid] = os.pidfd_open(pid)
-        self._sessions[pid] = session
-        self._selector.register(self._pidfds[pid], selectors.EVENT_READ, partial(self._ended, pid))
+        process = self._watched[pid] = _Watched(os.pidfd_open(pid), session)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._ended, pid))
 
     def _ended(self, pid: int, mask: int) -> None:
-        if pid in self._pidfds:
+        if pid in self._watched:
             self._drop(pid)
             self._on_change()
 
     def _drop(self, pid: int) -> None:
-        fd = self._pidfds.pop(pid)
-        self._selector.unregister(fd)
-        os.close(fd)
-        del self._sessions[pid]
-        self._sent.pop(pid, None)
+        process = self._watched.pop(pid)
+        self._selector.unregister(process.pidfd)
+        os.close(process.pidfd)
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
