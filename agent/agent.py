@@ -100,7 +100,7 @@ class Agent:
         self._workers = Workers(
             self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._tree.owns, self._tree.worker_reaped
         )
-        self._session = Session(config, row, self._worker_store_failed)
+        self._session = Session.of(config, row, self._worker_store_failed)
         stack.callback(self._session.close)
         if etcd := self._session.access.private_etcd:
             self._tree.remove_folder_at_end(etcd.folder)

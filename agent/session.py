@@ -1,23 +1,26 @@
-"""One node's part of the rendezvous, at work: the machine, the thread that talks to the store, and the store for the workers.
+"""One node's part of the rendezvous, at work: the machine, its exchanges with the store, and the store for the workers.
 
-Two loops drive a session: that of the agent (``agent/agent.py``), and that of a node whose workers plain torchrun starts
-(``agent/torch_handler.py``). Whoever drives it starts and stops the workers.
+Three loops drive a session: that of the agent (``agent/agent.py``), that of a node whose workers plain torchrun starts
+(``agent/torch_handler.py``), and that of a node in the simulated world (``tests/sim/world.py``). Whoever drives it starts and stops the
+workers. What does I/O, and the clock, are handed to the session.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from elastirun import clock
-from elastirun.agent.store_access import rules, store_access
+from elastirun.agent.store_access import StoreAccess, rules, store_access
 from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.rendezvous.actions import Action, Reconnect, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick
+from elastirun.rendezvous.exchanges import Exchanges
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import NodeRow, Status
 from elastirun.rendezvous.store_thread import StoreThread
@@ -30,37 +33,52 @@ class Session:
     """Feeds events to the machine, one at a time, and carries out what the machine asks of the store.
 
     All calls happen in one thread, that of the loop. Register the session with the loop's selector: it is readable when ``receive``
-    has something to do. ``row`` is how this node introduces itself. ``worker_store_failed`` gets a line for people, in another thread.
+    has something to do. ``now`` is the clock. ``worker_store_failed`` gets a line for people, in another thread.
     """
 
-    def __init__(self, config: LaunchConfig, row: NodeRow, worker_store_failed: Callable[[str], None]) -> None:
-        self.access = store_access(config)
-        self.machine = Machine(rules(config, self.access), row, clock.now())
+    def __init__(
+        self,
+        machine: Machine,
+        exchanges: Exchanges[Any],
+        access: StoreAccess,
+        worker_store_failed: Callable[[str], None],
+        now: Callable[[], float] = clock.now,
+    ) -> None:
+        self.machine = machine
+        self.access = access
         self.worker_store: WorkerStore | RendezvousStoreForWorkers | None = None  # None until the store was reached
-        protocol = SyncProtocol(self.access.key_prefix, row.id, Codec(config.token), clock.now)
-        self._store = StoreThread(self.access.connect, protocol, self.access.exchange_limit)
+        self._exchanges = exchanges
         self._worker_store_failed = worker_store_failed
+        self._now = now
         self._events: deque[Event] = deque()
         self._checked_at = 0.0  # when the loop was last known to run
 
+    @classmethod
+    def of(cls, config: LaunchConfig, row: NodeRow, worker_store_failed: Callable[[str], None]) -> Session:
+        """Return a session with the store that ``config`` names. ``row`` is how this node introduces itself."""
+        access = store_access(config)
+        protocol = SyncProtocol(access.key_prefix, row.id, Codec(config.token), clock.now)
+        thread = StoreThread(access.connect, protocol, access.exchange_limit)
+        return cls(Machine(rules(config, access), row, clock.now()), thread, access, worker_store_failed)
+
     def begin(self) -> None:
         """The loop begins."""
-        self._checked_at = clock.now()
+        self._checked_at = self._now()
         self.post(Tick(self._checked_at))
 
     def close(self) -> None:
-        self._store.close()
+        self._exchanges.close()
         self.access.close()
 
     def fileno(self) -> int:
-        return self._store.fileno()
+        return self._exchanges.fileno()
 
     @property
     def due(self) -> float:
         """The moment at which there is something to do for the session although it is not readable; infinity: none."""
         if self._events:
             return -math.inf
-        return min(self.machine.wake, self._store.deadline or math.inf)
+        return min(self.machine.wake, self._exchanges.deadline or math.inf)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -69,16 +87,16 @@ class Session:
         self._events.append(event)
 
     def receive(self) -> list[str]:
-        """Take in what has come from the store thread. Returns lines for people."""
+        """Take in what has come from the store. Returns lines for people."""
         lines = [self.access.notices.popleft() for _ in range(len(self.access.notices))]
         if self.access.host_failure:
-            self.post(Leave(clock.now(), self.access.host_failure))
-        self._events.extend(self._store.answers())
+            self.post(Leave(self._now(), self.access.host_failure))
+        self._events.extend(self._exchanges.answers())
         return lines
 
     def check_time(self, now: float) -> None:
         """Give up an exchange that takes too long, and tell the machine the time when it wants to know."""
-        self._events.extend(self._store.give_up(now))
+        self._events.extend(self._exchanges.give_up(now))
         if now >= self.machine.wake:
             self.post(Tick(now))
 
@@ -91,14 +109,20 @@ class Session:
         overdue, self._checked_at = now - self._checked_at - waited, now
         if not workers_ended and overdue <= STANDSTILL:
             return None
-        self._events.appendleft(StoodStill(now, overdue, workers_ended))
-        return overdue
+        seconds = max(0.0, overdue)
+        self._events.appendleft(StoodStill(now, seconds, workers_ended))
+        return seconds
 
     def next_event(self) -> Event | None:
         """Return the next event for ``step``; None when all are done."""
         return self._events.popleft() if self._events else None
 
     # -- the machine --------------------------------------------------------------------------------------------------
+
+    def actions(self) -> Iterator[Action]:
+        """Give the machine each event. Carry out what it asks of the store; yield the rest, which the caller performs."""
+        while event := self.next_event():
+            yield from (action for action in self.step(event) if not self.carry_out(action))
 
     def step(self, event: Event) -> list[Action]:
         """Give the machine an event. Returns what it asks for, in order: each is first offered to ``carry_out``."""
@@ -111,9 +135,9 @@ class Session:
     def carry_out(self, action: Action) -> bool:
         """Perform what concerns the store. False for anything else, which is the caller's business."""
         if isinstance(action, Sync):
-            self._store.submit(self._with_clearing(action))
+            self._exchanges.submit(self._with_clearing(action))
         elif isinstance(action, Reconnect):
-            self._store.reconnect()
+            self._exchanges.reconnect()
         else:
             return False
         return True
@@ -122,7 +146,7 @@ class Session:
         """Serve the workers' store of the round that has just started, on node rank 0. Raises StartError when that is impossible."""
         assert self.worker_store is not None
         self.worker_store.serve()
-        self.post(Reachable(clock.now(), self.machine.row.address, self.worker_store.port))
+        self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))
 
     def _with_clearing(self, sync: Sync) -> Sync:
         """Let ``sync`` clear the store first where workers use it and node rank 0 is about to say that it is ready for a round."""

@@ -43,7 +43,7 @@ class TorchrunNode:
 
     def __init__(self, config: LaunchConfig, reach: Reach, error: Callable[[str, str], Exception]) -> None:
         self._reach, self._error = reach, error
-        self._session = Session(config, new_row(config), lambda why: self._request(lambda now: self._leave(now, why)))
+        self._session = Session.of(config, new_row(config), lambda why: self._request(lambda now: self._leave(now, why)))
         self._machine = self._session.machine
         self._round: Start | None = None  # the round that runs
         self._began = 0.0  # when that round started
@@ -123,13 +123,10 @@ class TorchrunNode:
             for line in self._session.receive():
                 _say(line)
             self._session.check_time(now)
-            while event := self._session.next_event():
-                for action in self._session.step(event):
-                    self._perform(action)
+            for action in self._session.actions():
+                self._perform(action)
 
     def _perform(self, action: Action) -> None:
-        if self._session.carry_out(action):
-            return
         if isinstance(action, Say):
             _say(action.text)
         elif isinstance(action, Start):

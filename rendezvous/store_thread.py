@@ -1,8 +1,7 @@
 """The thread that carries the machine's ``Sync`` requests to the store and hands the answers back as events.
 
-The agent's loop never waits for the store. An exchange that is not answered within its limit is given up: its thread and its
-store connection are abandoned (torch's client cannot be interrupted) and a fresh pair takes over. What the abandoned thread still
-writes is harmless, because every write is a compare-and-set.
+The agent's loop never waits for the store. The thread of an exchange that is abandoned is abandoned with it (torch's client cannot be
+interrupted), and a fresh thread takes over.
 """
 
 from __future__ import annotations
@@ -15,50 +14,34 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastirun import clock
-from elastirun.errors import ElastirunError, StoreRefused, UnreadableRound
+from elastirun.rendezvous import exchanges
 from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.events import Changed, Synced, SyncFailed
+from elastirun.rendezvous.events import Changed, SyncFailed
+from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Exchanges
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.sync import SyncProtocol
 
-CONNECT_LIMIT = 20.0  # seconds to connect; names are resolved, torch is imported, the store is served in that time
 HANGING = 4  # abandoned threads that may hang before a new one is delayed; each further one doubles the delay
 LONGEST_DELAY = 2.0**7  # of ``connect_limit``: most threads that hang come back, or the host is gone for good
-CHECK_AGAIN = 1.0  # seconds; the limit of the connection may by then have become that of the exchange
 
 
-Answer = Synced | SyncFailed | Changed
+@dataclass(eq=False)
+class Connection(exchanges.Connection):
+    """One thread with its connection to the store."""
 
-
-@dataclass
-class Connection:
-    """One thread with its connection to the store and its ``protocol``. Abandoned as a whole."""
-
-    protocol: SyncProtocol
     thread: threading.Thread | None = None  # None: not started yet
     requests: queue.SimpleQueue[Sync | None] = field(default_factory=queue.SimpleQueue)
-    answers: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
-    connected: bool = False
-    deadline: float | None = None  # of the exchange under way, or of the connection that is being made for it
 
 
-class StoreThread:
-    """Runs one exchange at a time with the store that ``connect`` opens; ``connect`` is called in the thread.
-
-    ``fileno()`` is readable when ``answers()`` has something. Limits in seconds: ``time_limit`` for one exchange,
-    ``connect_limit`` for the connection that the exchange may need first.
-    """
+class StoreThread(Exchanges[Connection]):
+    """Runs exchanges with the store that ``connect`` opens; ``connect`` is called in the thread."""
 
     def __init__(
         self, connect: Callable[[], Store], protocol: SyncProtocol, time_limit: float, connect_limit: float = CONNECT_LIMIT
     ) -> None:
+        super().__init__(Connection, protocol, clock.now, time_limit, connect_limit)
         self._connect = connect
-        self._time_limit = time_limit
-        self._connect_limit = connect_limit
-        self._pending = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._connection = Connection(protocol)
         self._abandoned: list[threading.Thread] = []
         self._started = 0.0  # when the last thread was started
 
@@ -67,52 +50,22 @@ class StoreThread:
     def fileno(self) -> int:
         return self._wake_r
 
-    def submit(self, sync: Sync) -> None:
-        self._pending = True
-        why = self._start(self._connection) if self._connection.thread is None else ""
-        if why:
-            self._hand_over(self._connection, SyncFailed(clock.now(), why))
-        else:
-            self._connection.requests.put(sync)
-
     def answers(self) -> list[Answer]:
-        """Return what has come back since the last call, without waiting."""
         with suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
-        found: list[Answer] = []
-        while not self._connection.answers.empty():
-            found.append(self._connection.answers.get())
-            self._pending = self._pending and isinstance(found[-1], Changed)
-        return found
+        return super().answers()
 
-    @property
-    def deadline(self) -> float | None:
-        """The time on ``elastirun.clock`` at which ``give_up`` is to be called; None while nothing is under way."""
-        if not self._pending:
-            return None
-        check_again = clock.now() + CHECK_AGAIN
-        return min(self._connection.deadline or check_again, check_again)
+    def _execute(self, connection: Connection, sync: Sync) -> None:
+        why = self._start(connection) if connection.thread is None else ""
+        if why:
+            self._hand_over(connection, SyncFailed(clock.now(), why))
+        else:
+            connection.requests.put(sync)
 
-    def give_up(self, now: float) -> list[Synced | SyncFailed]:
-        """Abandon the exchange under way if it has exceeded its limit."""
-        deadline = self._connection.deadline
-        if not self._pending or deadline is None or now < deadline:
-            return []
-        why = f"no answer for {self._time_limit:g} s" if self._connection.connected else f"no connection within {self._connect_limit:g} s"
-        self.reconnect()
-        self._pending = False
-        return [SyncFailed(now, why)]
-
-    def reconnect(self) -> None:
-        """Abandon the connection, so that the next exchange uses a fresh one."""
-        self._connection.requests.put(None)
-        if self._connection.thread is not None:
-            self._abandoned.append(self._connection.thread)
-        self._connection = Connection(self._connection.protocol.fresh())
-
-    def close(self) -> None:
-        """End the thread once its exchange is done."""
-        self._connection.requests.put(None)
+    def _abandon(self, connection: Connection) -> None:
+        connection.requests.put(None)
+        if connection.thread is not None:
+            self._abandoned.append(connection.thread)
 
     def _start(self, connection: Connection) -> str:
         """Start the thread of ``connection``; return why that is not possible now, empty when it was.
@@ -149,14 +102,13 @@ class StoreThread:
                 if store is not None:
                     store.close()
                     store = None
-                why = str(error) if isinstance(error, ElastirunError) else f"{type(error).__name__}: {error}"
-                answer = SyncFailed(clock.now(), clip(why), isinstance(error, StoreRefused), isinstance(error, UnreadableRound))
+                answer = exchanges.failure(error, clock.now())
             connection.deadline = None
             self._hand_over(connection, answer)
         if store is not None:
             store.close()
 
     def _hand_over(self, connection: Connection, answer: Answer) -> None:
-        connection.answers.put(answer)
+        connection.answers.append(answer)
         with suppress(BlockingIOError):  # it is readable already
             os.write(self._wake_w, b"\0")

@@ -20,7 +20,7 @@ from tests.support.cluster import PATIENCE
 @pytest.fixture
 def session() -> Iterator[Session]:
     config = config_of("--standalone train.py")
-    made = Session(config, new_row(config), worker_store_failed=pytest.fail)
+    made = Session.of(config, new_row(config), worker_store_failed=pytest.fail)
     yield made
     made.close()
     if isinstance(made.worker_store, WorkerStore):
@@ -37,8 +37,7 @@ def test_one_node_gets_its_round_and_serves_its_workers(session: Session) -> Non
         selector.select(max(0.0, min(session.due, until) - clock.now()))
         assert clock.now() < until and session.receive() == []
         session.check_time(clock.now())
-        while event := session.next_event():
-            actions += [action for action in session.step(event) if not session.carry_out(action)]
+        actions += session.actions()
     (start,) = (action for action in actions if isinstance(action, Start))
     assert session.worker_store is not None
     assert (start.node_rank, start.record.members[0].port) == (0, session.worker_store.port)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elastirun.errors import StoreError, StoreRefused
-from elastirun.rendezvous import store_thread
+from elastirun.rendezvous import exchanges, store_thread
 from elastirun.rendezvous.actions import Put, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Synced, SyncFailed
@@ -39,7 +39,7 @@ class Watching(MemoryStore):
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreThread]]:
     """Drivers that are closed at the end."""
-    monkeypatch.setattr(store_thread, "CHECK_AGAIN", 0.05)
+    monkeypatch.setattr(exchanges, "CHECK_AGAIN", 0.05)
     threads: list[StoreThread] = []
     yield threads
     for thread in threads:
@@ -219,7 +219,7 @@ def test_a_slow_connection_does_not_shorten_the_exchange(made: list[StoreThread]
     begun = time.monotonic()
     connected.set()
     assert store.reached.wait(PATIENCE)
-    assert thread.deadline is not None and thread.deadline <= time.monotonic() + store_thread.CHECK_AGAIN
+    assert thread.deadline is not None and thread.deadline <= time.monotonic() + exchanges.CHECK_AGAIN
     assert thread.give_up(begun + PATIENCE - 1) == []
     store.go.set()
     assert isinstance(answer(thread), Synced)
