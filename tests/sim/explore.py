@@ -17,12 +17,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.events import SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.events import SyncFailed, WorkersStopped
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.rules import Rules
 from tests.sim import invariants
-from tests.sim.world import Node, World
+from tests.sim.world import Node, World, WorldExchanges
 
 STEP = 0.5  # seconds; the longest time that passes at once
 FAULTS = 2  # crashes, failures, departures and lost messages in one history
@@ -62,27 +62,21 @@ class Small(World):
     def answer(self, node_id: str) -> None:
         node = self.node(node_id)
         answer = self._carried_out(node)
-        node.feed(lambda now: replace(answer, now=now))
+        self.hand_over(node, node.connection, lambda now: answer)
 
-    def lose_request(self, node_id: str) -> None:
+    def lose(self, node_id: str, applied: bool) -> None:
+        """Lose the reply to an exchange that is ``applied``, or the request."""
         self.faults += 1
-        del self.pending[node_id]
-        self.node(node_id).feed(lambda now: SyncFailed(now, "lost"))
-
-    def lose_reply(self, node_id: str) -> None:
-        self.faults += 1
-        self._carried_out(self.node(node_id))
-        self.node(node_id).feed(lambda now: SyncFailed(now, "lost"))
+        node = self.node(node_id)
+        if applied:
+            self._carried_out(node)
+        self.pending.pop(node_id, None)
+        self.hand_over(node, node.connection, lambda now: SyncFailed(now, "lost"))
 
     def _carried_out(self, node: Node) -> Any:
         sync = self.pending.pop(node.id)
-        steps, found = node.exchange.steps(sync, node.now), None
-        while True:
-            try:
-                operation = steps.send(found)
-            except StopIteration as done:
-                return replace(done.value, hosting=node.hosts)
-            found = self._apply(node, operation)
+        answer = self._apply(node, lambda store: node.connection.protocol.carry_out(store, sync, node.now))
+        return replace(answer, hosting=node.hosts)
 
     def stopped(self, node_id: str) -> None:
         node = self.node(node_id)
@@ -98,11 +92,9 @@ class Small(World):
     def pass_time(self) -> None:
         """Let time pass until a machine wants to wake up, at most STEP."""
         alive = [n for n in self.nodes if n.alive]
-        wakes = [n.machine.wake for n in alive]
-        self.t = max(self.t + 0.001, min([self.t + STEP, *wakes]))
+        self.t = max(self.t + 0.001, min([self.t + STEP, *(n.machine.wake for n in alive)]))
         for node in alive:
-            if node.machine.wake <= self.t:
-                node.feed(Tick)
+            node.turn()
 
     def options(self) -> Iterable[tuple[str, Callable[[Small], None]]]:
         yield "time", Small.pass_time
@@ -118,8 +110,8 @@ class Small(World):
                 yield f"succeed {i}", lambda w, i=i: w.node(i).succeed()
             if self.faults < FAULTS:
                 if i in self.pending:
-                    yield f"lose request {i}", lambda w, i=i: w.lose_request(i)
-                    yield f"lose reply {i}", lambda w, i=i: w.lose_reply(i)
+                    yield f"lose request {i}", lambda w, i=i: w.lose(i, False)
+                    yield f"lose reply {i}", lambda w, i=i: w.lose(i, True)
                 yield f"crash {i}", lambda w, i=i: w.fault("crash", i)
                 yield f"leave {i}", lambda w, i=i: w.fault("leave", i)
                 if node.working and not node.stopping:
@@ -139,15 +131,22 @@ class Small(World):
     def key(self) -> object:
         """Return a key that is equal for two worlds with the same future. Times count from now."""
         alive = [n for n in self.nodes if n.alive]
-        nodes = tuple((n.id, n.stopping, n.working and n.working.round, _canonical(vars(n.machine), n.now)) for n in alive)
+        workers = tuple((n.id, n.stopping, n.ended_by_guard, n.working and n.working.round) for n in alive)
+        nodes = workers, tuple(_canonical(vars(n.machine), n.now) for n in alive)
         return nodes, frozenset(self.data.items()), frozenset(self.pending.items()), self.faults, frozenset(self.succeeded)
 
 
 def _copied(node: Node, world: Small) -> Node:
     other = copy.copy(node)
-    other.world, other.machine = world, _copied_machine(node.machine)
-    other.exchange = copy.copy(node.exchange)
-    other.exchange._known = dict(node.exchange._known)
+    other.world = world
+    protocol = copy.copy(node.connection.protocol)
+    protocol._known, protocol._clock = dict(protocol._known), lambda: other.now
+    exchanges = WorldExchanges(other, protocol)
+    exchanges._pending = node.session._exchanges._pending
+    other.connection = exchanges._connection
+    other.session = copy.copy(node.session)
+    other.session.machine, other.session._exchanges = _copied_machine(node.machine), exchanges
+    other.session.worker_store, other.session._now = copy.copy(node.session.worker_store), lambda: other.now
     other.starts, other.began, other.stops = list(node.starts), list(node.began), list(node.stops)
     other.ready_for, other.said = set(node.ready_for), []
     return other

@@ -282,16 +282,10 @@ class History:
             self.world.at(next_time, lambda: self._loop(self._current(fault.who) or node, fault))
 
     def _cut(self, node: Node, fault: Fault) -> None:
-        node.cut = True
-        self._for(fault, lambda: setattr(node, "cut", False))
+        setattr(node, fault.kind, True)
+        self._for(fault, lambda: setattr(node, fault.kind, False))
 
-    def _cut_out(self, node: Node, fault: Fault) -> None:
-        node.cut_out = True
-        self._for(fault, lambda: setattr(node, "cut_out", False))
-
-    def _cut_in(self, node: Node, fault: Fault) -> None:
-        node.cut_in = True
-        self._for(fault, lambda: setattr(node, "cut_in", False))
+    _cut_out = _cut_in = _cut
 
     def _halves(self, node: Node, fault: Fault) -> None:
         cut = [n for i, n in enumerate(self.world.nodes) if n.alive and (i + int(fault.x * 2)) % 2]
@@ -320,12 +314,10 @@ class History:
         self._for(fault, lambda: setattr(node, "late", None))
 
     def _freeze(self, node: Node, fault: Fault) -> None:
-        node.freeze()
+        node.freeze(workers_too=fault.kind == "freeze_node")
         self._for(fault, node.thaw)
 
-    def _freeze_node(self, node: Node, fault: Fault) -> None:
-        node.freeze(workers_too=True)
-        self._for(fault, node.thaw)
+    _freeze_node = _freeze
 
     def _pause_store(self, node: Node, fault: Fault) -> None:
         self.world.pause_store()
@@ -368,8 +360,6 @@ class History:
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
     """Return the plan with as few faults as still fail."""
-    from dataclasses import replace
-
     faults: Sequence[Fault] = plan.faults
     i = 0
     while i < len(faults):

@@ -123,6 +123,8 @@ def _start(world: World, node: Node, start: Start) -> None:
     """P2: all members start from one member table, after all have been ready."""
     record = start.record
     _must(record.members[start.node_rank].id == node.id, "a wrong node rank")
+    held = node.session.worker_store
+    _must(start.node_rank > 0 or (held is not None and record.members[0].port == held.port), "node rank 0 holds another port than it said")
     for other in world.nodes:
         for earlier in other.began:
             same = earlier.fence == record.fence

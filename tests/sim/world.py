@@ -1,8 +1,9 @@
-"""A simulated world: the real machines, sync protocol and codec over one store, on clocks that disagree, with nothing reliable.
+"""A simulated world: the sessions of many agents over one store, on clocks that disagree, with nothing reliable.
 
-Time is simulated, so an hour takes a second and the same seed gives the same history. Between any two operations of an
-exchange anything else may happen; a request or a reply can be lost, or come late; whoever gave up waiting does not know
-whether its write was applied, exactly as with a real store.
+Each node drives the ``Session`` that agents drive; its clock, its exchanges and its workers are the world's. Time is simulated, so an
+hour takes a second and the same seed gives the same history. Between any two operations of an exchange anything else may happen; a
+request or a reply can be lost, or come late; whoever gave up waiting does not know whether its write was applied, exactly as with a
+real store.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import heapq
 import itertools
 import math
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from elastirun.agent.session import Session
+from elastirun.agent.store_access import NodeAddress, StoreAccess
+from elastirun.agent.worker_store import RendezvousStoreForWorkers
+from elastirun.config import Command, LaunchConfig
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
+from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Changed, Event, Leave, StoodStill, SyncFailed, Tick, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import Changed, Event, Leave, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Connection, Exchanges, failure
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import Rules
@@ -29,7 +34,7 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Operation, Steps, SyncProtocol
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 
-STANDSTILL = 2.0  # seconds, as the agent has it
+CONFIG = LaunchConfig(Command("train.py"), min_nodes=1, max_nodes=1, nproc=1, run_id="job", endpoint=None)
 T = TypeVar("T")
 
 
@@ -115,13 +120,35 @@ def brief(what: Action | RoundRecord) -> str:
     return f"say {what.text}" if isinstance(what, Say) else type(what).__name__.lower()
 
 
-@dataclass
-class Call:
-    """One exchange under way. After it is given up it goes on: its writes still arrive, but no node hears of them."""
+class WorkerPorts(RendezvousStoreForWorkers):
+    """Stands in for the workers' store, which holds another port for each round."""
 
-    node: Node
-    steps: Steps
-    given_up: bool = False
+    def serve(self) -> None:
+        self.port += 1
+
+
+class WorldAccess(StoreAccess):
+    """The access to the store of the world, whose route every node knows."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(CONFIG)
+        self._address = NodeAddress(address, address, None, None)
+
+    def worker_store(self, on_error: Callable[[str], None]) -> WorkerPorts:
+        return WorkerPorts(1000)
+
+
+class WorldExchanges(Exchanges[Connection]):
+    """The exchanges of ``node``, executed by the world one operation at a time."""
+
+    def __init__(self, node: Node, protocol: SyncProtocol) -> None:
+        super().__init__(Connection, protocol, lambda: node.now, EXCHANGE_LIMIT, CONNECT_LIMIT)
+        self._node = node
+
+    def _execute(self, connection: Connection, sync: Sync) -> None:
+        self._node.connection = connection
+        self._node.syncs += 1
+        self._node.world.begin(self._node, sync)
 
 
 @dataclass(eq=False)
@@ -130,14 +157,14 @@ class Node:
 
     world: World
     name: str
-    machine: Machine
-    exchange: SyncProtocol
+    session: Session
+    connection: Connection  # of its last exchange
     offset: float  # its clock shows offset + rate * t
     rate: float
     lease: float
     stop_time: float = 0.05  # seconds that its workers take to stop
     up: bool = True
-    frozen_at: float | None = None
+    frozen: bool = False
     workers_frozen: bool = False
     cut_out: bool = False  # its requests are lost
     cut_in: bool = False  # the replies to it are lost
@@ -156,10 +183,15 @@ class Node:
     said: list[str] = field(default_factory=list)
     finish: Finish | None = None
     syncs: int = 0
-    call: Call | None = None
     row_lease: int = 0  # the lease of its row, as far as its agent knows
-    waiting: deque[Callable[[], None]] = field(default_factory=deque)  # events that came while it was frozen
-    _armed: int = 0
+    renewed: float = 0.0  # when its guard's lease was last renewed, by its clock
+    waiting: list[Callable[[], object]] = field(default_factory=list)  # what its threads will do when it is not frozen any more
+    _wait: float = math.inf  # seconds, by its clock, that its loop means to sleep at the end of each turn
+    _turns: int = 0
+
+    @property
+    def machine(self) -> Machine:
+        return self.session.machine
 
     @property
     def id(self) -> str:
@@ -178,17 +210,6 @@ class Node:
         self.cut_out = self.cut_in = cut
 
     @property
-    def frozen(self) -> bool:
-        return self.frozen_at is not None
-
-    @frozen.setter
-    def frozen(self, frozen: bool) -> None:
-        if frozen:
-            self.freeze(workers_too=True)
-        else:
-            self.thaw()
-
-    @property
     def alive(self) -> bool:
         return self.up and self.finish is None
 
@@ -199,57 +220,67 @@ class Node:
 
     def feed(self, make: Callable[[float], Event]) -> None:
         """Let the event of ``make`` happen to the node once it runs."""
-        if not self.alive:
+        self.when_running(lambda: (self.session.post(make(self.now)), self.turn()))
+
+    def when_running(self, what: Callable[[], object]) -> None:
+        """Let a thread of the agent do ``what``, now or when it runs again."""
+        if self.frozen:
+            self.waiting.append(what)
+        elif self.up:
+            what()
+
+    def turn(self) -> None:
+        """Let the loop of the agent go round."""
+        if self.frozen or not self.alive:
             return
-        if self.frozen_at is not None:
-            self.waiting.append(lambda: self.feed(make))
-            return
-        self._perform_all(self.machine.step(make(self.now)))
+        now = self.now
+        self.session.check_standstill(now, self._wait, self._guard_acts(0.1 if self.lone else min(0.5, self.lease / 10)))
+        self.renewed = now
+        self.session.receive()
+        self.session.check_time(now)
+        for action in self.session.actions():
+            self._perform(action)
         if self.machine.state.value == "ready":
             self.ready_for.add(self.machine.row.round)
-        self._armed += 1
-        armed, wait = self._armed, (self.machine.wake - self.now) / self.rate
+        self._wait = max(0.0, self.session.due - now)
+        self._turns += 1
+        wait, turns = min(self._wait, self._lease_end - now if self.lone and self.working else math.inf), self._turns
         if wait < 1e9:
-            self.world.at(max(0.0005, wait), lambda: self.feed(Tick) if armed == self._armed else None)
+            self.world.at(max(0.0005, wait / self.rate + 1e-6), lambda: self.turn() if turns == self._turns else None)
 
-    def _perform_all(self, actions: list[Action]) -> None:
-        for action in actions:
-            self.world.note(self, action)
-            if isinstance(action, Sync):
-                self.syncs += 1
-                self.world.begin(self, action)
-            elif isinstance(action, Start):
-                if self.working is not None:
-                    raise Violation(f"{self.name} starts workers while others still run")
-                self.working, self.stopping = action.record, False
-                lone = len(action.record.members) == 1
-                self.lone = lone
-                self.starts.append((action.record.round, action.node_rank, len(action.record.members)))
-                self.began.append(action.record)
-                self.world.on_start(self, action)
-            elif isinstance(action, Stop):
-                self.stops.append(action)
-                self.stopping = True
-                self.world.at(self._stop_time(action), partial(self._stopped, len(self.began)))
-            elif isinstance(action, Say):
-                self.said.append(action.text)
-            elif isinstance(action, Finish):
-                if self.working is not None:
-                    raise Violation(f"{self.name} goes while its workers still run")
-                self.finish = action
-                self.world.on_gone(self)
-            elif isinstance(action, Reconnect):
-                self.call = None
+    def _perform(self, action: Action) -> None:
+        self.world.note(self, action)
+        if isinstance(action, Start):
+            if self.working is not None:
+                raise Violation(f"{self.name} starts workers while others still run")
+            self.working, self.stopping = action.record, False
+            self.lone = len(action.record.members) == 1 and not self.world.rules.private
+            self.starts.append((action.record.round, action.node_rank, len(action.record.members)))
+            self.began.append(action.record)
+            self.world.on_start(self, action)
+            if action.node_rank == 0:
+                self.session.serve_workers()
+        elif isinstance(action, Stop):
+            self.stops.append(action)
+            self.stopping = True
+            self.world.at(self._stop_time(action), partial(self._stopped, len(self.began)))
+        elif isinstance(action, Say):
+            self.said.append(action.text)
+        elif isinstance(action, Finish):
+            if self.working is not None:
+                raise Violation(f"{self.name} goes while its workers still run")
+            self.finish = action
+            self.world.on_gone(self)
 
     def _stop_time(self, stop: Stop) -> float:
         if self.ended_by_guard or self.working is None:
             return 0.0
-        grace = self.world.graces[not stop.planned]
-        return min(self.stop_time, grace, math.inf if stop.within is None else stop.within)
+        grace = min(self.world.graces[not stop.planned], math.inf if stop.within is None else stop.within)
+        return min(self.stop_time, grace / self.rate)
 
     def _stopped(self, round_: int) -> None:
         if self.up and self.stopping and len(self.began) == round_:
-            self.working, self.stopping, self.ended_by_guard = None, False, False
+            self.working, self.stopping, self.lone, self.ended_by_guard = None, False, False, False
             self.feed(lambda now: WorkersStopped(now, self.machine.row.failures))
 
     # -- what can be done to it ---------------------------------------------------------------------------------------
@@ -257,7 +288,7 @@ class Node:
     def succeed(self) -> None:
         if self.working is not None and not self.stopping:
             self.world.succeeded.add((self.id, self.working.round))
-            self.working = None
+            self.working, self.lone = None, False
             self.feed(WorkersSucceeded)
 
     def fail(self, code: int = 1, blame: int = Blame.OWN_FAULT, after: float = 1.0) -> None:
@@ -276,42 +307,42 @@ class Node:
 
     def freeze(self, workers_too: bool = False) -> None:
         """Stop the agent, or all of the node, as SIGSTOP does. When the guard's lease is over it ends the workers of a frozen agent."""
-        if not self.alive or self.frozen_at is not None:
+        if not self.alive or self.frozen:
             return
-        self.frozen_at, self.workers_frozen = self.world.t, workers_too
+        self.frozen, self.workers_frozen = True, workers_too
         if self.hosts:
             self.world.pause_store()
-        end = self._lease_end(self.now)
-        if end < math.inf and not workers_too:
-            self.world.at(max(0.0, end - self.now) / self.rate, lambda since=self.world.t: self._lease_over(since))
+        if self._lease_end < math.inf and not workers_too:
+            self.world.at(max(0.0, self._lease_end - self.now) / self.rate, lambda: self.frozen and self._guard_acts(1e-6))
 
-    def _lease_end(self, frozen_at: float) -> float:
-        """Return when, by its own clock, the guard ends the workers of an agent that is frozen since ``frozen_at``."""
+    @property
+    def _lease_end(self) -> float:
+        """When the guard ends the workers, by the clock of the node."""
         if self.lone:
             return self.machine.kept_alive + self.world.rules.lone_lease
-        return frozen_at + self.lease if self.lease else math.inf
+        return self.renewed + self.lease if self.lease else math.inf
 
-    def _lease_over(self, since: float) -> None:
-        if self.frozen_at == since and self.working is not None:
+    def _guard_acts(self, early: float) -> bool:
+        """Let the guard end the workers if its lease is over, or will be in ``early`` seconds; then it may have ended them or not."""
+        over = (self.working is not None or self.ended_by_guard) and self.now > self._lease_end - early
+        if over:
             self.working, self.ended_by_guard = None, True
+            self.lone = self.lone and self.frozen
+        return over
 
     def thaw(self) -> None:
-        if self.frozen_at is None or not self.up:
+        """Let the agent go on. Its loop or its other threads may be the first to run."""
+        if not self.frozen or not self.up:
             return
-        seconds = (self.world.t - self.frozen_at) * self.rate
-        lease_end = self._lease_end(self.now - seconds)
-        if self.now >= lease_end and self.working is not None:
-            self.working, self.ended_by_guard = None, True
-        self.frozen_at, self.workers_frozen = None, False
+        self.frozen = self.workers_frozen = False
         if self.hosts:
             self.world.resume_store()
-        if seconds > STANDSTILL:
-            ended = self.now > lease_end - 0.5
-            if ended and self.working is not None:  # so near to the end of the lease that the guard may have ended them or not: here it has
-                self.working, self.ended_by_guard = None, True
-            self.feed(lambda now: StoodStill(now, seconds, ended))
-        while self.waiting and self.frozen_at is None:
-            self.waiting.popleft()()
+        waiting, self.waiting = self.waiting, []
+        if self.world.random.random() < 0.5:
+            self.turn()
+        for what in waiting:
+            what()
+        self.turn()
 
     @property
     def outcome(self) -> Outcome | None:
@@ -363,17 +394,19 @@ class World:
         """Start an agent. A name that was used before is a new incarnation of that node."""
         name = name or f"n{len(self.nodes)}"
         names = list(dict.fromkeys([*(node.name for node in self.nodes), name]))
-        row = NodeRow(f"{name}-{len(self.nodes)}", name, f"10.0.0.{names.index(name) + 1}", 1000, slots, node_rank=node_rank)
+        row = NodeRow(f"{name}-{len(self.nodes)}", name, "", 0, slots, node_rank=node_rank)
         rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
         lease = 0.0 if rules.max_nodes == 1 else rules.guard_lease
         node = Node(self, name, None, None, offset, rate, lease)  # type: ignore[arg-type]
-        node.exchange = SyncProtocol("job/", row.id, CODEC, lambda: node.now)
-        node.machine = Machine(rules, row, node.now)
+        exchanges = WorldExchanges(node, SyncProtocol("job/", row.id, CODEC, lambda: node.now))
+        access = WorldAccess(f"10.0.0.{names.index(name) + 1}")
+        node.session = Session(Machine(rules, row, node.now), exchanges, access, node.said.append, lambda: node.now)
         node.hosts = self.hosted and name == (self.nodes or [node])[0].name
         if self.hosted and node.hosts and self.nodes:
             self.replace_store()  # what its last incarnation held is gone
         self.nodes.append(node)
-        node.feed(Tick)
+        node.session.begin()
+        node.turn()
         return node
 
     def at(self, delay: float, what: Callable[[], Any]) -> None:
@@ -382,59 +415,50 @@ class World:
     # -- the store ----------------------------------------------------------------------------------------------------
 
     def begin(self, node: Node, sync: Sync) -> None:
-        call = node.call = Call(node, node.exchange.steps(sync, node.now))
-        self.at(EXCHANGE_LIMIT / node.rate, lambda: self._give_up(call))
-        self._go_on(call, None)
+        """Begin an exchange over the node's connection. After it is given up it goes on: its writes arrive, but nobody hears of them."""
+        connection = node.connection
+        connection.connected, connection.deadline = True, node.now + EXCHANGE_LIMIT
+        self._go_on(node, connection, connection.protocol.steps(sync, node.now), None)
 
-    def _give_up(self, call: Call) -> None:
-        if call.node.call is call:
-            self._answer(call, lambda now: SyncFailed(now, "no answer for 3 s"))
-
-    def _answer(self, call: Call, make: Callable[[float], Event]) -> None:
-        if call.node.call is not call or call.given_up:
-            return
-        if call.node.frozen_at is not None:
-            call.node.waiting.append(lambda: self._answer(call, make))
-            return
-        call.given_up, call.node.call = True, None
-        call.node.feed(make)
-
-    def _go_on(self, call: Call, found: Any, store: MemoryStore | None = None) -> None:
-        node = call.node
-        if not node.up:
-            return
-        if node.frozen_at is not None:
-            node.waiting.append(lambda: self._go_on(call, found, store))
-            return
-        for name, what in store.learnt.items() if isinstance(store, LeasedStore) else ():
-            setattr(node, name, what)
+    def _go_on(self, node: Node, connection: Connection, steps: Steps, found: Any) -> None:
         try:
-            operation = call.steps.send(found)
+            operation = steps.send(found)
         except StopIteration as done:
-            answer = done.value
-            self._answer(call, lambda now: replace(answer, hosting=node.hosts, now=now))
+            answer = replace(done.value, hosting=node.hosts)
+            self.hand_over(node, connection, lambda now: answer)
         except StoreError as error:
-            why = str(error)
-            self._answer(call, lambda now: SyncFailed(now, why))
+            self.hand_over(node, connection, partial(failure, error))
         else:
             lost = not node.hosts and (node.cut_out or self.random.random() < node.loss)
             delay = 0.0002 if node.hosts else self.random.uniform(*(node.late or node.delay))
             if not lost:
-                self.at(delay, lambda: self._arrive(call, operation))
+                self.at(delay, lambda: self._arrive(node, connection, steps, operation))
 
-    def _arrive(self, call: Call, operation: Operation) -> None:
-        node = call.node
+    def hand_over(self, node: Node, connection: Connection, make: Callable[[float], Answer]) -> None:
+        """Let the node's loop have what came over ``connection``, unless that was abandoned."""
+        connection.answers.append(answer := make(node.now))
+        if not isinstance(answer, Changed):
+            connection.deadline = None
+        node.turn()
+
+    def _arrive(self, node: Node, connection: Connection, steps: Steps, operation: Operation) -> None:
         if self.store_paused:
-            self._paused.append(lambda: self._arrive(call, operation))
+            self._paused.append(lambda: self._arrive(node, connection, steps, operation))
             return
         if not self.store_up:
-            self.at(0.002, lambda: self._answer(call, lambda now: SyncFailed(now, "connection refused")))
+            refused = partial(self.hand_over, node, connection, lambda now: SyncFailed(now, "connection refused"))
+            self.at(0.002, partial(node.when_running, refused))
             return
         store = LeasedStore(self, node) if self.rules.lasting else MemoryStore(self.data)
         found = self._apply(node, operation, store)
-        lost = not node.hosts and (node.cut_in or self.random.random() < node.loss)
-        if not lost:
-            self.at(0.0002 if node.hosts else self.random.uniform(*node.delay), lambda: self._go_on(call, found, store))
+
+        def take() -> None:
+            for name, what in store.learnt.items() if isinstance(store, LeasedStore) else ():
+                setattr(node, name, what)
+            self._go_on(node, connection, steps, found)
+
+        if node.hosts or not (node.cut_in or self.random.random() < node.loss):
+            self.at(0.0002 if node.hosts else self.random.uniform(*node.delay), partial(node.when_running, take))
 
     def _apply(self, node: Node, operation: Operation, store: MemoryStore | None = None) -> Any:
         key = f"job/node/{node.id}"
@@ -483,8 +507,9 @@ class World:
     def _announce_change(self) -> None:
         """Tell the nodes that the store can reach that the record has changed."""
         for node in self.nodes:
-            if node.alive and not (node.cut or node.cut_in):
-                self.at(self.random.uniform(*node.delay), lambda node=node: node.feed(Changed))
+            if node.alive and not node.cut_in:
+                told = partial(self.hand_over, node, node.connection, Changed)
+                self.at(self.random.uniform(*node.delay), partial(node.when_running, told))
 
     @property
     def history(self) -> list[tuple[int, int]]:
