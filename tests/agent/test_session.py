@@ -1,7 +1,8 @@
-"""A session without an agent: events in, actions out, with a real store."""
+"""A session without an agent: events in, actions out, with a real store, or with one that answers when the test says so."""
 
 from __future__ import annotations
 
+import math
 import selectors
 from collections.abc import Iterator
 
@@ -11,9 +12,14 @@ from elastirun import clock
 from elastirun.agent.session import STANDSTILL, Session
 from elastirun.agent.store_access import new_row, rules, store_access
 from elastirun.agent.worker_store import WorkerStore
-from elastirun.rendezvous.actions import Action, Start
-from elastirun.rendezvous.events import Leave, StoodStill
+from elastirun.rendezvous.actions import Action, Start, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.events import Leave, Reachable, StoodStill, SyncFailed, Tick
+from elastirun.rendezvous.exchanges import Connection, Exchanges
+from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.sync import SyncProtocol
 from tests.cli.test_resolve import config_of
+from tests.sim.world import WorkerPorts
 from tests.support.cluster import PATIENCE
 
 
@@ -52,6 +58,69 @@ def test_a_standstill_comes_before_any_other_event(session: Session) -> None:
     assert session.check_standstill(now + 70, waited=0.0) == pytest.approx(10)
     assert session.next_event() == StoodStill(now + 70, pytest.approx(10), workers_ended=False)
     assert session.check_standstill(now + 70, waited=0.0, workers_ended=True) == 0.0, "the guard's lease was over, if only just"
+
+
+class Mute(Exchanges[Connection]):
+    """A store that answers nothing. ``t`` is the time."""
+
+    t = 0.0
+
+    def __init__(self) -> None:
+        self.opened: list[Connection] = []
+        super().__init__(self._open, SyncProtocol("job/", "me", Codec(), lambda: self.t), lambda: self.t, 3.0, 20.0)
+
+    def _open(self, protocol: SyncProtocol) -> Connection:
+        self.opened.append(Connection(protocol))
+        return self.opened[-1]
+
+    def _execute(self, connection: Connection, sync: Sync) -> None:
+        connection.connected, connection.deadline = True, self.t + 3.0
+
+
+@pytest.fixture
+def waiting() -> tuple[Session, Mute]:
+    """A session whose first exchange is under way."""
+    config, mute = config_of("--standalone train.py"), Mute()
+    access = store_access(config)
+    made = Session(Machine(rules(config, access), new_row(config), 0.0), mute, access, pytest.fail, lambda: mute.t)
+    made.begin()
+    assert list(made.actions()) == [] and len(mute.opened) == 1 and mute.opened[0].deadline == 3.0
+    return made, mute
+
+
+def test_the_machine_is_told_the_time_while_an_exchange_hangs(waiting: tuple[Session, Mute]) -> None:
+    session, mute = waiting
+    session.machine.wake = 0.7
+    assert session.due == 0.7
+    mute.t = 0.7
+    session.check_time(0.7)
+    assert (session.next_event(), session.next_event()) == (Tick(0.7), None)
+
+
+def test_an_answer_after_the_limit_reaches_nobody(waiting: tuple[Session, Mute]) -> None:
+    session, mute = waiting
+    session.machine.wake = math.inf
+    mute.t = 2.9
+    session.check_time(2.9)
+    assert session.next_event() is None and session.due == pytest.approx(3.0)
+    mute.t = 3.0
+    session.check_time(3.0)
+    assert (session.next_event(), session.next_event()) == (SyncFailed(3.0, "no answer for 3 s"), None)
+    late, fresh = mute.opened
+    late.answers.append(SyncFailed(3.1, "late"))
+    session.receive()
+    assert session.next_event() is None and session.due == math.inf
+    fresh.answers.append(SyncFailed(3.2, "of the connection that took over"))
+    session.receive()
+    assert session.next_event() == SyncFailed(3.2, "of the connection that took over")
+
+
+def test_when_a_round_has_started_the_next_port_is_told(waiting: tuple[Session, Mute]) -> None:
+    session, _ = waiting
+    session.worker_store = WorkerPorts(1000)
+    session.serve_workers()
+    told = session.next_event()
+    assert isinstance(told, Reachable) and told.port == 1001
 
 
 @pytest.mark.parametrize(

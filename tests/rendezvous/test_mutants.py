@@ -12,7 +12,13 @@ __all__ = ["copy"]  # the fixture
 
 
 def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
-    return Mutant(rule, module, old, new, f"tests/rendezvous/test_{file}.py::test_{test}")
+    folder, _, name = _below(file).rpartition("/")
+    return Mutant(rule, module, old, new, f"tests/{folder}/test_{name}.py::test_{test}")
+
+
+def _below(name: str) -> str:
+    """Return the path of a module, or of its tests, from the package; without a folder it is one of the rendezvous."""
+    return name if "/" in name else f"rendezvous/{name}"
 
 
 MUTANTS = (
@@ -412,11 +418,37 @@ MUTANTS = (
         *("sync", "if known is None or known[0] != data:", "if known is None:"),
         *("sync", "an_unchanged_row_is_parsed_once_and_a_changed_one_anew"),
     ),
+    # The session, which agents and the simulated world share.
+    mutant(
+        "a loop that stood still says so",
+        *("agent/session", "if not workers_ended and overdue <= STANDSTILL:", "if not workers_ended:"),
+        *("machine", "ones_own_standstill_is_nobodys_absence"),
+    ),
+    mutant(
+        "a standstill is told before what happened meanwhile",
+        *("agent/session", "self._events.appendleft(StoodStill(", "self._events.append(StoodStill("),
+        *("agent/session", "a_standstill_comes_before_any_other_event"),
+    ),
+    mutant(
+        "the machine knows the time while an exchange hangs",
+        *("agent/session", "if now >= self.machine.wake:", "if now >= self.machine.wake and self._exchanges.deadline is None:"),
+        *("agent/session", "the_machine_is_told_the_time_while_an_exchange_hangs"),
+    ),
+    mutant(
+        "an answer that comes too late reaches nobody",
+        *("exchanges", "        self.reconnect()\n        self._pending = False\n", "        self._pending = False\n"),
+        *("agent/session", "an_answer_after_the_limit_reaches_nobody"),
+    ),
+    mutant(
+        "the next round knows the port that is held for it",
+        *("agent/session", "self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))", "pass"),
+        *("agent/session", "when_a_round_has_started_the_next_port_is_told"),
+    ),
 )
 
 
 def source(root: Path, one: Mutant) -> Path:
-    return root / "elastirun" / "rendezvous" / f"{one.module}.py"
+    return root / "elastirun" / f"{_below(one.module)}.py"
 
 
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
