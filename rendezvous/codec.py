@@ -15,7 +15,6 @@ import enum
 import functools
 import hmac
 import json
-import math
 import types
 import typing
 from collections.abc import Callable
@@ -114,7 +113,7 @@ def _builder(kind: Any) -> Build:
         return _SCALARS[kind]
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
-        return _tuple_of(_line if item is str else _builder(item))
+        return _tuple_of(_LINE if item is str else _builder(item))
     if isinstance(kind, types.UnionType):
         (inner,) = (a for a in typing.get_args(kind) if a is not types.NoneType)
         build = _builder(inner)
@@ -124,47 +123,32 @@ def _builder(kind: Any) -> Build:
     return _dataclass_of(kind)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
-        raise BadRecord(f": not a string of at most {MAX_TEXT} printable characters")
-    return value  # printable, because it may go to a terminal or into an environment, which takes no NUL
+def _scalar(kind: type[Any], is_good: Callable[[Any], bool], what: str) -> Build:
+    def parse(value: Any) -> Any:
+        if type(value) is not kind or not is_good(value):
+            raise BadRecord(f": not {what}")
+        return value
 
-
-def _line(value: Any) -> str:
-    """Parse a line that a worker wrote to its stderr. It may hold anything; the code that shows it escapes it."""
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise BadRecord(f": not a string of at most {MAX_TEXT} characters")
-    return value
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int or abs(value) > MAX_INT:
-        raise BadRecord(": not an integer within ±2^53")
-    return value
-
-
-def _float(value: Any) -> float:
-    if type(value) is not float or abs(value) > MAX_INT or (value == 0.0 and math.copysign(1.0, value) < 0):  # -0.0 equals 0.0
-        raise BadRecord(": not a number within ±2^53")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise BadRecord(": not true or false")
-    return value
-
-
-_SCALARS: dict[Any, Build] = {str: _text, int: _int, float: _float, bool: _flag}
+    return parse
 
 
 def _int_in(allowed: range) -> Build:
-    def parse(value: Any) -> int:
-        if _int(value) not in allowed:
-            raise BadRecord(f": not within {allowed[0]} to {allowed[-1]}")
-        return int(value)
+    return _scalar(int, allowed.__contains__, f"within {allowed[0]} to {allowed[-1]}")
 
-    return parse
+
+def _fits(text: str) -> bool:
+    return len(text) <= MAX_TEXT
+
+
+_SCALARS: dict[Any, Build] = {
+    # printable, because it may go to a terminal or into an environment, which takes no NUL
+    str: _scalar(str, lambda text: _fits(text) and text.isprintable(), f"a string of at most {MAX_TEXT} printable characters"),
+    int: _scalar(int, lambda number: abs(number) <= MAX_INT, "an integer within ±2^53"),
+    float: _scalar(float, lambda number: abs(number) <= MAX_INT and str(number) != "-0.0", "a number within ±2^53"),  # -0.0 equals 0.0
+    bool: _scalar(bool, lambda flag: True, "true or false"),
+}
+# A line that a worker wrote to its stderr. It may hold anything; the code that shows it escapes it.
+_LINE = _scalar(str, _fits, f"a string of at most {MAX_TEXT} characters")
 
 
 def _tuple_of(build: Build) -> Build:
