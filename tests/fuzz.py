@@ -346,7 +346,8 @@ def check_lines(given: tuple[bytes, list[bytes]]) -> bool:
     return True
 
 
-COUNTERS = {"version": 7, "failures": 1, "repeats": 0, "quick": 2, "losses": 3}  # one above 2^53 would be an unreadable record: as good as garbage
+# A counter above 2^53 would make the record unreadable, as good as garbage.
+COUNTERS = {"version": 7, "failures": 1, "repeats": 0, "quick": 2, "losses": 3}
 RULES = Rules(1, 3, restart_pause=1.0, last_call=0.5)
 
 

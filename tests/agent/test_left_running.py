@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster, Worker, cluster, dies
+from tests.support.cluster import Cluster, Worker, dies
 
 # Run by a wrapper, or left in the background by a worker. Reports its signals, and ends when the test says so.
 BELOW = """
@@ -36,12 +35,11 @@ sys.exit(int(sys.argv[3]))
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        made.script.write_text(BELOW)
-        made.starter = tmp_path / "starter.py"  # type: ignore[attr-defined]
-        made.starter.write_text(STARTER)  # type: ignore[attr-defined]
-        yield made
+def nodes(nodes: Cluster, tmp_path: Path) -> Cluster:
+    nodes.script.write_text(BELOW)
+    nodes.starter = tmp_path / "starter.py"  # type: ignore[attr-defined]
+    nodes.starter.write_text(STARTER)  # type: ignore[attr-defined]
+    return nodes
 
 
 def wrapped(nodes: Cluster, line: str, *options: str) -> tuple[subprocess.Popen[str], Worker]:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from benchmarks.lab import ELASTIRUN
 from benchmarks.orphans import MOMENTS, PHASES, Case, run
 from elastirun.agent.processes.process_tree import _own_group
 from elastirun.rendezvous.stores import tcp
-from tests.support.cluster import PATIENCE, Cluster, Worker, cluster, dies, kill
+from tests.support.cluster import PATIENCE, Cluster, Worker, dies, kill
 
 # A worker whose child has an empty environment, so that only the control group shows to which agent it belongs.
 HIDDEN = """
@@ -55,10 +54,9 @@ sys.exit(int(s.makefile().readline()))
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        made.script.write_text(SCRIPT)
-        yield made
+def nodes(nodes: Cluster) -> Cluster:
+    nodes.script.write_text(SCRIPT)
+    return nodes
 
 
 def everyone(nodes: Cluster) -> dict[str, Worker]:

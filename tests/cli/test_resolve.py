@@ -161,6 +161,16 @@ def test_node_rank_and_host(line: str, rank: int | None, host: bool | None) -> N
         ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --master-addr=k t.py", "--master-addr is ignored"),
         ("--nnodes=2 --rdzv-conf=rank=2 --master-addr=h t.py", "--rdzv-conf rank=2 is ignored"),
         ("--rdzv-conf=cacert=/x t.py", "cacert has no effect"),
+        ("--log-dir=/dev/null -r 3 t.py", "--redirects is ignored"),
+        ("--duplicate-stdout-filters=a t.py", "add --tee=3"),
+        ("-t 4:1 --nproc-per-node=4 t.py", "no local rank 4 among 4"),
+        ("--local-ranks-filter=0,9 t.py", "no local rank 9"),
+        ("--show=0,-1,-3,2-5 --nproc-per-node=2 t.py", "--show: there is no rank -3, 2 among 2"),
+        ("--log-limit=1M t.py", "--log-limit has no effect"),
+        ("--log-limit=1M -t 3 --log-dir=/dev/null t.py", "--log-limit has no effect"),
+        ("--signals-to-handle=SIGTERM,SIGFOO t.py", "no signal 'SIGFOO'"),
+        ("--run-path --no-python t.py", "--no-python is ignored"),
+        ("--run-path --module t.py", "--module is ignored"),
     ],
 )
 def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> None:
@@ -288,25 +298,6 @@ def test_what_is_shown_and_how_much_is_kept() -> None:
     assert (logs.show, logs.limit) == (((-1, -1), (0, 0)), 2 << 20)
     assert config_of("--nnodes=2 --rdzv-endpoint=h --rdzv-id=j t.py", {"PET_SHOW": "99"}).logs.show == ((99, 99),)
     assert (config_of("t.py").logs.show, config_of("t.py").logs.limit) == (None, 0)
-
-
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("--log-dir=/dev/null -r 3 t.py", "--redirects is ignored"),
-        ("--duplicate-stdout-filters=a t.py", "add --tee=3"),
-        ("-t 4:1 --nproc-per-node=4 t.py", "no local rank 4 among 4"),
-        ("--local-ranks-filter=0,9 t.py", "no local rank 9"),
-        ("--show=0,-1,-3,2-5 --nproc-per-node=2 t.py", "--show: there is no rank -3, 2 among 2"),
-        ("--log-limit=1M t.py", "--log-limit has no effect"),
-        ("--log-limit=1M -t 3 --log-dir=/dev/null t.py", "--log-limit has no effect"),
-        ("--signals-to-handle=SIGTERM,SIGFOO t.py", "no signal 'SIGFOO'"),
-        ("--run-path --no-python t.py", "--no-python is ignored"),
-        ("--run-path --module t.py", "--module is ignored"),
-    ],
-)
-def test_what_has_no_effect_is_warned_of(line: str, part: str) -> None:
-    assert part in warning_of(line)
 
 
 def test_the_command() -> None:

@@ -129,6 +129,14 @@ TWO_NODES = {
     "TORCHELASTIC_RESTART_COUNT": "0 0 0 0",
 }
 JOB = TWO_NODES | {"TORCHELASTIC_RUN_ID": "job7 job7 job7 job7", "TORCHELASTIC_MAX_RESTARTS": "3 3 3 3"}
+ELASTIC = """torchrun
+        --nnodes={nnodes}
+        --nproc-per-node=$NUM_TRAINERS
+        --max-restarts=3
+        --rdzv-id=$JOB_ID
+        --rdzv-backend=c10d
+        --rdzv-endpoint=$HOST_NODE_ADDR
+        YOUR_TRAINING_SCRIPT.py"""
 COMMANDS: dict[str, tuple[str, int, dict[str, str]]] = {
     "single-node multi-worker": (
         "torchrun --standalone --nnodes=1 --nproc-per-node=$NUM_TRAINERS YOUR_TRAINING_SCRIPT.py --arg1 a",
@@ -140,30 +148,8 @@ COMMANDS: dict[str, tuple[str, int, dict[str, str]]] = {
         1,
         TWO_RANKS,
     ),
-    "fault tolerant": (
-        """torchrun
-        --nnodes=$NUM_NODES
-        --nproc-per-node=$NUM_TRAINERS
-        --max-restarts=3
-        --rdzv-id=$JOB_ID
-        --rdzv-backend=c10d
-        --rdzv-endpoint=$HOST_NODE_ADDR
-        YOUR_TRAINING_SCRIPT.py""",
-        2,
-        JOB,
-    ),
-    "elastic": (
-        """torchrun
-        --nnodes=1:4
-        --nproc-per-node=$NUM_TRAINERS
-        --max-restarts=3
-        --rdzv-id=$JOB_ID
-        --rdzv-backend=c10d
-        --rdzv-endpoint=$HOST_NODE_ADDR
-        YOUR_TRAINING_SCRIPT.py""",
-        2,
-        {name: seen for name, seen in JOB.items() if name != "TORCHELASTIC_RESTART_COUNT"},
-    ),
+    "fault tolerant": (ELASTIC.format(nnodes="$NUM_NODES"), 2, JOB),
+    "elastic": (ELASTIC.format(nnodes="1:4"), 2, {name: seen for name, seen in JOB.items() if name != "TORCHELASTIC_RESTART_COUNT"}),
     "static": ("torchrun --nnodes=2 --node-rank=$NODE_RANK $MASTER --nproc-per-node=2 YOUR_TRAINING_SCRIPT.py", 2, TWO_NODES),
     "static on one node": (
         "torchrun --nproc-per-node=2 $MASTER YOUR_TRAINING_SCRIPT.py",

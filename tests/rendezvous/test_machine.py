@@ -176,22 +176,11 @@ def test_what_one_node_knows_of_a_loss_all_know() -> None:
     assert world.history == [(1, 12), (2, 9)]
 
 
-@pytest.mark.parametrize(("nodes", "first", "last"), [(8, 4, 8), (16, 2, 6), (40, 0, 14)])
-def test_a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node(nodes: int, first: int, last: int) -> None:
-    """Only three members watch a node: the neighbours of a late one are watched before it is known to be lost."""
-    world = started(nodes)
-    world.run(20)
-    for node in world.nodes[first:last]:
-        node.crash()
-    left = [n for n in world.nodes if n.up]
-    assert world.run(7.5, world.running(*left)), world.history
-    assert world.history == [(1, nodes), (2, nodes - (last - first))]
-
-
-@pytest.mark.parametrize(("nodes", "first", "last"), [(8, 2, 6), (40, 10, 24)])
-def test_at_a_store_with_leases_a_rack_is_dropped_as_fast_as_one_node(nodes: int, first: int, last: int) -> None:
-    """As soon as the row of one watched member is away all rows are read, since the others' absence counts only from then on."""
-    world = started(nodes, lasting=True)
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize(("nodes", "first", "last"), [(8, 2, 6), (16, 2, 6), (40, 0, 14)])
+def test_a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node(nodes: int, first: int, last: int, lasting: bool) -> None:
+    """Only three members watch a node: as soon as it is late, or its row is away, its neighbours are watched, too."""
+    world = started(nodes, lasting=lasting)
     world.run(20)
     for node in world.nodes[first:last]:
         node.crash()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -20,7 +18,7 @@ from elastirun.agent.processes.workers import WorkerExit
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.records import ExitRecord, NodeRow, Status
 from elastirun.rendezvous.stores.tcp import TcpStore
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import Cluster
 
 WAYS = {  # what a worker does at SIGTERM
     "default": "pass",
@@ -36,12 +34,6 @@ s.connect(os.environ["TEST_SOCKET"])
 s.sendall(json.dumps({{**os.environ, "pid": os.getpid()}}).encode() + b"\\n")
 sys.exit(int(s.makefile().readline()))
 """
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import WORKER, Cluster, cluster
+from tests.support.cluster import WORKER, Cluster
 
 EARLY, LATE = 20, 200  # the rounds that are compared
 
@@ -26,12 +25,11 @@ exit 1
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        made.script.write_text(SCRIPT)
-        made.script.chmod(0o755)
-        made.script.with_name(made.script.name + ".py").write_text(WORKER)
-        yield made
+def nodes(nodes: Cluster) -> Cluster:
+    nodes.script.write_text(SCRIPT)
+    nodes.script.chmod(0o755)
+    nodes.script.with_name(nodes.script.name + ".py").write_text(WORKER)
+    return nodes
 
 
 def children(pid: int) -> list[int]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from elastirun.rendezvous.stores.tcp import TcpStore
-from tests.support.cluster import Cluster, Worker, cluster
+from tests.support.cluster import Cluster, Worker
 from tests.system.test_endings import with_change
 
 # The server of a round comes up a second after its workers.
@@ -21,12 +18,6 @@ def late(self):
     serve(self)
 WorkerStore.serve = late
 """
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def start(nodes: Cluster, i: int, count: int, *options: str, change: str = "") -> None:

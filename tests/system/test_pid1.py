@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import PATIENCE, Cluster, cluster, dies
+from tests.support.cluster import PATIENCE, Cluster, dies
 
 ROOT = Path(__file__).parents[2]
 AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -24,10 +24,9 @@ FOREVER = "import signal\nwhile True: signal.pause()"
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        made.script.write_text(FOREVER)
-        yield made
+def nodes(nodes: Cluster) -> Cluster:
+    nodes.script.write_text(FOREVER)
+    return nodes
 
 
 def soon(condition: Callable[[], bool]) -> bool:

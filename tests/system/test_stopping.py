@@ -6,13 +6,13 @@ Every worker gets SIGTERM, itself alone, and has the whole grace; its children s
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import subprocess
+from collections.abc import Callable
 
 import pytest
 
 from elastirun.agent.processes.signals import REQUEST_WINDOW
-from tests.support.cluster import Cluster, Worker, cluster, dies
+from tests.support.cluster import Cluster, Worker, dies
 from tests.system.test_endings import BUG, with_change
 
 # Has four children with the default SIGTERM; says when it is told to stop, and goes when the test says so, or never.
@@ -32,17 +32,21 @@ sys.exit(int(s.makefile().readline()))
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        made.script.write_text(SCRIPT)
-        yield made
+def nodes(nodes: Cluster) -> Cluster:
+    nodes.script.write_text(SCRIPT)
+    return nodes
 
 
 def by_signal(nodes: Cluster, *options: str) -> Worker:
+    return signalled(nodes, *options)[1]
+
+
+def signalled(nodes: Cluster, *options: str) -> tuple[subprocess.Popen[str], Worker]:
+    """Return an agent that was told to stop, and its worker."""
     agent = nodes.launch(1, *options, str(nodes.script))
     (worker,) = nodes.round(1)
     agent.send_signal(signal.SIGTERM)
-    return worker
+    return agent, worker
 
 
 def by_failure(nodes: Cluster, *options: str) -> Worker:
@@ -106,9 +110,7 @@ def test_workers_get_the_signal_that_their_agent_was_sent(nodes: Cluster, signum
 
 
 def test_a_second_signal_shortens_and_a_third_ends_everything_at_once(nodes: Cluster) -> None:
-    agent = nodes.launch(1, "--grace=60", str(nodes.script))
-    (worker,) = nodes.round(1)
-    agent.send_signal(signal.SIGTERM)
+    agent, worker = signalled(nodes, "--grace=60")
     assert worker.connection.recv(4) == b"TERM"
     assert not dies(worker.pid, REQUEST_WINDOW + 0.1)
     agent.send_signal(signal.SIGTERM)
@@ -120,9 +122,7 @@ def test_a_second_signal_shortens_and_a_third_ends_everything_at_once(nodes: Clu
 
 
 def test_a_second_signal_starts_no_new_grace(nodes: Cluster) -> None:
-    agent = nodes.launch(1, "--grace=3", str(nodes.script))
-    (worker,) = nodes.round(1)
-    agent.send_signal(signal.SIGTERM)
+    agent, worker = signalled(nodes, "--grace=3")
     assert worker.connection.recv(4) == b"TERM"
     assert not dies(worker.pid, REQUEST_WINDOW + 0.1)
     agent.send_signal(signal.SIGTERM)

@@ -7,13 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastirun.agent.processes.process_tree import _own_group
-from tests.support.cluster import Cluster, Worker, cluster, dies, kill
+from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.etcd_server import needs_etcd
 
 root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
@@ -60,10 +59,9 @@ signal.pause()
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        made.script.write_text(WORKER)
-        yield made
+def nodes(nodes: Cluster) -> Cluster:
+    nodes.script.write_text(WORKER)
+    return nodes
 
 
 def ungrouped() -> tuple[str, ...]:
