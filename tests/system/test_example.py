@@ -20,7 +20,7 @@ from tests.system.test_hostile import Trap
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-ELASTIRUN = ("-m", "elastirun", "--standalone", "--nproc-per-node=2")
+ELASTIRUN = ("-m", "elastirun", "--standalone")
 
 
 def train(cwd: Path, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> str:
@@ -37,24 +37,17 @@ def epochs(output: str) -> dict[int, float]:
     return {int(number): float(loss) for number, loss in re.findall(r"epoch +(\d+)/\d+  loss ([\d.]+)", output)}
 
 
-def test_training_in_pieces_with_other_worker_counts_is_the_same_training(tmp_path: Path) -> None:
+def test_training_in_pieces_with_other_launchers_and_worker_counts_is_the_same_training(tmp_path: Path) -> None:
+    """How well the example learns is a matter of test_failover.py."""
     whole = train(tmp_path, "--epochs=3")
-    first = train(tmp_path, "--epochs=1", "--checkpoint=pieces/digits.pt")
-    second = train(tmp_path, "--epochs=3", "--checkpoint=pieces/digits.pt", launcher=TORCHRUN)
-    assert "from scratch" in first and "going on after epoch 1 of pieces/digits.pt" in second
-    assert second.count("world size 2") == 2
+    first = train(tmp_path, "--epochs=1", "--checkpoint=pieces/digits.pt", launcher=TORCHRUN)
+    second = train(tmp_path, "--epochs=3", "--checkpoint=pieces/digits.pt", launcher=ELASTIRUN)
+    assert "from scratch" in first and first.count("world size 2") == 1
+    assert "going on after epoch 1 of pieces/digits.pt" in second and second.count("world size 1") == 2
     assert {**epochs(first), **epochs(second)} == pytest.approx(epochs(whole), rel=0.02)
+    assert re.search(r"test accuracy [\d.]+ %\s*\Z", second), second
     assert (tmp_path / "runs" / "digits.pt").is_file()
     assert sorted(path.name for path in (tmp_path / "pieces").iterdir()) == ["digits.pt"]
-
-
-def test_the_example_learns_the_digits_under_elastirun(tmp_path: Path) -> None:
-    assert sorted(epochs(train(tmp_path, "--epochs=2", launcher=ELASTIRUN))) == [1, 2]
-    output = train(tmp_path, launcher=ELASTIRUN)
-    assert "going on after epoch 2 of runs/digits.pt" in output, "the same command goes on, under --standalone too"
-    assert sorted(epochs(output)) == list(range(3, 21))
-    assert (final := re.search(r"test accuracy ([\d.]+) %\s*\Z", output)), output
-    assert float(final[1]) >= 95.0
 
 
 @pytest.fixture(scope="module")
