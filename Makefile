@@ -1,5 +1,7 @@
 # make train      set up .venv (once) and train the example under elastirun with two workers
 # make test       every check and test
+# make test-loaded  the tests alone, while other work takes every processor: no test may ask for what a busy machine cannot keep
+#                 (TESTS=tests/system for some of them; takes three times as long)
 # make failover   three nodes on this machine: one is killed, one is added; a table of what happened
 # make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
 #                 installs them in .nightly and uses the network
@@ -15,14 +17,24 @@ BIN := .venv/bin
 # The stamp's name changes with what the environment is made from, and is written last: a half-made .venv is never taken for a whole one.
 STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c 1-16)
 
-.PHONY: train test failover nightly lint venv clean
+# Two processes for each of two processors: half of the tests wait most of the time. A process runs whole files, so that what the tests of
+# a file share is started once.
+PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+TESTS :=
+
+.PHONY: train test test-loaded failover nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
 	$(BIN)/elastirun --standalone --nproc-per-node=2 examples/train.py
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2
+	$(PYTEST) $(TESTS)
+
+test-loaded: venv
+	@busy=; trap 'kill $$busy' EXIT; trap 'exit 1' INT TERM; \
+	for i in $$(seq $$(nproc)); do (while :; do :; done) & busy="$$busy $$!"; done; \
+	$(PYTEST) $(TESTS)
 
 failover: venv
 	$(BIN)/python examples/failover.py

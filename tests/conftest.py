@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ for _name in list(os.environ):  # before any test module is imported, so that th
     if (_name.startswith(LAUNCHER_PREFIXES) and _name != KEPT) or _name in ("RANK", "WORLD_SIZE"):
         del os.environ[_name]
 
+# Hundreds of agents and workers start here, and several processes collect the tests: none compiles what another one has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # TCPStore asks DNS for the name of each peer, for a line in a log. A name server that drops a question costs a second then, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
@@ -28,6 +33,19 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 for _signum, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, _usual)
+
+# Files that take longest. They are begun first, those that wait beside those that compute, so that at the end no process is alone with one.
+LONGEST = (
+    *("system/test_etcd_agents.py", "train/test_mutants.py", "system/test_elastic.py", "train/test_kinds.py", "system/test_hostile.py"),
+    *("rendezvous/test_sim.py", "system/test_endings.py", "train/test_ways.py", "system/test_failover.py", "agent/test_failure_tracker.py"),
+    *("train/test_property.py", "system/test_stopping.py", "system/test_example.py", "rendezvous/test_mutants.py", "system/test_chaos.py"),
+    *("agent/test_process_tree.py", "system/test_restarts.py", "system/test_silent_loss.py", "agent/test_torch_handler.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
 @pytest.fixture
