@@ -4,6 +4,9 @@ Each node drives the ``Session`` that agents drive; its clock, its exchanges and
 hour takes a second and the same seed gives the same history. Between any two operations of an exchange anything else may happen; a
 request or a reply can be lost, or come late; whoever gave up waiting does not know whether its write was applied, exactly as with a
 real store.
+
+Three things are simpler than for real agents: a connection is there at once; no operation is repeated, as etcd's client does, and the
+limit of an exchange is therefore the shorter one of a TCPStore; and the loop of an agent never stands still without its other threads.
 """
 
 from __future__ import annotations
