@@ -254,7 +254,7 @@ def show_gpu(key: str, rounds: int) -> None:
     _, _, kernels, copies = found[COMPUTE]
     rows = [[CASES[key].label + ", one GPU", "host, ms", "until the GPU is done, ms", "kernels above plain", "copies above plain"]]
     for name, (host, whole, more, moved) in found.items():
-        rows.append([name, f"{host * 1e3:.2f}", f"{whole * 1e3:.2f}", str(more - kernels), str(moved - copies)])
+        rows.append([name.removesuffix(", gloo"), f"{host * 1e3:.2f}", f"{whole * 1e3:.2f}", str(more - kernels), str(moved - copies)])
     print("\n" + table(rows), flush=True)
 
 

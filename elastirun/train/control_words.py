@@ -76,11 +76,11 @@ class ControlWords:
         words[_FIXED + 2 * self._world + self._rank] = float(said.trained)
         for bucket in late:
             words[self._late + bucket] = 1.0
-        tail[: self._users].copy_(torch.tensor(words, dtype=tail.dtype, device="cpu"))
+        tail[: self._users].copy_(_on_host(words, tail.dtype, tail), non_blocking=True)
         users = tail[self._users :]
         users.fill_(1.0)
         if lacking:
-            users[torch.tensor(lacking, device=tail.device)] = 0.0
+            users.index_fill_(0, _on_host(lacking, torch.int64, tail).to(tail.device, non_blocking=True), 0.0)
 
     def read(self, words: Sequence[float], step: int) -> Agreement:
         """What was agreed: ``words`` are all of them, summed over the ranks."""
@@ -100,6 +100,12 @@ class ControlWords:
             late=tuple(bucket for bucket, word in enumerate(words[self._late : self._users]) if round(word)),
             users=tuple(round(word) for word in words[self._users :]) if round(words[3]) else (),
         )
+
+
+def _on_host(values: Sequence[float], dtype: torch.dtype, target: Tensor) -> Tensor:
+    """Return ``values`` in host memory from which they can be copied to ``target`` without waiting for the GPU: pinned memory."""
+    made = torch.tensor(values, dtype=dtype, device="cpu")
+    return made.pin_memory() if target.is_cuda else made
 
 
 class Reading:

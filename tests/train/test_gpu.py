@@ -28,9 +28,13 @@ class Net(nn.Module):
         return out
 
 
+def gpu() -> tuple[torch.device, dist.ProcessGroup]:
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0), dist.new_group([0], backend="nccl")
+
+
 def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
-    device = torch.device("cuda", 0)
-    group = dist.new_group([0], backend="nccl")
+    device, group = gpu()
     plain, wrapped = Net().to(device), Net().to(device)
     if not changing:
         plain.two.requires_grad_(False)
@@ -58,3 +62,50 @@ def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
 def test_gradients_on_a_gpu(changing: bool) -> None:
     """While nothing changes the host does not wait for the control words; once a parameter lacked a gradient, it does."""
     assert run(1, on_gpu, changing) == [[True] * 12]
+
+
+def steady(rank: int, world: int) -> int:
+    """Return the number of steps in which nothing made the host wait for the GPU, once the plan is made."""
+    device, group = gpu()
+    ddp = DDP(Net().to(device), device_ids=[0], process_group=group, find_unused_parameters=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    batches = [batch(step, rank, 8).to(device) for step in range(16)]
+    done = 0
+    for step, x in enumerate(batches):
+        torch.cuda.set_sync_debug_mode("error" if step >= 10 else "default")
+        optimizer.zero_grad()
+        (ddp(x, False).pow(2).mean() + ddp.module.two.weight.sum() * 0.0).backward()
+        optimizer.step()
+        done += step >= 10
+    torch.cuda.set_sync_debug_mode("default")
+    return done
+
+
+def test_the_host_does_not_wait_for_the_gpu() -> None:
+    assert run(1, steady) == [6]
+
+
+def shared(rank: int, world: int) -> list[bool]:
+    """Two ranks on one GPU, which NCCL refuses and gloo does not."""
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    net, found = Net().to(device), []
+    ddp = DDP(net)
+    for step in range(10):
+        expected = [torch.zeros_like(param) for param in net.parameters()]
+        for other in range(world):
+            copied = Net().to(device)
+            copied.load_state_dict(net.state_dict())
+            copied(batch(step, other, 8).to(device), step % 2 == 1).pow(2).mean().backward()
+            for total, param in zip(expected, copied.parameters(), strict=True):
+                if param.grad is not None:
+                    total += param.grad / world
+        net.zero_grad()
+        ddp(batch(step, rank, 8).to(device), step % 2 == 1).pow(2).mean().backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+        found.append(all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads, expected, strict=True)))
+    return found
+
+
+def test_two_ranks_share_a_gpu() -> None:
+    assert run(2, shared) == [[True] * 10] * 2
