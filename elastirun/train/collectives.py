@@ -104,7 +104,7 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
             for tensor in [*same, None]:
                 if chunk and (tensor is None or nbytes + tensor.nbytes > CHUNK):
                     flat = torch.cat([t.reshape(-1) for t in chunk])
-                    dist.broadcast(flat, first, group)
+                    dist.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, first, group)  # gloo of torch 2.6: no complex
                     for t, part in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
                         t.copy_(part.view(t.shape))
                     chunk, nbytes = [], 0
