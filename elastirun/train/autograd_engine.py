@@ -18,36 +18,36 @@ from torch.autograd.graph import get_gradient_edge
 class Listener(Protocol):
     """Receives the events of a backward. Hooks hold a listener weakly, so that parameters and graphs do not keep it alive."""
 
-    def begin(self) -> None: ...
-    def fired(self, index: int) -> None: ...
+    def backward_starts(self) -> None: ...
+    def gradient_ready(self, index: int) -> None: ...
 
 
 def before_backward(outputs: Sequence[Tensor], listener: Listener) -> bool:
-    """Have ``listener.begin()`` called when a backward reaches one of ``outputs``. False if none of them has a graph."""
+    """Have ``listener.backward_starts()`` called when a backward reaches one of ``outputs``. False if none of them has a graph."""
     ref = weakref.ref(listener)
 
-    def begin(_: Any) -> None:
+    def start(_: Any) -> None:
         if (listening := ref()) is not None:
-            listening.begin()
+            listening.backward_starts()
 
     nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
     for node in nodes:
-        node.register_prehook(begin)
+        node.register_prehook(start)
     return bool(nodes)
 
 
 def after_accumulation(node: Any, listener: Listener, index: int) -> Any:
-    """Have ``listener.fired(index)`` called when ``node`` has added to a parameter's ``grad``. Returns a handle with ``remove()``.
+    """Have ``listener.gradient_ready(index)`` called when ``node`` has added to a parameter's ``grad``. Returns a handle with ``remove()``.
 
     The user's hooks on the parameter (``register_post_accumulate_grad_hook``) have run by then; a hook of that kind would run among them.
     """
     ref = weakref.ref(listener)
 
-    def fired(*_: Any) -> None:
+    def ready(*_: Any) -> None:
         if (listening := ref()) is not None:
-            listening.fired(index)
+            listening.gradient_ready(index)
 
-    return node.register_hook(fired)
+    return node.register_hook(ready)
 
 
 def accumulator(param: nn.Parameter) -> Any:

@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -49,12 +48,12 @@ class Portion:
         self.large = flat.numel() >= LARGE * len(params)
         self.watched = 0  # how many of the parameters have a hook
         self.pending = 0  # of these, how many are still to fire in this backward
-        self.taken = False
+        self.gathered = False
         self.lacking: list[int] = []  # positions in the bucket that had no gradient
 
-    def take(self, scale: float) -> None:
+    def gather(self, scale: float) -> None:
         """Gather the gradients, times ``scale``, in ``flat``."""
-        self.taken, self.lacking = True, []
+        self.gathered, self.lacking = True, []
         grads = [param.grad for param in self.params]
         if self.large and scale != 1.0 or not self._copy(grads):
             self._copy_each(grads, scale)
@@ -83,8 +82,8 @@ class Portion:
             else:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad).mul_(scale)
 
-    def take_more(self, scale: float) -> None:
-        """Add what came after ``take``: another use of a parameter, or a gradient that came later than those around it."""
+    def add_rest(self, scale: float) -> None:
+        """Add what came after ``gather``: another use of a parameter, or a gradient that came later than those around it."""
         for at, (param, view) in enumerate(zip(self.params, self.views, strict=True), self.first):
             if param.grad is not None:
                 view.add_(param.grad.to_dense() if param.grad.is_sparse else param.grad, alpha=scale)
@@ -111,7 +110,7 @@ class Bucket:
         self.lacking: list[int] = []  # positions that had no gradient when the bucket was launched
         self.work: Work | None = None
 
-    def take(self, scale: float) -> None:
+    def gather(self, scale: float) -> None:
         """Gather what is not in ``flat`` yet, times ``scale``."""
         if scale == 0.0:  # no data: not even a NaN
             self.lacking = list(range(len(self.params)))
@@ -120,21 +119,21 @@ class Bucket:
                 param.grad = None
             return
         for portion in self.portions:
-            portion.take_more(scale) if portion.taken else portion.take(scale)
+            portion.add_rest(scale) if portion.gathered else portion.gather(scale)
         self.lacking = [at for portion in self.portions for at in portion.lacking]
 
     def reset(self) -> None:
         """Ready for the next backward."""
         self.work, self.pending = None, len(self.portions)
         for portion in self.portions:
-            portion.pending, portion.taken = portion.watched, False
+            portion.pending, portion.gathered = portion.watched, False
 
     def has_late(self) -> bool:
         """Did a gradient come after the launch?"""
         self.lacking = [at for at in self.lacking if self.params[at].grad is None]
         return any(param.grad is not None for param in self.params)
 
-    def take_late(self, scale: float) -> Tensor:
+    def gather_late(self, scale: float) -> Tensor:
         """The gradients that came after the launch, times ``scale``, as a tensor like ``flat``."""
         extra = torch.zeros_like(self.flat)
         for param, view in zip(self.params, make_views(self.params, extra), strict=True):
@@ -143,7 +142,7 @@ class Bucket:
                 param.grad = None
         return extra.mul_(scale)
 
-    def land(self, users: Sequence[int] | None) -> None:
+    def set_gradients(self, users: Sequence[int] | None) -> None:
         """Make the reduced values the parameters' gradients. Where nobody had one (``users``, by parameter), there is none."""
         for param, view in zip(self.params, self.views, strict=True):
             param.grad = view
@@ -151,20 +150,11 @@ class Bucket:
             if users is not None and users[self.indices[at]] == 0:
                 self.params[at].grad = None
 
-    def spread(self, users: Sequence[int], with_data: int) -> None:
-        """From the mean over all ranks to the mean over those that used the parameter."""
+    def rescale_to_users(self, users: Sequence[int], with_data: int) -> None:
+        """Turn means over all ranks into means over the ranks that used the parameter."""
         for index, view in zip(self.indices, self.views, strict=True):
             if 0 < users[index] < with_data:
                 view.mul_(with_data / users[index])
-
-
-def reduce_sparse(param: nn.Parameter, scale: float, group: dist.ProcessGroup) -> None:
-    """Replace a sparse gradient by its sum over the ranks, times ``scale``. It travels by itself; gloo can add such tensors up."""
-    # 0 * NaN is NaN, so a rank with weight 0 sends zeros instead of its gradient.
-    grad = param.grad if param.grad is not None and scale else torch.zeros_like(param).to_sparse(1)
-    total = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * scale
-    dist.all_reduce(total, group=group)
-    param.grad = total
 
 
 def make_views(params: Sequence[Tensor], flat: Tensor) -> list[Tensor]:

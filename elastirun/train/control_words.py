@@ -26,15 +26,27 @@ _FIXED = _COUNTS + len(REQUESTS)
 
 
 @dataclass
-class Said:
-    """What this rank says in its next reduction."""
+class LocalReport:
+    """What this rank reports to the others in its next reduction."""
 
     samples: float = 1.0  # how much its gradients count
     more: bool = False  # it has data for the reduction after this one
     requests: set[str] = field(default_factory=set)
-    looks: bool = False  # it reads the words of each step before the gradients are used, and wants all ranks to do so
+    reads_first: bool = False  # it reads the words of each step before the gradients are used, and wants all ranks to do so
     status: int = 0
     trained: int = 0  # a digest of which parameters are not frozen
+
+    def weigh(self, samples: float) -> None:
+        """Let this rank's gradients count as ``samples`` from now on; all ranks then read the words first."""
+        self.samples, self.reads_first = samples, True
+
+    def announce_batch(self, samples: float, more: bool) -> None:
+        """Report the weight of the next batch, and whether there is ``more`` after it."""
+        self.samples, self.more = samples, more
+
+    def clear(self) -> None:
+        """Forget what was reported once, after a reduction."""
+        self.requests, self.status = set(), 0
 
 
 @dataclass(frozen=True)
@@ -65,15 +77,15 @@ class ControlWords:
         self._users = self._late + buckets
         self.size = self._users + parameters
 
-    def write(self, tail: Tensor, said: Said, samples: float, seconds: float, late: Iterable[int], lacking: Sequence[int]) -> None:
+    def write(self, tail: Tensor, report: LocalReport, samples: float, seconds: float, late: Iterable[int], lacking: Sequence[int]) -> None:
         """``samples``: 0 without data; ``late``: buckets; ``lacking``: parameters without a gradient."""
         words = [0.0] * self._users
-        counts = [samples > 0, said.more, bool(lacking) and samples > 0, said.looks]
+        counts = [samples > 0, report.more, bool(lacking) and samples > 0, report.reads_first]
         words[:_COUNTS] = [samples, *map(float, counts)]
-        words[_COUNTS:_FIXED] = [float(name in said.requests) for name in REQUESTS]
+        words[_COUNTS:_FIXED] = [float(name in report.requests) for name in REQUESTS]
         words[_FIXED + self._rank] = seconds
-        words[_FIXED + self._world + self._rank] = float(said.status)
-        words[_FIXED + 2 * self._world + self._rank] = float(said.trained)
+        words[_FIXED + self._world + self._rank] = float(report.status)
+        words[_FIXED + 2 * self._world + self._rank] = float(report.trained)
         for bucket in late:
             words[self._late + bucket] = 1.0
         tail[: self._users].copy_(_on_host(words, tail.dtype, tail), non_blocking=True)
@@ -108,8 +120,8 @@ def _on_host(values: Sequence[float], dtype: torch.dtype, target: Tensor) -> Ten
     return made.pin_memory() if target.is_cuda else made
 
 
-class Reading:
-    """The words on their way to the host: on a GPU nobody waits for them before they are asked for."""
+class PendingAgreement:
+    """The copy of reduced words to the host. On a GPU nobody waits for the copy before the words are needed."""
 
     def __init__(self, words: ControlWords, tail: Tensor, step: int, factor: float) -> None:
         self.step = step
@@ -121,6 +133,7 @@ class Reading:
 
     @cached_property
     def agreement(self) -> Agreement:
+        """The words of the reduction; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._words.read((self._copy * self._factor).tolist(), self.step)

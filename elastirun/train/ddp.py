@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from . import autograd_engine
 from .collectives import copy_from_first, find, gather, give_back, own, verify_same
 from .comm_hooks import Hook
+from .conclusion import Options
 from .control_words import REQUESTS, Agreement
 from .errors import TrainError
+from .nested_tensors import find_tensors, to_device
 from .optimizer import BucketSteps, applied, step_each, take_over
-from .outputs import find_tensors, to_device
-from .reducer import Options, Reducer, settle
+from .reducer import Reducer, settle
 from .running_stats import places
 from .state_dicts import take_both_forms
 from .step_times import report
@@ -163,7 +164,7 @@ class DistributedDataParallel(TorchNames):
         self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._wanted)
         self._make_reducer(needs, step)
         self._reducer.install()
-        self._reducer.looks = self.find_unused_parameters  # on a GPU: a graph that changes is no surprise
+        self._reducer.conclusion.always_reads = self.find_unused_parameters  # on a GPU: a graph that changes is no surprise
 
     def _description(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool) -> list[str]:
         """What has to be the same on every rank, a line each: all that decides which reductions there are, and of what."""
@@ -226,7 +227,7 @@ class DistributedDataParallel(TorchNames):
         for _, param in self._named:
             param.grad = None
         self._join(process_group, init_sync, old.step)
-        self._reducer.obey_as(old)
+        self._reducer.keep_requests(old)
 
     def _adapt(self) -> None:
         """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now.
@@ -236,7 +237,7 @@ class DistributedDataParallel(TorchNames):
         old = self._reducer
         old.close()
         self._make_reducer(old.trained.now, old.step)
-        self._reducer.go_on_from(old)
+        self._reducer.continue_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
@@ -246,21 +247,22 @@ class DistributedDataParallel(TorchNames):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._post_forward(self.module(*inputs, **kwargs))
             if self._trained and not self._asleep:
-                self._reducer.times.forward += time.perf_counter() - begun
+                self._reducer.times.add_forward(time.perf_counter() - begun)
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._trained = self._prepare()
         if not self._asleep:
-            self._reducer.running.at_once = not self._join_config.enable  # rank 0's are out of date where it has no inputs any more
-            self._reducer.running.before_forward()
+            # Within join() rank 0 may have no inputs any more; its statistics are out of date then.
+            self._reducer.running.before_forward(at_once=not self._join_config.enable)
         self._before_forward(self._trained)
         return to_device(inputs, self._inputs_to), to_device(kwargs, self._inputs_to)
 
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()
-        self.require_forward_param_sync = torch.is_grad_enabled() and (self._asleep or self._reducer.sync)  # as torch's class has it
+        # as torch's class has it
+        self.require_forward_param_sync = torch.is_grad_enabled() and (self._asleep or self._reducer.schedule.sync)
         if not self._asleep:
             self._reducer.running.after_forward()
         if self._trained:
@@ -279,7 +281,7 @@ class DistributedDataParallel(TorchNames):
         seldom = self._reducer.step < 3 or self._reducer.step % 100 == 0  # to look at all parameters takes time
         if seldom or self._applied != applied():
             self._look_at_parameters()
-        return torch.is_grad_enabled() and self._reducer.look_at_frozen()
+        return torch.is_grad_enabled() and self._reducer.find_frozen()
 
     def _look_at_parameters(self) -> None:
         """Raise TrainError if there are others than at construction; take over optimizers that somebody has given them."""
@@ -315,11 +317,11 @@ class DistributedDataParallel(TorchNames):
 
         What counts is where the backward runs, not where the forward did.
         """
-        before, self._reducer.sync = self._reducer.sync, False
+        before = self._reducer.schedule.set_sync(False)
         try:
             yield
         finally:
-            self._reducer.sync = before
+            self._reducer.schedule.set_sync(before)
 
     def accumulate(self, n: int) -> None:
         """From now on reduce in each ``n``-th backward only (1: in each one). Micro-batches of a pipeline need no no_sync() then.
@@ -328,7 +330,7 @@ class DistributedDataParallel(TorchNames):
         """
         if n < 1:
             raise TrainError(f"accumulate() takes a number of backwards, 1 or more, not {n}")
-        self._reducer.every, self._reducer.backwards = n, 0
+        self._reducer.schedule.reduce_every(n)
 
     def set_samples(self, samples: float) -> None:
         """How many samples this rank's gradients stand for, until the next call; default 1 on each rank.
@@ -340,8 +342,7 @@ class DistributedDataParallel(TorchNames):
         """
         if not 0 <= samples < float("inf"):
             raise TrainError(f"set_samples() takes a number that is not negative, not {samples}")
-        self._reducer.said.samples = float(samples)
-        self._reducer.said.looks = True
+        self._reducer.report.weigh(float(samples))
 
     def skip(self) -> None:
         """Take part in the others' reduction without data of one's own; the gradients are the mean over the others."""
@@ -355,18 +356,17 @@ class DistributedDataParallel(TorchNames):
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
         end, source = object(), iter(data)
-        self._reducer.said.looks = True
+        self._reducer.report.reads_first = True
         batch: Any = next(source, end)
         try:
             while True:
                 following = end if batch is end else next(source, end)
-                said = self._reducer.said
-                said.more = following is not end
-                said.samples = 1.0 if samples is None or batch is end else float(samples(batch))
+                weight = 1.0 if samples is None or batch is end else float(samples(batch))
+                self._reducer.report.announce_batch(weight, more=following is not end)
                 step = self._reducer.step
                 if batch is not end:
                     yield batch
-                if self._reducer.step == step and (batch is end or (self._reducer.every == 1 and self._reducer.sync)):
+                if self._reducer.step == step and (batch is end or self._reducer.schedule.always_reduces):
                     self.skip()
                     if self.agreement.with_data == 0:
                         return
@@ -376,22 +376,22 @@ class DistributedDataParallel(TorchNames):
                     return
                 batch = following
         finally:
-            self._reducer.said.more, self._reducer.said.samples = False, 1.0
+            self._reducer.report.announce_batch(1.0, more=False)
 
     # -- what all ranks agree on --------------------------------------------------------------------------------------
 
     @property
     def agreement(self) -> Agreement:
         """What all ranks know since the last reduction. Raises TrainError before the first."""
-        if self._reducer.reading is None:
+        if (pending := self._reducer.conclusion.pending) is None:
             raise TrainError("there has been no reduction yet")
-        return self._reducer.reading.agreement
+        return pending.agreement
 
     def request(self, name: str) -> None:
         """Ask for "checkpoint" or "drain": from the next reduction on, ``name in ddp.agreement.requests`` on every rank, for one step."""
         if name not in REQUESTS:
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
-        self._reducer.said.requests.add(name)
+        self._reducer.report.requests.add(name)
 
     def stats(self) -> dict[str, Any]:
         """Return the times of the last reducing step, in seconds of the host's clock (on a GPU: of launching), as a dict fit for JSON.
@@ -497,12 +497,12 @@ class Waking:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
 
-    def begin(self) -> None:
+    def backward_starts(self) -> None:
         ddp = self._ddp()
         if ddp is not None and ddp._asleep and autograd_engine.accumulates():
-            ddp._reducer.begin()
+            ddp._reducer.backward_starts()
 
-    def fired(self, index: int) -> None:
+    def gradient_ready(self, index: int) -> None:
         """It has no hooks on parameters."""
 
 

@@ -37,7 +37,7 @@ class JoinedRank(JoinHook):
                 self._ddp._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
         if reduces:
             self._ddp._prepare()
-            self._ddp._reducer.skip(self._ddp._reducer.said.samples if self._counts else 0.0)
+            self._ddp._reducer.skip(self._ddp._reducer.report.samples if self._counts else 0.0)
         self._ddp.require_forward_param_sync = next_copies
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -50,9 +50,9 @@ class Planner:
         self.epoch = 0
         self.link: Link | None = None
         self.learning = True  # order and times are noted
-        self.surprised = False  # gradients came late: how often each one fires has to be watched
         self._caps = (plans.CAP, plans.FIRST_CAP) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
         self._fixed = bucket_cap_mb is not None or self.device.type != "cpu"  # the host's times are not a GPU's
+        self.sparse = sparse
         self._group, self._transport = group, transport
         self._dense = sorted(set(range(len(params))) - set(sparse))
         self._came: dict[int, float] = {}

@@ -52,11 +52,11 @@ class RunningStatistics:
     def buffers(self) -> list[Tensor]:
         return [cast(Tensor, layer._buffers[name]) for layer, name in self._places]  # nn.Module's own way takes 1 µs each
 
-    def lay(self, tail: Tensor) -> None:
+    def use_memory(self, tail: Tensor) -> None:
         """Let the values travel in ``tail``, ``numel`` elements, from now on."""
         self._tail, self._views = tail, make_views(self.buffers, tail)
 
-    def go_on_from(self, old: RunningStatistics) -> None:
+    def continue_from(self, old: RunningStatistics) -> None:
         if self._places == old._places:
             self.at_once, self._kept, self._arrived, self._counts = old.at_once, old._kept, old._arrived, old._counts
             self._noted, self._taken, self._untouched = old._noted, old._taken, old._untouched
@@ -71,7 +71,7 @@ class RunningStatistics:
         else:
             self._tail.zero_()
 
-    def arrive(self, factor: float) -> None:
+    def receive(self, factor: float) -> None:
         """Keep rank 0's values, which a reduction has brought divided by ``factor``, and take them over."""
         if self._first or not self._places:
             return
@@ -93,8 +93,12 @@ class RunningStatistics:
         if self._arrived and self._noted == _versions(buffers) != self._taken:
             self._take_over(buffers)
 
-    def before_forward(self) -> None:
-        """A layer in evaluation is about to use rank 0's values, as a frozen one does in training."""
+    def before_forward(self, at_once: bool) -> None:
+        """A layer in evaluation is about to use rank 0's values, as a frozen one does in training.
+
+        ``at_once``: take over the values of the next reduction when they arrive.
+        """
+        self.at_once = at_once
         if self._arrived:
             if any(not layer.training for layer in self._layers):
                 self.adopt()

@@ -33,6 +33,12 @@ class StepTimes:
     def begin(self) -> None:
         self.begun = time.perf_counter()
 
+    def add_forward(self, seconds: float) -> None:
+        self.forward += seconds
+
+    def stop(self) -> None:
+        self.backward += time.perf_counter() - self.begun
+
     def launched(self) -> None:
         self.launches.append(time.perf_counter() - self.begun)
 
@@ -46,7 +52,7 @@ def stragglers(seconds: Sequence[float]) -> dict[int, float]:
     return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
 
 
-def lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:
+def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:
     """A sentence on the parameters without a gradient; ``lacked[rank][i]`` says whether ``names[i]`` had none on a rank."""
     where = {name: [rank for rank, theirs in enumerate(lacked) if theirs[index]] for index, name in enumerate(names)}
     found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
@@ -59,18 +65,19 @@ def lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:
 
 def report(reducer: Reducer) -> dict[str, Any]:
     """The last step of ``reducer``, in words that a log can take."""
-    times, reading, planner = reducer.last_times, reducer.reading, reducer.planner
-    seconds = reading.agreement.seconds if reading else ()
-    moments = zip(reducer.buckets, times.launches, times.ready, strict=False)
+    times, pending, planner = reducer.last_times, reducer.conclusion.pending, reducer.planner
+    seconds = pending.agreement.seconds if pending else ()
+    buckets = reducer.bucket_set.buckets
+    moments = zip(buckets, times.launches, times.ready, strict=False)
     return {
         "steps": reducer.step,
         "forward": times.forward,
         "backward": times.backward,
         "exposed": times.exposed,
-        "bytes": sum(bucket.flat.nbytes for bucket in reducer.buckets),
+        "bytes": sum(bucket.flat.nbytes for bucket in buckets),
         "buckets": [
             {
-                "parameters": [reducer.names[index] for index in bucket.indices],
+                "parameters": [reducer.trained.names[index] for index in bucket.indices],
                 "bytes": bucket.flat.nbytes,
                 "launched": launched,
                 "ready": ready,

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join
 from .buckets import CAP, FIRST_CAP, MIB
 from .errors import TrainError
 from .joining import NOT_JOINING, JoinedRank, announce
-from .outputs import find_tensors
+from .nested_tensors import find_tensors
 from .running_stats import places
 from .step_times import report
 from .transports.base import reduction
@@ -29,7 +29,8 @@ from .transports.base import reduction
 if TYPE_CHECKING:
     from torch.nn.parallel.distributed import DistributedDataParallel as Original
 
-    from .reducer import Options, Reducer
+    from .conclusion import Options
+    from .reducer import Reducer
 else:  # torch's own class, even where a script has put ours in its place
     Original = next(c for c in nn.parallel.DistributedDataParallel.__mro__ if c.__module__ == "torch.nn.parallel.distributed")
 
@@ -101,11 +102,11 @@ class TorchNames(Original):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Are the next backwards to be reduced? ``no_sync()`` sets it for a while."""
-        return self._reducer.sync
+        return self._reducer.schedule.sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._reducer.sync = value
+        self._reducer.schedule.set_sync(value)
 
     @property
     def reducer(self) -> TorchReducer:  # type: ignore[override]
@@ -180,13 +181,15 @@ class TorchNames(Original):
             work = Join.notify_join_context(self)  # a RuntimeError, if throw_on_early_termination was given and a rank has ended
             if work is not None:
                 work.wait()
-            announce(self, copies, trained and self._reducer.will_reduce(), torch.is_grad_enabled() and self._reducer.sync)
+            schedule = self._reducer.schedule
+            announce(self, copies, trained and schedule.will_reduce(), torch.is_grad_enabled() and schedule.sync)
         if copies:
             self._sync_buffers()
 
     def join_hook(self, **kwargs: Any) -> JoinedRank:
         """For ``torch.distributed.algorithms.join.Join``; keyword argument ``divide_by_initial_world_size``, default True."""
-        self._reducer.said.looks = self._has_joined = True
+        self._has_joined = True
+        self._reducer.report.reads_first = True
         return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
 
     # -- hooks and optimizers -------------------------------------------------------------------------------------------

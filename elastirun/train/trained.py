@@ -22,11 +22,8 @@ class Trained:
         self.digest = self._before = _digest(needs)  # of ``now``, for the control words
         self.changed = False  # every rank has said that others are trained now
         self._held = {id(param) for _, param in self.named}
-
-    @property
-    def pairs(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters that the reducer was made for."""
-        return [pair for pair, needed in zip(self.named, self._needs, strict=True) if needed]
+        pairs = [pair for pair, needed in zip(self.named, self._needs, strict=True) if needed]  # what the reducer was made for
+        self.names, self.params = [name for name, _ in pairs], [param for _, param in pairs]
 
     def holds(self, param: nn.Parameter) -> bool:
         """Is ``param`` one of the module's?"""

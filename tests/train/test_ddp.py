@@ -306,15 +306,15 @@ def test_autograd_grad_reduces_nothing() -> None:
 def lazily(rank: int, world: int, what: str) -> list[str]:
     """As on a GPU: the words of a step are read when the next one begins."""
     ddp, told = DDP(Twice(), bucket_cap_mb=0.00001), []
-    ddp._reducer.lazy = True
+    ddp._reducer.conclusion.may_defer = True
     for step in range(10):
         ddp.zero_grad()
         odd = rank == 1 and step == 7
         if odd and what == "samples":
-            ddp._reducer.said.samples = 2.0
+            ddp._reducer.report.samples = 2.0
         try:
             ddp(batch(step, rank).requires_grad_(), odd and what == "late", odd and what == "lacking").pow(2).mean().backward()
-            told.append("lazy" if ddp._reducer._lazy else "looks")
+            told.append("lazy" if ddp._reducer.conclusion.defers else "looks")
         except TrainError as error:
             told.append(str(error)[:45])
     return told

@@ -55,7 +55,7 @@ def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
         for optimizer in optimizers:
             optimizer.step()
     ddp.check_replicas()
-    return [*found, ddp.agreement.with_data == 1, ddp._reducer._lazy is not changing]
+    return [*found, ddp.agreement.with_data == 1, ddp._reducer.conclusion.defers is not changing]
 
 
 @pytest.mark.parametrize("changing", [False, True])

@@ -1,4 +1,4 @@
-"""On a GPU a step is used before its control words are read. Here that is simulated on CPUs: ``lazy`` is set by hand."""
+"""On a GPU a step is used before its control words are read. Here that is simulated on CPUs: ``may_defer`` is set by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said_by_one(rank: int, wrap: Wrap) -> list[Any]:
     ddp, found = wrap(Codebook()), []
     ours = not isinstance(ddp, Torchs) or isinstance(ddp, DDP)
     if ours:
-        ddp._reducer.lazy = True
+        ddp._reducer.conclusion.may_defer = True
     lazy = []
     for step in range(9):
         if step == 3 and rank == 0 and ours:
@@ -34,7 +34,7 @@ def said_by_one(rank: int, wrap: Wrap) -> list[Any]:
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
         found.append([p.grad.flatten().tolist() for p in ddp.parameters()])
-        lazy.append(ours and ddp._reducer._lazy)
+        lazy.append(ours and ddp._reducer.conclusion.defers)
     assert not ours or lazy == [True] * 4 + [False] * 5, "from the same step on, all look"
     return found
 
@@ -47,7 +47,7 @@ def test_one_rank_says_how_many_samples_it_has(transport: str) -> None:
 def said_by_all(rank: int, world: int, transport: str) -> list[bool]:
     """For the first time after many steps."""
     ddp, found = DDP(make(), transport=transport, bucket_cap_mb=CAP), []
-    ddp._reducer.lazy = True
+    ddp._reducer.conclusion.may_defer = True
     for step in range(8):
         sizes = [1 + (r + step) % 3 if step >= 4 else 2 for r in range(world)]
         if step >= 4:
@@ -67,7 +67,7 @@ def test_all_ranks_say_how_many_samples_they_have(world: int, transport: str) ->
 def one_has_more(rank: int, world: int, transport: str) -> list[str]:
     """One rank alone has more samples than before: an error. From then on it may have as many as it likes, and graphs may change."""
     ddp, told = DDP(Twice(), transport=transport, bucket_cap_mb=CAP), []
-    ddp._reducer.lazy = True
+    ddp._reducer.conclusion.may_defer = True
     for step in range(8):
         if step >= 3 and rank == 1:
             ddp.set_samples(3 if step in (3, 6) else 1)
@@ -111,9 +111,9 @@ class Parts(nn.Module):
 def alone_with_the_words(rank: int, world: int, transport: str) -> list[Any]:
     """One rank lacks a gradient, and no rank uses the sparse parameter; the sum of samples has another last bit than before."""
     ddp = DDP(Parts(), transport=transport, bucket_cap_mb=CAP)
-    ddp._reducer.lazy = True
+    ddp._reducer.conclusion.may_defer = True
     for step in range(4):
-        ddp._reducer._total = world * (1 + 1e-6 * (step == 3))
+        ddp._reducer.samples = world * (1 + 1e-6 * (step == 3))
         ddp.zero_grad()
         ddp(batch(step, rank), step != 3 or rank != 1, step != 3).pow(2).mean().backward()
     exact = Parts()
@@ -136,7 +136,7 @@ def test_who_reads_the_words_alone_does_as_the_others(world: int, transport: str
 def changing(rank: int, world: int, transport: str) -> list[bool]:
     """A gradient comes late on one rank."""
     ddp, found = DDP(Twice(), transport=transport, bucket_cap_mb=CAP, find_unused_parameters=True), []
-    ddp._reducer.lazy = True
+    ddp._reducer.conclusion.may_defer = True
     for step in range(6):
         ddp.zero_grad()
         ddp(batch(step, rank).requires_grad_(), rank == 1 and step == 4).pow(2).mean().backward()
@@ -158,7 +158,7 @@ def unfrozen(rank: int, world: int, transport: str) -> list[bool]:
     model[0].requires_grad_(False)  # type: ignore[index]
     ddp, found = DDP(model, transport=transport, bucket_cap_mb=CAP), []
     for step in range(9):
-        ddp._reducer.lazy = True
+        ddp._reducer.conclusion.may_defer = True
         model[0].requires_grad_(step >= 4)  # type: ignore[index]
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import bucket_memory
-from elastirun.train.outputs import find_tensors
+from elastirun.train.nested_tensors import find_tensors
 from elastirun.train.planner import PROBES
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
@@ -28,9 +28,9 @@ def probed(rank: int, world: int) -> bool:
         ddp.zero_grad()
         ddp(batch(step, rank)).pow(2).mean().backward()
         if rank == 0:
-            before = ddp._reducer.buckets
+            before = ddp._reducer.bucket_set.buckets
             torch.autograd.grad(ddp(batch(step, rank)).sum(), list(ddp.parameters()))
-            assert ddp._reducer.buckets is before
+            assert ddp._reducer.bucket_set.buckets is before
     return close(grads(ddp.module), alone(ddp.module, [(1, batch(5, r)) for r in range(world)]))
 
 
@@ -59,7 +59,7 @@ def opaque(rank: int, world: int) -> list[int]:
     ddp = DDP(Opaque())
     learn_from = [ddp(batch(step, rank)).value.pow(2).mean().backward() for step in range(6)]
     assert len(learn_from) == 6
-    return ddp._reducer._expected
+    return ddp._reducer.watch.expected
 
 
 def test_a_parameter_counts_once_where_its_own_hook_brings_a_new_plan() -> None:
@@ -79,7 +79,7 @@ def memory(rank: int, world: int, transport: str) -> list[int]:
 
     ddp._transport.allocate = look  # type: ignore[method-assign]
     for step in range(6):
-        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.buckets]
+        former += [StorageWeakRef(bucket.flat.untyped_storage()) for bucket in reducer.bucket_set.buckets]
         loss = ddp(batch(step, rank)).pow(2).mean()
         ddp.zero_grad()
         loss.backward()

@@ -171,7 +171,7 @@ def test_an_exception_within_a_reduction_is_not_passed_over(transport: str, what
 def interrupted_after(rank: int, world: int, transport: str) -> list[Any]:
     """Ctrl-C on rank 1 while the ranks compare their replicas, which follows the reduction of step 2."""
     ddp, told = DDP(make(), transport=transport, check_replicas_every=2), []
-    compare = ddp._reducer.check_replicas
+    compare = ddp._reducer.conclusion.check_replicas
 
     def interrupt() -> None:
         compare()
@@ -179,7 +179,7 @@ def interrupted_after(rank: int, world: int, transport: str) -> list[Any]:
 
     for step in range(3):
         if step == 1 and rank == 1:
-            ddp._reducer.check_replicas = interrupt  # type: ignore[method-assign]
+            ddp._reducer.conclusion.check_replicas = interrupt  # type: ignore[method-assign]
         if step == 2 and rank == 0:
             continue  # rank 0 knows of nothing: it would wait for its peer
         ddp.zero_grad()
