@@ -68,6 +68,10 @@ class BucketSet:
         self.home = {index: (bucket, part) for bucket in self.buckets for part in bucket.portions for index in part.indices}
         self.outdated = False
 
+    def expire(self) -> None:
+        """Have the memory made anew in the next reduction."""
+        self.outdated = True
+
     def release(self) -> None:
         """Give up the memory of the present plan. Gradients that lie in it keep their part of it alive."""
         self.buckets, self.home, self._arena = [], {}, None

@@ -122,6 +122,10 @@ class Conclusion:
         settled = not self._planner.learning and not self._options.mean_over_users and self._extensions.optimizer_step is None
         return self.may_defer and settled and not self.always_reads and not self._trained.differs
 
+    def read_always(self) -> None:
+        """Read the words of every step before its gradients are used. Every rank calls it at the same point."""
+        self.always_reads = True
+
     def continue_from(self, old: Conclusion) -> None:
         """Take the place of ``old``, of a reducer of other parameters of the same module."""
         self.pending, self._concluded, self.always_reads = old.pending, old._concluded, old.always_reads
@@ -155,7 +159,8 @@ class Conclusion:
         self._check_deferred(agreement, expected_samples)
         if agreement.lacking and not self._reported:
             self._report(agreement.step)
-        self.always_reads = self.always_reads or agreement.lacking > 0 or agreement.looking > 0
+        if agreement.lacking or agreement.looking:
+            self.read_always()
         if agreement.failed:
             self._refuse(agreement, drained)
             return False
@@ -174,7 +179,7 @@ class Conclusion:
         close = math.isclose(agreement.samples, expected_samples, rel_tol=1e-5)
         same = agreement.looking == self._world or close and not agreement.late
         if self._deferred and (agreement.failed or not same):
-            self.always_reads = True
+            self.read_always()
             raise TrainError(
                 f"the gradients of step {agreement.step} were not whole and have been used: on some rank the graph or the number of "
                 "samples was not what it had been, or a backward failed. Load the last checkpoint; from now on each step is looked at "
@@ -196,7 +201,8 @@ class Conclusion:
             self._watch.learn()
         surprised = late and not self._watch.surprised
         self._watch.surprised = self._watch.surprised or surprised
-        self._buckets.outdated = self._planner.advance() or self._buckets.outdated
+        if self._planner.advance():
+            self._buckets.expire()
         return surprised
 
     def _report(self, step: int) -> None:

@@ -36,13 +36,22 @@ class LocalReport:
     status: int = 0
     trained: int = 0  # a digest of which parameters are not frozen
 
+    def read_first(self) -> None:
+        """Read the words of each step before its gradients are used, and ask all ranks to do so."""
+        self.reads_first = True
+
     def weigh(self, samples: float) -> None:
-        """Let this rank's gradients count as ``samples`` from now on; all ranks then read the words first."""
-        self.samples, self.reads_first = samples, True
+        """Let this rank's gradients count as ``samples`` from now on. All ranks have to read the words first then."""
+        self.samples = samples
+        self.read_first()
 
     def announce_batch(self, samples: float, more: bool) -> None:
         """Report the weight of the next batch, and whether there is ``more`` after it."""
         self.samples, self.more = samples, more
+
+    def request(self, name: str) -> None:
+        """Report a request, one of REQUESTS."""
+        self.requests.add(name)
 
     def clear(self) -> None:
         """Forget what was reported once, after a reduction."""

@@ -164,7 +164,8 @@ class DistributedDataParallel(TorchNames):
         self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._wanted)
         self._make_reducer(needs, step)
         self._reducer.install()
-        self._reducer.conclusion.always_reads = self.find_unused_parameters  # on a GPU: a graph that changes is no surprise
+        if self.find_unused_parameters:  # graphs change from step to step
+            self._reducer.conclusion.read_always()
 
     def _description(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool) -> list[str]:
         """What has to be the same on every rank, a line each: all that decides which reductions there are, and of what."""
@@ -356,7 +357,7 @@ class DistributedDataParallel(TorchNames):
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
         end, source = object(), iter(data)
-        self._reducer.report.reads_first = True
+        self._reducer.report.read_first()
         batch: Any = next(source, end)
         try:
             while True:
@@ -391,7 +392,7 @@ class DistributedDataParallel(TorchNames):
         """Ask for "checkpoint" or "drain": from the next reduction on, ``name in ddp.agreement.requests`` on every rank, for one step."""
         if name not in REQUESTS:
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
-        self._reducer.report.requests.add(name)
+        self._reducer.report.request(name)
 
     def stats(self) -> dict[str, Any]:
         """Return the times of the last reducing step, in seconds of the host's clock (on a GPU: of launching), as a dict fit for JSON.

@@ -103,11 +103,12 @@ class Reducer:
     def set_hook(self, hook: Hook | None, state: Any) -> None:
         """Let ``hook`` reduce the buckets, beginning with the next reduction."""
         self._extensions.set_hook(hook, state)
-        self.bucket_set.outdated = True
+        self.bucket_set.expire()
 
     def set_optimizer(self, step: OptimizerStep) -> None:
         """Call ``step`` with the parameters of each bucket as the bucket arrives."""
-        self.bucket_set.outdated = self.bucket_set.outdated or self._extensions.optimizer_step is None
+        if self._extensions.optimizer_step is None:
+            self.bucket_set.expire()
         self._extensions.optimizer_step = step
 
     def close(self) -> None:

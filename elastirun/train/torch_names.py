@@ -189,7 +189,7 @@ class TorchNames(Original):
     def join_hook(self, **kwargs: Any) -> JoinedRank:
         """For ``torch.distributed.algorithms.join.Join``; keyword argument ``divide_by_initial_world_size``, default True."""
         self._has_joined = True
-        self._reducer.report.reads_first = True
+        self._reducer.report.read_first()
         return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
 
     # -- hooks and optimizers -------------------------------------------------------------------------------------------

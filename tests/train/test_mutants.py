@@ -17,9 +17,10 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
 
 LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 BUFFERS = "buffers_are_what_they_are_under_torchs_class"
+TWO = "an_exception_in_a_backward_through_two_modules_holds_nobody_up"
 LEFT = "the_statistics_of_the_last_reduction_are_used_whatever_forwards_came_after_it"
 MUTANTS = (
-    mutant("late gradients are reduced once more", "reducer", "if index in late:", "if False:", "ddp", LATE),
+    mutant("late gradients are reduced once more", "reducer", "        if late:\n", "        if False:\n", "ddp", LATE),
     mutant(
         "a travelling bucket is nobody's gradient",
         *("bucket_memory", "            param.grad = None\n\n    def _copy(", "            pass\n\n    def _copy("),
@@ -32,27 +33,27 @@ MUTANTS = (
     ),
     mutant(
         "a new plan waits for a backward of all ranks",
-        *("reducer", "if self._reducing and self._certain:", "if self._reducing:"),
+        *("reducer", "        if reduces:\n", "        if reduces:\n            self.bucket_set.release_outdated()\n"),
         *("plans", "a_new_plan_waits_for_a_backward_that_every_rank_has"),
     ),
     mutant(
         "the former memory is given up first",
-        *("reducer", "self.buckets, self._home, self._arena = [], {}, None", "self._home = {}"),
+        *("bucket_set", "self.buckets, self.home, self._arena = [], {}, None", "self.home = {}"),
         *("plans", "the_memory_of_a_plan_is_given_up_before_there_is_more[group]"),
     ),
     mutant(
         "the words leave when everything is known",
-        *("reducer", "while self._next < len(self.buckets) - 1 and", "while self._next < len(self.buckets) and"),
+        *("reducer", "while backward.launched < len(buckets) - 1 and", "while backward.launched < len(buckets) and"),
         *("ddp", LATE),
     ),
     mutant(
         "the mean is over samples",
-        *("reducer", "correction = self._total / common.samples if common and common.samples else 1.0", "correction = 1.0"),
+        *("conclusion", "return self.expected_samples / self.samples", "return 1.0"),
         *("ddp", "the_mean_is_over_samples"),
     ),
     mutant(
         "a rank without inputs counts as gradients of zero",
-        *("reducer", "self._tail[0] += self._zeros", "pass"),
+        *("bucket_set", "self._tail[0] += zero_samples", "pass"),
         *("in_place", "the_same_as_with_torchs_class[uneven-3]"),
     ),
     mutant(
@@ -62,18 +63,18 @@ MUTANTS = (
     ),
     mutant(
         "a copy reduces its gradients",
-        *("ddp", "            ddp._reducer.begin()\n", "            pass\n"),
+        *("ddp", "            ddp._reducer.backward_starts()\n", "            pass\n"),
         *("in_place", "the_same_as_with_torchs_class[copied-2]"),
     ),
     mutant("no data, not even a NaN", "bucket_memory", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
     mutant(
         "a request is heard once",
-        *("reducer", "self.said.requests, self.said.status = set(), 0", "pass"),
+        *("control_words", "self.requests, self.status = set(), 0", "pass"),
         *("more", "a_request_of_one_rank_is_heard_by_all_in_the_same_step"),
     ),
     mutant(
         "what accumulates nothing does not count",
-        *("reducer", "        else:\n            self.backwards -= not touched", "        else:\n            pass"),
+        *("reducer", "            self.schedule.take_back()\n", "            pass\n"),
         *("more", "a_stage_of_a_pipeline_reduces_once_per_step"),
     ),
     mutant(
@@ -88,7 +89,7 @@ MUTANTS = (
     ),
     mutant(
         "a step whose words come too late is not passed over",
-        *("reducer", "if self._unread and (agreement.failed", "if False and (agreement.failed"),
+        *("conclusion", "if self._deferred and (agreement.failed", "if False and (agreement.failed"),
         *("ddp", "on_a_gpu_the_words_are_read_a_step_later"),
     ),
     mutant(
@@ -98,27 +99,27 @@ MUTANTS = (
     ),
     mutant(
         "a failed backward drops the step everywhere",
-        *("reducer", "        if agreement.failed:\n", "        if False:\n"),
+        *("conclusion", "        if agreement.failed:\n", "        if False:\n"),
         *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
     ),
     mutant(
         "all that an exception interrupted is finished first: before a construction",
         *("ddp", "        settle()\n        if device_mesh", "        if device_mesh"),
-        *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[construction-group]"),
+        *("trouble", f"{TWO}[construction-group]"),
     ),
     mutant(
         "before replicas are compared",
         *("ddp", "        settle()\n        self._reducer.check_replicas", "        self._reducer.check_replicas"),
-        *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[check_replicas-group]"),
+        *("trouble", f"{TWO}[check_replicas-group]"),
     ),
     mutant(
         "before buffers are copied",
         *("ddp", "        settle()\n        buffers =", "        buffers ="),
-        *("trouble", "an_exception_in_a_backward_through_two_modules_holds_nobody_up[sync_buffers-group]"),
+        *("trouble", f"{TWO}[sync_buffers-group]"),
     ),
     mutant(
         "parameters may be reduced by another module that holds them",
-        *("reducer", "if not self.sync or elsewhere or grad is None:", "if not self.sync or grad is None:"),
+        *("reducer", "if not self.schedule.sync or elsewhere or grad is None:", "if not self.schedule.sync or grad is None:"),
         *("ways", "the_same_as_with_torchs_class[half_of_it-group]"),
     ),
     mutant(
@@ -133,12 +134,12 @@ MUTANTS = (
     ),
     mutant(
         "a gradient nobody would reduce is an error",
-        *("reducer", "        if zeroed == 2:", "        if False:"),
+        *("reducer", "if self._unannounced.zeroed(index, grad) == 2:", "if False:"),
         *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
     ),
     mutant(
         "parameters do not hold the module",
-        *("autograd_engine", "    ref = weakref.ref(listener)\n\n    def fired", "    ref = lambda: listener\n\n    def fired"),
+        *("autograd_engine", "    ref = weakref.ref(listener)\n\n    def ready", "    ref = lambda: listener\n\n    def ready"),
         *("torch_cases", "a_case_of_torchs_own[goes_away]"),
     ),
     mutant(
@@ -148,7 +149,7 @@ MUTANTS = (
     ),
     mutant(
         "what is known outlives another choice of parameters",
-        *("ddp", "        self._reducer.go_on_from(old)\n", ""),
+        *("ddp", "        self._reducer.continue_from(old)\n", ""),
         *("more", "freezing_does_not_begin_anew"),
     ),
     mutant(
@@ -193,7 +194,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank 0 without inputs has no statistics for the others",
-        *("ddp", "self._reducer.running.at_once = not self._join_config.enable", "pass"),
+        *("ddp", "before_forward(at_once=not self._join_config.enable)", "before_forward(at_once=True)"),
         *("buffers", "a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others[False]"),
     ),
     mutant(
@@ -233,12 +234,12 @@ MUTANTS = (
     ),
     mutant(
         "overlap under recomputation",
-        *("reducer", "max(fired, 1 if expected == UNKNOWN else expected)", "UNKNOWN"),
+        *("watch", "max(fired, 1 if expected == UNKNOWN else expected)", "UNKNOWN"),
         *("plans", "overlap_is_kept_under_reentrant_recomputation"),
     ),
     mutant(
         "a backward that brings a new plan takes nothing early",
-        *("reducer", "if self._outdated and self.buckets:", "if False:"),
+        *("bucket_set", "if self.outdated and self.buckets:", "if False:"),
         *("order", "collectives_of_the_model_in_its_backward_are_not_in_the_way[-group]"),
     ),
     mutant(
@@ -248,12 +249,12 @@ MUTANTS = (
     ),
     mutant(
         "the modules of one backward finish in one order",
-        *("reducer", "sorted((one for one in _under_way if one._task == self._task), key=lambda one: one.number)", "[self]"),
+        *("reducer", "sorted(_in_task(self._backward.task), key=lambda one: one.number)", "[self]"),
         *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-shared memory]"),
     ),
     mutant(
         "on CPUs hooks run one by one, at the end",
-        *("reducer", 'return self._hook is not None and self.planner.device.type == "cpu"', "return False"),
+        *("extensions", 'return self._hook is not None and self._device.type == "cpu"', "return False"),
         *("order", "collectives_of_the_model_in_its_backward_are_not_in_the_way[powersgd-group]"),
     ),
     mutant(
@@ -268,12 +269,12 @@ MUTANTS = (
     ),
     mutant(
         "who freezes something else later is told",
-        *("reducer", "if len(set(agreement.trained)) > 1:", "if False:"),
+        *("conclusion", "if len(set(agreement.trained)) > 1:", "if False:"),
         *("order", "what_one_rank_freezes_later_is_an_error_on_every_rank[group]"),
     ),
     mutant(
         "what is trained from now on is reduced at once",
-        *("reducer", "            self._reduce_newcomers(newcomers, agreed, correction)\n", "            pass\n"),
+        *("reducer", "            reduce_newcomers(newcomers,", "            (lambda *_: None)(newcomers,"),
         *("order", "what_is_frozen_and_unfrozen_later_is_reduced_from_the_first_step_on[group]"),
     ),
     mutant(
@@ -298,7 +299,7 @@ MUTANTS = (
     ),
     mutant(
         "a new group keeps what was asked",
-        *("ddp", "        self._reducer.obey_as(old)\n", ""),
+        *("ddp", "        self._reducer.keep_requests(old)\n", ""),
         *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
     ),
     mutant(
@@ -308,22 +309,22 @@ MUTANTS = (
     ),
     mutant(
         "a penalty has no forward",
-        *("reducer", "        if zeroed == 2:", "        if True:"),
+        *("reducer", "if self._unannounced.zeroed(index, grad) == 2:", "if True:"),
         *("ways", "the_same_as_with_torchs_class[penalty_first-group]"),
     ),
     mutant(
         "a forward counts until the next reduction",
-        *("reducer", "            self._expects = False\n", ""),
+        *("watch", "        self.announced = False\n        self._found.clear()", "        self._found.clear()"),
         *("trouble", "a_backward_outside_the_forward_is_one_clear_sentence"),
     ),
     mutant(
         "what nobody used may come in another backward",
-        *("reducer", "self._anywhere or self._expects or index in self._unused", "self._anywhere or self._expects"),
+        *("reducer", "self._unannounced.announced or index in self.watch.unused", "self._unannounced.announced"),
         *("ways", "the_same_as_with_torchs_class[loss_left_aside-group]"),
     ),
     mutant(
         "a backward from hidden outputs begins at any parameter",
-        *("reducer", "or self.planner.surprised or self._anywhere", "or self.planner.surprised"),
+        *("watch", "or self.surprised or self.begins_anywhere", "or self.surprised"),
         *("ways", "outputs_that_nobody_can_look_into[group]"),
     ),
     mutant(
@@ -333,12 +334,12 @@ MUTANTS = (
     ),
     mutant(
         "autograd.grad that fails reduces nothing",
-        *("reducer", "touched = self._touched()  # ``autograd.grad``", "touched = True  # ``autograd.grad``"),
+        *("backward", "(STARTED, Trigger.INTERRUPTED): EMPTY", "(STARTED, Trigger.INTERRUPTED): DRAINING"),
         *("ways", "the_same_as_with_torchs_class[gradients_asked_for-group]"),
     ),
     mutant(
         "replicas that differ on purpose are not compared",
-        *("reducer", "self._options.check_replicas_every > 0 and self._hook is None", "self._options.check_replicas_every > 0"),
+        *("conclusion", "every > 0 and self._extensions.compares_replicas and", "every > 0 and"),
         *("ways", "the_same_as_with_torchs_class[local_steps_wrapped-group]"),
     ),
     mutant(
@@ -353,7 +354,7 @@ MUTANTS = (
     ),
     mutant(
         "who adapts to what is frozen waits for nobody",
-        *("ddp", "        self._reducer.go_on_from(old)\n", "        self._reducer.go_on_from(old)\n        self._reducer.install()\n"),
+        *("ddp", "self._reducer.continue_from(old)", "(self._reducer.continue_from(old), self._reducer.install())"),
         *("order", "an_evaluation_on_one_rank_waits_for_nobody_where_freezing_changes[2-shared memory]"),
     ),
     mutant(
@@ -373,7 +374,7 @@ MUTANTS = (
     ),
     mutant(
         "who has a hook alone is told",
-        *("reducer", "        if not self._compared:\n", "        if False:\n"),
+        *("extensions", "        if not self._compared:\n", "        if False:\n"),
         *("order", "what_one_rank_alone_registers_is_an_error_on_every_rank[hook-2-shared memory]"),
     ),
     mutant(
@@ -383,48 +384,89 @@ MUTANTS = (
     ),
     mutant(
         "a rank does not begin to look alone",
-        *("ddp", "samples)\n        self._reducer.said.looks = True", "samples)\n        self._reducer.looks = True"),
+        *("ddp", "self._reducer.report.weigh(float(samples))", "self._reducer.conclusion.read_always()"),
         *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
     ),
     mutant(
         "all look when one has said so",
-        *("reducer", " or agreement.looking > 0", ""),
+        *("conclusion", "if agreement.lacking or agreement.looking:", "if agreement.lacking:"),
         *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
     ),
     mutant(
         "who says how many samples it has reads the words of that step",
-        *("reducer", "not (lacking or self.said.looks)", "not lacking"),
+        *("reducer", "wants = self.report.reads_first or any(", "wants = any("),
         *("lazily", "all_ranks_say_how_many_samples_they_have[2-group]"),
     ),
     mutant(
         "what one rank alone has read changes no collective",
-        *("reducer", "users if common else None, correction)", "users, correction)"),
+        *("reducer", "outcome.users if outcome.common else None", "outcome.users"),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
     mutant(
         "nor a gradient",
-        *("reducer", "(not self._unread or agreed.looking == self.world) and", "True and"),
+        *("conclusion", "and (not self._deferred or agreed.looking == self._world)", ""),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
     mutant(
         "sums of samples are compared by closeness",
-        *("reducer", "math.isclose(agreement.samples, self._total, rel_tol=1e-5)", "agreement.samples == self._total"),
+        *("conclusion", "math.isclose(agreement.samples, expected_samples, rel_tol=1e-5)", "agreement.samples == expected_samples"),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
     mutant(
         "find_unused_parameters keeps looking",
-        *("ddp", "self._reducer.looks = self.find_unused_parameters", "self._reducer.looks = False"),
+        *("ddp", "            self._reducer.conclusion.read_always()\n", "            pass\n"),
         *("lazily", "with_find_unused_parameters_graphs_may_change[2-group]"),
     ),
     mutant(
         "a step that freezes or unfreezes is looked at",
-        *("reducer", " and not self.trained.differs", ""),
+        *("conclusion", " and not self._trained.differs", ""),
         *("lazily", "what_is_unfrozen_is_reduced_from_the_first_step_on[2-group]"),
     ),
     mutant(
         "the weight of a step is remembered",
-        *("reducer", "            self._total = common.samples\n", "            pass\n"),
+        *("reducer", "        self.samples = outcome.samples\n", ""),
         *("ddp", "even_weights_cost_no_second_pass"),
+    ),
+    # the transitions of a backward
+    mutant(
+        "a backward that accumulates nothing reduces nothing",
+        *("backward", "(STARTED, Trigger.GRAPH_DONE): EMPTY", "(STARTED, Trigger.GRAPH_DONE): REDUCING"),
+        *("ways", "the_same_as_with_torchs_class[gradients_asked_for-group]"),
+    ),
+    mutant(
+        "what accumulates nothing is no backward",
+        *("backward", "(STARTED, Trigger.GRAPH_DONE): EMPTY", "(STARTED, Trigger.GRAPH_DONE): DONE"),
+        *("more", "a_stage_of_a_pipeline_reduces_once_per_step"),
+    ),
+    mutant(
+        "a backward within no_sync stays local",
+        *("backward", "(KEEPING, Trigger.GRAPH_DONE): DONE", "(KEEPING, Trigger.GRAPH_DONE): REDUCING"),
+        *("ddp", "micro_batches_within_no_sync_cost_one_reduction[5]"),
+    ),
+    mutant(
+        "an exception within no_sync is nobody else's matter",
+        *("backward", "(KEEPING, Trigger.INTERRUPTED): DONE", "(KEEPING, Trigger.INTERRUPTED): DRAINING"),
+        *("backward", "an_exception_within_no_sync_concerns_no_other_rank"),
+    ),
+    mutant(
+        "a rank whose backward failed brings no gradients",
+        *("backward", "(COLLECTING, Trigger.INTERRUPTED): DRAINING", "(COLLECTING, Trigger.INTERRUPTED): REDUCING"),
+        *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
+    ),
+    mutant(
+        "the others do not wait for a rank whose backward failed",
+        *("backward", "(COLLECTING, Trigger.INTERRUPTED): DRAINING", "(COLLECTING, Trigger.INTERRUPTED): DONE"),
+        *("trouble", "an_exception_in_a_backward_drops_the_step_everywhere[group]"),
+    ),
+    mutant(
+        "a reduction that has failed is over",
+        *("backward", "(COLLECTING, Trigger.FAILED): BROKEN", "(COLLECTING, Trigger.FAILED): COLLECTING"),
+        *("backward", "nothing_more_is_launched_when_a_reduction_has_failed"),
+    ),
+    mutant(
+        "a backward may begin without a gradient in sight",
+        *("backward", "self._versions != _versions(params)", "False"),
+        *("backward", "gradients_are_found_by_their_versions"),
     ),
 )
 
