@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ class Reducer:
         reduces = self.schedule.count()
         backward = self._backward = Backward(reduces, self.report.samples, self.watch.expected.copy())
         _under_way.add(self)
-        autograd_engine.at_the_end(self._graph_done)
+        autograd_engine.at_the_end(partial(self._graph_done, backward.task))
         if reduces:
             self.bucket_set.reset()
         if self.watch.executes_any() or autograd_engine.accumulates():
@@ -292,21 +293,21 @@ class Reducer:
 
     # -- the end of a backward --------------------------------------------------------------------------------------
 
-    def _graph_done(self) -> None:
-        """End all backwards of the engine's run that is over, in the same order on every rank: the engine's callback.
+    def _graph_done(self, task: int) -> None:
+        """End all backwards of the engine's run ``task``, which is over, in the same order on every rank: the engine's callback.
 
-        In which order the modules of one run began depends on the graph, which may differ between ranks.
+        In which order the modules of one run began depends on the graph, which may differ between ranks. The first callback ends all.
         """
-        assert self._backward is not None
-        for reducer in sorted(_in_task(self._backward.task), key=lambda one: one.number):
-            reducer.times.stop()
-            reducer._end(Trigger.GRAPH_DONE)
+        for reducer in sorted(_in_task(task), key=lambda one: one.number):
+            reducer.end(Trigger.GRAPH_DONE)
 
-    def _end(self, trigger: Trigger) -> None:
+    def end(self, trigger: Trigger) -> None:
         """End the backward that the engine has left; reduce what it has accumulated, if it reduces."""
         backward = self._backward
         assert backward is not None
         _under_way.discard(self)
+        if trigger is Trigger.GRAPH_DONE:
+            self.times.stop()
         if backward.phase is BROKEN and self._broken is not None:
             raise self._broken
         if backward.phase is STARTED and backward.has_accumulated(self.params):
@@ -461,10 +462,6 @@ class Reducer:
         """Whether the module cannot be used until set_group()."""
         return self._broken is not None
 
-    def drain(self) -> None:
-        """End the interrupted backward: take part in what the others wait for, and have the step dropped on all ranks."""
-        self._end(Trigger.INTERRUPTED)
-
     def is_in(self, task: int) -> bool:
         """Return whether the backward under way is a part of the engine's run ``task``."""
         return self._backward is not None and self._backward.task == task
@@ -484,4 +481,4 @@ def settle() -> None:
     if _under_way:
         for reducer in sorted((one for one in _under_way if one.interrupted and not one.broken), key=lambda one: one.number):
             with suppress(ReductionFailed):
-                reducer.drain()
+                reducer.end(Trigger.INTERRUPTED)

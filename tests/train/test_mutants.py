@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     mutant(
         "the modules of one backward finish in one order",
-        *("reducer", "sorted(_in_task(self._backward.task), key=lambda one: one.number)", "[self]"),
+        *("reducer", "partial(self._graph_done, backward.task)", "partial(self.end, Trigger.GRAPH_DONE)"),
         *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-shared memory]"),
     ),
     mutant(
