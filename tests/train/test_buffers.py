@@ -357,8 +357,8 @@ def test_counts_that_travel_as_a_mean_are_whole_numbers_again() -> None:
     arriving = RunningStatistics(places(layer), first=False)
     for count in range(1, 200):
         tail = torch.full((arriving.numel,), float(count)) / 41
-        arriving.lay(tail)
-        arriving.arrive(41.0)
+        arriving.use_memory(tail)
+        arriving.receive(41.0)
         assert int(layer.num_batches_tracked or 0) == count
 
 
