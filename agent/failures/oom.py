@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastirun.agent.host.cpus import Read, cgroup_folders, read_file
+from elastirun.agent.host.cpus import Read, own_groups, read_file
 
 GIB = 1 << 30
 UNLIMITED = 1 << 60  # bytes; cgroup version 1 writes "no limit" as a number near 2^63
@@ -14,7 +14,7 @@ def oom_kills(read: Read = read_file) -> int | None:
 
     Version 2 counts in ``memory.events``, version 1 in ``memory.oom_control``. Without a control group, return the machine's count.
     """
-    own = [f"{folder}/{name}" for folder in _folders(read)[:1] for name in ("memory.events", "memory.oom_control")]
+    own = [f"{folder}/{name}" for folder in own_groups("memory", read)[:1] for name in ("memory.events", "memory.oom_control")]
     for path in (*own, "/proc/vmstat"):
         found = _fields(path, read).get("oom_kill")
         if found is not None:
@@ -32,18 +32,11 @@ def explain(before: int | None, read: Read = read_file) -> str | None:
         return None
     if now <= before:
         return ""
-    groups = [found for folder in _folders(read) if (found := _peak_and_limit(folder, read))]
+    groups = [found for folder in own_groups("memory", read) if (found := _peak_and_limit(folder, read))]
     peak, limit = max(groups, key=lambda group: group[0] / group[1], default=(0, 1))
     if peak < NEAR_LIMIT * limit:  # the machine ran out of memory, not a group
         return "OOM-killed"
     return f"OOM-killed, {peak / GIB:.1f} of {limit / GIB:.1f} GiB"
-
-
-def _folders(read: Read) -> list[str]:
-    try:
-        return cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo"), "memory")
-    except OSError:
-        return []
 
 
 def _peak_and_limit(folder: str, read: Read) -> tuple[int, int] | None:

@@ -30,6 +30,7 @@ from elastirun.agent.failures.classify import (
     shows_own_failure,
 )
 from elastirun.agent.failures.report import read_error_file
+from elastirun.agent.host.descriptors import ready
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.rendezvous.failures import root_cause
@@ -138,9 +139,7 @@ class FailureTracker:
 
 def has_no_reader(fd: int) -> bool:
     """Whether ``fd`` is a pipe or a socket that nobody reads from any more."""
-    poller = select.poll()
-    poller.register(fd, select.POLLOUT)
-    return any(mask & (select.POLLERR | select.POLLHUP) for _, mask in poller.poll(0))
+    return bool(ready([fd], 0, select.POLLOUT).get(fd, 0) & (select.POLLERR | select.POLLHUP))
 
 
 def full_disk(folder: str) -> str:

@@ -30,12 +30,16 @@ def cpu_quota(read: Read) -> float | None:
 
     Reads version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``). A missing or unreadable file counts as no quota.
     """
-    try:
-        folders = cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo"))
-    except OSError:
-        return None
-    quotas = [quota for folder in folders if (quota := _quota_in(folder, read)) is not None]
+    quotas = [quota for folder in own_groups("cpu", read) if (quota := _quota_in(folder, read)) is not None]
     return min(quotas, default=None)
+
+
+def own_groups(controller: str, read: Read = read_file) -> list[str]:
+    """Return ``cgroup_folders`` of this process; none when /proc does not say them."""
+    try:
+        return cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo"), controller)
+    except OSError:
+        return []
 
 
 def cgroup_folders(cgroup: str, mountinfo: str, controller: str = "cpu") -> list[str]:

@@ -1,15 +1,27 @@
-"""The limit of open descriptors (RLIMIT_NOFILE). The agent raises its own; its workers get the limit that the agent was started with."""
+"""Descriptors: which of them are ready, and how many may be open."""
 
 from __future__ import annotations
 
 import resource
+import select
+from collections.abc import Iterable
 from contextlib import suppress
 
 MAX_DESCRIPTORS = 65_536  # more than a job of any tested size needs; a container's hard limit may be a billion
 
 
+def ready(fds: Iterable[int], seconds: float, events: int = select.POLLIN) -> dict[int, int]:
+    """Wait until one of ``fds`` is ready, for ``seconds`` at most. Return those that are, with what they are ready for."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, events)
+    return dict(poller.poll(1000 * seconds))
+
+
 def raise_limit() -> int:
-    """Raise this process's soft limit to its hard limit, at most to MAX_DESCRIPTORS. Return the previous soft limit.
+    """Raise this process's soft limit of open descriptors (RLIMIT_NOFILE) to its hard limit, at most to MAX_DESCRIPTORS.
+
+    Return the previous soft limit, which the workers get.
 
     Each connection to a store that the agent serves takes one descriptor, so the usual 1024 end a job of 1,000 workers.
     Workers must keep the usual limit: select() does not work with descriptors beyond 1024.

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elastirun import clock
+from elastirun.agent.host.descriptors import ready
 
 _CHUNK = 4096  # bytes (PIPE_BUF); a pipe that polls writable takes so much in one piece
 BUFFER_LIMIT = 1 << 20  # bytes; while a buffer holds more, the agent reads no more worker output for it
@@ -116,9 +117,7 @@ class Stream:
     def start_dropping(self) -> None:
         """Let nobody wait from now on. Also enlarges a full pipe, for workers that write to it directly."""
         self.dropping = True
-        poller = select.poll()
-        poller.register(self._fd, select.POLLOUT)
-        if not self._dead and not poller.poll(0):
+        if not self._dead and not ready([self._fd], 0, select.POLLOUT):
             with suppress(OSError):  # not a pipe, or this user may not have a larger one
                 fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, BUFFER_LIMIT)
         self._resume()
@@ -238,15 +237,12 @@ class Console:
         """
         end = clock.now() + timeout
         while pending := [s for s in (self.out, self.err) if s.pending]:
-            poller = select.poll()
-            streams = {s.fileno(): s for s in pending}
-            for fd in streams:
-                poller.register(fd, select.POLLOUT)
-            ready = poller.poll(max(0.0, end - clock.now()) * 1000)
-            if not ready:
+            writable = ready([s.fileno() for s in pending], max(0.0, end - clock.now()), select.POLLOUT)
+            if not writable:
                 return False
-            for fd, _ in ready:
-                streams[fd].write_some()
+            for stream in pending:
+                if stream.fileno() in writable:
+                    stream.write_some()
         return self.out.wait_for_file(end) and self.err.wait_for_file(end)
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ is either a child of the agent or below such a child, and it is enough to watch 
 from __future__ import annotations
 
 import os
-import select
 import selectors
 import signal
 from collections.abc import Callable, Collection
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastirun import clock
+from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import proc
 from elastirun.agent.processes.process import Process
 
@@ -117,10 +117,7 @@ class LeftRunning:
         self.kill()
         end = clock.now() + timeout
         while self._watched and (rest := end - clock.now()) > 0:
-            poller = select.poll()
-            for process in self._watched.values():
-                poller.register(process.pidfd, select.POLLIN)
-            ended = {fd for fd, _ in poller.poll(rest * 1000)}
+            ended = ready([process.pidfd for process in self._watched.values()], rest)
             for pid in [pid for pid, process in self._watched.items() if process.pidfd in ended]:
                 self._drop(pid)
             self.find(())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import selectors
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes.spawn import WorkerSpec, spawn
 from elastirun.errors import StartError
 
@@ -81,9 +81,7 @@ class Process:
         """Kill the worker and wait for its end; ``on_exit`` is not called. ``timeout``, seconds, is for a process stuck in the kernel."""
         self._on_exit = _ignore
         self.kill_group()
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        if poller.poll(timeout * 1000):
+        if ready([self._pidfd], timeout):
             self._ready()
             self.reap()
 

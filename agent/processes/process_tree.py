@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import select
 import selectors
 import signal
 import subprocess
@@ -15,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastirun import clock
-from elastirun.agent.host.cpus import cgroup_folders
+from elastirun.agent.host.cpus import own_groups
+from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import control_group, guard, kills, leftovers, marks, proc
 from elastirun.errors import StartError
 
@@ -144,7 +144,7 @@ class ProcessTree:
         pidfd = self._release_guard()
         with suppress(ProcessLookupError):
             self._guard.send_signal(signal.SIGCONT)  # it may have been stopped by a signal
-        if _wait(pidfd, GUARD_END_LIMIT):
+        if ready([pidfd], GUARD_END_LIMIT):
             self._guard.wait()
         else:
             self._guard.returncode = 0  # nobody waits for it, so Popen must not warn
@@ -184,8 +184,8 @@ class ProcessTree:
                 command, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
             )
             assert started.stdout is not None
-            with started.stdout as ready:
-                if not _wait(ready.fileno(), limit) or not ready.read(1):
+            with started.stdout as output:
+                if not ready([output.fileno()], limit) or not output.read(1):
                     started.kill()
                     started.wait()
                     raise OSError(0, f"it was not ready within {limit:.0f} s, or ended at once")
@@ -234,22 +234,15 @@ class ProcessTree:
             self._retry_at = clock.now() + GUARD_RETRY
 
 
-def _wait(fd: int, seconds: float) -> bool:
-    """Wait until ``fd`` is readable, at most ``seconds``. Returns whether it is."""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(1000 * seconds))
-
-
 def _own_group() -> Path | None:
     """Return the control group (version 2) that this process is in; None when it is not visible.
 
     A group below it has no controllers of its own, so every limit of this group holds for the workers too.
     """
     with suppress(OSError, IndexError):
-        found = cgroup_folders(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text(), "version 2 alone")
-        if str(os.getpid()) in Path(found[0], "cgroup.procs").read_text().split():
-            return Path(found[0])
+        found = Path(own_groups("version 2 alone")[0])
+        if str(os.getpid()) in (found / "cgroup.procs").read_text().split():
+            return found
     return None
 
 

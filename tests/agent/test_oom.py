@@ -78,7 +78,7 @@ if os.environ["RANK"] == "1":
 @pytest.fixture
 def group() -> Iterator[Path]:
     """Make a memory control group and return its folder."""
-    parents = oom._folders(oom.read_file)
+    parents = oom.own_groups("memory", oom.read_file)
     folder = Path(parents[0] if parents else "/nowhere") / f"elastirun-test-{secrets.token_hex(4)}"
     v2 = (folder.parent / "cgroup.subtree_control").exists()
     try:
