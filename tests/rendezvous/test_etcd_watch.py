@@ -31,18 +31,17 @@ class Listener:
         self.calls = 0
         self._called = threading.Condition()
         store.watch(key, self._changed)
-        self.hears(1)  # it has begun
+        assert self.hears(1), "it does not begin"
 
     def _changed(self) -> None:
         with self._called:
             self.calls += 1
             self._called.notify_all()
 
-    def hears(self, calls: int, patience: float = PATIENCE) -> None:
-        """Wait until there were ``calls`` calls in all."""
+    def hears(self, calls: int, patience: float = PATIENCE) -> bool:
+        """Wait until there were ``calls`` calls in all. Tell whether they came in time, and no more of them."""
         with self._called:
-            assert self._called.wait_for(lambda: self.calls >= calls, patience), f"{self.calls} calls, not {calls}"
-        assert self.calls == calls
+            return self._called.wait_for(lambda: self.calls >= calls, patience) and self.calls == calls
 
 
 def count_up(store: EtcdStore, key: str) -> int:
@@ -63,9 +62,9 @@ def test_each_change_is_heard_of_and_nothing_else(server: Etcd, key: str) -> Non
     for i in range(2, 7):
         writer.put_if(f"{key}-{i}", None, b"another key, which this one begins")
         count_up(writer, key)
-        listener.hears(i)
+        assert listener.hears(i)
     writer.delete(key)
-    listener.hears(7)
+    assert listener.hears(7)
     listener.store.close()
 
 
@@ -74,7 +73,7 @@ def test_a_lost_connection_is_no_change_and_changes_without_one_are_heard_of_lat
     for i in (2, 3, 4):
         lose_connection(listener.store)
         count_up(writer, key)  # before or after it has connected again
-        listener.hears(i)
+        assert listener.hears(i)
     listener.store.close()
 
 
@@ -88,14 +87,14 @@ def test_nothing_is_missed_when_the_server_is_killed_and_comes_back(key: str) ->
         count_up(writer, key)
         assert listener.calls == 1
         cluster.start_one(first)
-        listener.hears(2)
+        assert listener.hears(2)
         count_up(writer, key)
-        listener.hears(3)
+        assert listener.hears(3)
         first.kill()
         cluster.start_one(first)
         first.wait_until_ready()
         count_up(writer, key)
-        listener.hears(4)
+        assert listener.hears(4)
         listener.store.close()
 
 
@@ -107,7 +106,7 @@ def test_a_stopped_member_is_left_as_soon_as_an_operation_finds_it(key: str) -> 
         stopped.freeze()
         count_up(writer, key)
         assert listener.store.get([key]) == {key: b"1"}
-        listener.hears(2)
+        assert listener.hears(2)
         stopped.thaw()
         listener.store.close()
 
@@ -120,7 +119,7 @@ def test_a_watch_alone_leaves_a_connection_that_fell_silent(server: Etcd, key: s
         listener = Listener(connector([relay.endpoint])(), key)
         relay.silence()
         count_up(connector(server.endpoints)(), key)
-        listener.hears(2, patience=30.0)  # without the ping's own limit it takes 60 s
+        assert listener.hears(2, patience=30.0), "without the ping's own limit it takes 60 s"
         listener.store.close()
 
 
@@ -131,7 +130,7 @@ def test_a_watch_alone_goes_to_another_endpoint_when_its_own_is_gone(server: Etc
         listener = Listener(EtcdStore(cluster, NodeLease(10.0)), key)
         assert listener.store.endpoint == relay.endpoint
     count_up(connector(server.endpoints)(), key)
-    listener.hears(2)
+    assert listener.hears(2)
     assert listener.store.endpoint == server.endpoints[0]
     listener.store.close()
 
@@ -142,10 +141,10 @@ def test_what_etcd_has_forgotten_counts_as_a_change(server: Etcd, key: str) -> N
         newest = count_up(writer, key + "-other")
     ask(writer, "KV/Compact", revision=writer._range(writer._key(key)).header.revision, physical=True)
     lose_connection(listener.store)
-    listener.hears(2)
+    assert listener.hears(2)
     lose_connection(listener.store)
     count_up(writer, key)
-    listener.hears(3)
+    assert listener.hears(3)
     assert newest == 5
     listener.store.close()
 
@@ -163,7 +162,7 @@ def test_while_the_server_is_away_it_is_asked_for_now_and_then(key: str) -> None
         assert share < 0.1, "etcd3's own watch takes 40 %"
         own.start()
         count_up(connector(own.endpoints)(), key)
-        listener.hears(2)
+        assert listener.hears(2)
         listener.store.close()
 
 

@@ -13,7 +13,16 @@ from elastirun.rendezvous.timing import EXCHANGE_LIMIT, Lease, Timing
 @pytest.mark.parametrize("expire", [1.0, 2.0, 3.4, 5.0, 20.0, 365 * 86400.0])
 @pytest.mark.parametrize("store_grace", [0.0, 60.0])
 def test_what_the_options_allow_is_valid(expire: float, store_grace: float) -> None:
-    Timing(expire=expire, beat=min(Timing.beat, expire / 4), store_grace=store_grace).validate()
+    assert refusal(Timing(expire=expire, beat=min(Timing.beat, expire / 4), store_grace=store_grace)) is None
+
+
+def refusal(given: Timing) -> str | None:
+    """Return the sentence with which durations are refused; None: they are not."""
+    try:
+        given.validate()
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -29,9 +38,7 @@ def test_what_the_options_allow_is_valid(expire: float, store_grace: float) -> N
     ],
 )
 def test_a_setting_that_breaks_the_order_is_refused_with_one_sentence(settings: dict[str, float], said: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        Timing(**settings).validate()
-    assert str(refused.value) == said
+    assert refusal(Timing(**settings)) == said
 
 
 @pytest.mark.parametrize(
@@ -46,11 +53,8 @@ def test_a_setting_that_breaks_the_order_is_refused_with_one_sentence(settings: 
 )
 def test_a_factor_that_breaks_the_order_is_noticed(monkeypatch: pytest.MonkeyPatch, factor: str, value: float, said: str | None) -> None:
     monkeypatch.setattr(timing, factor, value)
-    if said is None:
-        Timing().validate()
-    else:
-        with pytest.raises(UsageError, match=said.replace("(", r"\(").replace(")", r"\)")):
-            Timing().validate()
+    found = refusal(Timing())
+    assert found is None if said is None else found is not None and said in found
 
 
 @pytest.mark.parametrize("expire", [1.0, 2.0, 3.3, 5.0, 8.0, 60.0])

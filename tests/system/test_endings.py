@@ -52,8 +52,10 @@ def test_0_for_everyone_when_all_workers_succeeded_and_for_a_spare_too(nodes: Cl
 )
 def test_1_or_the_workers_own_code_on_every_node_when_a_worker_failed(nodes: Cluster, option: str, command: str, code: int) -> None:
     agents = [nodes.agent(i, option, nnodes="2") for i in (1, 2)]
+    workers = nodes.round(2)
     spare = nodes.agent(3, option, nnodes="2")
-    nodes.round(2)[1].tell(command)
+    nodes.says(3, "this node is a spare")
+    workers[1].tell(command)
     assert [nodes.ends(agent) for agent in (*agents, spare)] == [code, code, code]
     assert all("Root Cause" in nodes.out(i) for i in (1, 2, 3))
 
