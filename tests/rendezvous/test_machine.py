@@ -11,6 +11,7 @@ import pytest
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import StoodStill
+from elastirun.rendezvous.machine import CUT_OFF
 from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.transitions import DONE, TRANSITIONS, Trigger
@@ -382,6 +383,7 @@ def test_a_round_of_one_cut_off_stops_before_others_may_take_over() -> None:
     assert other.run(5, other.running(spare))
     spare.cut = True
     assert other.run(5.0, lambda: not spare.working)
+    assert [stop.reason for stop in spare.stops] == [CUT_OFF], "before the guard had to do it"
 
 
 def test_a_replaced_store_is_another_rendezvous() -> None:
