@@ -91,14 +91,12 @@ class LogPolicy:
         return here and (self.show is None or any(low <= r <= high for low, high in self.show for r in (rank, rank - world_size)))
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """The configuration of one agent."""
+@dataclass(frozen=True, kw_only=True)
+class RendezvousConfig:
+    """Where, how many and in which order the nodes meet."""
 
-    command: Command
     min_nodes: int
     max_nodes: int
-    nproc: int  # workers on this node
     run_id: str
     endpoint: Endpoint | None  # of the store that one of the agents hosts; None without etcd: a store inside this agent
     etcd: Etcd | None = None
@@ -107,6 +105,14 @@ class LaunchConfig:
     meet_at_endpoint: bool = False  # the workers' MASTER_PORT is the endpoint's port, as with torchrun's static backend
     fixed_ranks: bool = False  # the static backend: node rank r is the node that was started with --node-rank r
     node_rank: int | None = None  # the rank with fixed_ranks, else a preference
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig(RendezvousConfig):
+    """The configuration of one agent."""
+
+    command: Command
+    nproc: int  # workers on this node
     local_addr: str | None = None
     role: str = "default"
     max_restarts: int = 0

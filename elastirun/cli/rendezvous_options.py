@@ -8,27 +8,11 @@ from dataclasses import dataclass
 
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
-from elastirun.config import Endpoint, Etcd, LaunchConfig
+from elastirun.config import Endpoint, Etcd, RendezvousConfig
 from elastirun.errors import UsageError
 
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's defaults
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's variable: "1" gives the workers a store and a port of their own
-
-
-@dataclass(frozen=True)
-class RendezvousOptions:
-    """The fields of ``LaunchConfig`` that say where, how many and in which order nodes meet, under the same names."""
-
-    min_nodes: int
-    max_nodes: int
-    endpoint: Endpoint | None
-    etcd: Etcd | None
-    endpoint_option: str
-    meet_at_endpoint: bool
-    fixed_ranks: bool
-    node_rank: int | None
-    is_host: bool | None
-    run_id: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +31,7 @@ class _Store:
         return ", ".join(map(str, self.etcd.endpoints)) if self.etcd else str(self.endpoint)
 
 
-def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: MachineFacts) -> RendezvousOptions:
+def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: MachineFacts) -> RendezvousConfig:
     """Apply torchrun's rules. Raises ``UsageError``; adds to the warnings of ``options``."""
     asked = options.read("nnodes", parse.nodes)
     backend = _backend(options, *asked)
@@ -58,12 +42,12 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         options.warn(f"{options.label('rdzv_conf')}: {key} has no effect, it is for etcd")
     node_rank = _node_rank(options, conf, static, max_nodes)
     port_option = "rdzv_endpoint" if options.has_text("rdzv_endpoint") else "master_port"
-    return RendezvousOptions(
+    return RendezvousConfig(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         endpoint=store.endpoint,
         etcd=store.etcd,
-        endpoint_option=options.label(port_option) if store.endpoint else LaunchConfig.endpoint_option,
+        endpoint_option=options.label(port_option) if store.endpoint else RendezvousConfig.endpoint_option,
         meet_at_endpoint=store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1",
         fixed_ranks=static,
         node_rank=node_rank,

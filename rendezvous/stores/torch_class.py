@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from elastirun.rendezvous.stores.environment import variable
 
 _lock = threading.Lock()  # the store thread and the workers' store import the class at the same time
 _store_only = False
@@ -30,7 +29,8 @@ def store_only() -> None:
 
 def tcp_store_class() -> Any:
     """Return the class ``torch.distributed.TCPStore``. Raises ImportError when torch is not installed."""
-    with _lock, _quiet():
+    # FATAL silences torch's C++ while it is loaded. Otherwise it prints a stack trace for every lost connection.
+    with _lock, variable("TORCH_CPP_LOG_LEVEL", "FATAL"):
         if _store_only and "torch" not in sys.modules:
             try:
                 return _import_class_alone()
@@ -57,18 +57,3 @@ def _import_class_alone() -> Any:
     if not c._c10d_init():
         raise ImportError("this torch is built without distributed")
     return sys.modules["torch._C._distributed_c10d"].TCPStore
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's C++ while it is loaded. Otherwise it prints a stack trace for every lost connection."""
-    name = "TORCH_CPP_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ[name] = "FATAL"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -20,7 +20,9 @@ from elastirun.config import Command, Endpoint, LaunchConfig
 from elastirun.rendezvous.records import Member, RoundRecord
 
 TOKEN = b"the secret of this job"
-CONFIG = LaunchConfig(Command("t.py"), 1, 3, 2, "job7", Endpoint("h", 1), max_restarts=4, token=TOKEN)
+CONFIG = LaunchConfig(
+    command=Command("t.py"), min_nodes=1, max_nodes=3, nproc=2, run_id="job7", endpoint=Endpoint("h", 1), max_restarts=4, token=TOKEN
+)
 EVERYWHERE = {
     "WORLD_SIZE": "6",
     "GROUP_WORLD_SIZE": "3",

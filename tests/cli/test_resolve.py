@@ -45,7 +45,9 @@ def error_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
 
 
 def test_the_plain_case() -> None:
-    assert config_of("train.py --lr 0.1") == LaunchConfig(Command("train.py", ("--lr", "0.1")), 1, 1, 1, "new-id", None)
+    command = Command("train.py", ("--lr", "0.1"))
+    config = LaunchConfig(command=command, min_nodes=1, max_nodes=1, nproc=1, run_id="new-id", endpoint=None)
+    assert config_of("train.py --lr 0.1") == config
 
 
 # --- where the nodes meet

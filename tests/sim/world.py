@@ -37,7 +37,7 @@ from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Operation, Steps, SyncProtocol
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 
-CONFIG = LaunchConfig(Command("train.py"), min_nodes=1, max_nodes=1, nproc=1, run_id="job", endpoint=None)
+CONFIG = LaunchConfig(command=Command("train.py"), min_nodes=1, max_nodes=1, nproc=1, run_id="job", endpoint=None)
 T = TypeVar("T")
 
 

@@ -16,17 +16,18 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from elastirun.errors import StartError
+from elastirun.rendezvous.stores.environment import variable
 
 INSTALL = "pip install 'etcd3==0.12.0' grpcio protobuf"
 FILES = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # each needs those before it
 PACKAGE = "etcdserverpb"
+VERBOSITY = "GRPC_VERBOSITY"  # a variable; the user may have chosen a value
 _STRING = r"""b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _SERIALIZED = re.compile(rf"(?:serialized_pb=|AddSerializedFile\()(?:_b\()?({_STRING})")  # as protoc up to 3.19 writes it, and later ones
 
@@ -91,9 +92,10 @@ def load() -> Messages:
             check_installed()
             descriptions = [_description(_folder() / name) for name in FILES]
             try:
-                with _quiet():
+                # gRPC's C++ reads its verbosity once. Otherwise it writes up to four lines to stderr for a failed connection.
+                with variable(VERBOSITY, os.environ.get(VERBOSITY, "NONE")):
                     grpc = importlib.import_module("grpc")
-                    grpc.insecure_channel("127.0.0.1:1").close()  # gRPC reads its verbosity with the first channel
+                    grpc.insecure_channel("127.0.0.1:1").close()  # reads the verbosity
                 _loaded.append(Messages(descriptions, grpc))
             except ImportError as error:
                 raise StartError(f"the etcd store cannot import what it needs: {error}") from None
@@ -116,16 +118,3 @@ def _description(path: Path) -> bytes:
         raise StartError(f"{path} has no description of etcd's protocol that elastirun can read: pip install 'etcd3==0.12.0'")
     value = ast.literal_eval(found[1])
     return value if isinstance(value, bytes) else value.encode("latin-1")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence gRPC's C++, which reads its verbosity once. Otherwise it writes up to four lines to stderr for a failed connection."""
-    name = "GRPC_VERBOSITY"
-    given = name in os.environ  # the user has chosen a verbosity
-    os.environ.setdefault(name, "NONE")
-    try:
-        yield
-    finally:
-        if not given:
-            del os.environ[name]
