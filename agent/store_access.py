@@ -147,7 +147,7 @@ class StoreAccess:
         """Return the address by which the other nodes reach this one."""
         if self.config.local_addr:
             return self.config.local_addr
-        return store_address if self.config.standalone else net.advertised_address((store_address,), store_port, None)
+        return store_address if self.config.standalone else net.advertised_address(store_address, store_port)
 
 
 class MemoryAccess(StoreAccess):

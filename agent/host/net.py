@@ -105,15 +105,12 @@ def listens_everywhere(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_unspecified
 
 
-def advertised_address(endpoint_addresses: Sequence[str], port: int, local_addr: str | None) -> str:
-    """Return the address under which other nodes reach this one: ``local_addr``, else the source address of the route to the endpoint.
+def advertised_address(store_address: str, port: int) -> str:
+    """Return the address under which other nodes reach this one: the source address of the route to the store.
 
     Without a route: the source address of the default route, then any real address, then 127.0.0.1. No packet is sent.
     """
-    if local_addr:
-        return local_addr
-    sources = (_route_source(address, port) for address in endpoint_addresses)
-    return next((s for s in sources if s), None) or (*_real_addresses(), "127.0.0.1")[0]
+    return _route_source(store_address, port) or (*_real_addresses(), "127.0.0.1")[0]
 
 
 def interface_of(address: str) -> str | None:

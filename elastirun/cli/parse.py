@@ -29,9 +29,9 @@ def quote(text: str) -> str:
     return repr(text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 3] + "...")
 
 
-def nearest(text: str, names: Iterable[str], similarity: float = 0.6) -> str:
-    """Return `` (did you mean X?)`` for the closest of ``names``, or nothing when none is similar enough (0 to 1)."""
-    close = difflib.get_close_matches(text, list(names), 1, similarity)
+def nearest(text: str, names: Iterable[str]) -> str:
+    """Return `` (did you mean X?)`` for the closest of ``names``, or nothing when none is similar enough."""
+    close = difflib.get_close_matches(text, list(names), 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

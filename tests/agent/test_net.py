@@ -149,9 +149,8 @@ def test_listen_on_a_translated_address(address: str) -> None:
 
 
 def test_advertised_address() -> None:
-    assert advertised_address((FOREIGN,), 29500, "node-7") == "node-7"
-    assert advertised_address(("127.0.0.1",), 29500, None) == "127.0.0.1"
-    assert resolve(advertised_address((), 29500, None))  # without a route it is still numeric
+    assert advertised_address("127.0.0.1", 29500) == "127.0.0.1"
+    assert resolve(advertised_address("no-address", 29500))  # without a route it is still numeric
 
 
 def test_interface_of() -> None:
@@ -289,7 +288,7 @@ names = ("hidden", "second-nic", "neighbour", "six", "fd77::2")
 facts = {
     "resolve": {n: resolve(n) for n in names},
     "host": {n: host(n) for n in names},
-    "advertise": {n: advertised_address(resolve(n), 29500, None) for n in (*names, "8.8.8.8")},
+    "advertise": {n: advertised_address(resolve(n)[0], 29500) for n in (*names, "8.8.8.8")},
     "interface": {n: interface_of(n) for n in ("hidden", "10.78.0.1", "second-nic", "fd77::1", "172.17.0.1", "neighbour")},
     "link_local": [interface_of(link_local), interface_of(link_local.split("%")[0])],
     "whoami": own_names()[1],
