@@ -23,7 +23,7 @@ class Listener(Protocol):
 
 
 def before_backward(outputs: Sequence[Tensor], listener: Listener) -> bool:
-    """Have ``listener.backward_starts()`` called when a backward reaches one of ``outputs``. False if none of them has a graph."""
+    """Call ``listener.backward_starts()`` when a backward reaches one of ``outputs``. Return False if none of them has a graph."""
     ref = weakref.ref(listener)
 
     def start(_: Any) -> None:
@@ -37,7 +37,7 @@ def before_backward(outputs: Sequence[Tensor], listener: Listener) -> bool:
 
 
 def after_accumulation(node: Any, listener: Listener, index: int) -> Any:
-    """Have ``listener.gradient_ready(index)`` called when ``node`` has added to a parameter's ``grad``. Returns a handle with ``remove()``.
+    """Call ``listener.gradient_ready(index)`` when ``node`` has added to a parameter's ``grad``. Return a handle with ``remove()``.
 
     The user's hooks on the parameter (``register_post_accumulate_grad_hook``) have run by then; a hook of that kind would run among them.
     """
@@ -51,7 +51,7 @@ def after_accumulation(node: Any, listener: Listener, index: int) -> Any:
 
 
 def accumulator(param: nn.Parameter) -> Any:
-    """The graph node that adds to ``param.grad``, frozen or not. It stays the parameter's own for as long as it is kept."""
+    """Return the graph node that adds to ``param.grad``, frozen or not. As long as it is referenced, the parameter keeps this node."""
     needed = param.requires_grad
     try:
         return get_gradient_edge(param.requires_grad_(True)).node
@@ -73,23 +73,23 @@ def versions_kept(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
 
 
 def task() -> int:
-    """A number for the backward under way in this thread."""
+    """Return a number for the engine's run under way in this thread; -1 without one."""
     number: int = torch._C._current_graph_task_id()
     return number
 
 
 def running() -> bool:
-    """Is this called from within a backward?"""
+    """Return whether this is called from within a backward."""
     return task() != -1
 
 
 def at_the_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward under way is over (not, if it ends with an exception). Of nested ones: the one that runs here."""
+    """Call ``callback`` when the backward under way (of nested ones: the inner one) is over, unless an exception ends it."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def executes(node: Any) -> bool:
-    """Will the backward under way accumulate the gradient that belongs to ``node``?"""
+    """Return whether the backward under way will accumulate the gradient that belongs to ``node``."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad was asked for this very gradient: it is captured, not accumulated
@@ -97,7 +97,10 @@ def executes(node: Any) -> bool:
 
 
 def accumulates() -> bool:
-    """Does the backward that runs here accumulate any gradients? ``autograd.grad`` does not. Every graph ends in leaves; one tells."""
+    """Return whether the backward under way accumulates gradients; ``autograd.grad`` does not.
+
+    Every graph ends in leaves, and one of them is enough to find out.
+    """
     node: Any = torch._C._current_autograd_node()
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
         node = next((following for following, _ in node.next_functions if following is not None), None)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 LARGE = 16384  # elements: from here one operation per gradient costs less than another pass over the bucket
 ALIGNED = 64  # elements; buckets and slices of them begin at cache lines, whatever the dtype
-PORTION = 1 << 20  # bytes that a core's cache still holds when their last gradient has come
+PORTION = 1 << 20  # bytes: a core's cache still holds so many when the last of their gradients has come
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What one bucket needs: ``numel`` elements of ``dtype`` on ``device``."""
+    """The memory of one bucket: ``numel`` elements of ``dtype`` on ``device``."""
 
     numel: int
     dtype: torch.dtype
@@ -28,8 +28,10 @@ class Storage:
 
 
 def zeros(storages: Sequence[Storage]) -> list[Tensor]:
-    """Memory for buckets, in one piece as far as their types are the same: a large piece goes back to the system when there is a new plan,
-    small ones would stay in the heap."""
+    """Return memory for buckets, in one piece as far as their types are the same.
+
+    When there is a new plan, a large piece goes back to the system; small ones would stay in the heap.
+    """
     buffers: list[Tensor] = []
     for (dtype, device), run in groupby(storages, lambda storage: (storage.dtype, storage.device)):
         sizes = [storage.numel for storage in run]
@@ -40,14 +42,17 @@ def zeros(storages: Sequence[Storage]) -> list[Tensor]:
 
 
 class Portion:
-    """Neighbours in a bucket, gathered as soon as they are all there: while they are in the cache, and so that the memory which they came
-    in is free again. ``first`` is the position of the first of them in the bucket, ``indices[i]`` the number of ``params[i]``."""
+    """Neighbours in a bucket, which are gathered as soon as all of them are accumulated.
+
+    At that moment the gradients are still in the cache, and the memory that autograd allocated for them becomes free. ``first`` is the
+    position of the first parameter in the bucket, ``indices[i]`` the number of ``params[i]``.
+    """
 
     def __init__(self, first: int, indices: Sequence[int], params: Sequence[nn.Parameter], views: Sequence[Tensor], flat: Tensor) -> None:
         self.first, self.indices, self.params, self.views, self.flat = first, indices, params, list(views), flat
         self.large = flat.numel() >= LARGE * len(params)
         self.watched = 0  # how many of the parameters have a hook
-        self.pending = 0  # of these, how many are still to fire in this backward
+        self.pending = 0  # how many of the watched parameters have not yet fired as often as expected
         self.gathered = False
         self.lacking: list[int] = []  # positions in the bucket that had no gradient
 
@@ -63,7 +68,10 @@ class Portion:
             param.grad = None
 
     def _copy(self, grads: Sequence[Tensor | None]) -> bool:
-        """The usual case in one call: to look at each gradient would cost more than to copy it."""
+        """Copy all gradients in one call, the usual case: to check each gradient would cost more than to copy it.
+
+        Return False if that is impossible.
+        """
         try:
             torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
         except (TypeError, RuntimeError):  # one is missing, or sparse
@@ -83,7 +91,7 @@ class Portion:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad).mul_(scale)
 
     def add_rest(self, scale: float) -> None:
-        """Add what came after ``gather``: another use of a parameter, or a gradient that came later than those around it."""
+        """Add the gradients that came after ``gather``: from another use of a parameter, or later than their neighbours."""
         for at, (param, view) in enumerate(zip(self.params, self.views, strict=True), self.first):
             if param.grad is not None:
                 view.add_(param.grad.to_dense() if param.grad.is_sparse else param.grad, alpha=scale)
@@ -106,13 +114,13 @@ class Bucket:
                 part = slice(first, position)
                 self.portions.append(Portion(first, indices[part], params[part], self.views[part], flat[begun:at]))
                 first, begun = position, at
-        self.pending = 0  # portions that are still to be taken in this backward
+        self.pending = 0  # portions that are not gathered yet
         self.lacking: list[int] = []  # positions that had no gradient when the bucket was launched
         self.work: Work | None = None
 
     def gather(self, scale: float) -> None:
-        """Gather what is not in ``flat`` yet, times ``scale``."""
-        if scale == 0.0:  # no data: not even a NaN
+        """Gather the gradients that are not in ``flat`` yet, times ``scale``."""
+        if scale == 0.0:  # a rank without data sends zeros: 0 * NaN is NaN
             self.lacking = list(range(len(self.params)))
             self.flat.zero_()
             for param in self.params:
@@ -123,18 +131,18 @@ class Bucket:
         self.lacking = [at for portion in self.portions for at in portion.lacking]
 
     def reset(self) -> None:
-        """Ready for the next backward."""
+        """Prepare for the next backward."""
         self.work, self.pending = None, len(self.portions)
         for portion in self.portions:
             portion.pending, portion.gathered = portion.watched, False
 
     def has_late(self) -> bool:
-        """Did a gradient come after the launch?"""
+        """Return whether a gradient came after the launch."""
         self.lacking = [at for at in self.lacking if self.params[at].grad is None]
         return any(param.grad is not None for param in self.params)
 
     def gather_late(self, scale: float) -> Tensor:
-        """The gradients that came after the launch, times ``scale``, as a tensor like ``flat``."""
+        """Return the gradients that came after the launch, times ``scale``, as a tensor like ``flat``."""
         extra = torch.zeros_like(self.flat)
         for param, view in zip(self.params, make_views(self.params, extra), strict=True):
             if param.grad is not None:
@@ -143,7 +151,7 @@ class Bucket:
         return extra.mul_(scale)
 
     def set_gradients(self, users: Sequence[int] | None) -> None:
-        """Make the reduced values the parameters' gradients. Where nobody had one (``users``, by parameter), there is none."""
+        """Make the reduced values the parameters' gradients. A parameter whose number of ``users`` is 0 gets none."""
         for param, view in zip(self.params, self.views, strict=True):
             param.grad = view
         for at in self.lacking:
@@ -158,9 +166,9 @@ class Bucket:
 
 
 def make_views(params: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """A view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
+    """Return a view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
 
-    Each is a tensor with a version counter of its own (``.data``): what is done to one gradient is not held against the others.
+    Each view has a version counter of its own (``.data``), so that a change of one gradient does not count as a change of the others.
     """
     views, at = [], 0
     for param in params:
@@ -174,7 +182,7 @@ def make_views(params: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Do the strides fill memory without gap or overlap, in whatever order of dimensions?"""
+    """Return whether the strides fill memory without gap or overlap, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,9 +1,9 @@
-"""Which gradients travel together, and in which order. Pure: sizes, times and a link go in, a plan comes out.
+"""The plan: which gradients are reduced together, and in which order. Pure functions of sizes, times and a link.
 
-All-reducing each gradient by itself would pay the link's latency thousands of times; all-reducing everything at the end would overlap
-nothing with the backward. Between the two lies the plan: consecutive gradients, in the order in which the backward brings them, share
-a bucket. torch closes a bucket at a fixed size. Once the moment at which each gradient is ready and the link are known, the best
-boundaries can be computed (``planned``): the problem is a small one for dynamic programming.
+To all-reduce each gradient alone would cost the link's latency thousands of times. To all-reduce everything at the end would overlap
+nothing with the backward. The plan lies between the two: consecutive gradients, in the order of the backward, share a bucket. torch
+closes a bucket at a fixed size. When the times of the gradients and the link are known, dynamic programming finds the best boundaries
+(``planned``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 MIB = 1 << 20
-FIRST_CAP = 1 * MIB  # torch's: the first bucket is small, so that the link has something to do early
-CAP = 25 * MIB
-BLOCKS = 128  # what the planner cuts a model into at most; its cost grows with the square
-MOST = 32  # buckets that are planned of one kind; the cost of planning grows with it
+FIRST_CAP = 1 * MIB  # bytes, as in torch: the first bucket is small, so that the link has something to do early
+CAP = 25 * MIB  # bytes, as in torch
+BLOCKS = 128  # the planner cuts a model into at most so many; the cost of planning grows with the square
+MOST = 32  # buckets of one kind in a plan; the cost of planning grows with the number
 
 Buckets = tuple[tuple[int, ...], ...]
 Kind = tuple[torch.dtype, torch.device, bool]
@@ -25,7 +25,7 @@ Kind = tuple[torch.dtype, torch.device, bool]
 
 @dataclass(frozen=True)
 class Gradient:
-    """One parameter's gradient as the plan sees it. ``dtype`` is a real one: a complex gradient counts as twice as many reals, in pairs."""
+    """The size and type of one parameter's gradient. A complex gradient counts as twice as many real numbers, in ``pairs``."""
 
     numel: int
     dtype: torch.dtype
@@ -38,13 +38,13 @@ class Gradient:
 
     @property
     def kind(self) -> Kind:
-        """Only gradients of one kind can share a bucket."""
+        """The kind: only gradients of one kind can share a bucket."""
         return self.dtype, self.device, self.pairs
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce costs: ``latency`` s, and ``per_byte`` s for each byte of the bucket; ``host`` s of computing are lost to each."""
+    """The cost of an all-reduce: ``latency`` s, and ``per_byte`` s for each byte of the bucket; ``host`` s of computing are lost."""
 
     latency: float
     per_byte: float
@@ -55,7 +55,7 @@ class Link:
 
 
 def fit(samples: Collection[tuple[int, float]]) -> Link:
-    """The link that explains (bytes, seconds) best, by least squares; neither part is ever negative."""
+    """Return the link that explains (bytes, seconds) best, by least squares; neither part is ever negative."""
     n = len(samples)
     mean_x, mean_y = sum(x for x, _ in samples) / n, sum(y for _, y in samples) / n
     spread = sum((x - mean_x) ** 2 for x, _ in samples)
@@ -65,7 +65,7 @@ def fit(samples: Collection[tuple[int, float]]) -> Link:
 
 
 def by_size(gradients: Sequence[Gradient], order: Sequence[int], cap: int = CAP, first_cap: int = FIRST_CAP) -> Buckets:
-    """torch's plan: gradients of a kind join in ``order`` until their bucket holds ``cap`` bytes (the first of a kind ``first_cap``).
+    """Return torch's plan: a bucket takes gradients of a kind in ``order`` until it holds ``cap`` bytes (the first one ``first_cap``).
 
     The buckets come in the order in which they are complete. A gradient larger than the cap completes the bucket that it joins.
     """
@@ -91,10 +91,10 @@ def sum_bytes(gradients: Sequence[Gradient], bucket: Sequence[int]) -> int:
 def planned(
     gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[float], link: Link, unsure: Collection[int] = ()
 ) -> Buckets:
-    """The boundaries that leave the least communication exposed.
+    """Return the plan whose boundaries leave the least communication exposed.
 
-    ``order``: the gradients as the backward brings them; ``ready[index]``: when gradient ``index`` is there, in seconds since the
-    backward began. Those in ``unsure`` do not come in every step; they go last, so that the others need not wait for them.
+    ``order``: the gradients in the order of the backward; ``ready[index]``: when gradient ``index`` is accumulated, in seconds since the
+    backward began. Gradients in ``unsure`` do not come in every step. They go last, so that the others need not wait for them.
     """
     late = [index for index in order if index in unsure]
     sure = [index for index in order if index not in unsure]
@@ -108,7 +108,7 @@ def planned(
 
 
 def words_last(gradients: Sequence[Gradient], plan: Buckets) -> Buckets:
-    """The last bucket carries the control words, which need float32: if there is a bucket of that type, let one be the last."""
+    """Return ``plan`` with a bucket of float32 last, if there is one: the last bucket carries the control words, which need that type."""
     able = [at for at, bucket in enumerate(plan) if gradients[bucket[0]].dtype == torch.float32]
     if not able:
         return plan
@@ -117,7 +117,7 @@ def words_last(gradients: Sequence[Gradient], plan: Buckets) -> Buckets:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring gradients that the planner does not part."""
+    """Neighbouring gradients that the planner keeps together."""
 
     members: tuple[int, ...]
     nbytes: int
@@ -125,7 +125,7 @@ class Block:
 
 
 def blocks(gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[float]) -> list[Block]:
-    """At most about ``BLOCKS`` blocks: gradients that are ready together stay together, unless they are large."""
+    """Return at most about ``BLOCKS`` blocks: gradients that are ready together stay together, unless they are large."""
     total, span = sum_bytes(gradients, order), max((ready[index] for index in order), default=0.0)
     made: list[Block] = []
     members: list[int] = []
@@ -144,10 +144,11 @@ def blocks(gradients: Sequence[Gradient], order: Sequence[int], ready: Sequence[
 
 
 def _cut(parts: Sequence[Block], link: Link) -> list[tuple[int, ...]]:
-    """Dynamic programming: ``ends[j]`` is the earliest moment at which the first ``j`` blocks can be reduced in ``count`` buckets.
+    """Cut ``parts`` into buckets so that the last reduction ends as early as possible, by dynamic programming.
 
-    The bucket of blocks i…j-1 starts when the link is free (``ends[i]``) and its last gradient is there, which each bucket before it has
-    put off by ``link.host``. Of plans that end equally early (within 1 % of a latency) the one with fewer buckets is taken.
+    ``ends[j]`` is the earliest moment at which the first ``j`` blocks can be reduced in ``count`` buckets. The bucket of blocks i…j-1
+    starts when the link is free (``ends[i]``) and its last gradient is ready, which each earlier bucket has delayed by ``link.host``.
+    Of plans that end equally early (within 1 % of a latency), the one with fewer buckets wins.
     """
     upto = [0.0]
     for part in parts:
@@ -175,12 +176,12 @@ def _cut(parts: Sequence[Block], link: Link) -> list[tuple[int, ...]]:
 
 
 def encode(buckets: Buckets) -> list[int]:
-    """``buckets`` as two integers per gradient, to be sent to the other ranks: all in order, then which of them begin a bucket."""
+    """Return ``buckets`` as two integers per gradient, for the other ranks: all indices in order, then which of them begin a bucket."""
     return [index for bucket in buckets for index in bucket] + [int(at == 0) for bucket in buckets for at in range(len(bucket))]
 
 
 def decode(numbers: Sequence[int]) -> Buckets:
-    """The inverse of ``encode``."""
+    """Return the plan that ``encode`` has made ``numbers`` of."""
     count = len(numbers) // 2
     made: list[list[int]] = []
     for index, begins in zip(numbers[:count], numbers[count:], strict=True):

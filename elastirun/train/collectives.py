@@ -1,4 +1,4 @@
-"""Small exchanges within a process group, with tensors alone: neither numpy nor pickled objects."""
+"""Small collectives, with tensors alone: neither numpy nor pickled objects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from .errors import ModelMismatch, TrainError
 
-OWN = {"gloo", "nccl"}  # backends of which a group of one's own is made
-CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many is held meanwhile
+OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
+CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many bytes is held meanwhile
 
 
-def find(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the default one. Raises TrainError when there is none, or this process is not in it."""
+def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return ``group``, or the default one. Raises TrainError if there is none, or if this process is not a member."""
     if not dist.is_available() or (group is None and not dist.is_initialized()):
         raise TrainError("there is no process group: call torch.distributed.init_process_group() before, or give process_group=")
     found = dist.group.WORLD if group is None else group
@@ -29,12 +29,12 @@ def find(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def own(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks for the caller alone; every rank of ``group`` calls it at the same point.
+def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return a group of the same ranks for the caller alone; every rank of ``group`` calls it at the same point.
 
-    What others do in ``group``, in whatever order, is then not in the way. Not ``torch.distributed.new_group``: it wants all ranks of
-    the world, or makes the group's name of how many groups a rank has, which need not be the same on all.
-    Where another backend than gloo or NCCL is used, it is ``group`` itself.
+    Collectives of others in ``group`` are then not in the way, in whatever order they run. ``torch.distributed.new_group`` does not do:
+    either it needs all ranks of the world, or it makes the group's name from the number of groups of a rank, which may differ between
+    ranks. With another backend than gloo or NCCL, the result is ``group`` itself.
     """
     backend = c10d._world.pg_map[group][0]
     if dist.get_world_size(group) == 1 or not set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()) <= OWN:
@@ -55,10 +55,10 @@ def own(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     return made
 
 
-def give_back(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """End a group that ``own`` has made of ``group``, if the program has not ended all of them already.
+def end_own_group(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """End the group that ``make_own_group`` has made of ``group``, unless the program has ended all groups already.
 
-    Called by each rank when it likes, so NCCL's, which may wait for the others there, is aborted.
+    A rank need not wait for the others to call it. NCCL's groups could wait for them there, so they are aborted.
     """
     if made is not group and made in c10d._world.pg_map:
         end = c10d._abort_process_group if dist.get_backend(made) == "nccl" else dist.destroy_process_group
@@ -66,7 +66,7 @@ def give_back(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """The ``values`` (64 bits each, equally many everywhere) of every rank, in rank order."""
+    """Return the ``values`` (64 bits each, equally many everywhere) of every rank, in rank order."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group)
@@ -74,7 +74,7 @@ def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device
 
 
 def broadcast(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Rank 0's ``values``; the others give equally many, whatever they are."""
+    """Return rank 0's ``values``; the other ranks give equally many, whatever these are."""
     box = torch.tensor(values, dtype=torch.int64, device=device)
     dist.broadcast(box, dist.get_global_rank(group, 0), group)
     numbers: list[int] = box.tolist()
@@ -82,7 +82,7 @@ def broadcast(values: Sequence[int], group: dist.ProcessGroup, device: torch.dev
 
 
 def gather_text(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """The ``text`` of every rank, in rank order."""
+    """Return the ``text`` of every rank, in rank order."""
     data = list(text.encode())
     sizes = [size for (size,) in gather([len(data)], group, device)]
     padded = gather(data + [0] * (max(sizes) - len(data)), group, device)
@@ -90,12 +90,12 @@ def gather_text(text: str, group: dist.ProcessGroup, device: torch.device) -> li
 
 
 def digest(text: str) -> int:
-    """63 bits of ``text``'s SHA-256."""
+    """Return 63 bits of ``text``'s SHA-256."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank rank 0's values, a chunk at a time."""
+    """Copy rank 0's values to every rank, a chunk at a time."""
     first = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for _, same in groupby(sorted(tensors, key=_kind), key=_kind):
@@ -118,7 +118,7 @@ def _kind(tensor: Tensor) -> tuple[str, str]:
 
 
 def verify_same(lines: Sequence[str], what: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise ModelMismatch on every rank unless ``lines`` are the same on all; the message shows the first that is not."""
+    """Raise ModelMismatch on every rank unless ``lines`` are the same on all; the message shows the first difference."""
     digests = gather([digest("\n".join(lines))], group, device)
     if all(d == digests[0] for d in digests):
         return
@@ -134,7 +134,7 @@ def verify_same(lines: Sequence[str], what: str, group: dist.ProcessGroup, devic
 
 
 def ranks(numbers: Iterable[int], most: int = 8) -> str:
-    """ "rank 3" or "ranks 0, 1, 5 and 12 more"."""
+    """Return "rank 3" or "ranks 0, 1, 5 and 12 more"."""
     found = list(numbers)
     shown = ", ".join(map(str, found[:most])) + (f" and {len(found) - most} more" if len(found) > most else "")
     return f"rank{'s' if len(found) != 1 else ''} {shown}"

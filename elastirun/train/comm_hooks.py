@@ -1,4 +1,4 @@
-"""Communication hooks with torch's signature: ``hook(state, bucket) -> Future``; torch's own (fp16, bf16, PowerSGD, …) can be used."""
+"""Communication hooks with torch's signature, ``hook(state, bucket) -> Future``, such as torch's own (fp16, bf16, PowerSGD, …)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .errors import ReductionFailed
 
 
 class GradBucket:
-    """What a hook gets to see of a bucket: the methods of ``torch.distributed.GradBucket``."""
+    """A bucket for a hook, with the methods of ``torch.distributed.GradBucket``."""
 
     def __init__(self, index: int, flat: Tensor, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter], last: bool) -> None:
         self._index, self._flat, self._last = index, flat, last
         self._gradients, self._parameters = list(gradients), list(parameters)
 
     def index(self) -> int:
-        """Its place in the order of launching; stays the same until there is a new plan."""
+        """Return the position of the bucket in the order of launching, which stays the same until there is a new plan."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """All gradients of the bucket, one-dimensional."""
+        """Return all gradients of the bucket, one-dimensional."""
         return self._flat
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -32,14 +32,15 @@ class GradBucket:
         self._flat.copy_(tensor.view(-1))
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one per parameter."""
+        """Return views of the buffer, one per parameter."""
         return self._gradients
 
     def parameters(self) -> list[Tensor]:
+        """Return the parameters whose gradients the bucket holds."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Is it the last of this backward?"""
+        """Return whether this is the last bucket of the backward."""
         return self._last
 
 
@@ -47,7 +48,7 @@ Hook = Callable[[Any, Any], Future[Any]]
 
 
 class HookWork:
-    """A reduction that a hook does."""
+    """The ``Work`` of a reduction by a hook."""
 
     def __init__(self, future: Future[Any], flat: Tensor, what: str) -> None:
         self._future, self._flat, self._what = future, flat, what

@@ -15,10 +15,10 @@ from .control_words import Agreement, PendingAgreement
 from .errors import TrainError
 from .extensions import Extensions
 from .planner import Planner
-from .replica_check import check
+from .replica_check import verify_replicas
 from .step_times import describe_lacking
 from .trained import Trained
-from .transports.base import reduction
+from .transports.base import reduction_errors
 from .watch import Watch
 
 log = logging.getLogger("elastirun.train")
@@ -154,7 +154,7 @@ class Conclusion:
         agreement = self.pending.agreement
         if len(set(agreement.trained)) > 1:
             self._trained.drop_gradients()
-            self._trained.refuse(self._group, self._planner.device, all_have_looked=not self.may_defer)
+            self._trained.refuse(self._group, self._planner.device, all_take_part=not self.may_defer)
         self._trained.learn(agreement.trained)
         self._check_deferred(agreement, expected_samples)
         if agreement.lacking and not self._reported:
@@ -166,7 +166,7 @@ class Conclusion:
             return False
         if agreement.users:
             self._planner.lacked(agreement.users, agreement.with_data)
-        with reduction("what follows a reduction"):
+        with reduction_errors("what follows a reduction"):
             surprised = self._learn(bool(agreement.late))
             every = self._options.check_replicas_every
             if every > 0 and self._extensions.compares_replicas and agreement.step % every == 0:
@@ -182,7 +182,7 @@ class Conclusion:
             self.read_always()
             raise TrainError(
                 f"the gradients of step {agreement.step} were not whole and have been used: on some rank the graph or the number of "
-                "samples was not what it had been, or a backward failed. Load the last checkpoint; from now on each step is looked at "
+                "samples was not what it had been, or a backward failed. Load the last checkpoint; from now on each step is checked "
                 "before it is used"
             )
 
@@ -209,7 +209,7 @@ class Conclusion:
         """Log once which parameters lack a gradient, and on which ranks."""
         self._reported = True
         count = len(self._trained.params)
-        with reduction("the report of parameters without a gradient"):
+        with reduction_errors("the report of parameters without a gradient"):
             lacked = gather([int(index in self.lacked) for index in range(count)], self._group, self._planner.device)
         if self._rank == 0:
             log.warning("in step %d %s", step, describe_lacking(self._trained.names, lacked))
@@ -218,4 +218,4 @@ class Conclusion:
         """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""
         parts = [*self._planner.buckets, *((index,) for index in self._planner.sparse)]
         names = [[self._trained.names[index] for index in part] for part in parts]
-        check(names, [[self._trained.params[index] for index in part] for part in parts], self._group, self._planner.device)
+        verify_replicas(names, [[self._trained.params[index] for index in part] for part in parts], self._group, self._planner.device)

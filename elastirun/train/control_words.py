@@ -1,12 +1,12 @@
-"""The control words: a few numbers that ride at the end of the last bucket, so that all ranks know the same after each reduction.
+"""The control words: a few numbers at the end of the last bucket, so that all ranks know the same after each reduction.
 
-A sum is all that a reduction gives, so each word is a count, or a place of its own for each rank::
+A reduction gives only sums, so each word is a count, or there is one word for each rank::
 
     samples · ranks with data · ranks with more to come · ranks that lack a gradient · ranks that read each step's words first
     a request's askers, for each request
     seconds[rank] · status[rank] · trained[rank] · late[bucket] · users[parameter]
 
-They are float32: counts are exact up to 2**24, and small integers survive a mean that is undone.
+The words are float32: counts are exact up to 2**24, and small integers survive a division by the world size that is undone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 REQUESTS = ("checkpoint", "drain")
 FAILED, NOT_FINITE = 1, 2  # bits of a rank's status
-TRAINED_LIMIT = 1 << 20  # so that not even the rounding of a mean changes it
+TRAINED_LIMIT = 1 << 20  # digests are smaller, so that not even the rounding of a mean changes one
 _COUNTS = 5
 _FIXED = _COUNTS + len(REQUESTS)
 
@@ -29,11 +29,11 @@ _FIXED = _COUNTS + len(REQUESTS)
 class LocalReport:
     """What this rank reports to the others in its next reduction."""
 
-    samples: float = 1.0  # how much its gradients count
-    more: bool = False  # it has data for the reduction after this one
+    samples: float = 1.0  # weight of its gradients
+    more: bool = False  # this rank has data for the reduction after this one
     requests: set[str] = field(default_factory=set)
-    reads_first: bool = False  # it reads the words of each step before the gradients are used, and wants all ranks to do so
-    status: int = 0
+    reads_first: bool = False  # this rank reads the words of each step before the gradients are used, and asks all ranks to do so
+    status: int = 0  # FAILED, NOT_FINITE
     trained: int = 0  # a digest of which parameters are not frozen
 
     def read_first(self) -> None:
@@ -64,16 +64,16 @@ class Agreement:
 
     step: int
     samples: float  # over all ranks
-    with_data: int  # ranks
+    with_data: int  # ranks that had data
     more: int  # ranks that have data for the next reduction, too
     lacking: int  # ranks that had data, and parameters without a gradient
-    looking: int  # ranks that have read the words of this step before its gradients were used, as they wanted to
+    looking: int  # ranks that have read the words of this step before its gradients were used, and asked all ranks to do so
     requests: frozenset[str]  # of REQUESTS: what at least one rank asked for
     seconds: tuple[float, ...]  # by rank: from the start of its forward to the end of its backward, without waiting
     failed: tuple[int, ...]  # ranks whose backward ended with an exception
     not_finite: tuple[int, ...]  # ranks that had an infinite or undefined gradient; known with check_finite=True
     trained: tuple[int, ...]  # by rank: a digest of which parameters are not frozen
-    late: tuple[int, ...]  # buckets that a gradient came too late for, on some rank; they were reduced once more
+    late: tuple[int, ...]  # buckets that a gradient came too late for, on some rank; these were reduced once more
     users: tuple[int, ...]  # by parameter: how many ranks had a gradient; empty if all ranks with data had all of them
 
 
@@ -87,7 +87,7 @@ class ControlWords:
         self.size = self._users + parameters
 
     def write(self, tail: Tensor, report: LocalReport, samples: float, seconds: float, late: Iterable[int], lacking: Sequence[int]) -> None:
-        """``samples``: 0 without data; ``late``: buckets; ``lacking``: parameters without a gradient."""
+        """Write this rank's words. ``samples``: 0 without data; ``late``: buckets; ``lacking``: parameters without a gradient."""
         words = [0.0] * self._users
         counts = [samples > 0, report.more, bool(lacking) and samples > 0, report.reads_first]
         words[:_COUNTS] = [samples, *map(float, counts)]
@@ -104,7 +104,7 @@ class ControlWords:
             users.index_fill_(0, _on_host(lacking, torch.int64, tail).to(tail.device, non_blocking=True), 0.0)
 
     def read(self, words: Sequence[float], step: int) -> Agreement:
-        """What was agreed: ``words`` are all of them, summed over the ranks."""
+        """Return the agreement that ``words``, summed over the ranks, stand for."""
         status, trained = ([round(word) for word in words[_FIXED + at * self._world :][: self._world]] for at in (1, 2))
         return Agreement(
             step=step,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import autograd_engine
-from .collectives import copy_from_first, find, gather, give_back, own, verify_same
+from .collectives import copy_from_first, end_own_group, find_group, gather, make_own_group, verify_same
 from .comm_hooks import Hook
 from .conclusion import Options
 from .control_words import REQUESTS, Agreement
@@ -25,17 +25,17 @@ from .errors import TrainError
 from .nested_tensors import find_tensors, to_device
 from .optimizer import BucketSteps, applied, step_each, take_over
 from .reducer import Reducer, settle
-from .running_stats import places
+from .running_stats import find_statistics
 from .state_dicts import take_both_forms
-from .step_times import report
+from .step_times import step_report
 from .torch_names import TorchNames, torchs
-from .transports.base import reduction
+from .transports.base import reduction_errors
 from .transports.choose import choose
 
 T = TypeVar("T")
 
 
-TIED = ("process_group", "device_mesh", "_made", "_transport", "_waking", "_named", "_group", "_give_back", "_hook", "_optimizer")
+TIED = ("process_group", "device_mesh", "_made", "_transport", "_waking", "_named", "_group", "_end_own_group", "_hook", "_optimizer")
 
 
 class DistributedDataParallel(TorchNames):
@@ -145,19 +145,19 @@ class DistributedDataParallel(TorchNames):
     # -- the world --------------------------------------------------------------------------------------------------
 
     def _join(self, group: dist.ProcessGroup | None, init_sync: bool, step: int = 0) -> None:
-        self.process_group = find(group)
+        self.process_group = find_group(group)
         self._list_parameters()
         copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
         needs = [param.requires_grad for _, param in self._named]
         devices = [param.device for _, param in self._named if param.requires_grad]
         if not devices:
             raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
-        with reduction("comparing and copying the replicas"):
+        with reduction_errors("comparing and copying the replicas"):
             verify_same(self._description(copied, init_sync), "parameters, buffers and options", self.process_group, devices[0])
-            self._group = own(self.process_group, devices[0])
-            self._give_back = partial(give_back, self._group, self.process_group)
+            self._group = make_own_group(self.process_group, devices[0])
+            self._end_own_group = partial(end_own_group, self._group, self.process_group)
             if devices[0].type == "cpu":  # elsewhere its last reduction may still be under way when the module is gone
-                weakref.finalize(self, self._give_back).atexit = False  # see ``_let_go``
+                weakref.finalize(self, self._end_own_group).atexit = False  # see ``_let_go``
             if init_sync:
                 copy_from_first([tensor.detach() for _, tensor in copied], self._group)
             step = max(theirs for (theirs,) in gather([step], self._group, devices[0]))  # who is new begins where the others are
@@ -204,7 +204,7 @@ class DistributedDataParallel(TorchNames):
 
     def _make_reducer(self, needs: Sequence[bool], step: int) -> None:
         sparse = self._sparse_names()
-        statistics = places(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
+        statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
         self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics, step)
         self._applied = (-1, -1)  # its parameters have not been asked for optimizers yet
         if self._hook[0] is not None:
@@ -224,7 +224,7 @@ class DistributedDataParallel(TorchNames):
         settle()
         old.close()
         self._transport.close()
-        self._give_back()
+        self._end_own_group()
         for _, param in self._named:
             param.grad = None
         self._join(process_group, init_sync, old.step)
@@ -255,7 +255,7 @@ class DistributedDataParallel(TorchNames):
         self._trained = self._prepare()
         if not self._asleep:
             # Within join() rank 0 may have no inputs any more; its statistics are out of date then.
-            self._reducer.running.before_forward(at_once=not self._join_config.enable)
+            self._reducer.running_stats.before_forward(at_once=not self._join_config.enable)
         self._before_forward(self._trained)
         return to_device(inputs, self._inputs_to), to_device(kwargs, self._inputs_to)
 
@@ -265,7 +265,7 @@ class DistributedDataParallel(TorchNames):
         # as torch's class has it
         self.require_forward_param_sync = torch.is_grad_enabled() and (self._asleep or self._reducer.schedule.sync)
         if not self._asleep:
-            self._reducer.running.after_forward()
+            self._reducer.running_stats.after_forward()
         if self._trained:
             tensors = find_tensors(output)
             if not (self._asleep and autograd_engine.before_backward(tensors, self._waking)):
@@ -343,7 +343,7 @@ class DistributedDataParallel(TorchNames):
         """
         if not 0 <= samples < float("inf"):
             raise TrainError(f"set_samples() takes a number that is not negative, not {samples}")
-        self._reducer.report.weigh(float(samples))
+        self._reducer.local_report.weigh(float(samples))
 
     def skip(self) -> None:
         """Take part in the others' reduction without data of one's own; the gradients are the mean over the others."""
@@ -357,13 +357,13 @@ class DistributedDataParallel(TorchNames):
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
         end, source = object(), iter(data)
-        self._reducer.report.read_first()
+        self._reducer.local_report.read_first()
         batch: Any = next(source, end)
         try:
             while True:
                 following = end if batch is end else next(source, end)
                 weight = 1.0 if samples is None or batch is end else float(samples(batch))
-                self._reducer.report.announce_batch(weight, more=following is not end)
+                self._reducer.local_report.announce_batch(weight, more=following is not end)
                 step = self._reducer.step
                 if batch is not end:
                     yield batch
@@ -377,7 +377,7 @@ class DistributedDataParallel(TorchNames):
                     return
                 batch = following
         finally:
-            self._reducer.report.announce_batch(1.0, more=False)
+            self._reducer.local_report.announce_batch(1.0, more=False)
 
     # -- what all ranks agree on --------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class DistributedDataParallel(TorchNames):
         """Ask for "checkpoint" or "drain": from the next reduction on, ``name in ddp.agreement.requests`` on every rank, for one step."""
         if name not in REQUESTS:
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
-        self._reducer.report.request(name)
+        self._reducer.local_report.request(name)
 
     def stats(self) -> dict[str, Any]:
         """Return the times of the last reducing step, in seconds of the host's clock (on a GPU: of launching), as a dict fit for JSON.
@@ -402,7 +402,7 @@ class DistributedDataParallel(TorchNames):
         its number; ``link``, its ``latency`` and ``bytes_per_second``, None while not measured; ``seconds_by_rank`` of computing;
         ``stragglers``, the ranks that took more than 1.2 times the median, and how many times.
         """
-        return report(self._reducer)
+        return step_report(self._reducer)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """As of any module. Before an evaluation every rank gets rank 0's running statistics, as the last reduction brought them along,
@@ -422,7 +422,7 @@ class DistributedDataParallel(TorchNames):
         buffers = [buffer.detach() for _, buffer in self._list_buffers()]
         with autograd_engine.versions_kept(buffers):
             copy_from_first(buffers, self._group)
-        self._reducer.running.forget()
+        self._reducer.running_stats.forget()
 
     def check_replicas(self) -> None:
         """Compare all ranks' trained parameters, whether or not there is a communication hook; every rank calls it. Raises Diverged, naming
@@ -464,7 +464,7 @@ class DistributedDataParallel(TorchNames):
         return {name: value for name, value in self.__dict__.items() if name not in TIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = find(None)
+        self.process_group = find_group(None)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self._hook, self._optimizer = (None, None), None
         self._waking = Waking(self)
@@ -518,7 +518,7 @@ def _let_go() -> None:
         if pid == os.getpid():
             if not ddp._asleep:
                 ddp._reducer.close()
-                ddp._give_back()
+                ddp._end_own_group()
                 del ddp._reducer, ddp._transport, ddp._group
             del ddp.process_group
 
@@ -535,7 +535,7 @@ def frozen(tensor: Tensor) -> str:
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
     """Take over rank 0's running statistics."""
     if not ddp._asleep:
-        ddp._reducer.running.adopt()
+        ddp._reducer.running_stats.adopt()
 
 
 def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:

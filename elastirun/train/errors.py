@@ -3,9 +3,9 @@
     TrainError (a RuntimeError)
     ├── ModelMismatch      the ranks do not hold the same parameters: which one, and what each rank has
     ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's forward
-    ├── Diverged           the replicas' parameters are no longer the same: the first one, and the ranks
+    ├── Diverged           the replicas' parameters are no longer the same: the first difference, and the ranks
     ├── RoundUnknown       nobody could tell whether this worker's round is still the current one (``is_current``)
-    └── ReductionFailed    the ranks could not add up their gradients; the module wants a new process group (``set_group``)
+    └── ReductionFailed    the ranks could not add up their gradients; the module needs a new process group (``set_group``)
         └── PeerLost       … because a process is gone: which rank
 
 The launcher's own errors are in ``elastirun.errors``; the training core runs in the worker and knows nothing of them.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class TrainError(RuntimeError):
-    """The root of the tree; raised itself for wrong use that has no name of its own."""
+    """The root of the tree; raised itself for wrong use without a class of its own."""
 
 
 class ModelMismatch(TrainError):

@@ -12,7 +12,7 @@ from torch import nn
 from .bucket_memory import Bucket
 from .collectives import verify_same
 from .comm_hooks import GradBucket, Hook, HookWork
-from .transports.base import reduction
+from .transports.base import reduction_errors
 
 OptimizerStep = Callable[[Sequence[nn.Parameter]], None]
 
@@ -73,6 +73,6 @@ class Extensions:
                 f"{'no' if self._hook is None else 'a'} communication hook",
                 f"{'no' if self.optimizer_step is None else 'an'} optimizer that steps in the backward",
             ]
-            with reduction("comparing hooks and optimizers"):
+            with reduction_errors("comparing hooks and optimizers"):
                 verify_same(lines, "extensions", group, self._device)
             self._compared = True

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .transports.base import reduction
+from .transports.base import reduction_errors
 
 
 def reduce_sparse(param: nn.Parameter, scale: float, group: dist.ProcessGroup) -> None:
     """Replace a sparse gradient by its sum over the ranks, times ``scale``. gloo can add such tensors up."""
-    with reduction("the reduction of a sparse gradient"):
+    with reduction_errors("the reduction of a sparse gradient"):
         # 0 * NaN is NaN, so a rank with weight 0 sends zeros instead of its gradient.
         grad = param.grad if param.grad is not None and scale else torch.zeros_like(param).to_sparse(1)
         total = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * scale
@@ -29,7 +29,7 @@ def reduce_newcomers(
     ``scale``: the weight of this rank's gradients, 0 without data.
     ``factor(users)``: the factor of a sum to which ``users`` ranks have added.
     """
-    with reduction("the reduction of parameters that are trained from now on"):
+    with reduction_errors("the reduction of parameters that are trained from now on"):
         had = torch.tensor([param.grad is not None and scale > 0 for param in params], dtype=torch.float32, device="cpu")
         users = had.to(device)
         dist.all_reduce(users, group=group)

@@ -1,4 +1,4 @@
-"""What goes into a module and comes out of it: finding tensors and moving them."""
+"""Tensors in nested containers, such as the inputs and outputs of a module: finds and moves them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-DEPTH = 8  # containers within containers that are looked into for tensors
+DEPTH = 8  # levels of containers that are searched for tensors
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """The tensors that need a gradient in ``value``: in lists, tuples, sets, dicts and data classes, as in torch's class.
+    """Return the tensors in ``value`` that need a gradient: in lists, tuples, sets, dicts and data classes, as in torch's class.
 
-    Other objects are left alone: one may refer to a whole configuration. A backward from a tensor in there begins at a parameter.
+    Other objects are not searched, because one may refer to a whole configuration. A backward from a tensor in such an object begins at
+    a parameter.
     """
     found: list[Tensor] = []
     layer, seen = [value], {id(value)}
@@ -39,5 +40,5 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def to_device(values: Any, device: torch.device | None) -> Any:
-    """``values`` with every tensor in them on ``device`` (None: as they are)."""
+    """Return ``values`` with every tensor in them on ``device`` (None: as they are)."""
     return values if device is None else tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)

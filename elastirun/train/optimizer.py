@@ -1,4 +1,4 @@
-"""An optimizer's step, a bucket at a time."""
+"""Optimizers that step in the backward, a bucket at a time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .errors import TrainError
 
 
 def applied() -> tuple[int, int]:
-    """Numbers that change when ``torch.distributed.optim._apply_optimizer_in_backward`` gives any parameter an optimizer."""
+    """Return numbers that change when ``torch.distributed.optim._apply_optimizer_in_backward`` gives any parameter an optimizer."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return (len(module.param_to_acc_grad_map), len(module.param_to_optim_hook_handle_map)) if module else (0, 0)
 
 
 def take_over(params: Sequence[nn.Parameter]) -> bool:
-    """Whether ``torch.distributed.optim._apply_optimizer_in_backward`` has given ``params`` optimizers; its hooks are removed.
+    """Return whether ``torch.distributed.optim._apply_optimizer_in_backward`` has given ``params`` optimizers, and remove its hooks.
 
-    They would step with this rank's gradients, before the reduction.
+    The hooks would step with this rank's gradients, before the reduction.
     """
     ours = [param for param in params if hasattr(param, "_in_backward_optimizers")]
     if ours:
@@ -44,7 +44,10 @@ def step_each(params: Sequence[nn.Parameter]) -> None:
 
 
 class BucketSteps:
-    """Steps ``optimizer`` for some of its parameters only: its groups are narrowed to them for the length of a step."""
+    """Steps ``optimizer`` for some of its parameters only: during a step its groups hold only these.
+
+    ``owned``: the module's parameters. Raises TrainError if the optimizer holds others.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[nn.Parameter]) -> None:
         ours = set(map(id, owned))

@@ -1,10 +1,10 @@
-"""From the first backwards to the plan: what was seen is turned into buckets, and all ranks take rank 0's.
+"""Makes plans from the order and times of gradients in the first backwards; all ranks take rank 0's plan.
 
-    reverse order      before the first backward nothing is known: the last parameters are expected first; nothing is launched early
-    ready order        after it: torch's plan, buckets of a fixed size in the order in which the gradients came
-    planned            after three more: from the times at which they came and the measured link (on CPUs, unless a size was asked for)
+    reverse order      before the first backward nothing is known: the last parameters are expected first, and nothing is launched early
+    ready order        after the first backward: torch's plan, buckets of a fixed size in the order in which the gradients came
+    planned            after three more: from the times of the gradients and the measured link (on CPUs, unless a size was asked for)
 
-Later plans keep parameters that do not get a gradient in each step apart, so that the others need not wait for them.
+Later plans put parameters that do not get a gradient in each step into buckets of their own, so that the others need not wait for them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .buckets import MIB, Gradient, Link
 from .collectives import broadcast
 from .transports.base import Transport
 
-MEASURED = 3  # backwards whose times the plan is made from
+MEASURED = 3  # backwards; the plan is made from the medians of their times
 REPLAN = (10, 100, 1000, 10_000)  # steps after which a plan is made anew for parameters that were seen to lack a gradient
-PROBES = (1 << 14, 1 << 20)  # float32 elements of the reductions that the link is measured with
-ROUNDS = 4
+PROBES = (1 << 14, 1 << 20)  # float32 elements: two sizes of reductions, from which latency and bandwidth follow
+ROUNDS = 4  # reductions of each size; the fastest counts
 LAUNCH = 1e-4  # seconds that a bucket costs the computing thread in our own code: hooks, copies, views, waiting
 
 
 class Planner:
-    """``buckets`` is the present plan, number ``epoch``; the same on every rank."""
+    """Makes plans. ``buckets`` is the present plan, number ``epoch``; the same on every rank."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Planner:
         self.device = params[0].device
         self.epoch = 0
         self.link: Link | None = None
-        self.learning = True  # order and times are noted
+        self.learning = True  # order and times of gradients are still noted
         self._caps = (plans.CAP, plans.FIRST_CAP) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
         self._fixed = bucket_cap_mb is not None or self.device.type != "cpu"  # the host's times are not a GPU's
         self.sparse = sparse
@@ -63,16 +63,16 @@ class Planner:
         self.buckets = plans.by_size(self.gradients, self._dense[::-1], *self._caps)
 
     def note(self, index: int, seconds: float) -> None:
-        """Gradient ``index`` has come (perhaps once more)."""
+        """Note that gradient ``index`` was accumulated (perhaps once more), ``seconds`` after the backward began."""
         self._came.pop(index, None)
         self._came[index] = seconds
 
     def lacked(self, users: Sequence[int], with_data: int) -> None:
-        """Remember the parameters that some rank with data had no gradient for; called with the same on every rank."""
+        """Remember the parameters without a gradient on some rank with data. Every rank calls it with the same values."""
         self._unsure.update(index for index in self._dense if users[index] < with_data)
 
     def advance(self) -> bool:
-        """After a reduction, on every rank: is there a new plan?"""
+        """Make a new plan if it is time, and return whether there is one. Every rank calls it after each reduction."""
         self._steps += 1
         if self._came:
             self._history.append(self._came)
@@ -92,17 +92,18 @@ class Planner:
         return True
 
     def _adopt(self, mine: plans.Buckets) -> None:
-        """Rank 0's plan becomes everybody's."""
+        """Take rank 0's plan; ``mine`` is this rank's. Every rank calls it at the same point."""
         self.buckets = plans.decode(broadcast(plans.encode(mine), self._group, self.device))
         self._planned_for = set(self._unsure)
         self.epoch += 1
 
     def _order(self) -> list[int]:
-        """The gradients as they came last; those that never did go last."""
+        """Return the gradients in the order of the last backward; those that never came go last."""
         last, dense = self._history[-1] if self._history else {}, set(self._dense)
         return [index for index in last if index in dense] + [index for index in reversed(self._dense) if index not in last]
 
     def _best(self) -> plans.Buckets:
+        """Return the best plan from what is known by now."""
         order = self._order()
         if self.link is None:
             sure = [index for index in order if index not in self._unsure]
@@ -118,10 +119,10 @@ class Planner:
 
 
 def measure(transport: Transport, device: torch.device) -> Link:
-    """Time a few reductions of two sizes; every rank calls it."""
+    """Return the link, from the times of a few reductions of two sizes. Every rank calls it at the same point."""
     arena = transport.allocate([Storage(numel, torch.float32, device) for numel in PROBES])
     best = {numel: float("inf") for numel in PROBES}
-    busy = float("inf")  # CPU time of this process for the smallest, its communication threads included: they may want the same cores
+    busy = float("inf")  # CPU seconds of this process for the smallest one, with its communication threads: they may need the same cores
     for _ in range(ROUNDS):
         for at, numel in enumerate(PROBES):
             begun, used = time.perf_counter(), time.process_time()

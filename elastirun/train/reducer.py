@@ -40,11 +40,11 @@ from .errors import OutsideForward, ReductionFailed, TrainError
 from .extensions import Extensions, OptimizerStep
 from .lone_gradients import reduce_newcomers, reduce_sparse
 from .planner import Planner
-from .running_stats import Place, RunningStatistics
+from .running_stats import LayerBuffer, RunningStatistics
 from .schedule import Schedule
 from .step_times import StepTimes
 from .trained import Trained
-from .transports.base import AGAIN, Transport, reduction
+from .transports.base import AGAIN, Transport, reduction_errors
 from .watch import Unannounced, Watch
 
 _numbers = itertools.count()
@@ -62,7 +62,7 @@ class Reducer:
         group: dist.ProcessGroup,
         transport: Transport,
         options: Options,
-        statistics: Sequence[Place] = (),
+        statistics: Sequence[LayerBuffer] = (),
         step: int = 0,
     ) -> None:
         self.number = next(_numbers)  # modules are made in the same order on every rank, and wait for their reductions in this order
@@ -71,19 +71,19 @@ class Reducer:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.step = step  # reductions so far
         self.schedule = Schedule()
-        self.report = LocalReport(trained=self.trained.digest)
+        self.local_report = LocalReport(trained=self.trained.digest)
         self.times, self.last_times = StepTimes(), StepTimes()
-        self.running = RunningStatistics(statistics, self.rank == 0)
+        self.running_stats = RunningStatistics(statistics, self.rank == 0)
         self._sparse = sorted(index for index, name in enumerate(self.trained.names) if name in sparse)
         self.planner = Planner(self.params, self._sparse, options.bucket_cap_mb, group, transport)
-        self.bucket_set = BucketSet(self.params, self.planner, transport, self.running, self.rank, self.world)
+        self.bucket_set = BucketSet(self.params, self.planner, transport, self.running_stats, self.rank, self.world)
         self.watch, self._unannounced = Watch(self.params, self._sparse, options.mean_over_users), Unannounced()
         self._extensions = Extensions(self.planner.device)
         self.conclusion = Conclusion(self.trained, self.planner, self.watch, self.bucket_set, self._extensions, options, group)
         self._group, self._options = group, options
         self._backward: Backward | None = None  # the one under way
         self._broken: ReductionFailed | None = None  # why the module cannot be used until set_group()
-        self.samples = float(self.world)  # of all ranks, for which gradients are scaled: those of the last step
+        self.expected_samples = float(self.world)  # of all ranks, for which gradients are scaled: those of the last step
         self._install_hooks()
 
     # -- between the backwards --------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ class Reducer:
 
     def find_frozen(self) -> bool:
         """Find the parameters that are trained now, and report them in the next reduction. Return whether there is any."""
-        trains = self.trained.look()
-        self.report.trained = self.trained.digest
+        trains = self.trained.find_now()
+        self.local_report.trained = self.trained.digest
         return trains
 
     def announce(self, outputs: Sequence[Tensor]) -> None:
@@ -148,16 +148,16 @@ class Reducer:
         """Do what the user has asked of ``old``, in its place."""
         self.number = old.number
         self.schedule.keep_requests(old.schedule)
-        self.report = replace(old.report, status=0, trained=self.report.trained)
+        self.local_report = replace(old.local_report, status=0, trained=self.local_report.trained)
 
     def continue_from(self, old: Reducer) -> None:
         """Take the place of ``old``, which reduced other parameters of the same module."""
         self.keep_requests(old)
         self.schedule.backwards = old.schedule.backwards
-        self.step, self.samples, self.last_times = old.step, old.samples, old.last_times
+        self.step, self.expected_samples, self.last_times = old.step, old.expected_samples, old.last_times
         self.conclusion.continue_from(old.conclusion)
         self._extensions.continue_from(old._extensions)
-        self.running.continue_from(old.running)
+        self.running_stats.continue_from(old.running_stats)
 
     def check_replicas(self) -> None:
         """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""
@@ -171,7 +171,7 @@ class Reducer:
             return
         self._conclude()
         reduces = self.schedule.count()
-        backward = self._backward = Backward(reduces, self.report.samples, self.watch.expected.copy())
+        backward = self._backward = Backward(reduces, self.local_report.samples, self.watch.expected.copy())
         _under_way.add(self)
         autograd_engine.at_the_end(partial(self._graph_done, backward.task))
         if reduces:
@@ -263,7 +263,7 @@ class Reducer:
         with torch.no_grad(), record_function(bucket.label):
             bucket.gather(self._scale(backward, self._averages))
             if self._options.check_finite and not bool(torch.isfinite(bucket.flat).all()):
-                self.report.status |= NOT_FINITE
+                self.local_report.status |= NOT_FINITE
             if last and not bucket_set.words_apart:
                 self._write_words(backward, late)
             bucket.work = self._extensions.reduce(index, bucket, last) if self._extensions.hooked else bucket_set.reduce(index)
@@ -277,19 +277,19 @@ class Reducer:
 
     def _scale(self, backward: Backward, mean: bool) -> float:
         """Return the factor of gradients before they are added up (``mean``: averaged) over the ranks."""
-        return backward.samples * (self.world if mean else 1) / self.samples
+        return backward.samples * (self.world if mean else 1) / self.expected_samples
 
     def _write_words(self, backward: Backward, late: Sequence[int]) -> None:
         """Write the control words, when all gradients are gathered."""
         sparse = [grad for index in self._sparse if (grad := self.params[index].grad) is not None and backward.samples]
         if self._options.check_finite and not all(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all() for g in sparse):
-            self.report.status |= NOT_FINITE
+            self.local_report.status |= NOT_FINITE
         lacking = {bucket.indices[at] for bucket in self.bucket_set.buckets for at in bucket.lacking}
         if self.watch.all_watched and self._options.mean_over_users:
             lacking = set(range(len(self.params))) - self.watch.seen
         lacking.update(index for index in self._sparse if self.params[index].grad is None)
         self.conclusion.lacked = lacking if backward.samples else set()
-        self.bucket_set.write_words(self.report, backward.samples, backward.zero_samples, self.times.busy, late, sorted(lacking))
+        self.bucket_set.write_words(self.local_report, backward.samples, backward.zero_samples, self.times.busy, late, sorted(lacking))
 
     # -- the end of a backward --------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Reducer:
             self._backward = None
             return
         if phase is DRAINING:
-            self.report.status |= FAILED
+            self.local_report.status |= FAILED
             backward.samples = 0.0
         self._finalize(backward)
 
@@ -348,7 +348,7 @@ class Reducer:
                 self._set_gradients(backward, late)
             self.times.exposed = time.perf_counter() - begun
             self.last_times, self.times = self.times, StepTimes()
-            self.report.clear()
+            self.local_report.clear()
             self._unannounced.clear()
             if self.watch.all_watched or late:
                 self.watch.count(backward.left)
@@ -362,7 +362,7 @@ class Reducer:
         """Install the new plan, if there is one. Every rank comes here before the first bucket of the same reduction."""
         self._extensions.verify_same(self._group)
         if self.bucket_set.outdated:
-            with reduction("the memory of a new plan"):
+            with reduction_errors("the memory of a new plan"):
                 self.install()
 
     @contextmanager
@@ -392,22 +392,22 @@ class Reducer:
             for bucket in bucket_set.buckets:
                 self._wait(bucket)
         self.step += 1
-        wants = self.report.reads_first or any(bucket.lacking for bucket in bucket_set.buckets)
-        outcome = self.conclusion.receive(bucket_set.read_words(self.step), wants, self.samples)
+        wants = self.local_report.reads_first or any(bucket.lacking for bucket in bucket_set.buckets)
+        outcome = self.conclusion.receive(bucket_set.read_words(self.step), wants, self.expected_samples)
         if self.watch.note_unused(outcome.unused):
             self._install_hooks()
         for index, bucket in enumerate(bucket_set.buckets):
             self._wait(bucket)
             self._set_gradients_of(backward, bucket, index in outcome.late, outcome)
         self._reduce_alone(backward, outcome)
-        self.samples = outcome.samples
-        self.running.receive(bucket_set.factor)
+        self.expected_samples = outcome.samples
+        self.running_stats.receive(bucket_set.factor)
 
     def _set_gradients_of(self, backward: Backward, bucket: Bucket, late: bool, outcome: Outcome) -> None:
         """Make the values of ``bucket``, which has arrived, the gradients of its parameters."""
         if late:
             extra = bucket.gather_late(self._scale(backward, False))
-            with reduction("the reduction of late gradients"):
+            with reduction_errors("the reduction of late gradients"):
                 dist.all_reduce(extra, group=self._group)
             bucket.flat.add_(extra)
         if outcome.correction != 1.0:
@@ -447,7 +447,7 @@ class Reducer:
         if (step := self.conclusion.due) is None:
             return
         with self._broken_by_exceptions(step, raised_by_all=(TrainError,)):
-            if self.conclusion.conclude(self.samples, drained):
+            if self.conclusion.conclude(self.expected_samples, drained):
                 self._install_hooks()
 
     # -- a backward that an exception has ended ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Are the replicas still the same? A checksum of each bucket's parameters, compared in one tiny reduction."""
+"""Compares the replicas: a checksum of each bucket's parameters, compared in one tiny reduction."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """64 bits of the tensors' bit patterns (so 0.0 and -0.0 differ): a sum with random weights modulo 2**64.
+    """Return 64 bits that depend on the tensors' bit patterns (so 0.0 and -0.0 differ): a sum with random weights modulo 2**64.
 
-    Two inputs that differ have the same sum with a chance of about 2**-60 or less for the ways in which replicas drift (multilinear
-    hashing: Carter and Wegman, 1979); the weights are fixed, so this is no defence against someone who wants a collision.
+    Two inputs that differ in the ways in which replicas drift have the same sum with a chance of about 2**-60 or less (multilinear
+    hashing: Carter and Wegman, 1979). The weights are fixed, so this is no defence against someone who wants a collision.
     """
     device = tensors[0].device
     random = torch.Generator("cpu").manual_seed(0)
@@ -34,8 +34,10 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def check(names: Sequence[Sequence[str]], tensors: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise Diverged on every rank if any of ``tensors`` (by bucket) differs between ranks; it says which one, and where.
+def verify_replicas(
+    names: Sequence[Sequence[str]], tensors: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise Diverged on every rank if any of ``tensors`` (by bucket) differs between ranks. The message names it and the ranks.
 
     All ranks call it at the same point.
     """

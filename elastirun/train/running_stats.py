@@ -1,4 +1,4 @@
-"""Rank 0's running statistics (of normalizing layers) travel with the control words, so that they cost no collective of their own."""
+"""Running statistics of normalizing layers: rank 0's travel with the control words, so that they cost no collective of their own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from .autograd_engine import versions_kept
 from .bucket_memory import make_views
 
-EXACT = (torch.float32, torch.float16, torch.bfloat16)  # what float32, as which they travel, holds
-Place = tuple[nn.Module, str]  # a layer, and the name of one of its buffers: the tensor there may be replaced
+EXACT = (torch.float32, torch.float16, torch.bfloat16)  # types that float32, in which statistics travel, holds exactly
+LayerBuffer = tuple[nn.Module, str]  # a layer, and the name of one of its buffers: the tensor there may be replaced
 
 
-def places(module: nn.Module, ignored: Collection[str] = ()) -> list[Place]:
-    """Where ``module`` has statistics that can travel. Counts of batches are exact up to 2**24."""
+def find_statistics(module: nn.Module, ignored: Collection[str] = ()) -> list[LayerBuffer]:
+    """Return the statistics of ``module`` that can travel. Counts of batches are exact up to 2**24."""
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
     return [
         (layer, buffer)
@@ -28,29 +28,29 @@ def places(module: nn.Module, ignored: Collection[str] = ()) -> list[Place]:
 
 
 class RunningStatistics:
-    """The statistics at ``places`` of this rank; on ranks other than the ``first``, also rank 0's as the last reduction brought them.
+    """The statistics in ``places`` of this rank; on ranks other than the ``first``, also rank 0's values of the last reduction.
 
-    Ranks other than 0 take rank 0's values over when they arrive, and again where a forward has changed them since and they are about to be
-    used (``adopt``, ``before_forward``), unless somebody else has written the buffers: a checkpoint that was loaded, a recalibration.
+    Ranks other than 0 take over rank 0's values when these arrive. They do so again before the statistics are used (``adopt``,
+    ``before_forward``) if only forwards have changed the buffers since. What a loaded checkpoint or a recalibration has written stays.
     """
 
-    def __init__(self, places: Sequence[Place], first: bool) -> None:
+    def __init__(self, places: Sequence[LayerBuffer], first: bool) -> None:
         self._places, self._first = list(places), first
         self._layers = list(dict.fromkeys(layer for layer, _ in places))
         self.numel = sum(buffer.numel() for buffer in self.buffers)
         self.at_once = True  # take values over when they arrive
-        self._tail = torch.empty(0, device="cpu")  # where they travel
-        self._views: list[Tensor] = []  # of the tail: what rank 0 sends
-        self._kept = self._tail  # what has arrived, in memory that no reduction writes to
-        self._arrived: list[Tensor] = []  # views of it, one for each buffer
-        self._counts: list[Tensor] = []  # those of whole numbers
+        self._tail = torch.empty(0, device="cpu")  # the memory in which they travel
+        self._views: list[Tensor] = []  # of the tail: rank 0 writes its values there
+        self._kept = self._tail  # a copy of the values that have arrived: no reduction writes to it
+        self._arrived: list[Tensor] = []  # views of this copy, one for each buffer
+        self._counts: list[Tensor] = []  # the views that hold whole numbers
         self._noted: list[tuple[int, int]] = []  # versions of the buffers, as reductions and forwards left them
         self._taken: list[tuple[int, int]] = []  # versions of the buffers when they were last rank 0's
-        self._untouched = False  # when the present forward began, the buffers were as noted
+        self._untouched = False  # the buffers were as noted when the present forward began
 
     @property
     def buffers(self) -> list[Tensor]:
-        return [cast(Tensor, layer._buffers[name]) for layer, name in self._places]  # nn.Module's own way takes 1 µs each
+        return [cast(Tensor, layer._buffers[name]) for layer, name in self._places]  # nn.Module's attribute access takes 1 µs each
 
     def use_memory(self, tail: Tensor) -> None:
         """Let the values travel in ``tail``, ``numel`` elements, from now on."""
@@ -62,17 +62,18 @@ class RunningStatistics:
             self._noted, self._taken, self._untouched = old._noted, old._taken, old._untouched
 
     def stop(self) -> None:
-        """Leave the buffers alone from now on: a hook of the user takes care of them. The place in the tail stays."""
+        """Leave the buffers to a hook of the user from now on. Their memory in the tail stays."""
         self._places, self._layers, self._views, self._arrived = [], [], [], []
 
     def write(self) -> None:
+        """Write rank 0's values into the tail; the other ranks write zeros."""
         if self._first and self._places:
             torch._foreach_copy_(self._views, self.buffers)
         else:
             self._tail.zero_()
 
     def receive(self, factor: float) -> None:
-        """Keep rank 0's values, which a reduction has brought divided by ``factor``, and take them over."""
+        """Keep and take over rank 0's values, which a reduction has brought divided by ``factor``."""
         if self._first or not self._places:
             return
         buffers = self.buffers
@@ -94,7 +95,7 @@ class RunningStatistics:
             self._take_over(buffers)
 
     def before_forward(self, at_once: bool) -> None:
-        """A layer in evaluation is about to use rank 0's values, as a frozen one does in training.
+        """Take over rank 0's values if a layer is in evaluation and so about to use them, as a frozen layer is in training.
 
         ``at_once``: take over the values of the next reduction when they arrive.
         """
@@ -105,15 +106,16 @@ class RunningStatistics:
             self._untouched = self._noted == _versions(self.buffers)
 
     def after_forward(self) -> None:
-        """What the wrapped module's own forward has written is nobody else's write."""
+        """Note the versions of the buffers that the wrapped module's own forward has written."""
         if self._arrived and self._untouched:
             self._noted = _versions(self.buffers)
 
     def forget(self) -> None:
-        """The buffers have been made the same on all ranks: they are newer than what has arrived."""
+        """Keep the buffers as they are: all ranks have just been given newer values than those that arrived."""
         self._noted = []
 
     def _take_over(self, buffers: list[Tensor]) -> None:
+        """Copy the values that have arrived into ``buffers``."""
         with torch.no_grad(), versions_kept(buffers):
             torch._foreach_copy_(buffers, self._arrived)
         self._taken = _versions(buffers)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured on the host."""
+"""Times of the parts of a step, measured on the host."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .collectives import ranks
 if TYPE_CHECKING:
     from .reducer import Reducer
 
-STRAGGLES = 1.2  # a rank that computes for so many times the median is named
+STRAGGLES = 1.2  # a rank that computes for longer than so many times the median is a straggler
 
 
 @dataclass
 class StepTimes:
-    """The clock of the step under way, in seconds; ``busy`` is what this rank tells the others."""
+    """The times of the step under way, in seconds; this rank reports ``busy`` to the others."""
 
     forward: float = 0.0  # sum over the forwards since the last reduction
     backward: float = 0.0  # sum over the backwards, without the wait at the end
-    exposed: float = 0.0  # the wait at the end: communication that nothing covered
+    exposed: float = 0.0  # the wait at the end: communication that no computation covered
     begun: float = 0.0  # when the present backward began
     launches: list[float] = field(default_factory=list)  # by bucket, since the backward began
-    ready: list[float] = field(default_factory=list)  # by bucket: when its result was there, as seen by this rank
+    ready: list[float] = field(default_factory=list)  # by bucket: when this rank had its result
 
     @property
     def busy(self) -> float:
@@ -47,13 +47,13 @@ class StepTimes:
 
 
 def stragglers(seconds: Sequence[float]) -> dict[int, float]:
-    """Ranks that computed much longer than the median rank, and how many times as long."""
+    """Return the ranks that computed much longer than the median rank, and how many times as long."""
     middle = sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
     return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
 
 
 def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:
-    """A sentence on the parameters without a gradient; ``lacked[rank][i]`` says whether ``names[i]`` had none on a rank."""
+    """Return a sentence on the parameters without a gradient; ``lacked[rank][i]``: whether ``names[i]`` had none on this rank."""
     where = {name: [rank for rank, theirs in enumerate(lacked) if theirs[index]] for index, name in enumerate(names)}
     found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
@@ -63,8 +63,8 @@ def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> s
     )
 
 
-def report(reducer: Reducer) -> dict[str, Any]:
-    """The last step of ``reducer``, in words that a log can take."""
+def step_report(reducer: Reducer) -> dict[str, Any]:
+    """Return the figures of the last step of ``reducer``, fit for JSON; see ``DistributedDataParallel.stats``."""
     times, pending, planner = reducer.last_times, reducer.conclusion.pending, reducer.planner
     seconds = pending.agreement.seconds if pending else ()
     buckets = reducer.bucket_set.buckets

@@ -22,9 +22,9 @@ from .buckets import CAP, FIRST_CAP, MIB
 from .errors import TrainError
 from .joining import NOT_JOINING, JoinedRank, announce
 from .nested_tensors import find_tensors
-from .running_stats import places
-from .step_times import report
-from .transports.base import reduction
+from .running_stats import find_statistics
+from .step_times import step_report
+from .transports.base import reduction_errors
 
 if TYPE_CHECKING:
     from torch.nn.parallel.distributed import DistributedDataParallel as Original
@@ -151,12 +151,12 @@ class TorchNames(Original):
         gradients."""
         super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
         if self._buffers_wanted is None:
-            travelling = {id(getattr(layer, name)) for layer, name in places(self.module, self.parameters_to_ignore)}
+            travelling = {id(getattr(layer, name)) for layer, name in find_statistics(self.module, self.parameters_to_ignore)}
             found = {name: buffer for name, buffer in self.named_module_buffers.items() if id(buffer) not in travelling}
             self.named_module_buffers, self.modules_buffers = found, list(found.values())
 
     def _sync_buffers(self) -> None:
-        with reduction("copying the buffers"):
+        with reduction_errors("copying the buffers"):
             super()._sync_buffers()  # type: ignore[no-untyped-call]
 
     def _distributed_broadcast_coalesced(self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
@@ -169,7 +169,7 @@ class TorchNames(Original):
         self._buffers_wanted = self.forward_sync_buffers = True
         self._assign_modules_buffers()
         if "_made" in self.__dict__:  # a copy makes its reducer later, then without statistics
-            self._reducer.running.stop()
+            self._reducer.running_stats.stop()
 
     _buffers_wanted: bool | None  # as the user said
     _has_joined = False  # join() was used
@@ -189,7 +189,7 @@ class TorchNames(Original):
     def join_hook(self, **kwargs: Any) -> JoinedRank:
         """For ``torch.distributed.algorithms.join.Join``; keyword argument ``divide_by_initial_world_size``, default True."""
         self._has_joined = True
-        self._reducer.report.read_first()
+        self._reducer.local_report.read_first()
         return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
 
     # -- hooks and optimizers -------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class TorchNames(Original):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Of torch's figures those that have a meaning here; see ``stats()``. ``can_set_static_graph`` is 0: there is nothing to gain."""
-        stats, reducer = report(self._reducer), self._reducer
+        stats, reducer = step_report(self._reducer), self._reducer
         return {
             "module_name": type(self.module).__name__,
             "backend_name": dist.get_backend(self.process_group),

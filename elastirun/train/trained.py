@@ -1,4 +1,4 @@
-"""Which parameters are trained: those that are not frozen. That may change at each forward, and all ranks have to agree on it."""
+"""Which parameters are trained: those that are not frozen. They may change at each forward; all ranks must train the same ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from .errors import ModelMismatch
 
 
 class Trained:
-    """``named``: all parameters of a module; ``needs``: which of them are trained, as the reducer was made for; the same on every rank."""
+    """Compares the parameters that are trained now with those that the reducer was made for.
+
+    ``named``: all parameters of the module; ``needs``: which of them the reducer was made for, the same on every rank.
+    """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], needs: Sequence[bool]) -> None:
         self.named, self._needs = list(named), list(needs)
-        self.now = self._needs  # what this rank has found since
+        self.now = self._needs  # which are trained now, on this rank
         self.digest = self._before = _digest(needs)  # of ``now``, for the control words
-        self.changed = False  # every rank has said that others are trained now
+        self.changed = False  # every rank has reported the same other parameters
         self._held = {id(param) for _, param in self.named}
-        pairs = [pair for pair, needed in zip(self.named, self._needs, strict=True) if needed]  # what the reducer was made for
+        pairs = [pair for pair, needed in zip(self.named, self._needs, strict=True) if needed]
         self.names, self.params = [name for name, _ in pairs], [param for _, param in pairs]
 
     def holds(self, param: nn.Parameter) -> bool:
-        """Is ``param`` one of the module's?"""
+        """Return whether ``param`` belongs to the module."""
         return id(param) in self._held
 
-    def look(self) -> bool:
-        """Find out which are trained now; return whether any is."""
+    def find_now(self) -> bool:
+        """Find the parameters that are trained now; return whether there is any."""
         now = [param.requires_grad for _, param in self.named]
         if now != self.now:
             self.now, self.digest = now, _digest(now)
@@ -38,28 +41,31 @@ class Trained:
 
     @property
     def differs(self) -> bool:
-        """Has this rank found others than those that the reducer was made for? Then so has every rank, unless one is wrong."""
+        """Whether other parameters are trained now than those that the reducer was made for. It is the same on every rank, or an error."""
         return self.digest != self._before
 
     def newcomers(self, digests: Sequence[int]) -> list[nn.Parameter]:
-        """The parameters that are trained since this step, if all ranks say the same (``digests``, by rank)."""
+        """Return the parameters that are trained since this step, if all ranks report the same (``digests``, by rank)."""
         if set(digests) != {self.digest}:
             return []
         both = zip(self.named, self._needs, self.now, strict=True)
         return [param for (_, param), before, now in both if now and not before]
 
     def learn(self, digests: Sequence[int]) -> None:
-        """All ranks have said the same."""
+        """Note what all ranks have reported alike."""
         self.changed = digests[0] != self._before
 
     def drop_gradients(self) -> None:
-        """The gradients of this step are of no use to anyone, those of newcomers included."""
+        """Set all gradients to None: those of this step, of newcomers too, must not be used."""
         for _, param in self.named:
             param.grad = None
 
-    def refuse(self, group: dist.ProcessGroup, device: torch.device, all_have_looked: bool) -> None:
-        """Raise ModelMismatch: the ranks do not say the same. It names the first difference if ``all_have_looked``, and so come here."""
-        if all_have_looked:
+    def refuse(self, group: dist.ProcessGroup, device: torch.device, all_take_part: bool) -> None:
+        """Raise ModelMismatch, because the ranks do not train the same parameters.
+
+        The message names the first difference if ``all_take_part``: every rank has read the words and calls this at the same point.
+        """
+        if all_take_part:
             verify_same([name for name, param in self.named if param.requires_grad], "parameters to train", group, device)
         raise ModelMismatch("the ranks do not have the same parameters to train: freeze the same ones on every rank")
 

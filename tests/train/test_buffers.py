@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from elastirun.train import DistributedDataParallel, ReductionFailed
-from elastirun.train.running_stats import RunningStatistics, places
+from elastirun.train.running_stats import RunningStatistics, find_statistics
 from tests.support.worlds import Died, run
 from tests.train.beside import Case, Wrap, check
 from tests.train.test_ddp import WIDTH, batch
@@ -354,7 +354,7 @@ def test_a_rank_0_without_inputs_does_not_stop_the_statistics_of_the_others(eval
 
 def test_counts_that_travel_as_a_mean_are_whole_numbers_again() -> None:
     layer = nn.BatchNorm1d(WIDTH)
-    arriving = RunningStatistics(places(layer), first=False)
+    arriving = RunningStatistics(find_statistics(layer), first=False)
     for count in range(1, 200):
         tail = torch.full((arriving.numel,), float(count)) / 41
         arriving.use_memory(tail)

@@ -311,7 +311,7 @@ def lazily(rank: int, world: int, what: str) -> list[str]:
         ddp.zero_grad()
         odd = rank == 1 and step == 7
         if odd and what == "samples":
-            ddp._reducer.report.samples = 2.0
+            ddp._reducer.local_report.samples = 2.0
         try:
             ddp(batch(step, rank).requires_grad_(), odd and what == "late", odd and what == "lacking").pow(2).mean().backward()
             told.append("lazy" if ddp._reducer.conclusion.defers else "looks")

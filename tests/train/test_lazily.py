@@ -113,7 +113,7 @@ def alone_with_the_words(rank: int, world: int, transport: str) -> list[Any]:
     ddp = DDP(Parts(), transport=transport, bucket_cap_mb=CAP)
     ddp._reducer.conclusion.may_defer = True
     for step in range(4):
-        ddp._reducer.samples = world * (1 + 1e-6 * (step == 3))
+        ddp._reducer.expected_samples = world * (1 + 1e-6 * (step == 3))
         ddp.zero_grad()
         ddp(batch(step, rank), step != 3 or rank != 1, step != 3).pow(2).mean().backward()
     exact = Parts()

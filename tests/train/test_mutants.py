@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     mutant(
         "buffers that were copied are newer",
-        *("ddp", "        self._reducer.running.forget()\n", ""),
+        *("ddp", "        self._reducer.running_stats.forget()\n", ""),
         *("buffers", "an_evaluation_keeps_what_sync_buffers_has_copied"),
     ),
     mutant(
@@ -209,7 +209,7 @@ MUTANTS = (
     ),
     mutant(
         "buffers of the user's hook are left alone",
-        *("torch_names", "            self._reducer.running.stop()\n", "            pass\n"),
+        *("torch_names", "            self._reducer.running_stats.stop()\n", "            pass\n"),
         *("buffers", f"{BUFFERS}[sums_of_buffers-group]"),
     ),
     mutant(
@@ -244,7 +244,7 @@ MUTANTS = (
     ),
     mutant(
         "each module has a group of its own",
-        *("ddp", "self._group = own(self.process_group, devices[0])", "self._group = self.process_group"),
+        *("ddp", "self._group = make_own_group(self.process_group, devices[0])", "self._group = self.process_group"),
         *("order", "two_modules_in_one_backward_whose_order_differs_between_ranks[2-False-group]"),
     ),
     mutant(
@@ -384,7 +384,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank does not begin to look alone",
-        *("ddp", "self._reducer.report.weigh(float(samples))", "self._reducer.conclusion.read_always()"),
+        *("ddp", "self._reducer.local_report.weigh(float(samples))", "self._reducer.conclusion.read_always()"),
         *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
     ),
     mutant(
@@ -394,7 +394,7 @@ MUTANTS = (
     ),
     mutant(
         "who says how many samples it has reads the words of that step",
-        *("reducer", "wants = self.report.reads_first or any(", "wants = any("),
+        *("reducer", "wants = self.local_report.reads_first or any(", "wants = any("),
         *("lazily", "all_ranks_say_how_many_samples_they_have[2-group]"),
     ),
     mutant(
@@ -424,7 +424,7 @@ MUTANTS = (
     ),
     mutant(
         "the weight of a step is remembered",
-        *("reducer", "        self.samples = outcome.samples\n", ""),
+        *("reducer", "        self.expected_samples = outcome.samples\n", ""),
         *("ddp", "even_weights_cost_no_second_pass"),
     ),
     # the transitions of a backward

@@ -1,4 +1,4 @@
-"""How buckets of gradients are added up over the ranks: by a torch process group, or through shared memory on one host."""
+"""Transports add up buckets of gradients over the ranks: by a torch process group, or through shared memory on one host."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..bucket_memory import Storage
 from ..errors import ReductionFailed, TrainError
 
 AGAIN = "Use set_group() with a new process group"
-# Words in errors of backends that may come from the loss of a peer; an error without any of them is about something else (a dtype, memory).
+# Words in those errors of backends that the loss of a peer may cause. An error without any of them is about a dtype, memory or the like.
 OF_PEERS = re.compile(r"gloo/|nccl|timed? ?out|connect|socket|abort|peer|closed|closure|store|rank", re.IGNORECASE)
 
 
 class Work(Protocol):
-    """A reduction under way."""
+    """One reduction under way."""
 
     def done(self) -> bool:
-        """Is the result there? Never waits; may push on what is pending."""
+        """Return whether the result is there. Never waits; may continue pending reductions."""
 
     def wait(self) -> None:
-        """Return when the result is there (on a GPU: when the current stream waits for it).
+        """Wait for the result (on a GPU: let the current stream wait for it).
 
-        Raises PeerLost or ReductionFailed within a bounded time if it cannot come.
+        Raises PeerLost or ReductionFailed within a bounded time if there cannot be a result.
         """
 
 
@@ -39,23 +39,25 @@ class Arena(Protocol):
     def all_reduce(self, index: int) -> Work:
         """Begin to replace ``buffers[index]`` by its sum (the mean, if the transport averages) over the ranks.
 
-        Every rank begins the same indices in the same order. The buffer belongs to the transport until the work is done.
+        Every rank begins the same indices in the same order. Only the transport uses the buffer until the work is done.
         """
 
 
 class Transport(Protocol):
+    """Allocates the buckets of a plan, and reduces them."""
+
     averages: bool  # reductions give the mean, not the sum
 
     def allocate(self, storages: Sequence[Storage]) -> Arena:
-        """Memory for the buckets of a new plan; every rank calls it at the same point with equal arguments."""
+        """Return memory for the buckets of a new plan. Every rank calls it at the same point with equal arguments."""
 
     def close(self) -> None:
-        """Give everything back; whoever waits for this rank learns that it is gone."""
+        """Release all resources. Ranks that wait for this one get an error."""
 
 
 @contextmanager
-def reduction(what: str) -> Iterator[None]:
-    """What backends raise (connection lost, timeout, aborted) is a ReductionFailed."""
+def reduction_errors(what: str) -> Iterator[None]:
+    """Turn the exceptions of backends (connection lost, timeout, aborted) into ReductionFailed. ``what`` begins the message."""
     try:
         yield
     except TrainError:

@@ -1,4 +1,4 @@
-"""Which transport reduces the gradients: shared memory on one host, or the process group."""
+"""Chooses the transport of the gradients: shared memory on one host, or the process group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .shared_memory import SharedMemory
 
 
 def choose(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto") -> Transport:
-    """The transport for parameters on ``device``; all ranks call it at the same time and get the same.
+    """Return the transport for parameters on ``device``. All ranks call it at the same point and get the same.
 
-    ``wanted``: "auto" takes shared memory where it can be had and the process group elsewhere, "shared memory" raises TrainError where it
-    cannot be had, "group" takes the process group.
+    ``wanted``: "auto" takes shared memory where that is possible and the process group elsewhere; "shared memory" raises TrainError where
+    that is impossible; "group" takes the process group.
     """
     if wanted not in ("auto", "group", "shared memory"):
         raise TrainError(f"there is no transport {wanted!r}: auto, group or shared memory")

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ..bucket_memory import Storage, zeros
-from .base import reduction
+from .base import reduction_errors
 
 
 class GroupWork:
+    """A reduction by a process group."""
+
     def __init__(self, work: dist.Work, what: str) -> None:
         self._work, self._what = work, what
 
@@ -18,18 +20,20 @@ class GroupWork:
         return self._work.is_completed()
 
     def wait(self) -> None:
-        with reduction(self._what):
+        with reduction_errors(self._what):
             self._work.wait()
 
 
 class GroupArena:
+    """Buckets in ordinary memory."""
+
     def __init__(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, storages: Sequence[Storage]) -> None:
         self._group, self._op = group, op
         self.buffers = zeros(storages)
 
     def all_reduce(self, index: int) -> GroupWork:
         what = f"the reduction of bucket {index}"
-        with reduction(what):
+        with reduction_errors(what):
             work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
         assert work is not None
         return GroupWork(work, what)
@@ -46,4 +50,4 @@ class GroupTransport:
         return GroupArena(self._group, dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM, storages)
 
     def close(self) -> None:
-        """The group is its owner's."""
+        """Do nothing: the group belongs to the caller."""

@@ -1,9 +1,10 @@
 """Sums of buckets through memory that the ranks of one host share, instead of through loopback sockets.
 
-A rank's buckets lie in a file in memory (memfd; /dev/shm has 64 MB in a container) that its neighbours on the host map, too. When all of
-them have come with a bucket, each adds up one slice of it, in the order of the ranks, and writes the sum to everybody: the same bits on
-every rank and for any layout of the buckets. How far a rank is with a bucket is a word in its own file, which only it writes and which only
-grows. There is no thread: who begins, asks or waits pushes on what is pending. On several hosts, a leader of each adds up over gloo.
+A rank's buckets lie in a file in memory (memfd; /dev/shm has 64 MB in a container), which its neighbours on the host map, too. When all
+ranks have launched a bucket, each adds up one slice of it, in the order of the ranks, and writes the sum to all: the same bits on
+every rank and for any layout of the buckets. A word in a rank's own file says how far the rank is with a bucket; only this rank writes it,
+and it only grows. There is no thread: a rank that begins, polls or waits continues what is pending. On several hosts, one leader of each
+host takes part in a sum over gloo.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..bucket_memory import ALIGNED, Storage
 from ..errors import PeerLost, ReductionFailed, TrainError
-from .base import AGAIN, Arena, reduction
+from .base import AGAIN, Arena, reduction_errors
 from .group import GroupTransport, GroupWork
 
 log = logging.getLogger("elastirun.train")
 
-BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still there when it is written to the others
-SPIN, NAP = 2e-4, 5e-4  # seconds: a wait looks again and again for so long; later it sleeps an eighth of what it has waited, at most a nap
+BLOCK = 512 * 1024  # bytes added up at a time, half of a usual core's cache: a sum is still cached when it is written to the others
+SPIN, NAP = 2e-4, 5e-4  # seconds: a wait is busy for SPIN, then sleeps an eighth of the time it has waited, at most NAP
 
 
 class SharedMemory:
     """The transport for processors: shared memory between the ranks of a host, a gloo group between the hosts.
 
-    Every rank of ``group`` makes one at the same time; all get a TrainError if one cannot, is not ``willing``, or if no two share a host.
-    ``host`` tells hosts apart; by default, a host is what shares a kernel, a pid namespace and a user. A wait ends with an error after the
-    timeout of ``group``, and milliseconds after a neighbour has ended or closed its transport. After an error, the transport is closed.
+    Every rank of ``group`` makes one at the same point. All get a TrainError if one rank cannot or is not ``willing``, or if no two ranks
+    share a host. ``host`` names the host; by default, ranks with the same kernel, pid namespace and user share one. A wait ends with an
+    error after the timeout of ``group``, and milliseconds after a neighbour has ended or closed its transport. After an error, the
+    transport is closed.
     """
 
     averages = False
@@ -52,12 +54,12 @@ class SharedMemory:
         self._group, self.rank = group, dist.get_rank(group)
         self._strict = strict
         self._instead: GroupTransport | None = None  # the transport of the buckets that found no memory
-        self._processes: dict[int, int] = {}  # ranks by descriptor; a socket would live on in a fork, such as a DataLoader's worker
+        self._processes: dict[int, int] = {}  # ranks by pidfd; a socket would stay open in a fork, such as a DataLoader's worker
         weakref.finalize(self, _close_all, self._processes)
         self._ended = select.poll()
-        self._closed: list[memoryview] = []  # a word of each rank of this host
-        self.between: list[Any] = []  # on the leaders of several hosts: their gloo group
-        options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # which backends need not have
+        self._closed: list[memoryview] = []  # a word of each rank of this host: it has closed its transport
+        self.between: list[Any] = []  # on the leaders, if there are several hosts: their gloo group
+        options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # a backend need not have any
         self.timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
         told = self._agreed(lambda: (_host(host, willing), os.getpid(), time.time_ns()))
         hosts = [numbers[0] for numbers in told]
@@ -68,17 +70,19 @@ class SharedMemory:
         self._pids = {rank: told[rank][1] for rank in self.ranks}
         self._agreed(self._watch)
         self._closed = [memoryview(m).cast("Q") for m in self.share(PAGESIZE)]
-        if len(self.leaders) > 1 and self.rank in self.leaders:  # the time: the store may still know an earlier transport's leaders
+        if len(self.leaders) > 1 and self.rank in self.leaders:
+            # The time is in the prefix because the store may still hold the keys of an earlier transport.
             store = c10d.PrefixStore(f"elastirun/{told[0][2]}", c10d._get_process_group_store(group))
             self.between = [dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), self.timeout)]
 
     def _watch(self) -> None:
+        """Open pidfds of the other ranks of this host, so that their end is noticed."""
         for rank in set(self.ranks) - {self.rank}:
             self._processes[descriptor := os.pidfd_open(self._pids[rank])] = rank
             self._ended.register(descriptor, select.POLLIN)
 
     def allocate(self, storages: Sequence[Storage]) -> Arena:
-        """Where a rank has not the memory, every rank raises TrainError if ``strict``; else buckets go through the group from now on."""
+        """Return memory for buckets. If a rank has not enough, every rank raises TrainError (``strict``), or uses the group from now on."""
         if self._instead is None:
             try:
                 return SharedArena(self, storages)
@@ -91,17 +95,17 @@ class SharedMemory:
         return self._instead.allocate(storages)
 
     def close(self) -> None:
-        """Neighbours who wait for this rank get a PeerLost. Buffers stay as they are for as long as they are used."""
+        """Let neighbours that wait for this rank get a PeerLost. Buffers stay valid for as long as they are used."""
         if self._closed:
             self._closed[self.ranks.index(self.rank)][0] = 1
         self._ended = select.poll()
         _close_all(self._processes)
         between, self.between = self.between, []
-        if between:  # its end closes the connections, so that the other leaders learn it; but not before a sum under way has its deadline
+        if between:  # closes the connections, which the other leaders notice; it may wait until the deadline of a sum under way
             threading.Thread(target=between.clear, daemon=True).start()
 
     def share(self, size: int) -> list[mmap]:
-        """``size`` zero bytes of each rank of this host, in their order."""
+        """Return maps of ``size`` zero bytes of each rank of this host, in rank order."""
         maps: list[mmap] = []
         with ExitStack() as stack:
 
@@ -122,13 +126,13 @@ class SharedMemory:
         return maps
 
     def _agreed(self, action: Callable[[], tuple[int, ...] | None]) -> list[list[int]]:
-        """Up to three numbers of each rank, from its ``action``; a TrainError on all ranks if that raises an OSError on one."""
+        """Return up to three numbers of each rank, from its ``action``. Raise TrainError on all ranks if that raises an OSError on one."""
         told, why = torch.zeros((dist.get_world_size(self._group), 4), dtype=torch.int64, device="cpu"), ""
         try:
             told[self.rank] = torch.tensor((1, *(action() or ()), 0, 0, 0)[:4], device="cpu")
         except (OSError, ValueError) as error:
             why = f": {error}"
-        with reduction("an agreement on shared memory"):
+        with reduction_errors("an agreement on shared memory"):
             dist.all_reduce(told, group=self._group)
         if failed := [rank for rank, (fine, *_) in enumerate(told.tolist()) if not fine]:
             self.close()
@@ -136,8 +140,8 @@ class SharedMemory:
         return [numbers for _, *numbers in told.tolist()]
 
     def lost(self) -> tuple[int, str] | None:
-        """A rank of this host that is gone, and how."""
-        # First who closed: it may have seen the end of one, who is to be named, a moment before it can be seen here.
+        """Return a rank of this host that is gone, and a sentence on how; None if there is none."""
+        # Read the words first. A rank closes when it has seen the end of another one: that one is to be named, and is then seen here, too.
         closed = [(rank, "closed its transport, as after an error") for rank, word in zip(self.ranks, self._closed, strict=True) if word[0]]
         ended = [(self._processes[descriptor], "ended") for descriptor, _ in self._ended.poll(0)]
         return next(((rank, f"rank {rank} (pid {self._pids[rank]}) {how}") for rank, how in ended + closed), None)
@@ -149,9 +153,9 @@ def _close_all(descriptors: dict[int, int]) -> None:
 
 
 def _host(name: str | None, willing: bool) -> int:
-    """A number for what processes must share so that one can open the other's files: the kernel, the pid namespace, the user."""
+    """Return a number for the kernel, the pid namespace and the user. Processes that share them can open each other's files."""
     if not willing or platform.machine() != "x86_64":
-        # Other processors may show a neighbour the word before the bucket, and Python has no barrier against that.
+        # On other processors a neighbour may see the word before the contents of the bucket, and Python has no memory barrier.
         raise OSError(f"{platform.machine()} orders memory weakly" if willing else "it is switched off")
     with open("/proc/sys/kernel/random/boot_id") as file:
         name = name or f"{file.read()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
@@ -163,8 +167,9 @@ class SharedArena:
 
     def __init__(self, transport: SharedMemory, storages: Sequence[Storage]) -> None:
         self.transport, self._mine = transport, transport.ranks.index(transport.rank)
-        self._rounds, self._handed_on = [0] * len(storages), 0  # how often each has begun; how many in all went to the other leaders
-        self._pending: list[Reduction] = []
+        self._rounds = [0] * len(storages)  # by bucket: reductions begun
+        self._handed_on = 0  # sums that this leader has begun with the other leaders
+        self._pending: list[SharedWork] = []
         lengths = (8 * len(storages) + 1, *(storage.numel * storage.dtype.itemsize for storage in storages))
         *offsets, size = itertools.accumulate(-(-length // PAGESIZE) * PAGESIZE for length in lengths)
         maps = transport.share(size)
@@ -172,14 +177,14 @@ class SharedArena:
         self._buckets = [[_tensor(m, *place) for m in maps] for place in zip(storages, offsets, strict=True)]
         self.buffers = [_tensor(maps[self._mine], *place) for place in zip(storages, offsets, strict=True)]  # versions of their own
 
-    def all_reduce(self, index: int) -> Reduction:
+    def all_reduce(self, index: int) -> SharedWork:
         self._rounds[index] += 1
-        self._pending.append(work := Reduction(self, index, self._reduce(index)))
+        self._pending.append(work := SharedWork(self, index, self._reduce(index)))
         self.push()
         return work
 
     def push(self) -> None:
-        """Go on with all that is pending, as far as the other ranks allow."""
+        """Continue all pending reductions, as far as the other ranks are."""
         try:
             for work in self._pending:
                 work.over = next(work.steps, False)
@@ -189,11 +194,11 @@ class SharedArena:
         self._pending = [work for work in self._pending if not work.over]
 
     def _reduce(self, index: int) -> Iterator[bool]:
-        """One bucket's way; says at each step whether it is at the end."""
+        """Reduce one bucket step by step; yield whether the reduction is over."""
         word, number = 3 * self._rounds[index], sum(self._rounds)
         buffers, several = self._buckets[index], len(self.transport.leaders) > 1
         yield from self._meet(index, word)
-        self._add(buffers, spread=not several)
+        self._add(buffers, to_all=not several)
         yield from self._meet(index, word + 1)
         if several:
             while self.transport.between and self._handed_on < number - 1:  # in the same order on all leaders
@@ -209,43 +214,47 @@ class SharedArena:
                 while self._words[0][index] < word + 2:
                     yield False
                 buffers[self._mine].copy_(buffers[0])
-            yield from self._meet(index, word + 2)  # the leader may not write what another one has still to copy
+            yield from self._meet(index, word + 2)  # the leader must not write the next sum before the others have copied this one
         yield True
 
     def _meet(self, index: int, word: int) -> Iterator[bool]:
-        # x86-64 shows others this after all that was stored before; past the cache, too: torch's operations end with locked instructions.
+        """Publish that this rank has come to ``word`` with a bucket, and wait for the others."""
+        # On x86-64 others see this store after all stores before it. That includes stores that bypass the cache, because torch's
+        # operations end with locked instructions.
         self._words[self._mine][index] = word
         while self._behind(index, word):
             yield False
 
     def _behind(self, index: int, word: int) -> list[int]:
+        """Return the ranks that have not come to ``word`` yet."""
         return [rank for rank, words in zip(self.transport.ranks, self._words, strict=True) if words[index] < word]
 
     def lacking(self, index: int) -> str:
+        """Return a sentence on the ranks that a reduction waits for."""
         word = self._words[self._mine][index]
         behind = self._behind(index, word)
         return f"{f'ranks {behind}' if behind else 'other hosts'} did not {'finish' if word % 3 else 'come with'} bucket {index}"
 
-    def _add(self, buffers: list[Tensor], spread: bool) -> None:
-        """Add up this rank's slice into the first buffer; with ``spread``, write it to the others."""
+    def _add(self, buffers: list[Tensor], to_all: bool) -> None:
+        """Add up this rank's slice into the first buffer; with ``to_all``, write the sum to the others."""
         step = -(-buffers[0].numel() // (len(buffers) * ALIGNED)) * ALIGNED
         slices = [buffer[self._mine * step :][:step].split(BLOCK // buffer.element_size()) for buffer in buffers]  # type: ignore[no-untyped-call]
         for total, *others in zip(*slices, strict=True):
             for other in others:
                 total.add_(other)
-            for other in others if spread else ():
+            for other in others if to_all else ():
                 other.copy_(total)
 
 
 def _tensor(memory: mmap, storage: Storage, offset: int) -> Tensor:
-    count = storage.numel  # of which frombuffer wants one at least
+    count = storage.numel  # frombuffer needs one at least
     if not count:
         return torch.zeros(0, dtype=storage.dtype, device="cpu")
     return torch.frombuffer(memory, dtype=storage.dtype, count=count, offset=offset)
 
 
-class Reduction:
-    """One bucket on its way."""
+class SharedWork:
+    """The ``Work`` of one bucket in shared memory."""
 
     def __init__(self, arena: SharedArena, index: int, steps: Iterator[bool]) -> None:
         self._arena, self._index, self.steps, self.over = arena, index, steps, False
@@ -259,11 +268,12 @@ class Reduction:
         while not self.done():
             waited = time.monotonic() - begun
             if waited < SPIN:
-                os.sched_yield()  # with more ranks than cores, the rank that is waited for may want this one
+                os.sched_yield()  # with more ranks than cores, the rank that is awaited may need this core
                 continue
             time.sleep(min(NAP, waited / 8))
             lost = transport.lost()
-            if (lost or waited > transport.timeout.total_seconds()) and not self.done():  # it may have been a neighbour's last deed
+            # A neighbour may have finished its part before it ended, hence the last condition.
+            if (lost or waited > transport.timeout.total_seconds()) and not self.done():
                 text = f"{self._arena.lacking(self._index)} in {waited:.3g} s. {AGAIN}"
-                transport.close()  # so that those who wait for this rank learn that it is out
+                transport.close()  # ranks that wait for this one get an error at once
                 raise PeerLost(lost[0], f"{lost[1]}: {text}") if lost else ReductionFailed(text)
