@@ -3,66 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
-from .errors import ModelMismatch, TrainError
+from .errors import ModelMismatch
 
-OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
 CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many bytes is held meanwhile
-
-
-def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return ``group``, or the default one. Raises TrainError if there is none, or if this process is not a member."""
-    if not dist.is_available() or (group is None and not dist.is_initialized()):
-        raise TrainError("there is no process group: call torch.distributed.init_process_group() before, or give process_group=")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
-        raise TrainError("this process is not a member of the process group that was given")
-    return found
-
-
-def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a group of the same ranks for the caller alone; every rank of ``group`` calls it at the same point.
-
-    Collectives of others in ``group`` are then not in the way, in whatever order they run. ``torch.distributed.new_group`` does not do:
-    either it needs all ranks of the world, or it makes the group's name from the number of groups of a rank, which may differ between
-    ranks. With another backend than gloo or NCCL, the result is ``group`` itself.
-    """
-    backend = c10d._world.pg_map[group][0]
-    if dist.get_world_size(group) == 1 or not set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()) <= OWN:
-        return group
-    [number] = broadcast([time.time_ns()], group, device)
-    members = dist.get_process_group_ranks(group)
-    options = getattr(group._get_backend(device), "options", None)
-    made: dist.ProcessGroup = c10d._new_process_group_helper(
-        len(members),
-        dist.get_rank(group),
-        members,
-        c10d.Backend(backend),
-        c10d._get_process_group_store(group),
-        cast(Any, f"elastirun {number}"),
-        timeout=getattr(options, "_timeout", c10d.default_pg_timeout),
-    )[0]
-    c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(members)}
-    return made
-
-
-def end_own_group(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """End the group that ``make_own_group`` has made of ``group``, unless the program has ended all groups already.
-
-    A rank need not wait for the others to call it. NCCL's groups could wait for them there, so they are aborted.
-    """
-    if made is not group and made in c10d._world.pg_map:
-        end = c10d._abort_process_group if dist.get_backend(made) == "nccl" else dist.destroy_process_group
-        end(made)
 
 
 def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 import time
 import weakref
@@ -17,25 +15,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import autograd_engine
-from .collectives import copy_from_first, end_own_group, find_group, gather, make_own_group, verify_same
+from .at_exit import release_at_exit
+from .collectives import copy_from_first, gather, verify_same
 from .comm_hooks import Hook
 from .conclusion import Options
 from .control_words import REQUESTS, Agreement
+from .copies import TIED, FirstBackward
 from .errors import TrainError
 from .nested_tensors import find_tensors, to_device
 from .optimizer import BucketSteps, applied, step_each, take_over
-from .reducer import Reducer, settle
+from .process_groups import end_own_group, find_group, group_of, make_own_group
+from .reducer import Reducer
+from .replica_description import check_reducible, describe, sparse_names
 from .running_stats import find_statistics
 from .state_dicts import take_both_forms
 from .step_times import step_report
 from .torch_names import TorchNames, torchs
 from .transports.base import reduction_errors
 from .transports.choose import choose
+from .under_way import settle
+from .uneven_batches import take_batches
 
 T = TypeVar("T")
-
-
-TIED = ("process_group", "device_mesh", "_made", "_transport", "_waking", "_named", "_group", "_end_own_group", "_hook", "_optimizer")
 
 
 class DistributedDataParallel(TorchNames):
@@ -45,16 +46,16 @@ class DistributedDataParallel(TorchNames):
     difference is a ModelMismatch that names the parameter) and rank 0's parameters and buffers are copied to the others. It is a subclass
     of ``torch.nn.parallel.DistributedDataParallel``, takes its place in scripts and frameworks, and has its arguments:
 
-    device_ids            None, or the one device that tensors among the inputs are moved to; outputs stay on it (``output_device``)
+    device_ids            None, or the one device that tensors among the inputs are moved to; outputs stay there (``output_device``)
     device_mesh           in place of ``process_group``: a mesh of one dimension
     bucket_cap_mb         MiB per bucket; None (default): boundaries are planned from measured times and the measured link. Of
                           ``bucket_cap_mb_list`` the largest counts
-    forward_sync_buffers  copy rank 0's buffers to the others before each forward, where torch's class does. By default all but the
+    forward_sync_buffers  copy rank 0's buffers to the others before the forwards in which torch's class does so. By default all but the
                           running statistics of normalizing layers (BatchNorm): these travel with the gradients, so that all ranks have
                           rank 0's after each reduction, and again in ``eval()``, in ``state_dict()`` and in forwards of layers in
-                          evaluation. True: those are copied in forwards, too. False: each rank has its own from construction on, until
-                          ``sync_buffers()``
-    broadcast_buffers     the former name of the same; False keeps the ranks' own buffers at construction, too
+                          evaluation. True: running statistics are copied in forwards, too. False: each rank has its own buffers from
+                          construction on, until ``sync_buffers()``
+    broadcast_buffers     the former name of ``forward_sync_buffers``; False keeps the ranks' own buffers at construction, too
     init_sync             compare and copy at construction; default True
     find_unused_parameters, static_graph, gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params, check_reduction, dim
                           accepted and not needed: unused parameters, any number of uses or recomputations of a parameter, and
@@ -63,16 +64,16 @@ class DistributedDataParallel(TorchNames):
                           accepted; these parameters are reduced with the others
     mixed_precision       a TrainError: use autocast or a communication hook
 
-    and these are ours:
+    and these, which torch's class does not have:
 
-    transport             "auto" (default), "group", "shared memory": see ``transport.choose``
+    transport             "auto" (default), "group", "shared memory": see ``transports.choose``
     mean_over             "world" (default, as torch): a rank that did not use a parameter counts as a gradient of zero;
-                          "users": the mean is over the ranks that used it (zero the gradients before: what was kept would be scaled, too)
-    check_finite          tell in ``agreement.not_finite`` which ranks had an infinite or undefined gradient; costs a pass over them
+                          "users": the mean is over the ranks that used it (zero the gradients before: kept gradients would be scaled, too)
+    check_finite          list in ``agreement.not_finite`` the ranks that had an infinite or undefined gradient; costs a pass over all
     check_replicas_every  compare the replicas' parameters every so many reductions (default 1000; 0: never); see ``check_replicas``.
                           Not with a communication hook, which may let them differ on purpose
 
-    Gradients are not views of one another's memory, but of the module's: keep a copy of one that you need after the next backward.
+    Gradients are views of the module's memory: copy a gradient that you need after the next backward.
     A parameter that no rank used in a step has no gradient (None), as without data parallelism. Copies (``copy.deepcopy``, pickles) belong
     to the default group; a copy begins to reduce in its own first backward, which every rank has to run (of several
     copies in the same order).
@@ -131,7 +132,7 @@ class DistributedDataParallel(TorchNames):
             raise TrainError("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
         cap = self._take_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self._options = Options(cap, mean_over == "users", check_finite, check_replicas_every)
-        self._wanted = transport
+        self._transport_wanted = transport
         self._hook: tuple[Hook | None, Any] = (None, None)
         self._optimizer: torch.optim.Optimizer | None = None
         self.register_state_dict_pre_hook(_adopt)  # type: ignore[no-untyped-call]
@@ -140,11 +141,12 @@ class DistributedDataParallel(TorchNames):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._join(group_of(process_group, device_mesh, module), init_sync)
-        _living[self] = os.getpid()
+        release_at_exit(self)
 
     # -- the world --------------------------------------------------------------------------------------------------
 
     def _join(self, group: dist.ProcessGroup | None, init_sync: bool, step: int = 0) -> None:
+        """Compare the replicas in ``group``, copy rank 0's, and make transport and reducer. Every rank calls it at the same point."""
         self.process_group = find_group(group)
         self._list_parameters()
         copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
@@ -153,71 +155,57 @@ class DistributedDataParallel(TorchNames):
         if not devices:
             raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
         with reduction_errors("comparing and copying the replicas"):
-            verify_same(self._description(copied, init_sync), "parameters, buffers and options", self.process_group, devices[0])
+            verify_same(self._describe(copied, init_sync), "parameters, buffers and options", self.process_group, devices[0])
             self._group = make_own_group(self.process_group, devices[0])
             self._end_own_group = partial(end_own_group, self._group, self.process_group)
-            if devices[0].type == "cpu":  # elsewhere its last reduction may still be under way when the module is gone
-                weakref.finalize(self, self._end_own_group).atexit = False  # see ``_let_go``
+            if devices[0].type == "cpu":  # on a GPU the last reduction may still be under way when the module is gone
+                weakref.finalize(self, self._end_own_group).atexit = False  # see ``at_exit``
             if init_sync:
                 copy_from_first([tensor.detach() for _, tensor in copied], self._group)
-            step = max(theirs for (theirs,) in gather([step], self._group, devices[0]))  # who is new begins where the others are
-        self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._wanted)
+            step = max(theirs for (theirs,) in gather([step], self._group, devices[0]))  # a new rank begins at the step of the others
+        self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._transport_wanted)
         self._make_reducer(needs, step)
         self._reducer.install()
         if self.find_unused_parameters:  # graphs change from step to step
             self._reducer.conclusion.read_always()
 
-    def _description(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool) -> list[str]:
-        """What has to be the same on every rank, a line each: all that decides which reductions there are, and of what."""
+    def _describe(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool) -> list[str]:
+        """Describe what has to be the same on every rank."""
         options = {
             **vars(self._options),
-            "transport": self._wanted,
+            "transport": self._transport_wanted,
             "broadcast_buffers": self._buffers_wanted,
             "init_sync": init_sync,
             "find_unused_parameters": self.find_unused_parameters,
         }
-        sparse = self._sparse_names()
-        tensors = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t)}{' sparse' * (name in sparse)}" for name, t in copied]
-        return tensors + [f"{name}={value}" for name, value in options.items()]
+        return describe(copied, sparse_names(self.module), options)
 
     def _list_parameters(self) -> None:
+        """List the names and parameters that are not to be ignored."""
         self._named = [(name, param) for name, param in self.module.named_parameters() if name not in self.parameters_to_ignore]
-        for name, param in self._named:
-            if isinstance(param, nn.parameter.UninitializedParameter):
-                raise TrainError("the module has lazy parameters without a shape: run a forward before wrapping it")
-            if hasattr(param, "placements"):  # importing DTensor to ask for the type would take a second
-                raise TrainError(
-                    f"{name} is a DTensor, whose shards this module does not reduce: give device_mesh= a dimension of the mesh that it "
-                    "lies on, or use torch.distributed.fsdp.fully_shard"
-                )
+        check_reducible(self._named)
 
     def _list_buffers(self) -> list[tuple[str, Tensor]]:
+        """Return the names and buffers that are not to be ignored."""
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    def _sparse_names(self) -> set[str]:
-        """The parameters whose gradients are sparse."""
-        return {
-            f"{name}.weight" if name else "weight"
-            for name, module in self.module.named_modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        }
-
     def _make_reducer(self, needs: Sequence[bool], step: int) -> None:
-        sparse = self._sparse_names()
+        """Make the reducer of the parameters that ``needs`` says are trained, with the user's hook and optimizer."""
+        sparse = sparse_names(self.module)
         statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
         self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics, step)
-        self._applied = (-1, -1)  # its parameters have not been asked for optimizers yet
+        self._applied = (-1, -1)  # the parameters have not been searched for optimizers yet
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
         if self._optimizer is not None:
             self.step_in_backward(self._optimizer)
 
     def set_group(self, process_group: dist.ProcessGroup | None = None, init_sync: bool = True) -> None:
-        """Go on in another world: every rank of ``process_group`` calls it, those that are new by constructing the module.
+        """Continue in another world. Every rank of ``process_group`` calls it; new ranks construct the module instead.
 
-        With ``init_sync`` rank 0's parameters and buffers are copied to all, so it must be a rank that has them. Gradients that were not
-        stepped on are dropped; the state of the optimizer is the caller's to copy. Works after a ReductionFailed, too. What was asked of
-        the module (``accumulate``, ``set_samples``, requests) stays asked on this rank, and steps are counted on from the furthest rank's.
+        With ``init_sync`` rank 0's parameters and buffers are copied to all, so rank 0 must be one that has them. Gradients that no
+        optimizer has used are dropped; the caller copies the state of the optimizer. Works after a ReductionFailed, too. This rank's
+        settings (``accumulate``, ``set_samples``, requests) stay, and steps are counted from the highest number of any rank.
         """
         _adopt(self)  # rank 0 may be another one now
         old = self._reducer
@@ -231,9 +219,10 @@ class DistributedDataParallel(TorchNames):
         self._reducer.keep_requests(old)
 
     def _adapt(self) -> None:
-        """Parameters have been frozen or unfrozen, on every rank alike: reduce those that need it now.
+        """Make the reducer anew, because other parameters are frozen now, on every rank alike.
 
-        Nobody is waited for, because the forward that calls this may be an evaluation on one rank: the next reduction makes the memory.
+        There is no collective here, because the forward that calls this may be an evaluation on one rank. The next reduction makes the
+        memory.
         """
         old = self._reducer
         old.close()
@@ -243,17 +232,17 @@ class DistributedDataParallel(TorchNames):
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():  # first of all: the compiler gives this function up here, and compiles what it calls
+        with self._inside_ddp_forward():  # first: here the compiler gives up this function, and compiles the ones it calls
             begun = time.perf_counter()
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._post_forward(self.module(*inputs, **kwargs))
-            if self._trained and not self._asleep:
+            if self._trained and not self._without_reducer:
                 self._reducer.times.add_forward(time.perf_counter() - begun)
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._trained = self._prepare()
-        if not self._asleep:
+        if not self._without_reducer:
             # Within join() rank 0 may have no inputs any more; its statistics are out of date then.
             self._reducer.running_stats.before_forward(at_once=not self._join_config.enable)
         self._before_forward(self._trained)
@@ -262,30 +251,30 @@ class DistributedDataParallel(TorchNames):
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()
-        # as torch's class has it
-        self.require_forward_param_sync = torch.is_grad_enabled() and (self._asleep or self._reducer.schedule.sync)
-        if not self._asleep:
+        # the same value as in torch's class
+        self.require_forward_param_sync = torch.is_grad_enabled() and (self._without_reducer or self._reducer.schedule.sync)
+        if not self._without_reducer:
             self._reducer.running_stats.after_forward()
         if self._trained:
             tensors = find_tensors(output)
-            if not (self._asleep and autograd_engine.before_backward(tensors, self._waking)):
+            if not (self._without_reducer and autograd_engine.before_backward(tensors, self._first_backward)):
                 self._reducer.announce(tensors)
         return output
 
     def _prepare(self) -> bool:
-        """Is a backward to be expected, one that reduces gradients?"""
-        if self._asleep:
+        """Prepare a forward; return whether a backward that accumulates gradients may follow."""
+        if self._without_reducer:
             return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
         if self._reducer.trained.changed:
             self._adapt()
-        seldom = self._reducer.step < 3 or self._reducer.step % 100 == 0  # to look at all parameters takes time
+        seldom = self._reducer.step < 3 or self._reducer.step % 100 == 0  # to check all parameters takes time
         if seldom or self._applied != applied():
             self._look_at_parameters()
         return torch.is_grad_enabled() and self._reducer.find_frozen()
 
     def _look_at_parameters(self) -> None:
-        """Raise TrainError if there are others than at construction; take over optimizers that somebody has given them."""
+        """Raise TrainError if there are other parameters than at construction; take over optimizers that parameters have been given."""
         known = {id(param) for _, param in self._named}
         for name, param in self.module.named_parameters():
             ours = id(param) in known or name in self.parameters_to_ignore or not isinstance(param, nn.Parameter)  # functional_call()
@@ -300,8 +289,10 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Lets torch.compile split graphs where buckets end, as it does within torch's own class (DDPOptimizer). It asks that class, or
-        this one where a script has put it in the place of torch's."""
+        """Let torch.compile split graphs where buckets end, as it does within torch's class (DDPOptimizer).
+
+        The compiler asks torch's class for the active module, or this class where a script has put it in the place of torch's.
+        """
         if "torch._dynamo" not in sys.modules:
             yield
             return
@@ -314,9 +305,9 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards within it leave gradients local; the next one outside reduces what has been accumulated.
+        """Leave the gradients of backwards within this context local; the next backward outside reduces the accumulated gradients.
 
-        What counts is where the backward runs, not where the forward did.
+        The place of the backward counts, not that of the forward.
         """
         before = self._reducer.schedule.set_sync(False)
         try:
@@ -325,7 +316,7 @@ class DistributedDataParallel(TorchNames):
             self._reducer.schedule.set_sync(before)
 
     def accumulate(self, n: int) -> None:
-        """From now on reduce in each ``n``-th backward only (1: in each one). Micro-batches of a pipeline need no no_sync() then.
+        """Reduce only in each ``n``-th backward from now on (1: in each one). Micro-batches of a pipeline need no no_sync() then.
 
         Gradients of backwards that are left over when the data end stay local: choose ``n`` so that it divides their number.
         """
@@ -334,7 +325,7 @@ class DistributedDataParallel(TorchNames):
         self._reducer.schedule.reduce_every(n)
 
     def set_samples(self, samples: float) -> None:
-        """How many samples this rank's gradients stand for, until the next call; default 1 on each rank.
+        """Set the number of samples that this rank's gradients stand for, until the next call; default 1 on each rank.
 
         The result is the mean over samples: the sum over ranks of samples times gradient (a gradient of the mean loss of these samples),
         divided by the sum of samples. Where a rank's share changes, the gradients take one more pass. On a GPU the host waits for each
@@ -346,50 +337,29 @@ class DistributedDataParallel(TorchNames):
         self._reducer.local_report.weigh(float(samples))
 
     def skip(self) -> None:
-        """Take part in the others' reduction without data of one's own; the gradients are the mean over the others."""
+        """Take part in a reduction without data; the gradients are the mean over the other ranks."""
         self._prepare()
         self._reducer.skip()
 
     def batches(self, data: Iterable[T], samples: Callable[[T], float] | None = None) -> Iterator[T | None]:
-        """This rank's batches, then None as long as another rank has some, so that no rank hangs when inputs are uneven.
+        """Yield this rank's batches, then None as long as another rank has some, so that no rank hangs when inputs are uneven.
 
         Each batch that is not None needs one reducing backward (a batch without one is reported as no data). Where None comes, the
         gradients of the others are there already: step the optimizer as always. ``samples(batch)`` weights the batch; default 1 each.
         """
-        end, source = object(), iter(data)
-        self._reducer.local_report.read_first()
-        batch: Any = next(source, end)
-        try:
-            while True:
-                following = end if batch is end else next(source, end)
-                weight = 1.0 if samples is None or batch is end else float(samples(batch))
-                self._reducer.local_report.announce_batch(weight, more=following is not end)
-                step = self._reducer.step
-                if batch is not end:
-                    yield batch
-                if self._reducer.step == step and (batch is end or self._reducer.schedule.always_reduces):
-                    self.skip()
-                    if self.agreement.with_data == 0:
-                        return
-                    if batch is end:
-                        yield None
-                if not self.agreement.more:
-                    return
-                batch = following
-        finally:
-            self._reducer.local_report.announce_batch(1.0, more=False)
+        return take_batches(self, data, samples)
 
     # -- what all ranks agree on --------------------------------------------------------------------------------------
 
     @property
     def agreement(self) -> Agreement:
-        """What all ranks know since the last reduction. Raises TrainError before the first."""
+        """Return what all ranks know since the last reduction. Raises TrainError before the first reduction."""
         if (pending := self._reducer.conclusion.pending) is None:
             raise TrainError("there has been no reduction yet")
         return pending.agreement
 
     def request(self, name: str) -> None:
-        """Ask for "checkpoint" or "drain": from the next reduction on, ``name in ddp.agreement.requests`` on every rank, for one step."""
+        """Request "checkpoint" or "drain": after the next reduction, ``name in ddp.agreement.requests`` on every rank, for one step."""
         if name not in REQUESTS:
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
         self._reducer.local_report.request(name)
@@ -405,8 +375,11 @@ class DistributedDataParallel(TorchNames):
         return step_report(self._reducer)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        """As of any module. Before an evaluation every rank gets rank 0's running statistics, as the last reduction brought them along,
-        whatever forwards have made of them since: without communication, so it may be done on one rank alone."""
+        """Set the mode, as in any module.
+
+        Before an evaluation every rank takes over rank 0's running statistics of the last reduction, whatever forwards have changed since.
+        That needs no communication, so one rank may do it alone.
+        """
         if not mode:
             _adopt(self)
         super().train(mode)  # type: ignore[no-untyped-call]
@@ -425,8 +398,11 @@ class DistributedDataParallel(TorchNames):
         self._reducer.running_stats.forget()
 
     def check_replicas(self) -> None:
-        """Compare all ranks' trained parameters, whether or not there is a communication hook; every rank calls it. Raises Diverged, naming
-        the first parameter that differs, and TrainError for a parameter that was put in place after the module had been wrapped."""
+        """Compare all ranks' trained parameters, whether or not there is a communication hook; every rank calls it.
+
+        Raises Diverged with the name of the first parameter that differs, and TrainError for a parameter that was put in place after the
+        module had been wrapped.
+        """
         self._look_at_parameters()
         settle()
         self._reducer.check_replicas()
@@ -434,7 +410,7 @@ class DistributedDataParallel(TorchNames):
     # -- extensions -----------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` reduce the buckets, as in torch: it returns a future of the result and divides by itself.
+        """Let ``hook(state, bucket)`` reduce the buckets, as in torch: the hook returns a future of the result, and divides by itself.
 
         Every rank calls it between the same two steps. Before the first reduction, a rank that has not is a ModelMismatch on all of them;
         later, the reductions no longer fit together and end in a ReductionFailed or an abort.
@@ -459,7 +435,7 @@ class DistributedDataParallel(TorchNames):
     # -- copies ---------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy.deepcopy`` and pickles; only of a module of the default group, as in torch."""
+        """Return the state for ``copy.deepcopy`` and pickles; only for a module of the default group, as in torch."""
         self._check_default_group()  # type: ignore[no-untyped-call]
         return {name: value for name, value in self.__dict__.items() if name not in TIED}
 
@@ -467,18 +443,18 @@ class DistributedDataParallel(TorchNames):
         self.process_group = find_group(None)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self._hook, self._optimizer = (None, None), None
-        self._waking = Waking(self)
+        self._first_backward = FirstBackward(self)
         self._list_parameters()
-        _living[self] = os.getpid()
+        release_at_exit(self)
 
     @property
-    def _asleep(self) -> bool:
-        """Is this a copy that has not reduced anything yet? It has no reducer: to make one is a matter of all ranks, a copy of one."""
+    def _without_reducer(self) -> bool:
+        """Whether this is a copy that has not reduced anything yet. All ranks together make a reducer; a copy is made by one rank alone."""
         return "_made" not in self.__dict__
 
     @property
     def _reducer(self) -> Reducer:
-        if self._asleep:
+        if self._without_reducer:
             self._join(self.process_group, init_sync=False)
         made: Reducer = self.__dict__["_made"]
         return made
@@ -487,69 +463,16 @@ class DistributedDataParallel(TorchNames):
     def _reducer(self, reducer: Reducer) -> None:
         self.__dict__["_made"] = reducer
 
-    @_reducer.deleter
-    def _reducer(self) -> None:
-        del self.__dict__["_made"]
-
-
-class Waking:
-    """Listens for the first backward of a copy, in which the copy gets its reducer."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-
-    def backward_starts(self) -> None:
-        ddp = self._ddp()
-        if ddp is not None and ddp._asleep and autograd_engine.accumulates():
-            ddp._reducer.backward_starts()
-
-    def gradient_ready(self, index: int) -> None:
-        """It has no hooks on parameters."""
-
-
-_living: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # and the process that made them
-
-
-@atexit.register
-def _let_go() -> None:
-    """Let the process groups go while the interpreter still works: gloo's threads end with their group, and those that outlive the
-    interpreter may abort it (pytorch issue 190489). Modules of a script's top level would hold the groups for too long."""
-    for ddp, pid in list(_living.items()):
-        if pid == os.getpid():
-            if not ddp._asleep:
-                ddp._reducer.close()
-                ddp._end_own_group()
-                del ddp._reducer, ddp._transport, ddp._group
-            del ddp.process_group
-
-
-def strides(tensor: Tensor) -> str:
-    """Said only where they are not the usual ones: gradients lie in memory as their parameters do, so they have to be the same."""
-    return "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
-
-
-def frozen(tensor: Tensor) -> str:
-    return "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
+    def _release(self) -> None:
+        """Let the reducer and the process groups go, at the end of the process."""
+        if not self._without_reducer:
+            self._reducer.close()
+            self._end_own_group()
+            del self.__dict__["_made"], self._transport, self._group
+        del self.process_group
 
 
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
     """Take over rank 0's running statistics."""
-    if not ddp._asleep:
+    if not ddp._without_reducer:
         ddp._reducer.running_stats.adopt()
-
-
-def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
-    """The group of ``device_mesh=``; or the one of ``process_group=``. A module that lies on another dimension of the mesh becomes one of
-    plain tensors with torch's own function."""
-    if mesh is None:
-        return group
-    if group is not None:
-        raise TrainError("Cannot specify both process_group and device_mesh arguments. Give one of them")
-    if mesh.ndim != 1:
-        raise TrainError(f"Only 1D device mesh is supported, but got {mesh}: give one of its dimensions by name, as in mesh['data']")
-    if mesh._get_root_mesh() != mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
-    found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
-    return found

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,16 +28,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from . import autograd_engine
+from . import autograd_engine, under_way
+from .arrival import Arrival
 from .backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Trigger
 from .bucket_memory import Bucket, Portion
 from .bucket_set import BucketSet
 from .comm_hooks import Hook
-from .conclusion import Conclusion, Options, Outcome
+from .conclusion import Conclusion, Options
 from .control_words import FAILED, NOT_FINITE, LocalReport
 from .errors import OutsideForward, ReductionFailed, TrainError
 from .extensions import Extensions, OptimizerStep
-from .lone_gradients import reduce_newcomers, reduce_sparse
 from .planner import Planner
 from .running_stats import LayerBuffer, RunningStatistics
 from .schedule import Schedule
@@ -48,7 +47,6 @@ from .transports.base import AGAIN, Transport, reduction_errors
 from .watch import Unannounced, Watch
 
 _numbers = itertools.count()
-_under_way: weakref.WeakSet[Reducer] = weakref.WeakSet()  # the reducers whose backward has begun and is not over
 
 
 class Reducer:
@@ -120,7 +118,7 @@ class Reducer:
         """Raise what made the module unusable; finish what an exception interrupted."""
         if not dist.is_initialized():
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
-        settle()
+        under_way.settle()
         if self._broken is not None:
             raise self._broken
 
@@ -172,7 +170,7 @@ class Reducer:
         self._conclude()
         reduces = self.schedule.count()
         backward = self._backward = Backward(reduces, self.local_report.samples, self.watch.expected.copy())
-        _under_way.add(self)
+        under_way.reducers.add(self)
         autograd_engine.at_the_end(partial(self._graph_done, backward.task))
         if reduces:
             self.bucket_set.reset()
@@ -228,7 +226,7 @@ class Reducer:
         Such a backward may be that of a penalty, which is the same on every rank. Twice in a row is a penalty after a step and one
         before the next.
         """
-        elsewhere = any(one.trained.holds(self.params[index]) for one in _in_task(autograd_engine.task()))
+        elsewhere = any(one.trained.holds(self.params[index]) for one in under_way.in_task(autograd_engine.task()))
         grad = self.params[index].grad
         if not self.schedule.sync or elsewhere or grad is None:
             return
@@ -294,18 +292,14 @@ class Reducer:
     # -- the end of a backward --------------------------------------------------------------------------------------
 
     def _graph_done(self, task: int) -> None:
-        """End all backwards of the engine's run ``task``, which is over, in the same order on every rank: the engine's callback.
-
-        In which order the modules of one run began depends on the graph, which may differ between ranks. The first callback ends all.
-        """
-        for reducer in sorted(_in_task(task), key=lambda one: one.number):
-            reducer.end(Trigger.GRAPH_DONE)
+        """End all backwards of the engine's run ``task``. The engine calls it at the end of the run, and holds this reducer until then."""
+        under_way.graph_done(task)
 
     def end(self, trigger: Trigger) -> None:
         """End the backward that the engine has left; reduce what it has accumulated, if it reduces."""
         backward = self._backward
         assert backward is not None
-        _under_way.discard(self)
+        under_way.reducers.discard(self)
         if trigger is Trigger.GRAPH_DONE:
             self.times.stop()
         if backward.phase is BROKEN and self._broken is not None:
@@ -396,43 +390,15 @@ class Reducer:
         outcome = self.conclusion.receive(bucket_set.read_words(self.step), wants, self.expected_samples)
         if self.watch.note_unused(outcome.unused):
             self._install_hooks()
+        arrival = Arrival(outcome, self._scale(backward, False), self._group, self._extensions.optimizer_step)
         for index, bucket in enumerate(bucket_set.buckets):
             self._wait(bucket)
-            self._set_gradients_of(backward, bucket, index in outcome.late, outcome)
-        self._reduce_alone(backward, outcome)
+            arrival.set_gradients(bucket, index in outcome.late)
+        arrival.reduce_sparse(self.params, self._sparse)
+        if outcome.agreed and (newcomers := self.trained.newcomers(outcome.agreed.trained)):
+            arrival.reduce_newcomers(newcomers, self.planner.device)
         self.expected_samples = outcome.samples
         self.running_stats.receive(bucket_set.factor)
-
-    def _set_gradients_of(self, backward: Backward, bucket: Bucket, late: bool, outcome: Outcome) -> None:
-        """Make the values of ``bucket``, which has arrived, the gradients of its parameters."""
-        if late:
-            extra = bucket.gather_late(self._scale(backward, False))
-            with reduction_errors("the reduction of late gradients"):
-                dist.all_reduce(extra, group=self._group)
-            bucket.flat.add_(extra)
-        if outcome.correction != 1.0:
-            bucket.flat.mul_(outcome.correction)
-        bucket.set_gradients(outcome.users)
-        if outcome.agreed and outcome.users and self._options.mean_over_users:
-            bucket.rescale_to_users(outcome.users, outcome.agreed.with_data)
-        self._optimize(bucket.params, outcome)
-
-    def _reduce_alone(self, backward: Backward, outcome: Outcome) -> None:
-        """Reduce the gradients that have no bucket."""
-        scale, users = self._scale(backward, False), outcome.users if outcome.common else None
-        for index in self._sparse:
-            if users is None or users[index]:
-                factor = outcome.correction if users is None else outcome.factor(users[index])
-                reduce_sparse(self.params[index], scale * factor, self._group)
-            self._optimize([self.params[index]], outcome)
-        if outcome.agreed and (newcomers := self.trained.newcomers(outcome.agreed.trained)):
-            reduce_newcomers(newcomers, scale, outcome.factor, self._group, self.planner.device)
-            self._optimize(newcomers, outcome)
-
-    def _optimize(self, params: Sequence[nn.Parameter], outcome: Outcome) -> None:
-        """Step the optimizer that steps in the backward, if there is one."""
-        if self._extensions.optimizer_step is not None and not outcome.failed:
-            self._extensions.optimizer_step(params)
 
     def _wait(self, bucket: Bucket) -> None:
         """Wait until ``bucket`` has arrived."""
@@ -465,20 +431,3 @@ class Reducer:
     def is_in(self, task: int) -> bool:
         """Return whether the backward under way is a part of the engine's run ``task``."""
         return self._backward is not None and self._backward.task == task
-
-
-def _in_task(task: int) -> list[Reducer]:
-    """Return the reducers whose backward is a part of the engine's run ``task``."""
-    return [reducer for reducer in _under_way if reducer.is_in(task)]
-
-
-def settle() -> None:
-    """Finish what an exception interrupted, of all modules in the same order on every rank.
-
-    It comes before anything else that all ranks do: the others wait for it, or will. Where it fails, the module raises the error when it
-    is used again.
-    """
-    if _under_way:
-        for reducer in sorted((one for one in _under_way if one.interrupted and not one.broken), key=lambda one: one.number):
-            with suppress(ReductionFailed):
-                reducer.end(Trigger.INTERRUPTED)

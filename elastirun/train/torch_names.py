@@ -1,8 +1,8 @@
-"""The names of torch's data-parallel class: frameworks, torch's compiler and its checkpoints ask for them and look at the type.
+"""The names of torch's data-parallel class, which frameworks, torch's compiler and torch's checkpoints use.
 
-``TorchNames`` is a subclass of ``torch.nn.parallel.DistributedDataParallel`` of which nothing runs that belongs to torch's reducer: neither
-the constructor nor a forward. What is inherited as it is treats buffers, names and groups; the rest is said in terms of our reducer, or
-refused in a sentence. docs/ddp.md has the table.
+``TorchNames`` is a subclass of ``torch.nn.parallel.DistributedDataParallel``, because the users check the type. Nothing runs that belongs
+to torch's reducer: neither the constructor nor a forward. Methods for buffers, names and groups are inherited; the others are written in
+terms of our reducer, or raise a TrainError. docs/ddp.md has the table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:  # torch's own class, even where a script has put ours in its place
     Original = next(c for c in nn.parallel.DistributedDataParallel.__mro__ if c.__module__ == "torch.nn.parallel.distributed")
 
-INTERNAL = (  # of torch's reducer; nothing else calls them
+INTERNAL = (  # methods that only torch's own class calls, for torch's reducer
     *("_build_debug_param_to_name_mapping", "_build_params_for_reducer", "_ddp_init_helper", "_delayed_all_reduce_hook", "_lazy_init"),
     *("_fire_reducer_autograd_hook", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce", "_module_wait_for_copy_hook"),
     *("_register_accum_grad_hook", "_register_delay_all_reduce_hook", "_root_copy_hook", "_set_sparse_metadata"),
@@ -56,7 +56,7 @@ class TorchNames(Original):
     register_comm_hook: Callable[..., None]
 
     def _take_names(self, module: nn.Module, **arguments: Any) -> None:
-        """What torch's constructor leaves as attributes, ``arguments`` among them."""
+        """Set the attributes that torch's constructor leaves, ``arguments`` among them."""
         nn.Module.__init__(self)
         self.module = module
         self.__dict__.update(arguments)
@@ -70,7 +70,7 @@ class TorchNames(Original):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
     def _take_sizes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | None:
-        """The attributes about sizes of buckets; returns the size that was asked for, in MiB."""
+        """Set the attributes about sizes of buckets; return the size that the user gave, in MiB."""
         caps = list(bucket_cap_mb_list or ())
         asked = max(caps) if caps else bucket_cap_mb
         if asked is not None and asked <= 0:
@@ -80,7 +80,7 @@ class TorchNames(Original):
         return asked
 
     def _take_devices(self, ids: Sequence[int | torch.device] | None, output: int | torch.device | None) -> torch.device | None:
-        """The attributes about devices; returns the one to which inputs are moved."""
+        """Set the attributes about devices; return the device to which inputs are moved."""
         parameters = list(self.module.parameters())
         self.device = parameters[0].device if parameters else torch.device("cpu")
         self.device_type, self.is_multi_device_module = self.device.type, len({param.device for param in parameters}) > 1
@@ -101,7 +101,7 @@ class TorchNames(Original):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Are the next backwards to be reduced? ``no_sync()`` sets it for a while."""
+        """Whether the next backwards reduce their gradients; False within ``no_sync()``."""
         return self._reducer.schedule.sync
 
     @require_backward_grad_sync.setter
@@ -110,7 +110,7 @@ class TorchNames(Original):
 
     @property
     def reducer(self) -> TorchReducer:  # type: ignore[override]
-        """The methods of torch's reducer that frameworks call."""
+        """Return an object with the methods of torch's reducer that frameworks call."""
         return TorchReducer(self._reducer)
 
     @property
@@ -127,11 +127,11 @@ class TorchNames(Original):
         self.forward_sync_buffers = value
 
     def _set_static_graph(self) -> None:
-        """Graphs of any kind are handled; nothing changes but the attribute."""
+        """Set the attribute; graphs of any kind are handled without it."""
         self.static_graph = True
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """``stats()`` has the last step's figures always."""
+        """Do nothing: ``stats()`` always has the figures of the last step."""
 
     def _remove_autograd_hooks(self) -> None:
         self._reducer.close()
@@ -140,15 +140,14 @@ class TorchNames(Original):
         self.reducer._check_reducer_finalized()
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """``set_group()`` without copying; a rank that is not in the group does nothing."""
+        """Call ``set_group()`` without copying; a rank that is not in the group does nothing."""
         if isinstance(new_process_group, dist.ProcessGroup) and dist.get_rank(new_process_group) >= 0:
             self.set_group(new_process_group, init_sync=False)
 
     # -- buffers and uneven inputs --------------------------------------------------------------------------------------
 
     def _assign_modules_buffers(self) -> None:
-        """List the buffers that are copied in each forward: all, if the user has asked for it, else those that do not travel with the
-        gradients."""
+        """List the buffers that are copied in each forward: those that do not travel with the gradients, or all if the user wants it."""
         super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
         if self._buffers_wanted is None:
             travelling = {id(getattr(layer, name)) for layer, name in find_statistics(self.module, self.parameters_to_ignore)}
@@ -171,11 +170,11 @@ class TorchNames(Original):
         if "_made" in self.__dict__:  # a copy makes its reducer later, then without statistics
             self._reducer.running_stats.stop()
 
-    _buffers_wanted: bool | None  # as the user said
-    _has_joined = False  # join() was used
+    _buffers_wanted: bool | None  # forward_sync_buffers as the user gave it
+    _has_joined = False  # the user has called join()
 
     def _before_forward(self, trained: bool) -> None:
-        """Tell ranks without inputs of this forward, within join(); copy the buffers. ``trained``: a backward is to be expected."""
+        """Announce this forward to ranks without inputs, within join(); copy the buffers. ``trained``: a backward may follow."""
         copies = self._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
         if self._join_config.enable and (trained or copies):
             work = Join.notify_join_context(self)  # a RuntimeError, if throw_on_early_termination was given and a rank has ended
@@ -187,7 +186,7 @@ class TorchNames(Original):
             self._sync_buffers()
 
     def join_hook(self, **kwargs: Any) -> JoinedRank:
-        """For ``torch.distributed.algorithms.join.Join``; keyword argument ``divide_by_initial_world_size``, default True."""
+        """Return the hook for ``torch.distributed.algorithms.join.Join``; ``divide_by_initial_world_size`` is True by default."""
         self._has_joined = True
         self._reducer.local_report.read_first()
         return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True) and not self._options.mean_over_users)
@@ -195,18 +194,18 @@ class TorchNames(Original):
     # -- hooks and optimizers -------------------------------------------------------------------------------------------
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """ALLREDUCE is what is done anyway; FP16_COMPRESS is torch's hook in Python."""
+        """Register torch's hook in Python for FP16_COMPRESS. Nothing is needed for ALLREDUCE."""
         if comm_hook_type == torch._C._distributed_c10d.BuiltinCommHookType.FP16_COMPRESS:
             self.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
     def _register_fused_optim(self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """``step_in_backward`` of a new optimizer."""
+        """Call ``step_in_backward`` with a new optimizer."""
         self.step_in_backward(optim(list(optim_params or self.module.parameters()), *args, **kwargs))
 
     # -- figures --------------------------------------------------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Of torch's figures those that have a meaning here; see ``stats()``. ``can_set_static_graph`` is 0: there is nothing to gain."""
+        """Return those of torch's figures that have a meaning here; see ``stats()``. ``can_set_static_graph`` is 0: no gain."""
         stats, reducer = step_report(self._reducer), self._reducer
         return {
             "module_name": type(self.module).__name__,
@@ -234,30 +233,30 @@ class TorchNames(Original):
 
 
 class TorchReducer:
-    """What frameworks call of ``torch.nn.parallel.DistributedDataParallel.reducer``."""
+    """The methods of ``torch.nn.parallel.DistributedDataParallel.reducer`` that frameworks call."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
 
     def prepare_for_forward(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: nothing has to be prepared."""
 
     def prepare_for_backward(self, outputs: Sequence[Any]) -> None:
-        """A backward will begin at ``outputs``; if there are none, at any parameter. Lightning runs it within the module's forward."""
+        """Expect a backward from ``outputs``; from any parameter if there are none. Lightning calls it within the module's forward."""
         self._reducer.expect(find_tensors(list(outputs)))
 
     def _rebuild_buckets(self) -> bool:
-        """Buckets are planned anew in backwards."""
+        """Return False: buckets are planned anew in backwards."""
         return False
 
     def _push_all_rebuilt_params(self) -> None:
-        """Belongs to rebuilding."""
+        """Do nothing: it is a part of rebuilding."""
 
     def _set_static_graph(self) -> None:
-        """Graphs of any kind are handled."""
+        """Do nothing: graphs of any kind are handled."""
 
     def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Of a buffer hook: they are waited for here."""
+        """Wait for the ``futures`` of a buffer hook."""
         for future in futures:
             future.wait()
 

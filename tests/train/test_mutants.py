@@ -20,7 +20,7 @@ BUFFERS = "buffers_are_what_they_are_under_torchs_class"
 TWO = "an_exception_in_a_backward_through_two_modules_holds_nobody_up"
 LEFT = "the_statistics_of_the_last_reduction_are_used_whatever_forwards_came_after_it"
 MUTANTS = (
-    mutant("late gradients are reduced once more", "reducer", "        if late:\n", "        if False:\n", "ddp", LATE),
+    mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),
     mutant(
         "a travelling bucket is nobody's gradient",
         *("bucket_memory", "            param.grad = None\n\n    def _copy(", "            pass\n\n    def _copy("),
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     mutant(
         "a copy reduces its gradients",
-        *("ddp", "            ddp._reducer.backward_starts()\n", "            pass\n"),
+        *("copies", "            ddp._reducer.backward_starts()\n", "            pass\n"),
         *("in_place", "the_same_as_with_torchs_class[copied-2]"),
     ),
     mutant("no data, not even a NaN", "bucket_memory", "if scale == 0.0:", "if scale is None:", "ddp", "a_rank_without_data_brings_no_nan"),
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     mutant(
         "layouts are compared",
-        *("ddp", 'return "" if tensor.is_contiguous() else', 'return "" if True else'),
+        *("replica_description", 'return "" if tensor.is_contiguous() else', 'return "" if True else'),
         *("torch_cases", "a_case_of_torchs_own[strides_differ]"),
     ),
     mutant(
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     mutant(
         "groups are let go before the interpreter ends",
-        *("ddp", "        if pid == os.getpid():", "        if False:"),
+        *("at_exit", "        if pid == os.getpid():", "        if False:"),
         *("torch_cases", "a_case_of_torchs_own[lets_go_at_exit]"),
     ),
     mutant(
@@ -259,12 +259,12 @@ MUTANTS = (
     ),
     mutant(
         "who freezes something else is told",
-        *("ddp", "{strides(t)}{frozen(t)}", "{strides(t)}"),
+        *("replica_description", "{strides(t)}{frozen(t)}", "{strides(t)}"),
         *("order", "ranks_that_are_built_otherwise_are_told[frozen-group]"),
     ),
     mutant(
         "other options are told",
-        *("ddp", "return tensors + [", "return tensors or ["),
+        *("replica_description", "return lines + [", "return lines or ["),
         *("order", "ranks_that_are_built_otherwise_are_told[check_replicas_every-group]"),
     ),
     mutant(
@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     mutant(
         "what is trained from now on is reduced at once",
-        *("reducer", "            reduce_newcomers(newcomers,", "            (lambda *_: None)(newcomers,"),
+        *("reducer", "            arrival.reduce_newcomers(newcomers,", "            (lambda *_: None)(newcomers,"),
         *("order", "what_is_frozen_and_unfrozen_later_is_reduced_from_the_first_step_on[group]"),
     ),
     mutant(
@@ -369,7 +369,7 @@ MUTANTS = (
     ),
     mutant(
         "who has other sparse gradients is told",
-        *("ddp", "{' sparse' * (name in sparse)}", ""),
+        *("replica_description", "{' sparse' * (name in sparse)}", ""),
         *("order", "ranks_that_are_built_otherwise_are_told[sparse-group]"),
     ),
     mutant(
@@ -399,7 +399,7 @@ MUTANTS = (
     ),
     mutant(
         "what one rank alone has read changes no collective",
-        *("reducer", "outcome.users if outcome.common else None", "outcome.users"),
+        *("arrival", "self.outcome.users if self.outcome.common else None", "self.outcome.users"),
         *("lazily", "who_reads_the_words_alone_does_as_the_others[2-group]"),
     ),
     mutant(

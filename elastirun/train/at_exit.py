@@ -1,0 +1,30 @@
+"""Releases the process groups of modules before the interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .ddp import DistributedDataParallel
+
+_living: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # and the process that made each
+
+
+def release_at_exit(ddp: DistributedDataParallel) -> None:
+    """Release the groups of ``ddp`` at the end of this process, if the module lives so long."""
+    _living[ddp] = os.getpid()
+
+
+@atexit.register
+def _release() -> None:
+    """Release the process groups while the interpreter still works.
+
+    gloo's threads end with their group. Threads that outlive the interpreter may abort it (pytorch issue 190489), and modules of a
+    script's top level would hold the groups for too long.
+    """
+    for ddp, pid in list(_living.items()):
+        if pid == os.getpid():
+            ddp._release()

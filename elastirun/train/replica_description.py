@@ -1,0 +1,47 @@
+"""Describes what has to be the same on every rank, a line for each: everything that decides which reductions there are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import TrainError
+
+
+def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], options: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of ``tensors``, of which ``sparse`` have sparse gradients, and for each option."""
+    lines = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t)}{' sparse' * (name in sparse)}" for name, t in tensors]
+    return lines + [f"{name}={value}" for name, value in options.items()]
+
+
+def strides(tensor: Tensor) -> str:
+    """Return the strides in words, unless they are the usual ones. Gradients lie in memory as their parameters do."""
+    return "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+
+
+def frozen(tensor: Tensor) -> str:
+    """Return " frozen" for a parameter that is not trained."""
+    return "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
+
+
+def sparse_names(module: nn.Module) -> set[str]:
+    """Return the names of the parameters whose gradients are sparse."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+    }
+
+
+def check_reducible(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise TrainError for parameters that cannot be reduced."""
+    for name, param in named:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise TrainError("the module has lazy parameters without a shape: run a forward before wrapping it")
+        if hasattr(param, "placements"):  # to import DTensor for its type would take a second
+            raise TrainError(
+                f"{name} is a DTensor, whose shards this module does not reduce: give device_mesh= a dimension of the mesh that it "
+                "lies on, or use torch.distributed.fsdp.fully_shard"
+            )
