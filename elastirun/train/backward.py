@@ -11,7 +11,7 @@ from . import autograd_engine
 
 
 class Phase(str, Enum):
-    """What a backward is doing."""
+    """The phases of a backward."""
 
     STARTED = "the engine runs, and no gradient of the module is certain to come"
     KEEPING = "gradients are accumulated and stay local"

@@ -112,5 +112,5 @@ class BucketSet:
 
     @property
     def factor(self) -> float:
-        """What turns a reduced number into the sum over the ranks."""
+        """The factor that turns a reduced number into the sum over the ranks."""
         return float(self._world) if self._transport.averages else 1.0

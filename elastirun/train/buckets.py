@@ -58,8 +58,8 @@ def fit(samples: Collection[tuple[int, float]]) -> Link:
     """Return the link that explains (bytes, seconds) best, by least squares; neither part is ever negative."""
     n = len(samples)
     mean_x, mean_y = sum(x for x, _ in samples) / n, sum(y for _, y in samples) / n
-    spread = sum((x - mean_x) ** 2 for x, _ in samples)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread if spread else 0.0
+    variance = sum((x - mean_x) ** 2 for x, _ in samples)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in samples) / variance if variance else 0.0
     slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
     return Link(max(mean_y - slope * mean_x, 0.0), slope)
 

@@ -1,4 +1,4 @@
-"""What follows from the control words of a reduction, on every rank alike."""
+"""Consequences of the control words of a reduction, on every rank alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("elastirun.train")
 
 @dataclass(frozen=True)
 class Options:
-    """How gradients are reduced; the same on every rank. See ``DistributedDataParallel``."""
+    """The options of a reduction; the same on every rank. See ``DistributedDataParallel``."""
 
     bucket_cap_mb: float | None = None
     mean_over_users: bool = False
@@ -36,7 +36,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank knows of a reduction when it sets the gradients. ``agreed``: the control words; None if they are read later.
+    """A rank's knowledge of a reduction when it sets the gradients. ``agreed``: the control words; None if they are read later.
 
     ``common``: the words, if every rank has read them by now. What this rank alone has read must change neither a collective nor a factor.
     ``expected_samples``: the number of samples that the ranks have scaled their gradients for. ``params``: the number of parameters.

@@ -27,7 +27,7 @@ _FIXED = _COUNTS + len(REQUESTS)
 
 @dataclass
 class LocalReport:
-    """What this rank reports to the others in its next reduction."""
+    """The values that this rank reports to the others in its next reduction."""
 
     samples: float = 1.0  # weight of its gradients
     more: bool = False  # this rank has data for the reduction after this one
@@ -60,7 +60,7 @@ class LocalReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know after reduction number ``step``; the same on each of them."""
+    """The values that all ranks know after reduction number ``step``; the same on each rank."""
 
     step: int
     samples: float  # over all ranks

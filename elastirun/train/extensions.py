@@ -1,4 +1,4 @@
-"""What the user has registered beside the module: a communication hook, an optimizer that steps in the backward."""
+"""The user's extensions of a module: a communication hook, an optimizer that steps in the backward."""
 
 from __future__ import annotations
 
