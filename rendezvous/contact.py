@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+
 MOST_DOUBLINGS = 2  # of the time between two exchanges, as long as they fail: the store may be overloaded, but is wanted back soon
 
 
@@ -30,6 +32,12 @@ class Contact:
         """Return the state after this agent did not run for ``seconds``, which do not count as time without contact."""
         return self if self.last is None else replace(self, last=min(now, self.last + seconds))
 
-    def pause(self, beat: float) -> float:
-        """Return the seconds until the next exchange after a failure: one beat, then two, then four."""
-        return beat * 2.0 ** (self.failures - 1)
+    def retry_at(self, now: float, beat: float, store_grace: float) -> float:
+        """Return when to try again after a failure: one beat later, then two, then four.
+
+        The last attempt before this node gives up, ``store_grace`` after the last answer, begins early enough for its answer.
+        """
+        backoff = beat * 2.0 ** (self.failures - 1)
+        if self.last is None:
+            return now + backoff
+        return min(now + backoff, max(now + beat, self.last + store_grace - EXCHANGE_LIMIT))

@@ -187,7 +187,7 @@ class Machine:
     def _on_sync_failed(self, event: events.SyncFailed) -> None:
         self._schedule.under_way = False
         self._contact = self._contact.failed(event.now, event.why, event.unreadable and self.record is None)
-        self._schedule.due = event.now + self._contact.pause(self.rules.beat)
+        self._schedule.due = self._contact.retry_at(event.now, self.rules.beat, self.rules.store_grace)
         if event.refused and self._contact.last is None:
             self._end(Outcome.TIMEOUT, event.why)
         since = self._contact.unreadable_since

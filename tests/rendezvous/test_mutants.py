@@ -444,6 +444,11 @@ MUTANTS = (
         *("agent/session", "self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))", "pass"),
         *("agent/session", "when_a_round_has_started_the_next_port_is_told"),
     ),
+    mutant(
+        "a store that is back in time is found before the grace is over",
+        *("contact", "min(now + backoff, max(now + beat, self.last + store_grace - EXCHANGE_LIMIT))", "now + backoff"),
+        *("contact", "a_store_that_is_back_in_time_is_found_before_the_grace_is_over"),
+    ),
 )
 
 

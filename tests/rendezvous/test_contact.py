@@ -1,0 +1,34 @@
+"""When a node whose store is away tries again."""
+
+from __future__ import annotations
+
+from elastirun.rendezvous.contact import Contact
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+
+BEAT, GRACE = 0.5, 20.0
+
+
+def attempts(contact: Contact, until: float) -> list[float]:
+    """Return when the exchanges begin that all fail after ``EXCHANGE_LIMIT``, the first at 0."""
+    found = [0.0]
+    while True:
+        failed_at = found[-1] + EXCHANGE_LIMIT
+        contact = contact.failed(failed_at, "no answer", False)
+        again = contact.retry_at(failed_at, BEAT, GRACE)
+        if again >= until:
+            return found
+        found.append(again)
+
+
+def test_the_time_between_two_attempts_doubles_twice() -> None:
+    began = attempts(Contact(), 40.0)
+    pauses = [later - earlier - EXCHANGE_LIMIT for earlier, later in zip(began, began[1:], strict=False)]
+    assert pauses[:5] == [BEAT, 2 * BEAT, 4 * BEAT, 4 * BEAT, 4 * BEAT]
+
+
+def test_a_store_that_is_back_in_time_is_found_before_the_grace_is_over() -> None:
+    """Whenever the contact was lost, the last attempt begins less than one that fails and a beat before the node gives up."""
+    for tenths in range(60):
+        contact = Contact().answered(-tenths / 10, -tenths / 10)
+        over = GRACE - tenths / 10
+        assert attempts(contact, over)[-1] > over - EXCHANGE_LIMIT - BEAT - 1e-9
