@@ -17,7 +17,7 @@ from tests.support.cluster import Cluster, dies, kill
 
 @pytest.fixture(params=["c10d", "etcd"])
 def anywhere(nodes: Cluster, request: pytest.FixtureRequest) -> Cluster:
-    """Nodes that meet at one of their agents, or at etcd: it makes no difference."""
+    """Nodes that meet at one of their agents, or at etcd. Tests take it where the store could make a difference."""
     if request.param == "etcd":
         nodes.etcd = request.getfixturevalue("server").endpoints
     return nodes
@@ -72,38 +72,38 @@ def test_a_life_of_a_job(anywhere: Cluster) -> None:
     assert "Traceback" not in anywhere.out(1), "the traceback belongs to the node whose worker raised"
 
 
-def test_a_spent_budget_ends_every_node_with_the_same_true_report(anywhere: Cluster) -> None:
-    agents = [anywhere.agent(i, nnodes="3", nproc=2) for i in (1, 2, 3)]
-    workers = anywhere.round(6)
+def test_a_spent_budget_ends_every_node_with_the_same_true_report(nodes: Cluster) -> None:
+    agents = [nodes.agent(i, nnodes="3", nproc=2) for i in (1, 2, 3)]
+    workers = nodes.round(6)
     workers[3].tell("raise this is the true cause")
-    assert [anywhere.ends(agent) for agent in agents] == [1, 1, 1]
+    assert [nodes.ends(agent) for agent in agents] == [1, 1, 1]
     for i in (1, 2, 3):
-        last = anywhere.out(i)[-3000:]
+        last = nodes.out(i)[-3000:]
         assert "FAILED" in last and "ValueError: this is the true cause" in last and "rank      : 3 (local_rank: 1)" in last
         assert "elastirun/agent" not in last, "no traceback of ours"
 
 
-def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(anywhere: Cluster) -> None:
-    first, second, third = (anywhere.agent(i, nnodes="2:3") for i in (1, 2, 3))
-    workers = anywhere.round(3)
+def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(nodes: Cluster) -> None:
+    first, second, third = (nodes.agent(i, nnodes="2:3") for i in (1, 2, 3))
+    workers = nodes.round(3)
     third.send_signal(signal.SIGTERM)
-    assert anywhere.ends(third) == 128 + signal.SIGTERM
-    rest = anywhere.round(2, after=workers[0].round)
+    assert nodes.ends(third) == 128 + signal.SIGTERM
+    rest = nodes.round(2, after=workers[0].round)
     assert "leaves: SIGTERM" in rest[0].env["ELASTIRUN_ROUND_REASON"]
     for worker in rest:
         worker.tell("exit 0")
-    assert [anywhere.ends(first), anywhere.ends(second)] == [0, 0]
+    assert [nodes.ends(first), nodes.ends(second)] == [0, 0]
 
 
-def test_success_waits_for_everyone_and_failure_ends_the_wait(anywhere: Cluster) -> None:
-    first, second = (anywhere.agent(i, nnodes="2") for i in (1, 2))
-    one, two = anywhere.round(2)
+def test_success_waits_for_everyone_and_failure_ends_the_wait(nodes: Cluster) -> None:
+    first, second = (nodes.agent(i, nnodes="2") for i in (1, 2))
+    one, two = nodes.round(2)
     one.tell("exit 0")
     one.await_death()
     assert first.poll() is None
     two.tell("exit 3")
-    assert [anywhere.ends(first), anywhere.ends(second)] == [1, 1]
-    assert "exit code 3" in anywhere.out(1)
+    assert [nodes.ends(first), nodes.ends(second)] == [1, 1]
+    assert "exit code 3" in nodes.out(1)
 
 
 def test_static_ranks_follow_node_rank(nodes: Cluster) -> None:

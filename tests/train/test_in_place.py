@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
@@ -80,6 +78,8 @@ class Outer(Migrating):
 
 
 def names(rank: int, world: int, wrap: Wrap) -> list[Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict  # a second to import
+
     ddp = wrap(Outer())
     optimizer = torch.optim.AdamW(ddp.parameters())
     nested = nn.ModuleDict({"a": ddp, "b": nn.Linear(2, 2)})
@@ -95,6 +95,8 @@ def names(rank: int, world: int, wrap: Wrap) -> list[Any]:
 
 def resaved(rank: int, world: int, wrap: Wrap) -> list[Any]:
     """Weights that are saved and loaded in each form that torch's class can read."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
     found = []
     for nest in (False, True):
         saved = wrap(Outer()).eval()  # whose statistics they are after training is another matter
@@ -409,6 +411,8 @@ def test_it_is_found_where_it_was_put_in_the_place_of_torchs() -> None:
 
 def pipelined(rank: int, world: int) -> list[bool]:
     """A stage of torch's pipelining, which looks at the type: it reduces in the last backward of a step only."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
     alone = [dist.new_group([one]) for one in range(world)][rank]
     ddp = DDP(net := make())
     stage = PipelineStage(ddp, 0, 1, torch.device("cpu"), group=alone)
