@@ -2,6 +2,7 @@
 
 from .control_words import Agreement
 from .current import is_current
+from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .errors import Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 
@@ -9,6 +10,7 @@ __all__ = [
     "Agreement",
     "DistributedDataParallel",
     "Diverged",
+    "ElasticDataLoader",
     "ModelMismatch",
     "OutsideForward",
     "PeerLost",
