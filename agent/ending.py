@@ -1,4 +1,4 @@
-"""How an agent ends: its last lines, its exit code, and what it waits for."""
+"""The end of an agent: its last lines, its exit code, and what it waits for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EXIT_CODES = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How the job ended for this node: all that the exit code and the last lines depend on."""
+    """The end of the job for this node: all that the exit code and the last lines depend on."""
 
     finish: Finish
     record: RoundRecord | None  # the last one that was read

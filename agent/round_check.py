@@ -30,7 +30,7 @@ MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
 
 
 def still_holds(record: RoundRecord | None, fence: str, me: str) -> bool:
-    """Whether the round with the token ``fence`` is the newest one, and no newer one can form before the node ``me`` has left it.
+    """Return whether the round with the token ``fence`` is the newest one, and no newer one can form before the node ``me`` has left it.
 
     A round that is over counts until the next one has formed, so that workers may save a checkpoint while they are stopped. The next
     round does not wait for a member that is lost, so for that member its round no longer counts.

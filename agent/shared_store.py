@@ -64,5 +64,5 @@ def wait_for_other_jobs(store: Store, job: str, pause: Callable[[float], bool], 
 
 
 def _all_left(rows: dict[str, bytes]) -> bool:
-    """Whether all nodes of a job have left. A job without rows has not: it is about to write the first."""
+    """Return whether all nodes of a job have left. A job without rows has not: it is about to write the first."""
     return bool(rows) and all(b'"status":"left"' in row for row in rows.values())

@@ -20,7 +20,7 @@ _RUN_PATH = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run
 
 @dataclass(frozen=True)
 class NodeEnvironment:
-    """What the workers take from this node and its agent."""
+    """Values of this node and its agent that the workers get."""
 
     environ: Mapping[str, str]  # environment of the agent, as it was when the agent started
     cpus: int = 1  # usable by the agent

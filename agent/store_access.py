@@ -1,4 +1,4 @@
-"""How this node takes part in the rendezvous: its row, the rules of the job, and the connection to the store.
+"""The part of this node in the rendezvous: its row, the rules of the job, and the connection to the store.
 
 ``store_access`` is the only place that chooses a store. Another kind of store is one more subclass of ``StoreAccess``.
 """

@@ -47,7 +47,7 @@ class WorkerStore:
 
     @property
     def everywhere(self) -> bool:
-        """Whether the socket listens on every interface."""
+        """Return whether the socket listens on every interface."""
         return net.listens_everywhere(self._listening)
 
     def end_round(self) -> None:

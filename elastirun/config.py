@@ -129,7 +129,7 @@ class LaunchConfig(RendezvousConfig):
 
     @property
     def standalone(self) -> bool:
-        """Whether no other agent can reach the store: it is private, or the static backend's for a single node."""
+        """Return whether no other agent can reach the store: it is private, or the static backend's for a single node."""
         if self.etcd is not None:
             return not self.etcd.endpoints
         return self.endpoint is None or (self.fixed_ranks and self.max_nodes == 1 and self.is_host is True)

@@ -70,7 +70,7 @@ class Say:
 
 
 class Outcome(str, Enum):
-    """How the job ended for this node."""
+    """The end of the job for this node."""
 
     SUCCEEDED = "succeeded"  # the job is closed: every worker succeeded
     FAILED = "failed"  # the job is closed: it failed

@@ -1,4 +1,4 @@
-"""How this node's exchanges with the store go: when the last one succeeded, and why and how often they have failed since."""
+"""This node's contact with the store: when the last exchange succeeded, why and how often exchanges have failed since, when to retry."""
 
 from __future__ import annotations
 

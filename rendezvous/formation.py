@@ -1,4 +1,4 @@
-"""Whether the next round can be formed, from which nodes, and if not, why not: pure decisions with their reasons in words."""
+"""The decision to form the next round: from which nodes, or why not yet. Pure; each decision has its reason in words."""
 
 from __future__ import annotations
 

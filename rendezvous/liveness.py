@@ -1,4 +1,4 @@
-"""Which nodes are silent, and since when things are the same. Only durations on this node's own clock count, never another's.
+"""Silence of other nodes, and how long their rows have not changed. Only durations on this node's own clock count, never another's.
 
 A node is silent when a read that *started* more than ``expire`` after this node *received* its last change still shows
 the old ``seq``. The idea is that of Kubernetes' leader election: time is what I observed locally.
@@ -19,7 +19,7 @@ from elastirun.rendezvous.timing import SURE, Lease
 
 @dataclass
 class _Seen:
-    """What was observed of one other node. Times in seconds of this node's monotonic clock."""
+    """Observations of one other node. Times in seconds of this node's monotonic clock."""
 
     seq: int  # -1: the row is absent
     changed: float  # when this node received the change to ``seq``; with leases: see ``_observe_leased``

@@ -396,7 +396,7 @@ class Machine:
 
     @property
     def _formed(self) -> bool:
-        """Whether a round of this job was seen, if only from beside it."""
+        """Return whether a round of this job was seen, if only from beside it."""
         return self.record is not None and self.record.round > 0
 
     def _own_round(self) -> RoundRecord | None:

@@ -22,7 +22,7 @@ class OwnRow:
 
     @property
     def introduced(self) -> bool:
-        """Whether the row may stand in the store."""
+        """Return whether the row may stand in the store."""
         return self.seq > 0
 
     def read(self, answer: Synced, asked: Sync, lasting: bool) -> OwnRow:

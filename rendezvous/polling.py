@@ -1,4 +1,4 @@
-"""Which rows a node reads, and how often: few and seldom enough that a thousand nodes can meet. Pure.
+"""The rows that a node reads, and how often: few and seldom enough that a thousand nodes can meet. Pure.
 
 While a round runs, a node reads the rows of the members that it watches. Before and after, some node has to read all rows to
 take the next step; if all of a thousand nodes did, each poll would read a million rows. So two members are first in line (before
@@ -28,7 +28,7 @@ Away = Callable[[str], bool]  # by id: the node has left, or is silent
 
 @dataclass
 class Schedule:
-    """When the next exchange with the store is due, and what the last one asked for."""
+    """The time of the next exchange with the store, and what the last one asked for."""
 
     due: float  # seconds of this node's clock
     urgent: bool = True  # something has changed here that the store should know at once

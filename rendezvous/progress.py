@@ -1,4 +1,4 @@
-"""Which lines for people a wait gets: the first one after a while, then one every ten seconds."""
+"""Progress lines during a wait: the first one after a while, then one every ten seconds."""
 
 from __future__ import annotations
 

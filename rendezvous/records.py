@@ -32,7 +32,7 @@ class Cause(str, Enum):
 
 
 class Verdict(str, Enum):
-    """How a job ended."""
+    """The outcome of a job, for all nodes."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -145,7 +145,7 @@ class RoundRecord:
 
     @property
     def open(self) -> bool:
-        """Whether a round is formed and neither broken nor closed."""
+        """Return whether a round is formed and neither broken nor closed."""
         return self.round > 0 and self.broken is None and self.closed is None
 
     @property

@@ -18,7 +18,7 @@ SHORTEST_HOLD, LONGEST_HOLD = 10.0, 300.0  # seconds that newcomers wait: Kubern
 
 @dataclass(frozen=True)
 class Rules(Timing):
-    """What the job asks of its rounds, and the durations of ``Timing``."""
+    """The conditions of a job for its rounds, and the durations of ``Timing``."""
 
     min_nodes: int
     max_nodes: int

@@ -12,7 +12,7 @@ from elastirun.rendezvous.records import Member, NodeRow, RoundRecord, Status
 
 @dataclass(frozen=True)
 class View:
-    """What the node ``me`` knows when it decides about the round of ``record``."""
+    """The knowledge of the node ``me`` when it decides about the round of ``record``."""
 
     me: str
     record: RoundRecord

@@ -64,7 +64,7 @@ def classify(end: WorkerExit, lines: Sequence[str]) -> Blame:
 
 
 def shows_own_failure(lines: Sequence[str], error: Sequence[str] | None) -> bool:
-    """Whether a worker that has not ended shows an uncaught exception of its own. ``error``: its error file (None: there is none).
+    """Return whether a worker that has not ended shows an uncaught exception of its own. ``error``: its error file (None: there is none).
 
     A worker may need seconds between its traceback and its exit, and its peers may end first.
     """
@@ -75,7 +75,7 @@ def shows_own_failure(lines: Sequence[str], error: Sequence[str] | None) -> bool
 
 
 def may_be_stopped_from_outside(end: WorkerExit, lines: Sequence[str]) -> bool:
-    """Whether the worker may have ended because all processes of its node were signalled, so that its agent is signalled next.
+    """Return whether the worker may have ended because all processes of its node were signalled, so that its agent is signalled next.
 
     True when a stop signal ended the worker, or when the worker handles SIGTERM and showed no exception but one that such
     handlers raise.
@@ -89,7 +89,7 @@ def may_be_stopped_from_outside(end: WorkerExit, lines: Sequence[str]) -> bool:
 
 
 def lost_its_stdout(code: int, lines: Sequence[str]) -> bool:
-    """Whether a worker may have ended because nobody reads its stdout any more (``elastirun ... | head``)."""
+    """Return whether a worker may have ended because nobody reads its stdout any more (``elastirun ... | head``)."""
     name, _ = _last_exception(lines)
     ignored = any("name='<stdout>'" in line for line in lines) and any("BrokenPipeError" in line for line in lines)
     return code == -signal.SIGPIPE or (code > 0 and (ignored or name == "BrokenPipeError"))

@@ -138,7 +138,7 @@ class FailureTracker:
 
 
 def has_no_reader(fd: int) -> bool:
-    """Whether ``fd`` is a pipe or a socket that nobody reads from any more."""
+    """Return whether ``fd`` is a pipe or a socket that nobody reads from any more."""
     return bool(ready([fd], 0, select.POLLOUT).get(fd, 0) & (select.POLLERR | select.POLLHUP))
 
 

@@ -101,7 +101,7 @@ def open_local_socket(endpoint: Endpoint, option: str) -> socket.socket:
 
 
 def listens_everywhere(listener: socket.socket) -> bool:
-    """Whether the socket listens on every interface."""
+    """Return whether the socket listens on every interface."""
     return ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_unspecified
 
 
@@ -256,13 +256,13 @@ def _real_addresses() -> tuple[str, ...]:
 
 
 def is_own(address: str) -> bool:
-    """Whether an interface has ``address``. All of 127/8 is ours, although interfaces do not list it."""
+    """Return whether an interface has ``address``. All of 127/8 is ours, although interfaces do not list it."""
     number = ipaddress.ip_address(address)
     return number.is_loopback or number.is_unspecified or any(_same(number, own) for _, own in _interfaces())
 
 
 def _same(wanted: _Number, own: _Number) -> bool:
-    """Whether both are equal, or differ only by a scope that ``wanted`` does not have: fe80::1 is fe80::1%eth0."""
+    """Return whether both are equal, or differ only by a scope that ``wanted`` does not have: fe80::1 is fe80::1%eth0."""
     return own == wanted or str(own).split("%")[0] == str(wanted)
 
 
@@ -330,7 +330,7 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def _nonlocal_bind(family: socket.AddressFamily, proc: Path = Path("/proc")) -> bool:
-    """Whether the kernel lets us bind addresses that we do not have, as on many load balancers: then bind proves nothing."""
+    """Return whether the kernel lets us bind addresses that we do not have, as on many load balancers: then bind proves nothing."""
     version = "ipv6" if family == socket.AF_INET6 else "ipv4"
     try:
         return (proc / "sys/net" / version / "ip_nonlocal_bind").read_text().strip() != "0"

@@ -102,12 +102,12 @@ class Stream:
 
     @property
     def full(self) -> bool:
-        """Whether the pumps of worker output have to wait."""
+        """Return whether the pumps of worker output have to wait."""
         return len(self._buffer) >= BUFFER_LIMIT and not self.dropping
 
     @property
     def pending(self) -> bool:
-        """Whether the buffer holds data."""
+        """Return whether the buffer holds data."""
         return bool(self._buffer)
 
     def when_room(self, resume: Callable[[], None]) -> None:

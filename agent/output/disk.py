@@ -47,7 +47,7 @@ class DiskThread:
 
     @property
     def full(self) -> bool:
-        """Whether the pumps of worker output have to wait. False while the disk hangs: their output is dropped then."""
+        """Return whether the pumps of worker output have to wait. False while the disk hangs: their output is dropped then."""
         return self._bytes >= QUEUE_LIMIT and not self.hangs()
 
     def when_room(self, resume: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class DiskThread:
         self._wake_loop()  # there may be room by now
 
     def hangs(self, limit: float | None = None) -> bool:
-        """Whether the operation that runs now has taken longer than ``limit`` seconds (None: ``STALL``)."""
+        """Return whether the operation that runs now has taken longer than ``limit`` seconds (None: ``STALL``)."""
         began = self._began
         return began is not None and clock.now() - began > (STALL if limit is None else limit)
 

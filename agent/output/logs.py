@@ -146,7 +146,7 @@ class RunLogs:
         return last.lines()
 
     def inherits_stdout(self, local_rank: int) -> bool:
-        """Whether a worker of the latest round writes to the agent's stdout."""
+        """Return whether a worker of the latest round writes to the agent's stdout."""
         return self._round is not None and self._round.inherits_stdout(local_rank)
 
     def in_time(self, read: Callable[[], T], default: T) -> T:

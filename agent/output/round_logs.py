@@ -30,7 +30,7 @@ _DRAIN_LIMIT = 1 << 20  # bytes read of a pipe when its worker has ended; anothe
 
 
 class Route(Enum):
-    """Where one stream of one worker goes."""
+    """The destinations of one stream of one worker."""
 
     INHERIT = "the agent's own stream"
     DEVNULL = "nowhere"
@@ -199,7 +199,7 @@ class RoundLogs:
         return given.get(Std.OUT), given.get(Std.ERR)
 
     def inherits_stdout(self, local_rank: int) -> bool:
-        """Whether the worker writes to the agent's stdout."""
+        """Return whether the worker writes to the agent's stdout."""
         return self._workers[local_rank].inherits_stdout
 
     def close_worker_ends(self) -> None:
@@ -216,7 +216,7 @@ class RoundLogs:
 
     @property
     def drained(self) -> bool:
-        """Whether every pipe is at its end."""
+        """Return whether every pipe is at its end."""
         return not any(pump.open for worker in self._workers.values() for pump in worker.pumps)
 
     def tick(self, now: float) -> float:

@@ -89,7 +89,7 @@ def _joins(top: proc.Process, table: Table, ours: Table, sessions: set[int], acc
 
 
 def has_own_session(process: proc.Process, table: Table, ours: Table) -> bool:
-    """Whether one of our processes may have made the session of ``process``: its leader is one of ours, or has ended."""
+    """Return whether one of our processes may have made the session of ``process``: its leader is one of ours, or has ended."""
     return process.session == process.pid or process.session not in table or process.session in ours
 
 

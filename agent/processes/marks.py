@@ -24,7 +24,7 @@ class Mark:
         return self.text
 
     def is_dead(self) -> bool:
-        """Whether this agent ran in our pid namespace and has ended. False for an agent of another namespace, which we cannot see."""
+        """Return whether this agent ran in our pid namespace and has ended. False for one of another namespace, which we cannot see."""
         if not self.namespace or self.namespace != proc.pid_namespace():
             return False
         found = proc.look(self.pid)

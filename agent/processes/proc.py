@@ -78,7 +78,7 @@ def ancestors(pid: int) -> list[Process]:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the process has begun to exit (PF_EXITING in proc(5)'s flags), or has ended."""
+    """Return whether the process has begun to exit (PF_EXITING in proc(5)'s flags), or has ended."""
     try:
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def kill(process: Process) -> bool:
 
 
 def is_of_our_user(pid: int) -> bool:
-    """Whether the process has the real and the effective user of this one."""
+    """Return whether the process has the real and the effective user of this one."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.geteuid():  # a quick check first: the owner is the effective user, or root
             return False

@@ -58,7 +58,7 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether the worker has ended. True from the moment the kernel knows it, which may be before ``on_exit``."""
+        """Return whether the worker has ended. True from the moment the kernel knows it, which may be before ``on_exit``."""
         return self._reaped or self._exit_code() is not None
 
     def signal(self, signum: int) -> bool:
@@ -86,7 +86,7 @@ class Process:
             self.reap()
 
     def catches(self, signum: int) -> bool:
-        """Whether the worker has a handler for the signal, or had one when it ended. False once it is reaped."""
+        """Return whether the worker has a handler for the signal, or had one when it ended. False once it is reaped."""
         with suppress(OSError, ValueError, IndexError):
             status = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
             return not self._reaped and bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (signum - 1) & 1)

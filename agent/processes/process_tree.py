@@ -81,7 +81,7 @@ class ProcessTree:
             self._send(guard.message(guard.ALIVE, now, self._deadline))
 
     def lease_is_over(self, now: float) -> bool:
-        """Whether the guard has killed the workers, or is about to."""
+        """Return whether the guard has killed the workers, or is about to."""
         if self._fixed_deadline:
             return now > self._fixed_deadline - 0.1
         return bool(self.lease) and now > self.renewed + self.lease - min(0.5, self.lease / 10)
@@ -110,7 +110,7 @@ class ProcessTree:
             self._forget(worker)
 
     def owns(self, pid: int) -> bool:
-        """Whether a worker of this agent started that process, directly or not."""
+        """Return whether a worker of this agent started that process, directly or not."""
         return pid in kills.owned(self._evidence, proc.descendants(os.getpid()), os.getpid())
 
     def kill_left_behind(self) -> None:

@@ -15,7 +15,7 @@ _NONE = "-"  # stands for an argument of exec_worker.py that is not given
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What to start as one worker."""
+    """One worker to start."""
 
     local_rank: int
     rank: int

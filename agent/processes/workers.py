@@ -19,13 +19,13 @@ STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 
 
 def stopped_by_signal(code: int) -> bool:
-    """Whether exit code ``code`` means one of ``STOP_SIGNALS``, also in a shell's way: 128 + n."""
+    """Return whether exit code ``code`` means one of ``STOP_SIGNALS``, also in a shell's way: 128 + n."""
     return -code in STOP_SIGNALS or code - 128 in STOP_SIGNALS
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one worker ended."""
+    """The end of one worker."""
 
     local_rank: int
     rank: int

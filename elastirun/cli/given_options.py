@@ -17,7 +17,7 @@ DEFAULT_SOURCE = "default"  # ``Row.source`` of an option that was not given
 
 
 class Origin(IntEnum):
-    """Where the value of an option came from. The higher one takes precedence."""
+    """The source of the value of an option. The higher one takes precedence."""
 
     DEFAULT = 0
     ENVIRONMENT = 1

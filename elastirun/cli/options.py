@@ -21,7 +21,7 @@ class Option:
 
     @property
     def flag(self) -> bool:
-        """Whether the option takes no value."""
+        """Return whether the option takes no value."""
         return not self.metavar
 
     @property

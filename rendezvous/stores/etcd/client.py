@@ -117,12 +117,12 @@ class Problem:
 
     @property
     def stale_token(self) -> bool:
-        """Whether another token would help."""
+        """Return whether another token would help."""
         return self.code == "UNAUTHENTICATED" or any(words in self.details for words in STALE_TOKEN)
 
     @property
     def may_pass(self) -> bool:
-        """Whether another attempt may succeed."""
+        """Return whether another attempt may succeed."""
         return self.code in MAY_PASS or self.stale_token or "too many requests" in self.details
 
     def words(self, limit: float) -> str:
