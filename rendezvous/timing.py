@@ -37,7 +37,7 @@ JUST_AFTER = 0.01  # seconds; a read must start later than the moment at which a
 
 @dataclass(frozen=True)
 class Lease:
-    """The time for which a row outlives its last keep-alive at etcd. ``ttl + absence`` is never less than ``expire``. See docs/decisions/0006."""
+    """Time for which a row at etcd outlives its keep-alive. ``ttl + absence`` is never less than ``expire``. See docs/decisions/0006."""
 
     ttl: int  # seconds of the row's lease, whole ones as etcd wants them
     absence: float  # seconds without the row; a living node whose lease was over, or was revoked by mistake, has written it anew by then
