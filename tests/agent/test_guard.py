@@ -325,7 +325,7 @@ def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypa
         evidence.sessions[session] = 0
         monkeypatch.setattr(kills.os, "getppid", lambda: next(parents, found.parent))
         kills.kill_orphans(evidence)
-        assert dies(orphan, 5)
+        assert dies(orphan)
     finally:
         if not dies(orphan, 0):
             os.kill(orphan, signal.SIGKILL)

@@ -58,7 +58,7 @@ def test_a_life_of_a_job(anywhere: Cluster) -> None:
     lost_rank, lost = next((w.rank, w) for w in again if w.rank == 2)
     killed_at = time.monotonic()
     kill(third)
-    assert dies(lost.pid, 10), "no worker outlives its agent"
+    assert dies(lost.pid), "no worker outlives its agent"
     smaller = anywhere.round(2, after=again[0].round)
     assert time.monotonic() - killed_at < 70  # promised: expire + 2 s; the benchmark measures it
     assert "silent for 5 s" in smaller[0].env["ELASTIRUN_ROUND_REASON"]

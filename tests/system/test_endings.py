@@ -112,7 +112,7 @@ def test_a_node_that_is_done_waits_as_long_as_it_takes_and_ends_as_the_last_one_
     done.tell("exit 0")
     done.await_death()
     last.tell(f"exit {code}")
-    assert (nodes.ends(a, 20.0), nodes.ends(b)) == (code, code)
+    assert (nodes.ends(a), nodes.ends(b)) == (code, code)
     assert ("Root Cause" in nodes.out(1)) == bool(code)
 
 

@@ -36,7 +36,7 @@ def test_the_loss_of_node_0_is_like_any_other(nodes: Cluster, server: Etcd) -> N
     before = nodes.round(3)
     (first,) = [i for i in agents if f"127.0.0.{i}" == before[0].env["MASTER_ADDR"]]
     kill(agents[first])
-    assert dies(before[0].pid, 10)
+    assert dies(before[0].pid)
     rest = nodes.round(2, after=before[0].round)
     assert "silent for 2 s" in rest[0].env["ELASTIRUN_ROUND_REASON"]
     assert rest[0].env["MASTER_ADDR"] == f"127.0.0.{next(i for i in agents if i != first)}"
@@ -209,7 +209,7 @@ def test_a_private_etcd_goes_with_its_agent(nodes: Cluster, killed: bool) -> Non
         (worker,) = nodes.round(1, after=1)
         worker.tell("exit 0")
         assert nodes.ends(agent) == 0
-    assert dies(pid, 10)
+    assert dies(pid)
     deadline = time.monotonic() + 60
     while folder.exists():
         assert time.monotonic() < deadline

@@ -98,7 +98,7 @@ def test_a_worker_that_does_not_stop_is_killed_with_its_children_when_its_grace_
     worker = path(nodes, "--grace=1")
     assert worker.connection.recv(4) == b"TERM"
     worker.await_death()
-    assert all(dies(int(pid), 20.0) for pid in worker.env["children"])
+    assert all(dies(int(pid)) for pid in worker.env["children"])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
