@@ -468,6 +468,32 @@ MUTANTS = (
         *("backward", "self._versions != _versions(params)", "False"),
         *("backward", "gradients_are_found_by_their_versions"),
     ),
+    # the data
+    mutant(
+        "an iteration begins where the last one ended",
+        *("data", "return self._indices(order, loader.consumed, loader.sizes())", "return self._indices(order, 0, loader.sizes())"),
+        *("data", "what_is_loaded_in_advance_does_not_count[2]"),
+    ),
+    mutant(
+        "a batch counts from the moment it is handed out",
+        *("data", "self.consumed += size\n            yield batch\n", "yield batch\n            self.consumed += size\n"),
+        *("data", "each_sample_once_whatever_becomes_of_the_world[3]"),
+    ),
+    mutant(
+        "the shares of two ranks have no sample in common",
+        *("data", "range(rank * size // world_size,", "range(max(rank * size // world_size - 1, 0),"),
+        *("data", "the_shares_of_all_ranks_are_the_whole_and_differ_by_one_at_most"),
+    ),
+    mutant(
+        "loading draws no random numbers of the model",
+        *("data", ", generator=self._generator", ""),
+        *("data", "the_models_random_numbers_are_left_alone"),
+    ),
+    mutant(
+        "what lies outside of the order is permuted again",
+        *("permutation", "while (outside := found >= self.n).any():", "while (outside := found >= self.n + 1).any():"),
+        *("data", "an_order_has_every_number_once"),
+    ),
 )
 
 
