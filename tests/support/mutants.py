@@ -22,7 +22,7 @@ from tests.support.worlds import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elastirun", "tests", "benchmarks")
-TIMEOUT = 150.0  # seconds for the tests of one mutant
+TIMEOUT = 170.0  # seconds for the tests of one mutant
 
 
 @dataclass(frozen=True)
