@@ -169,7 +169,7 @@ class Reducer:
             return
         self._conclude()
         reduces = self.schedule.count()
-        backward = self._backward = Backward(reduces, self.local_report.samples, self.watch.expected.copy())
+        backward = self._backward = Backward(reduces, self.local_report.samples, self.watch.expected.copy(), self.watch.seen)
         under_way.reducers.add(self)
         autograd_engine.at_the_end(partial(self._graph_done, backward.task))
         if reduces:
@@ -193,9 +193,8 @@ class Reducer:
             backward = self._first_gradient(index)
             if backward is None:
                 return
-        watch = self.watch
-        watch.seen.add(index)
-        if backward.phase is not COLLECTING or index in watch.start_only:
+        backward.seen.add(index)
+        if backward.phase is not COLLECTING or index in self.watch.start_only:
             return
         if self.planner.learning:
             self.planner.note(index, time.perf_counter() - self.times.begun)
@@ -320,7 +319,7 @@ class Reducer:
     def skip(self, zero_samples: float = 0.0) -> None:
         """Take part in a reduction without gradients. ``zero_samples``: the number of samples that count as gradients of zero."""
         self._conclude()
-        backward = self._backward = Backward(True, 0.0, self.watch.expected.copy())
+        backward = self._backward = Backward(True, 0.0, self.watch.expected.copy(), self.watch.seen)
         backward.zero_samples = zero_samples
         backward.advance(Trigger.SKIPPED)
         self.bucket_set.reset()
