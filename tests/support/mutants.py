@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
@@ -103,6 +104,7 @@ def _pytest(folder: str, tests: tuple[str, ...], env: Mapping[str, str], output:
     os.environ.update(env)
     os.chdir(folder)
     sys.path.insert(0, folder)
+    multiprocessing.set_start_method("fork", force=True)  # of a loader's workers: those of a fork server would outlive this process
     for name in list(sys.modules):
         if name.partition(".")[0] in OURS:
             del sys.modules[name]
@@ -114,4 +116,5 @@ def _pytest(folder: str, tests: tuple[str, ...], env: Mapping[str, str], output:
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
     code = pytest.main([*options, *tests])
     sys.stdout.flush()
+    util._exit_function()  # end daemon processes, as at an exit of the interpreter
     os._exit(code)
