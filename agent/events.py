@@ -124,7 +124,7 @@ class Closed(Event, kind="closed"):
 
 @dataclass(frozen=True)
 class End(Event, kind="end"):
-    """The agent's last line."""
+    """The agent ends. Always the last event in its file."""
 
     outcome: str
     reason: str

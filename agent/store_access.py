@@ -113,7 +113,7 @@ class StoreAccess:
 
     @property
     def host_failure(self) -> str:
-        """Why this node cannot serve the store, which it should, after ``HOST_TRIES`` seconds of trying; empty before."""
+        """The reason why this node, which should serve the store, cannot; empty until it has tried for ``HOST_TRIES`` seconds."""
         if self._host_failed is None or self._reached is not None:
             return ""
         since, why = self._host_failed

@@ -34,7 +34,7 @@ _ERRORS = {Outcome.SUCCEEDED: "Closed", Outcome.FAILED: "Closed", Outcome.TIMEOU
 
 
 class TorchrunNode:
-    """Has the methods of torch's ``RendezvousHandler``, in which ranks are those of nodes.
+    """The methods of torch's ``RendezvousHandler``, in which ranks are those of nodes.
 
     ``reach(record, node_rank, is_on)`` connects to the store of a round and returns what torchrun gets of the round, or the exception to
     raise; it is called in a thread of its own, and ``is_on()`` tells whether the round still runs. ``error(name, why)`` makes torch's

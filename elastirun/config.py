@@ -93,7 +93,7 @@ class LogPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousConfig:
-    """Where, how many and in which order the nodes meet."""
+    """The meeting of the nodes: where, how many, and in which order."""
 
     min_nodes: int
     max_nodes: int

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def restrict_to(names: tuple[str, ...]) -> None:
-    """Keep the handlers of the signals in ``names``. The other ``EARLY`` signals get back the behaviour of any Python program."""
+    """Keep the handlers of the signals in ``names``. The others get Python's defaults: KeyboardInterrupt for SIGINT, else the kernel's."""
     for name, signum in EARLY.items():
         if name not in names and getsignal(signum) is _exit:
             signal(signum, default_int_handler if signum == SIGINT else SIG_DFL)

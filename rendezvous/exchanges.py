@@ -1,4 +1,4 @@
-"""One exchange with the store at a time, given up when it takes too long. Pure: whoever executes the exchanges is a subclass.
+"""One exchange with the store at a time, given up when it takes too long. No I/O here: a subclass executes the exchanges.
 
 An exchange that is not answered within its limit is abandoned together with its connection, and a fresh connection takes over. What
 the abandoned connection still writes is harmless, because every write is a compare-and-set. What it still answers reaches nobody.
@@ -37,7 +37,7 @@ C = TypeVar("C", bound=Connection)
 
 
 class Exchanges(Generic[C]):
-    """Has each exchange executed over a connection that ``new`` makes. A subclass has ``_execute``, ``_abandon`` and ``fileno``.
+    """Runs each exchange over a connection that ``new`` makes. A subclass has ``_execute``, ``_abandon`` and ``fileno``.
 
     ``now`` is the clock. Limits in seconds: ``time_limit`` for one exchange, ``connect_limit`` for the connection that the exchange may
     need first.

@@ -144,7 +144,7 @@ class Machine:
         self._observe(event)
 
     def _note_contact(self, event: events.Synced) -> None:
-        """Note that the store has answered. If it was in trouble until now, no silence of other nodes before now counts."""
+        """Note that the store has answered. After a failure or a slow answer, the silence of other nodes is counted from this answer."""
         before, self._contact = self._contact, self._contact.answered(event.now, event.started)
         self._schedule.under_way = False
         self.hosting = event.hosting

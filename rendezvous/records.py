@@ -1,4 +1,5 @@
-"""The records in the store: one row per node, written by that node alone, and one round record, written by the node that is first.
+"""The records in the store: one row per node, written by that node alone, and one round record, written by
+compare-and-set by whichever node comes first.
 
 The members of a round are stored beside its record, since they are long and do not change while it lasts.
 All are immutable values; ``codec.py`` turns them into bytes and back. No field is a date: clocks of different machines
@@ -23,7 +24,7 @@ class Status(str, Enum):
 
 
 class Cause(str, Enum):
-    """Why a round ended before its work was done."""
+    """The reason why a round ended before its work was done."""
 
     FAILURE = "failure"  # a worker failed: costs one of --max-restarts
     LOST = "lost"  # a node fell silent
@@ -39,7 +40,7 @@ class Verdict(str, Enum):
 
 
 class Blame(IntEnum):
-    """Why a worker failed. The failure with the lowest value is the root cause. Stored as a number."""
+    """The kind of a worker's failure. The failure with the lowest value is the root cause. Stored as a number."""
 
     OWN_FAULT = 0  # an exception, exit code or signal of the worker's own, or a signal from outside such as the OOM killer's
     SUSPECT = 3  # stopped by its agent after it had shown an exception of its own

@@ -77,7 +77,7 @@ class Outcome:
 
     @property
     def unused(self) -> list[int]:
-        """The parameters that no rank had a gradient of, though there were data."""
+        """Indices of the parameters for which no rank had a gradient; empty while this is unknown, or if no rank had data."""
         return [index for index, count in enumerate(self.agreed.users) if not count] if self.agreed and self.agreed.with_data else []
 
     def factor(self, users: float) -> float:

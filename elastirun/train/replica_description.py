@@ -17,7 +17,7 @@ def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], opt
 
 
 def strides(tensor: Tensor) -> str:
-    """Return the strides in words, unless they are the usual ones. Gradients lie in memory as their parameters do."""
+    """Return " with strides (…)", empty for a contiguous tensor. Strides must match, because a gradient has those of its parameter."""
     return "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
 
 

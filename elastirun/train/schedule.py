@@ -1,4 +1,4 @@
-"""Which backwards reduce gradients."""
+"""The decision which backwards reduce gradients: every n-th, and none within ``no_sync()``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained: those that are not frozen. They may change at each forward; all ranks must train the same ones."""
+"""The parameters that are trained: those that are not frozen. They may change at each forward; all ranks must train the same ones."""
 
 from __future__ import annotations
 

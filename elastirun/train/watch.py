@@ -1,4 +1,4 @@
-"""Which parameters have a hook, and how often each of them fires in a backward."""
+"""The parameters that have a hook, and how often each of them fires in a backward."""
 
 from __future__ import annotations
 

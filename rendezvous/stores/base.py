@@ -12,6 +12,9 @@ class Store(Protocol):
     Every operation returns an answer or raises ``StoreError``. After an error it is unknown whether a write was applied, and the caller
     gives the connection up. Keys are ASCII without line breaks, and values are not empty. Other clients of the store may have put any
     bytes there.
+
+    In a store that outlives its jobs a row has a lease, and vanishes when nobody calls ``keep_alive`` for its key: there, silence is a row
+    that is gone. In one that ends with its host, silence is a row that does not change.
     """
 
     hosting: bool

@@ -44,6 +44,11 @@ MUTANTS = (
         *("formation", "numbers_in_addresses_are_compared_as_numbers"),
     ),
     mutant(
+        "the first round is in the order of addresses",
+        *("ranks", "_natural(row.address), row.id", "_natural(row.name), row.id"),
+        *("formation", "numbers_in_addresses_are_compared_as_numbers"),
+    ),
+    mutant(
         "nobody's address crashes us",
         *("ranks", "part.isdecimal()", "part.isdigit()"),
         *("formation", "numbers_in_addresses_are_compared_as_numbers"),
