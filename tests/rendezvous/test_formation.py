@@ -127,13 +127,18 @@ def test_fixed_ranks_are_the_wish_and_nothing_else(previous: str, wishes: dict[s
         ["node2", "node10", "node10-a"],
         ["10.0.0.2", "fd00::9", "fd00::10", "gpu-3"],
         ["1", "1a", "a", "a1", "a²", "²", "½"],  # what isdigit() takes for a number and int() does not must not crash anybody
-        ["", "00", "0", "٣"],  # equal numbers, no number, and another script's digits
+        ["", "0", "٣"],  # no number, and another script's digits
     ],
 )
 def test_numbers_in_addresses_are_compared_as_numbers(addresses: list[str]) -> None:
     last = len(addresses)  # names and ids in the opposite order
     made = [NodeRow(f"{last - i:02}", f"n{last - i}", address, 1, 1) for i, address in enumerate(addresses)]
     assert [r.address for r in ranks.choose([], made[::-1], 99, fixed=False)] == addresses
+
+
+def test_equal_numbers_in_addresses_are_told_apart_by_id() -> None:
+    made = [row("a", address="00"), row("b", address="0")]
+    assert "".join(r.id for r in ranks.choose([], made[::-1], 99, fixed=False)) == "ab"
 
 
 def test_wishes_come_before_addresses_when_ranks_are_not_fixed() -> None:
