@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -171,6 +172,11 @@ class Job:
             if not told or told[-1]["event"] != "formed" or told[-1]["round"] != number:
                 return f"{agent.name} does not know of round {number}: {told[-1:]}"
         return ""
+
+    def hold(self) -> float:
+        """Return the seconds that newcomers have to wait after many early losses, as agents have said last. See docs/decisions/0011."""
+        said = [re.findall(r"newcomers are taken in after (\d+) s", self.output(agent)) for agent in self.agents]
+        return max((float(seconds[-1]) for seconds in said if seconds), default=0.0)
 
     def stop_etcd(self) -> None:
         if self.etcd is not None:

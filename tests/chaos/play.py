@@ -116,7 +116,7 @@ class Play:
         """Wait until everybody is in the newest round. Returns why not, when they are not within the bound."""
         origin, held_up = time.monotonic(), self.held_up
         while why := self.job.unsettled(origin):
-            if time.monotonic() > origin + self._bound + 3 * (self.held_up - held_up):
+            if time.monotonic() > origin + self._bound + self.job.hold() + 3 * (self.held_up - held_up):
                 return f"not in one round {self._bound:g} s after {after}: {why}"
             self._wait(LOOK)
         took = time.monotonic() - origin
