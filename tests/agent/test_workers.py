@@ -445,7 +445,7 @@ def test_a_worker_that_survives_sigkill_is_reported_and_given_up(
     clock.now += 1
     slow.workers.tick(clock.now)
     assert slow.idle == 1
-    for survivor in (pid, other):  # when they die after all, they are reaped and nobody is told
+    for survivor in (pid, other):  # a survivor that dies later is reaped, and causes no event
         os.kill(survivor, signal.SIGKILL)
     slow.run(lambda: not slow.watched)
     assert len(slow.exits) == 3 and slow.idle == 1

@@ -99,7 +99,7 @@ class Network:
         self.dropped: set[tuple[int, int]] = set()  # from, to
         self.noisy: dict[int, tuple[float, float]] = {}  # the share that is lost, and the longest delay in seconds
         self._random = random.Random(seed)
-        self._held: list[tuple[float, int, int, bytes]] = []  # when it is due, a count, to whom
+        self._held: list[tuple[float, int, int, bytes]] = []  # (time due, serial number, receiving host, packet)
         self._count = 0
         self._open = True
         try:

@@ -126,7 +126,7 @@ class Play:
         return ""
 
     def _end(self) -> list[str]:
-        """All are told to end. Returns what is left running."""
+        """Stop all agents with SIGTERM and return what is left running."""
         self.job.stopping = True
         for agent in self.job.agents:
             agent.send(signal.SIGTERM)

@@ -328,7 +328,7 @@ def test_the_working_folder_is_gone(elastirun: Elastirun, tmp_path: Path, monkey
     assert_bad(elastirun("/bin/sh"), "the working folder is gone")
 
 
-# --- what works
+# --- valid command lines
 
 
 def test_the_agent_gets_the_configuration_and_its_status_is_ours(elastirun: Elastirun) -> None:

@@ -50,7 +50,7 @@ def test_the_plain_case() -> None:
     assert config_of("train.py --lr 0.1") == config
 
 
-# --- where the nodes meet
+# --- the endpoint of the rendezvous
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
             made.close()
 
 
-# --- what each worker saw. Each entry: the command, agents, workers, and by variable what the workers saw, in the order of their ranks
+# --- the environment of each worker. Each entry: the command, agents, workers, and the values of each variable by rank
 
 SINGLE = "torchrun --standalone --nnodes=1 --nproc-per-node=$NUM_TRAINERS"
 TWO_RANKS = {"RANK": "0 1", "LOCAL_RANK": "0 1", "WORLD_SIZE": "2 2", "LOCAL_WORLD_SIZE": "2 2", "GROUP_RANK": "0 0"}

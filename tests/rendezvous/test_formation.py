@@ -1,4 +1,4 @@
-"""When a round forms, from whom, in which order; who is silent: the pure rules, case by case."""
+"""The pure rules of forming a round, case by case: its time, its members, their order, and silent nodes."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_every_member_is_watched_by_three_others() -> None:
     assert sorted(watched) == sorted("abcdefgh" * 3)
 
 
-# -- forming: whether, from whom, and why not ------------------------------------------------------------------------------
+# -- the decision to form a round, its members, and the reasons against it ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

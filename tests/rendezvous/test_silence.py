@@ -1,4 +1,4 @@
-"""Whom silence counts against: one real node among puppets that fall silent, or cannot be heard."""
+"""Silence and the node that it counts against: one real node among puppets that stop their keep-alives, or are cut off."""
 
 from __future__ import annotations
 

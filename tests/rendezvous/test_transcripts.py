@@ -1,4 +1,4 @@
-"""The stories in transcripts/ still go as they are told. Anew: python -m tests.sim.transcript tests/rendezvous/transcripts/*.txt"""
+"""The simulated histories in transcripts/ are unchanged. Rewrite: python -m tests.sim.transcript tests/rendezvous/transcripts/*.txt"""
 
 from __future__ import annotations
 
