@@ -64,7 +64,7 @@ class StoreThread(Exchanges[Connection]):
 
     def _abandon(self, connection: Connection) -> None:
         connection.requests.put(None)
-        if connection.thread is not None:
+        if connection.thread is not None and self._pending:  # an idle thread ends by itself, as soon as it gets a processor
             self._abandoned.append(connection.thread)
 
     def _start(self, connection: Connection) -> str:

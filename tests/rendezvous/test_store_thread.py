@@ -247,6 +247,24 @@ def test_threads_and_descriptors_do_not_grow_with_reconnects(made: list[StoreThr
     assert len(descriptors()) <= fds
 
 
+def test_threads_that_have_only_to_close_their_connection_do_not_delay_the_next_one(made: list[StoreThread]) -> None:
+    """On a busy machine a thread that was told to end may wait long for a processor; it does not hang."""
+    go = threading.Event()
+
+    class SlowToClose(Watched):
+        def close(self) -> None:
+            assert go.wait(PATIENCE)
+            super().close()
+
+    thread = new_thread(made, SlowToClose)
+    for _ in range(store_thread.HANGING + 2):
+        assert isinstance(ask(thread), Synced)
+        thread.reconnect()
+    assert isinstance(ask(thread), Synced)
+    go.set()
+    await_threads(1)
+
+
 def test_without_a_thread_the_exchange_fails_and_the_next_one_tries_again(made: list[StoreThread], monkeypatch: pytest.MonkeyPatch) -> None:
     thread = new_thread(made, Watched)
     assert isinstance(ask(thread), Synced)
