@@ -9,6 +9,12 @@
     ├── JobFailed          the job of ``elastirun.launch`` failed; carries the root cause and the launcher's exit code
     └── BadRecord          bytes in the store that are not a record of ours
         └── BadSignature   a record that was not signed with our token
+
+Errors in a worker have a root of their own. ``elastirun.train.errors`` has those of this tree that need torch.
+
+    TrainError (a RuntimeError)
+    ├── RoundUnknown       nobody could tell whether this worker's round is still the current one (``is_current``)
+    └── CheckpointError    a checkpoint cannot be written, or is not whole: which file, and what to do
 """
 
 from __future__ import annotations
@@ -53,3 +59,15 @@ class BadRecord(ElastirunError):
 
 class BadSignature(BadRecord):
     """A record has no valid signature although a token is configured."""
+
+
+class TrainError(RuntimeError):
+    """The root of a worker's errors; raised itself for wrong use without a class of its own."""
+
+
+class RoundUnknown(TrainError):
+    """The agent, or the rendezvous store behind it, did not answer in time: the round may be current or not."""
+
+
+class CheckpointError(TrainError):
+    """A checkpoint cannot be written or read. The message is one line: what, where (file, tensor), what to do."""

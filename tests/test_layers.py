@@ -39,7 +39,10 @@ LAYERS = (  # the first that a module is below counts
     # decisions
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", "psutil", *SHARED), in_functions=("torch",)),
-    Layer("elastirun.train", ("torch",)),
+    Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click"), in_functions=("torch", "safetensors")),
+    Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", "elastirun.current_round"), in_functions=("fsspec",)),
+    Layer("elastirun.current_round", ("elastirun.errors",)),
+    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.current_round", "elastirun.errors")),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.standard_streams"),
@@ -115,6 +118,9 @@ def test_every_module_keeps_to_its_layer() -> None:
         ("elastirun.config", "import elastirun.agent"),
         ("elastirun.train.ddp", "from elastirun.agent import spec"),
         ("elastirun.train.ddp", "import psutil"),
+        ("elastirun.checkpoint.image", "def f():\n    import torch"),
+        ("elastirun.checkpoint.objects", "import fsspec"),
+        ("elastirun.checkpoint.writer", "from elastirun.train import ddp"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str) -> None:
@@ -134,6 +140,9 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("elastirun.agent.agent", "from elastirun.rendezvous.machine import step"),
         ("elastirun.cli.main", "import click\nfrom elastirun.config import LaunchConfig\nfrom elastirun.agent.agent import run"),
         ("elastirun.train.ddp", "import torch.distributed as dist\nfrom elastirun.train import buckets"),
+        ("elastirun.train.checkpoints.staging", "from elastirun.checkpoint.image import Image"),
+        ("elastirun.checkpoint.__main__", "import click\ndef f():\n    import torch"),
+        ("elastirun.checkpoint.objects", "def f():\n    import fsspec"),
     ],
 )
 def test_an_allowed_import_is_not(module: str, source: str) -> None:

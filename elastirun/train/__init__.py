@@ -1,13 +1,15 @@
 """The training core: what a worker may use to train on changing worlds. It needs torch, and knows nothing of the launcher."""
 
+from elastirun.current_round import is_current
+
 from .control_words import Agreement
-from .current import is_current
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
-from .errors import Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
+from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 
 __all__ = [
     "Agreement",
+    "CheckpointError",
     "DistributedDataParallel",
     "Diverged",
     "ElasticDataLoader",

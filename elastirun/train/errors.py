@@ -5,17 +5,18 @@
     ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's forward
     ├── Diverged           the replicas' parameters are no longer the same: the first difference, and the ranks
     ├── RoundUnknown       nobody could tell whether this worker's round is still the current one (``is_current``)
+    ├── CheckpointError    a checkpoint cannot be written, or is not whole: which file, and what to do
     └── ReductionFailed    the ranks could not add up their gradients; the module needs a new process group (``set_group``)
         └── PeerLost       … because a process is gone: which rank
 
-The launcher's own errors are in ``elastirun.errors``; the training core runs in the worker and knows nothing of them.
+Those that are raised without torch, too, are defined in ``elastirun.errors``, beside the launcher's own.
 """
 
 from __future__ import annotations
 
+from elastirun.errors import CheckpointError, RoundUnknown, TrainError
 
-class TrainError(RuntimeError):
-    """The root of the tree; raised itself for wrong use without a class of its own."""
+__all__ = ["CheckpointError", "Diverged", "ModelMismatch", "OutsideForward", "PeerLost", "ReductionFailed", "RoundUnknown", "TrainError"]
 
 
 class ModelMismatch(TrainError):
@@ -28,10 +29,6 @@ class OutsideForward(TrainError):
 
 class Diverged(TrainError):
     """Replicas that must be equal are not."""
-
-
-class RoundUnknown(TrainError):
-    """The agent, or the rendezvous store behind it, did not answer in time: the round may be current or not."""
 
 
 class ReductionFailed(TrainError):

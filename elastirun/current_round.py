@@ -6,7 +6,7 @@ import os
 import socket
 import time
 
-from .errors import RoundUnknown
+from elastirun.errors import RoundUnknown
 
 FENCE, SOCKET = "ELASTIRUN_FENCE", "ELASTIRUN_SOCKET"  # set by the agent
 PAUSE = 0.2  # seconds between two questions while the agent cannot tell
