@@ -30,6 +30,7 @@ class LocalReport:
     """The values that this rank reports to the others in its next reduction."""
 
     samples: float = 1.0  # weight of its gradients
+    backwards: float = 1.0  # its gradients are divided by this number: a sum of so many means
     more: bool = False  # this rank has data for the reduction after this one
     requests: set[str] = field(default_factory=set)
     reads_first: bool = False  # this rank reads the words of each step before the gradients are used, and asks all ranks to do so
@@ -40,14 +41,14 @@ class LocalReport:
         """Read the words of each step before its gradients are used, and ask all ranks to do so."""
         self.reads_first = True
 
-    def weigh(self, samples: float) -> None:
-        """Let this rank's gradients count as ``samples`` from now on. All ranks have to read the words first then."""
-        self.samples = samples
+    def weigh(self, samples: float, backwards: float) -> None:
+        """Let this rank's gradients, divided by ``backwards``, count as ``samples`` from now on. All ranks have to read the words first."""
+        self.samples, self.backwards = samples, backwards
         self.read_first()
 
     def announce_batch(self, samples: float, more: bool) -> None:
         """Report the weight of the next batch, and whether there is ``more`` after it."""
-        self.samples, self.more = samples, more
+        self.samples, self.backwards, self.more = samples, 1.0, more
 
     def request(self, name: str) -> None:
         """Report a request, one of REQUESTS."""

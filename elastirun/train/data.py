@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
-from itertools import chain, repeat
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice, repeat
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from .errors import TrainError
 from .permutation import Permutation
+from .shares import share, split
+from .steps import Step, accumulate
 
+if TYPE_CHECKING:
+    from .ddp import DistributedDataParallel
+
+SCALES = {"linear": lambda times: times, "sqrt": math.sqrt}  # factor of the learning rate for a global batch that is so many times as large
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")  # arguments of DataLoader that have no place here
-
-
-def share(size: int, rank: int, world_size: int) -> range:
-    """Return which of ``size`` samples ``rank`` has: neighbours, as many as on the other ranks or one more or fewer."""
-    return range(rank * size // world_size, (rank + 1) * size // world_size)
 
 
 class ElasticDataLoader:
@@ -35,6 +37,10 @@ class ElasticDataLoader:
                 ...
 
     global_batch_size   samples of a step over all ranks; the last batch of an epoch may be smaller
+    micro_batch_size    the most samples that a rank loads and computes at a time, in the steps of ``steps()``; default: its whole share
+    scale               None (default): the global batch is the same at every world size. "linear" or "sqrt": ``global_batch_size`` is that
+                        of ``base_world_size`` ranks, and each rank's share stays instead; multiply the learning rate by ``lr_factor``
+    base_world_size     number of ranks that ``global_batch_size`` and the learning rate were chosen for; needed with ``scale``
     shuffle             False: in the order of the dataset, for an evaluation in which each sample counts once
     seed                of the order
     drop_last           leave out the last batch of an epoch if it is smaller
@@ -43,10 +49,11 @@ class ElasticDataLoader:
 
     A batch is None where this rank has no sample of the global batch, because the batch has fewer samples than there are ranks. The others
     have some: take part in their reduction with ``ddp.skip()``. ``samples`` is the number of samples of this rank, for
-    ``ddp.set_samples()``, so that every sample of the global batch counts the same.
+    ``ddp.set_samples()``, so that every sample of the global batch counts the same. ``steps()`` does both.
 
-    ``state_dict()`` counts a batch as consumed from the moment it is handed out, so save after the optimizer's step. What workers have
-    loaded in advance is not counted. Raises TrainError for wrong arguments, and for the state of another dataset.
+    ``state_dict()`` counts a batch as consumed from the moment it is handed out, and a step when its loop is over, so save after the
+    optimizer's step. What workers have loaded in advance is not counted. Raises TrainError for wrong arguments, and for the state of
+    another dataset.
     """
 
     def __init__(
@@ -54,6 +61,9 @@ class ElasticDataLoader:
         dataset: Dataset[Any],
         global_batch_size: int,
         *,
+        micro_batch_size: int | None = None,
+        scale: str | None = None,
+        base_world_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -65,13 +75,16 @@ class ElasticDataLoader:
             raise TrainError(f"ElasticDataLoader needs a dataset with a length and samples by index, which {type(dataset).__name__} is not")
         if wrong := [name for name in OURS if name in loading]:
             raise TrainError(f"{wrong[0]} is not an argument of ElasticDataLoader: it has global_batch_size, shuffle, seed and drop_last")
-        if global_batch_size < 1:
-            raise TrainError(f"global_batch_size must be at least 1, not {global_batch_size}")
+        for name, number in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
+            if number is not None and number < 1:
+                raise TrainError(f"{name} must be at least 1, not {number}")
         self.length = len(dataset)
-        self.global_batch_size, self.shuffle, self.seed, self.drop_last = global_batch_size, shuffle, seed, drop_last
         self.rank, self.world_size = _rank_and_world(rank, world_size)
+        self.global_batch_size, self.lr_factor = _scaled(global_batch_size, scale, base_world_size, self.world_size)
+        self.micro_batch_size, self.shuffle, self.seed, self.drop_last = micro_batch_size, shuffle, seed, drop_last
         self.epoch = self.consumed = 0  # consumed: samples of the epoch, over all ranks
         self.samples = 0  # of this rank, in the batch handed out last
+        self._cut: Callable[[int], list[range]] = self._whole
         # The generator gives the base seed of the loading workers. Without it each epoch would draw from the seed of the model's dropout.
         self._generator = torch.Generator()
         self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=self._generator, **loading)
@@ -88,14 +101,51 @@ class ElasticDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Load the rest of the epoch; when its last batch is done, the next epoch begins."""
-        self._generator.manual_seed(self.seed + self.epoch)
-        sizes, loaded = self.sizes(), iter(self._loader)
-        for size in sizes:
-            self.samples = len(share(size, self.rank, self.world_size))
-            batch = next(loaded) if self.samples else None
+        for size, _, batches in self._global_batches(self._whole):
+            batch = next(batches, None)
             self.consumed += size
             yield batch
+
+    def steps(self, ddp: DistributedDataParallel) -> Iterator[Step]:
+        """Yield the rest of the epoch as steps, each a loop over this rank's micro-batches; every rank runs it.
+
+            for step in loader.steps(ddp):
+                optimizer.zero_grad()
+                for batch in step:                   # at most micro_batch_size samples; none where this rank has no sample
+                    loss_of(ddp(batch)).backward()   # the mean over the samples of ``batch``
+                optimizer.step()                     # the gradients are the mean over the global batch
+
+        The last backward of a step reduces, also where ranks have different numbers of micro-batches. A step counts as consumed when
+        its loop is over. Raises TrainError within ``ddp.no_sync()`` and after ``ddp.accumulate()``.
+        """
+        for size, sizes, batches in self._global_batches(self._micro_batches):
+            before = self.consumed
+
+            def done(consumed: int = before + size) -> None:
+                self.consumed = consumed
+
+            yield Step(size, self.samples, accumulate(ddp, sizes, batches), done)
+            done()
+
+    def _global_batches(self, cut: Callable[[int], list[range]]) -> Iterator[tuple[int, list[int], Iterator[Any]]]:
+        """Yield what is left of the epoch: the size of each global batch, and this rank's parts of it, as sizes and as loaded batches."""
+        self._generator.manual_seed(self.seed + self.epoch)
+        self._cut = cut
+        sizes, loaded = self.sizes(), iter(self._loader)
+        for size in sizes:
+            parts = [len(part) for part in cut(size)]
+            self.samples = sum(parts)
+            batches = islice(loaded, len(parts))
+            yield size, parts, batches
+            for _ in batches:  # those that the caller has not taken
+                pass
         self.epoch, self.consumed = self.epoch + 1, 0
+
+    def _whole(self, size: int) -> list[range]:
+        return split(share(size, self.rank, self.world_size), None)
+
+    def _micro_batches(self, size: int) -> list[range]:
+        return split(share(size, self.rank, self.world_size), self.micro_batch_size)
 
     def state_dict(self) -> dict[str, int]:
         """Return where the training stands in its data; the same on every rank."""
@@ -123,14 +173,28 @@ class _Shares:
     def __iter__(self) -> Iterator[list[int]]:
         loader = self._loader  # read now: the position moves on before the first batch is asked for, if this rank has no part of it
         order = Permutation(loader.length, loader.seed, loader.epoch) if loader.shuffle else None
-        return self._indices(order, loader.consumed, loader.sizes())
+        return _indices(order, loader.consumed, loader.sizes(), loader._cut)
 
-    def _indices(self, order: Permutation | None, position: int, sizes: Iterator[int]) -> Iterator[list[int]]:
-        for size in sizes:
-            if mine := share(size, self._loader.rank, self._loader.world_size):
-                positions = torch.arange(position + mine.start, position + mine.stop, device="cpu")
-                yield (positions if order is None else order.at(positions)).tolist()
-            position += size
+
+def _indices(order: Permutation | None, position: int, sizes: Iterator[int], cut: Callable[[int], list[range]]) -> Iterator[list[int]]:
+    """Yield the indices of the samples of each part of each global batch, from ``position`` on."""
+    for size in sizes:
+        for part in cut(size):
+            positions = torch.arange(position + part.start, position + part.stop, device="cpu")
+            yield (positions if order is None else order.at(positions)).tolist()
+        position += size
+
+
+def _scaled(global_batch_size: int, scale: str | None, base_world_size: int | None, world_size: int) -> tuple[int, float]:
+    """Return the global batch at ``world_size`` ranks, and the factor of the learning rate that goes with it."""
+    if scale is None and base_world_size is None:
+        return global_batch_size, 1.0
+    if scale not in SCALES:
+        raise TrainError(f"scale must be one of {', '.join(SCALES)}, not {scale!r}; without it base_world_size has no meaning")
+    if base_world_size is None or base_world_size < 1:
+        raise TrainError("scale needs base_world_size: the number of ranks that global_batch_size and the learning rate were chosen for")
+    size = max(round(global_batch_size * world_size / base_world_size), 1)
+    return size, float(SCALES[scale](size / global_batch_size))
 
 
 def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:

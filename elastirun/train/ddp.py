@@ -324,17 +324,21 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"accumulate() takes a number of backwards, 1 or more, not {n}")
         self._reducer.schedule.reduce_every(n)
 
-    def set_samples(self, samples: float) -> None:
+    def set_samples(self, samples: float, backwards: float = 1) -> None:
         """Set the number of samples that this rank's gradients stand for, until the next call; default 1 on each rank.
 
         The result is the mean over samples: the sum over ranks of samples times gradient (a gradient of the mean loss of these samples),
-        divided by the sum of samples. Where a rank's share changes, the gradients take one more pass. On a GPU the host waits for each
-        reduction from now on, on every rank: in the first step with a call, either every rank calls it or this rank's number stays as it
-        was (call it before the first step). Otherwise the next backward raises a TrainError on every rank.
+        divided by the sum of samples. ``backwards``: the gradients are a sum over so many backwards, each of the mean loss of a
+        micro-batch, so no loss has to be divided (``ElasticDataLoader.steps()`` sees to micro-batches of different sizes). Where a rank's
+        share changes, the gradients take one more pass. On a GPU the host waits for each reduction from now on, on every rank: in the
+        first step with a call, either every rank calls it or this rank's number stays as it was (call it before the first step).
+        Otherwise the next backward raises a TrainError on every rank.
         """
         if not 0 <= samples < float("inf"):
             raise TrainError(f"set_samples() takes a number that is not negative, not {samples}")
-        self._reducer.local_report.weigh(float(samples))
+        if not 0 < backwards < float("inf"):
+            raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards}")
+        self._reducer.local_report.weigh(float(samples), float(backwards))
 
     def skip(self) -> None:
         """Take part in a reduction without data; the gradients are the mean over the other ranks."""

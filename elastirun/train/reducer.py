@@ -274,7 +274,7 @@ class Reducer:
 
     def _scale(self, backward: Backward, mean: bool) -> float:
         """Return the factor of gradients before they are added up (``mean``: averaged) over the ranks."""
-        return backward.samples * (self.world if mean else 1) / self.expected_samples
+        return backward.samples * (self.world if mean else 1) / (self.expected_samples * self.local_report.backwards)
 
     def _write_words(self, backward: Backward, late: Sequence[int]) -> None:
         """Write the control words, when all gradients are gathered."""

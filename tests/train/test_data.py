@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainError
-from elastirun.train.data import share
 from elastirun.train.permutation import Permutation
+from elastirun.train.shares import share, split
 from tests.support.worlds import run
 
 
@@ -79,6 +79,14 @@ def test_the_shares_of_all_ranks_are_the_whole_and_differ_by_one_at_most() -> No
             shares = [share(size, rank, world) for rank in range(world)]
             assert [at for part in shares for at in part] == list(range(size))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_micro_batches_are_few_and_the_larger_ones_come_first() -> None:
+    for size in range(40):
+        for most in range(1, 45):
+            parts = [len(part) for part in split(range(7, 7 + size), most)]
+            assert sum(parts) == size and len(parts) == -(-size // most) and parts == sorted(parts, reverse=True)
+            assert not parts or 0 < parts[-1] and parts[0] <= min(parts[-1] + 1, most)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -179,6 +187,14 @@ def test_the_models_random_numbers_are_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize(("scale", "factors"), [("linear", [0.5, 1, 1.5, 2]), ("sqrt", [0.5**0.5, 1, 1.5**0.5, 2**0.5])])
+def test_the_batch_grows_with_the_world_where_that_is_asked_for(scale: str, factors: list[float]) -> None:
+    ones = [loader(100, 32, 0, world, scale=scale, base_world_size=4) for world in (2, 4, 6, 8)]
+    assert [one.global_batch_size for one in ones] == [16, 32, 48, 64]
+    assert [one.lr_factor for one in ones] == pytest.approx(factors)
+    assert loader(100, 3, 0, 1, scale=scale, base_world_size=64).global_batch_size == 1 and loader(100, 32, 0, 3).lr_factor == 1
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -189,6 +205,10 @@ class Stream(IterableDataset[int]):
     [
         (lambda: ElasticDataLoader(Stream(), 4), "samples by index"),
         (lambda: loader(10, 0), "global_batch_size must be at least 1"),
+        (lambda: loader(10, 4, micro_batch_size=0), "micro_batch_size must be at least 1"),
+        (lambda: loader(10, 4, scale="cubic", base_world_size=1), "scale must be one of linear, sqrt"),
+        (lambda: loader(10, 4, scale="sqrt"), "scale needs base_world_size"),
+        (lambda: loader(10, 4, base_world_size=2), "without it base_world_size has no meaning"),
         (lambda: loader(10, 4, batch_size=3), "batch_size is not an argument"),
         (lambda: loader(10, 4, rank=3, world_size=3), "rank must be between 0 and 2"),
         (lambda: ElasticDataLoader(Numbers(3), 1, rank=0), "give both"),
@@ -237,3 +257,68 @@ def test_the_same_training_at_any_world_size() -> None:
     for world in (2, 4, 7):
         for found in run(world, weights):
             assert found == pytest.approx(alone, abs=1e-6)
+
+
+def step_gradients(rank: int, world: int, micro: int | None) -> list[list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    ddp = DistributedDataParallel(model)
+    data = ElasticDataLoader(Points(), 10, micro_batch_size=micro)
+    found = []
+    for step in data.steps(ddp):
+        model.zero_grad()
+        for batch in step:
+            assert micro is None or len(batch) <= micro
+            ddp(batch).pow(2).mean().backward()
+        found.append([value for param in model.parameters() for value in param.grad.flatten().tolist()])
+        assert data.consumed == min(10 * len(found), 23)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches(world: int) -> None:
+    """Also where ranks have different numbers of micro-batches, of different sizes, or none: the last step has three samples."""
+    (alone,) = run(1, step_gradients, None)
+    for micro in (1, 2, 3):
+        for found in run(world, step_gradients, micro):
+            assert [pytest.approx(part, abs=1e-6) for part in alone] == found
+
+
+def cut_short(rank: int, world: int) -> list[Any]:
+    """Rank 1 leaves out the last backward of the first step; rank 0 breaks off in the second step, on its own account."""
+    model = nn.Linear(3, 1)
+    ddp = DistributedDataParallel(model)
+    data = ElasticDataLoader(Points(), 12, micro_batch_size=3)
+    found: list[Any] = []
+    for number, step in enumerate(data.steps(ddp)):
+        for at, batch in enumerate(step):
+            if (number, rank, at) == (0, 1, 1):
+                continue
+            if number == 1:
+                assert ddp.require_backward_grad_sync == (at == 1)
+                break
+            ddp(batch).sum().backward()
+        if number == 1:
+            break
+        found += [ddp.agreement.samples, ddp.agreement.with_data, data.consumed]
+    return [*found, data.consumed, ddp.require_backward_grad_sync]
+
+
+def test_a_step_that_is_not_finished_is_not_counted_and_holds_nobody_up() -> None:
+    assert run(2, cut_short) == [[6.0, 1, 12, 12, True]] * 2
+
+
+def undecided(rank: int, world: int) -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    said = []
+    for prepare in (lambda: ddp.accumulate(2), lambda: ddp.set_samples(3, backwards=0)):
+        with pytest.raises(TrainError) as error:
+            prepare()
+            next(iter(next(ElasticDataLoader(Points(), 12).steps(ddp))))
+        said.append(str(error.value))
+    return said
+
+
+def test_a_step_alone_decides_which_backward_reduces() -> None:
+    (said,) = run(1, undecided)
+    assert "neither accumulate() nor no_sync()" in said[0] and "positive number of backwards" in said[1]

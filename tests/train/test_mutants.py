@@ -15,6 +15,7 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
     return Mutant(rule, module, old, new, f"tests/train/test_{file}.py::test_{test}")
 
 
+MEAN = "a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches"
 LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 BUFFERS = "buffers_are_what_they_are_under_torchs_class"
 TWO = "an_exception_in_a_backward_through_two_modules_holds_nobody_up"
@@ -471,7 +472,7 @@ MUTANTS = (
     # the data
     mutant(
         "an iteration begins where the last one ended",
-        *("data", "return self._indices(order, loader.consumed, loader.sizes())", "return self._indices(order, 0, loader.sizes())"),
+        *("data", "_indices(order, loader.consumed, loader.sizes()", "_indices(order, 0, loader.sizes()"),
         *("data", "what_is_loaded_in_advance_does_not_count[2]"),
     ),
     mutant(
@@ -481,8 +482,33 @@ MUTANTS = (
     ),
     mutant(
         "the shares of two ranks have no sample in common",
-        *("data", "range(rank * size // world_size,", "range(max(rank * size // world_size - 1, 0),"),
+        *("shares", "range(rank * size // world_size,", "range(max(rank * size // world_size - 1, 0),"),
         *("data", "the_shares_of_all_ranks_are_the_whole_and_differ_by_one_at_most"),
+    ),
+    mutant(
+        "a step counts when its loop is over",
+        *("data", "            yield Step(size,", "            done()\n            yield Step(size,"),
+        *("data", "a_step_that_is_not_finished_is_not_counted_and_holds_nobody_up"),
+    ),
+    mutant(
+        "micro-batches weigh by their samples",
+        *("steps", "        if before not in (None, size):\n", "        if False:\n"),
+        *("data", f"{MEAN}[1]"),
+    ),
+    mutant(
+        "the sum of several means is divided",
+        *("reducer", "(self.expected_samples * self.local_report.backwards)", "self.expected_samples"),
+        *("data", f"{MEAN}[2]"),
+    ),
+    mutant(
+        "a rank without a micro-batch takes part",
+        *("steps", "    if ddp._reducer.step == reductions:\n", "    if False:\n"),
+        *("data", f"{MEAN}[5]"),
+    ),
+    mutant(
+        "only the last micro-batch reduces",
+        *("steps", "schedule.set_sync(at == len(sizes))", "schedule.set_sync(True)"),
+        *("data", f"{MEAN}[2]"),
     ),
     mutant(
         "loading draws no random numbers of the model",
