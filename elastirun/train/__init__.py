@@ -6,6 +6,7 @@ from .control_words import Agreement
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
+from .keyed_rng import keyed_rng
 
 __all__ = [
     "Agreement",
@@ -20,4 +21,5 @@ __all__ = [
     "RoundUnknown",
     "TrainError",
     "is_current",
+    "keyed_rng",
 ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from .errors import TrainError
+from .keyed_rng import KeyedSamples
 from .permutation import Permutation
 from .shares import share, split
 from .steps import Step, accumulate
@@ -43,6 +44,8 @@ class ElasticDataLoader:
     base_world_size     number of ranks that ``global_batch_size`` and the learning rate were chosen for; needed with ``scale``
     shuffle             False: in the order of the dataset, for an evaluation in which each sample counts once
     seed                of the order
+    keyed_rng           seed torch, ``random`` and numpy for each sample by (seed, epoch, sample), so that random augmentations in the
+                        dataset are the same at every world size and number of loading workers; default False
     drop_last           leave out the last batch of an epoch if it is smaller
     rank, world_size    default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1
     loading             the other arguments of ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, …
@@ -66,6 +69,7 @@ class ElasticDataLoader:
         base_world_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        keyed_rng: bool = False,
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -87,6 +91,8 @@ class ElasticDataLoader:
         self._cut: Callable[[int], list[range]] = self._whole
         # The generator gives the base seed of the loading workers. Without it each epoch would draw from the seed of the model's dropout.
         self._generator = torch.Generator()
+        self.keyed_rng = keyed_rng
+        dataset = KeyedSamples(dataset) if keyed_rng else dataset
         self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=self._generator, **loading)
 
     def __len__(self) -> int:
@@ -170,10 +176,14 @@ class _Shares:
     def __init__(self, loader: ElasticDataLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         loader = self._loader  # read now: the position moves on before the first batch is asked for, if this rank has no part of it
         order = Permutation(loader.length, loader.seed, loader.epoch) if loader.shuffle else None
-        return _indices(order, loader.consumed, loader.sizes(), loader._cut)
+        indices = _indices(order, loader.consumed, loader.sizes(), loader._cut)
+        if not loader.keyed_rng:
+            return indices
+        seed, epoch = loader.seed, loader.epoch
+        return ([(seed, epoch, index) for index in batch] for batch in indices)
 
 
 def _indices(order: Permutation | None, position: int, sizes: Iterator[int], cut: Callable[[int], list[range]]) -> Iterator[list[int]]:

@@ -16,6 +16,7 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
 
 
 MEAN = "a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches"
+AUGMENTED = "augmentations_are_the_same_whatever_the_world_and_the_workers"
 LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 BUFFERS = "buffers_are_what_they_are_under_torchs_class"
 TWO = "an_exception_in_a_backward_through_two_modules_holds_nobody_up"
@@ -509,6 +510,21 @@ MUTANTS = (
         "only the last micro-batch reduces",
         *("steps", "schedule.set_sync(at == len(sizes))", "schedule.set_sync(True)"),
         *("data", f"{MEAN}[2]"),
+    ),
+    mutant(
+        "the epoch is a part of the key",
+        *("data", "([(seed, epoch, index) for index", "([(seed, 0, index) for index"),
+        *("keyed_rng", AUGMENTED),
+    ),
+    mutant(
+        "each sample has a key",
+        *("keyed_rng", "        _seed(key, cuda=False)\n        return", "        return"),
+        *("keyed_rng", AUGMENTED),
+    ),
+    mutant(
+        "the program's random numbers are restored",
+        *("keyed_rng", "        yield\n    finally:\n        _restore(states)", "        yield\n    finally:\n        pass"),
+        *("keyed_rng", "what_the_program_draws_is_not_touched[True]"),
     ),
     mutant(
         "loading draws no random numbers of the model",
