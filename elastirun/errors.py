@@ -15,6 +15,7 @@ Errors in a worker have a root of their own. ``elastirun.train.errors`` has thos
     TrainError (a RuntimeError)
     ├── RoundUnknown       nobody could tell whether this worker's round is still the current one (``is_current``)
     └── CheckpointError    a checkpoint cannot be written, or is not whole: which file, and what to do
+        └── ClaimLost      another round or job has taken the directory over; nothing was published
 """
 
 from __future__ import annotations
@@ -71,3 +72,7 @@ class RoundUnknown(TrainError):
 
 class CheckpointError(TrainError):
     """A checkpoint cannot be written or read. The message is one line: what, where (file, tensor), what to do."""
+
+
+class ClaimLost(CheckpointError):
+    """Another round or job has claimed the directory since, or the round is over: this process can publish nothing there any more."""

@@ -6,6 +6,7 @@
     ├── Diverged           the replicas' parameters are no longer the same: the first difference, and the ranks
     ├── RoundUnknown       nobody could tell whether this worker's round is still the current one (``is_current``)
     ├── CheckpointError    a checkpoint cannot be written, or is not whole: which file, and what to do
+    │   └── ClaimLost      another round or job has taken the directory over; nothing was published
     └── ReductionFailed    the ranks could not add up their gradients; the module needs a new process group (``set_group``)
         └── PeerLost       … because a process is gone: which rank
 
@@ -14,9 +15,19 @@ Those that are raised without torch, too, are defined in ``elastirun.errors``, b
 
 from __future__ import annotations
 
-from elastirun.errors import CheckpointError, RoundUnknown, TrainError
+from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown, TrainError
 
-__all__ = ["CheckpointError", "Diverged", "ModelMismatch", "OutsideForward", "PeerLost", "ReductionFailed", "RoundUnknown", "TrainError"]
+__all__ = [
+    "CheckpointError",
+    "ClaimLost",
+    "Diverged",
+    "ModelMismatch",
+    "OutsideForward",
+    "PeerLost",
+    "ReductionFailed",
+    "RoundUnknown",
+    "TrainError",
+]
 
 
 class ModelMismatch(TrainError):
