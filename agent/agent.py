@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from elastirun import clock
 from elastirun.agent import ending, events
+from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
@@ -96,6 +97,8 @@ class Agent:
         self._events_log = events.EventLog(row.id, row.name, self._logs.events_file(), also)
         stack.callback(self._events_log.close)
         self._round_events = events.RoundEvents(self._events_log, row.id)
+        self._memory = CheckpointMemory(self._round_check.folder, self._selector, self._events_log.write, self._console.say)
+        stack.callback(self._memory.close)
         self._tracker = FailureTracker(row.name, self._logs)
         self._workers = Workers(
             self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._tree.owns, self._tree.worker_reaped
@@ -175,7 +178,8 @@ class Agent:
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something must be done although no descriptor is ready; None: there is nothing."""
         now = clock.now()
-        times = (self._session.due, self._tracker.report_at, self._workers.deadline, self._logs.tick(now), self._round_check.tick(now))
+        parts = (self._logs, self._round_check, self._memory)
+        times = (self._session.due, self._tracker.report_at, self._workers.deadline, *(part.tick(now) for part in parts))
         first = min(moment for moment in times if moment is not None)
         return None if first == math.inf else max(0.0, first - clock.now())
 
@@ -347,6 +351,7 @@ class Agent:
 
     def _end(self, finish: Finish) -> int:
         """Say how it ended. Returns the exit code."""
+        self._memory.close()  # this node runs no further round, but its agent may stay for other jobs
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         config, record, row = self._config, self._session.machine.record, self._session.machine.row
         began = self._tracker.began if record and record.round == self._round else None

@@ -113,6 +113,15 @@ class StoodStill(Event, kind="stood_still"):
 
 
 @dataclass(frozen=True)
+class CheckpointsHeld(Event, kind="checkpoints_held"):
+    """This agent keeps another amount of checkpoints in memory than before."""
+
+    images: int
+    bytes: int
+    limit: int  # bytes
+
+
+@dataclass(frozen=True)
 class Closed(Event, kind="closed"):
     """The job is decided."""
 

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent import round_check
-from elastirun.agent.round_check import MAX_CLIENTS, RoundCheck, still_holds
+from elastirun import clock
+from elastirun.agent import local_socket, round_check
+from elastirun.agent.local_socket import MAX_CLIENTS
+from elastirun.agent.round_check import RoundCheck, still_holds
 from elastirun.rendezvous.events import Synced, SyncFailed
 from elastirun.rendezvous.records import Broken, Cause, Closed, Member, RoundRecord, Verdict
 from elastirun.train import RoundUnknown, is_current
@@ -161,7 +163,7 @@ class Agent:
             key.data(mask)
 
     def synced(self, started: float | None = None) -> None:
-        now = round_check.clock.now()
+        now = clock.now()
         self.check.settle(Synced(now, now if started is None else started, RECORD, {}))
 
     def client(self, data: bytes = b"") -> socket.socket:
@@ -189,7 +191,7 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Agent]:
 
 
 def test_only_a_read_that_began_after_the_question_answers_it(agent: Agent) -> None:
-    before = round_check.clock.now()
+    before = clock.now()
     with agent.client(b"s:3\n") as asking:
         assert agent.reads == 1
         agent.synced(started=before)
@@ -249,7 +251,7 @@ def test_questions_are_answered_again_after_the_descriptors_had_run_out(agent: A
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for fd in taken:
                 os.close(fd)
-        due = agent.check.tick(round_check.clock.now())
+        due = agent.check.tick(clock.now())
         assert due is not None
         assert agent.check.tick(due) is None
         asking.sendall(b"s:3\n")
@@ -261,7 +263,7 @@ def test_questions_are_answered_again_after_the_descriptors_had_run_out(agent: A
 
 def test_another_user_is_not_answered(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.stat(agent.check.folder).st_mode & 0o777 == 0o700
-    monkeypatch.setattr(round_check.os, "geteuid", lambda: 65534)
+    monkeypatch.setattr(local_socket.os, "geteuid", lambda: 65534)
     with agent.client() as asking:
         assert asking.recv(100) == b""
 
@@ -278,7 +280,7 @@ def test_a_long_path_and_none_at_all(agent: Agent, monkeypatch: pytest.MonkeyPat
     asking.start()
     while not found:
         agent.turn()
-        now = round_check.clock.now()
+        now = clock.now()
         long.settle(Synced(now, now, RECORD, {}))
     asking.join()
     long.close()
