@@ -36,11 +36,16 @@ _GET_SEALS, _SEALS = 1034, 2 | 4  # F_GET_SEALS, F_SEAL_SHRINK | F_SEAL_GROW of 
 GIB = 1 << 30
 
 
+def limit() -> int:
+    """Return how many bytes an agent that starts now would hold at most."""
+    return memory.available() // SHARE
+
+
 class CheckpointMemory:
     """The agent's end of the socket. All calls happen in the loop's thread; nothing blocks.
 
     ``folder``: that of the socket; empty: there is none, and nothing is held. ``write`` gets events, ``say`` lines for people.
-    ``limit``: bytes to hold at most; None: a part of the available memory.
+    ``limit_bytes``: how much to hold at most; None: ``limit()``.
     """
 
     def __init__(
@@ -49,10 +54,10 @@ class CheckpointMemory:
         selector: selectors.BaseSelector,
         write: Callable[[Event], None],
         say: Callable[[str], None],
-        limit: int | None = None,
+        limit_bytes: int | None = None,
     ) -> None:
         self._write, self._say = write, say
-        self._limit = memory.available() // SHARE if limit is None else limit
+        self._limit = limit() if limit_bytes is None else limit_bytes
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = MAX_HELD if files == resource.RLIM_INFINITY else min(MAX_HELD, files // 4)
         self._held: dict[str, int] = {}  # by name: the descriptor

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 
+from elastirun.agent_socket import VARIABLE, ask
 from elastirun.errors import RoundUnknown
 
-FENCE, SOCKET = "ELASTIRUN_FENCE", "ELASTIRUN_SOCKET"  # set by the agent
+FENCE = "ELASTIRUN_FENCE"  # set by the agent
 PAUSE = 0.2  # seconds between two questions while the agent cannot tell
-MAX_ANSWER = 4096  # bytes
 
 
 def is_current(timeout: float = 10.0) -> bool:
@@ -29,14 +28,14 @@ def is_current(timeout: float = 10.0) -> bool:
     fence = os.environ.get(FENCE)
     if not fence:
         return True
-    path = os.environ.get(SOCKET)
+    path = os.environ.get(VARIABLE)
     if not path:
         raise RoundUnknown("the agent has no socket to ask at; its own output says why")
     deadline = time.monotonic() + timeout
     why = ""  # the agent's own words count more than that it was slow to repeat them
     while True:
         try:
-            answer = _ask(path, fence, max(0.001, deadline - time.monotonic()))
+            answer, _ = ask(path, fence, max(0.001, deadline - time.monotonic()))
         except OSError as error:
             answer = ""
             why = why or f"the agent does not answer at {path}: {error.strerror or error}"
@@ -47,25 +46,3 @@ def is_current(timeout: float = 10.0) -> bool:
         if left <= 0:
             raise RoundUnknown(f"within {timeout:g} s nobody could tell whether this round is current: {why}")
         time.sleep(min(PAUSE, left))
-
-
-def _ask(path: str, fence: str, timeout: float) -> str:
-    """One question and its answer; empty when the agent hung up."""
-    folder, _, name = path.rpartition("/")
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # a unix socket's address has 107 bytes at most, a path more
-    deadline = time.monotonic() + timeout
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(timeout)
-            connection.connect(f"/proc/self/fd/{fd}/{name}")
-            connection.sendall(fence.encode() + b"\n")
-            received = b""
-            while len(received) < MAX_ANSWER and not received.endswith(b"\n"):
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
-                data = connection.recv(MAX_ANSWER)
-                if not data:
-                    break
-                received += data
-    finally:
-        os.close(fd)
-    return received.decode(errors="replace").strip()

@@ -33,6 +33,7 @@ class Layer:
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
 EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.secret_files")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
+ASKING = ("elastirun.agent_socket", "elastirun.current_round")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
     Layer("elastirun.rendezvous.store_thread", ("elastirun.rendezvous", *SHARED)),
@@ -40,8 +41,9 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click"), in_functions=("torch", "safetensors")),
-    Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", "elastirun.current_round"), in_functions=("fsspec",)),
-    Layer("elastirun.current_round", ("elastirun.errors",)),
+    Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", *ASKING), in_functions=("fsspec",)),
+    Layer("elastirun.current_round", ("elastirun.errors", "elastirun.agent_socket")),
+    Layer("elastirun.agent_socket"),
     Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.current_round", "elastirun.errors")),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),

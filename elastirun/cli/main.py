@@ -201,7 +201,7 @@ def count_devices(kind: str) -> int | None:
 
 def _dry_run(config: LaunchConfig, options: GivenOptions) -> str:
     """Return the text of --dry-run: the options given or derived, where this node would listen, and a worker's argv; no secret."""
-    from elastirun.agent import spec
+    from elastirun.agent import checkpoint_memory, spec
     from elastirun.agent.host import listening
 
     rows = [row for row in options.rows() if row.option != "--dry-run" and row.source != DEFAULT_SOURCE]
@@ -215,6 +215,7 @@ def _dry_run(config: LaunchConfig, options: GivenOptions) -> str:
         lines += [f"  {row.option:{option_width}}  {row.value:{value_width}}  {row.source}" for row in shown]
     lines += ["", "Every other option has its default; elastirun --help shows them."]
     lines += [f"listens: {line}" for line in listening.describe(config)]
+    lines += [f"keeps: checkpoints of its workers in memory, at most {checkpoint_memory.limit() / checkpoint_memory.GIB:.1f} GiB"]
     each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"
     argv = spec.command_line(config.command, options.environ)
     return "\n".join([*lines, f"{each}: {shlex.join(argv)}", "Nothing was started."])
