@@ -38,7 +38,7 @@ from elastirun.checkpoint.claims import (
     outdated,
     step_name,
 )
-from elastirun.checkpoint.files import GONE, check_file, read_small, sync_folder, write_file, write_small
+from elastirun.checkpoint.files import GONE, check_file, map_file, read_small, sync_folder, write_file, write_small
 from elastirun.checkpoint.record import COMMIT, MAX_BYTES, Commit, Damage, FileSum, clip, decode, encode
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost
@@ -118,13 +118,22 @@ class Directory:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
+    def content(self, found: Found, name: str) -> memoryview:
+        """Return the bytes of a file of any size, read-only; nothing is read before it is used. Raises ``CheckpointError``."""
+        path = self.file(found, name)
+        try:
+            return map_file(path)
+        except (CheckpointError, OSError, ValueError) as error:
+            what = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{path} cannot be read: {what}") from None
+
     def verify(self, found: Found, names: Collection[str] | None = None) -> Iterator[Damage]:
         """Compare the files of a checkpoint, or those in ``names``, with its record; yield what is wrong."""
         if found.commit is None:
             yield found.damage or Damage(COMMIT, "is missing")
             return
         for name, expected in found.commit.files.items():
-            if (names is None or name in names) and (damage := check_file(self.file(found, name), name, expected)):
+            if (names is None or name in names) and (damage := self._check(found, name, expected)):
                 yield damage
 
     def set_aside(self, found: Found) -> str:
@@ -184,6 +193,9 @@ class Directory:
         for name in names:
             with suppress(OSError):
                 os.unlink(os.path.join(self._staged(claim, step), name))
+
+    def _check(self, found: Found, name: str, expected: FileSum) -> Damage | None:
+        return check_file(self.file(found, name), name, expected)
 
     def _names(self) -> list[str]:
         try:

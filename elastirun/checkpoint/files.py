@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -90,6 +91,14 @@ def read_small(path: str, limit: int) -> bytes:
         return data
     finally:
         os.close(fd)
+
+
+def map_file(path: str) -> memoryview:
+    """Return the content of a regular file, mapped into memory. Raises OSError, and ``CheckpointError`` when it is no regular file."""
+    fd = _open_regular(path)
+    with _closing(fd, path):
+        size = os.fstat(fd).st_size
+        return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
 
 
 def check_file(path: str, name: str, expected: FileSum) -> Damage | None:

@@ -16,6 +16,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,8 +125,9 @@ class Image:
         os.posix_fallocate(self.fd, 0, self.size)
 
     def close(self) -> None:
-        """Unmap the memory and close the descriptor. Views of ``memory`` must have been released."""
-        self.memory.close()
+        """Close the descriptor and unmap the memory. Where views of ``memory`` exist, it is unmapped when the last one goes."""
+        with suppress(BufferError):
+            self.memory.close()
         os.close(self.fd)
 
 
