@@ -5,12 +5,14 @@ from elastirun.current_round import is_current
 from .control_words import Agreement
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
+from .deterministic import DeterministicShards
 from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 from .keyed_rng import keyed_rng
 
 __all__ = [
     "Agreement",
     "CheckpointError",
+    "DeterministicShards",
     "DistributedDataParallel",
     "Diverged",
     "ElasticDataLoader",

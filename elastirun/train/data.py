@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from .deterministic import DeterministicShards
 from .errors import TrainError
 from .keyed_rng import KeyedSamples
 from .permutation import Permutation
@@ -45,7 +46,7 @@ class ElasticDataLoader:
     shuffle             False: in the order of the dataset, for an evaluation in which each sample counts once
     seed                of the order
     keyed_rng           seed torch, ``random`` and numpy for each sample by (seed, epoch, sample), so that random augmentations in the
-                        dataset are the same at every world size and number of loading workers; default False
+                        dataset are the same at every world size and number of loading workers; default: with ``DeterministicShards``
     drop_last           leave out the last batch of an epoch if it is smaller
     rank, world_size    default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1
     loading             the other arguments of ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, …
@@ -69,7 +70,7 @@ class ElasticDataLoader:
         base_world_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        keyed_rng: bool = False,
+        keyed_rng: bool | None = None,
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -91,9 +92,15 @@ class ElasticDataLoader:
         self._cut: Callable[[int], list[range]] = self._whole
         # The generator gives the base seed of the loading workers. Without it each epoch would draw from the seed of the model's dropout.
         self._generator = torch.Generator()
-        self.keyed_rng = keyed_rng
-        dataset = KeyedSamples(dataset) if keyed_rng else dataset
-        self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=self._generator, **loading)
+        self.contract: dict[str, int | str] = {}  # of deterministic mode
+        self._dataset, self._loading, self._keyed_rng = dataset, loading, keyed_rng
+        self._make_loader(keyed=bool(keyed_rng))
+
+    def _make_loader(self, keyed: bool) -> None:
+        """Make the loader; ``keyed``: random numbers of the dataset are keyed by sample."""
+        self.keyed = keyed
+        dataset = KeyedSamples(self._dataset) if keyed else self._dataset
+        self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=self._generator, **self._loading)
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -112,7 +119,7 @@ class ElasticDataLoader:
             self.consumed += size
             yield batch
 
-    def steps(self, ddp: DistributedDataParallel) -> Iterator[Step]:
+    def steps(self, ddp: DistributedDataParallel | DeterministicShards) -> Iterator[Step]:
         """Yield the rest of the epoch as steps, each a loop over this rank's micro-batches; every rank runs it.
 
             for step in loader.steps(ddp):
@@ -122,16 +129,47 @@ class ElasticDataLoader:
                 optimizer.step()                     # the gradients are the mean over the global batch
 
         The last backward of a step reduces, also where ranks have different numbers of micro-batches. A step counts as consumed when
-        its loop is over. Raises TrainError within ``ddp.no_sync()`` and after ``ddp.accumulate()``.
+        its loop is over. Raises TrainError within ``ddp.no_sync()`` and after ``ddp.accumulate()``; with ``DeterministicShards``, where
+        the micro-batches are shards, if the result would have other bits than before.
         """
-        for size, sizes, batches in self._global_batches(self._micro_batches):
+        exact = ddp if isinstance(ddp, DeterministicShards) else None
+        if exact is None:
+            self.contract = {}
+        else:
+            self._begin_exact(exact)
+        for size, sizes, batches in self._global_batches(exact.parts if exact else self._micro_batches):
             before = self.consumed
 
             def done(consumed: int = before + size) -> None:
                 self.consumed = consumed
 
-            yield Step(size, self.samples, accumulate(ddp, sizes, batches), done)
+            if isinstance(ddp, DeterministicShards):
+                computed = ddp.run((self.seed, self.epoch, before), size, batches)
+            else:
+                computed = accumulate(ddp, sizes, batches)
+            yield Step(size, self.samples, computed, done)
             done()
+
+    def _begin_exact(self, exact: DeterministicShards) -> None:
+        """Begin steps of ``exact``. Raises TrainError if the steps before had other bits."""
+        if (self.rank, self.world_size) != (exact.rank, exact.world_size):
+            raise TrainError(
+                f"the loader is of rank {self.rank} of {self.world_size}, DeterministicShards of rank {exact.rank} of {exact.world_size}"
+            )
+        if self.micro_batch_size is not None:
+            raise TrainError(
+                "micro_batch_size has no meaning with DeterministicShards, whose shards are the micro-batches: give it more shards"
+            )
+        now = {"global_batch_size": self.global_batch_size, **exact.contract()}
+        for name, value in now.items():
+            if (before := self.contract.get(name, value)) != value:
+                raise TrainError(
+                    f"the state is of deterministic training with {name} = {before}, now it is {value}, so the result would have other "
+                    'bits; to continue all the same, delete "deterministic" from the state of the loader'
+                )
+        self.contract = now
+        if self._keyed_rng is None and not self.keyed:
+            self._make_loader(keyed=True)
 
     def _global_batches(self, cut: Callable[[int], list[range]]) -> Iterator[tuple[int, list[int], Iterator[Any]]]:
         """Yield what is left of the epoch: the size of each global batch, and this rank's parts of it, as sizes and as loaded batches."""
@@ -153,11 +191,12 @@ class ElasticDataLoader:
     def _micro_batches(self, size: int) -> list[range]:
         return split(share(size, self.rank, self.world_size), self.micro_batch_size)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return where the training stands in its data; the same on every rank."""
-        return {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "length": self.length}
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the training stands in its data; the same on every rank. In deterministic mode also what its bits depend on."""
+        state = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "length": self.length}
+        return {**state, "deterministic": dict(self.contract)} if self.contract else state
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` says, at the present world size and global batch size."""
         try:
             seed, epoch, consumed, length = (int(state[name]) for name in ("seed", "epoch", "consumed", "length"))
@@ -168,6 +207,7 @@ class ElasticDataLoader:
         if epoch < 0 or not 0 <= consumed <= length:
             raise TrainError(f"the state is out of range: epoch {epoch}, {consumed} of {length} samples consumed")
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
+        self.contract = dict(state.get("deterministic", {}))
 
 
 class _Shares:
@@ -180,7 +220,7 @@ class _Shares:
         loader = self._loader  # read now: the position moves on before the first batch is asked for, if this rank has no part of it
         order = Permutation(loader.length, loader.seed, loader.epoch) if loader.shuffle else None
         indices = _indices(order, loader.consumed, loader.sizes(), loader._cut)
-        if not loader.keyed_rng:
+        if not loader.keyed:
             return indices
         seed, epoch = loader.seed, loader.epoch
         return ([(seed, epoch, index) for index in batch] for batch in indices)

@@ -17,6 +17,8 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
 
 MEAN = "a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches"
 AUGMENTED = "augmentations_are_the_same_whatever_the_world_and_the_workers"
+BITS = "the_same_bits_at_any_number_of_ranks"
+REFUSED = "what_would_depend_on_the_number_of_ranks_is_refused"
 LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 BUFFERS = "buffers_are_what_they_are_under_torchs_class"
 TWO = "an_exception_in_a_backward_through_two_modules_holds_nobody_up"
@@ -525,6 +527,52 @@ MUTANTS = (
         "the program's random numbers are restored",
         *("keyed_rng", "        yield\n    finally:\n        _restore(states)", "        yield\n    finally:\n        pass"),
         *("keyed_rng", "what_the_program_draws_is_not_touched[True]"),
+    ),
+    # deterministic mode
+    mutant(
+        "gradients are added up along the tree",
+        *("deterministic", "add_up((0, self.shards), known, Tensor.add_)", "torch.stack(list(known.values())).sum(0)"),
+        *("deterministic", BITS),
+    ),
+    mutant(
+        "a rank adds up whole subtrees",
+        *("shard_tree", "    if (start, stop) == span:\n", "    if stop - start > 1:\n"),
+        *("deterministic", "every_world_adds_up_in_the_same_order[7]"),
+    ),
+    mutant(
+        "dropout belongs to the shard",
+        *("deterministic", "with keyed_rng(*key, shard):", "with keyed_rng(*key, self.rank):"),
+        *("deterministic", BITS),
+    ),
+    mutant(
+        "augmentations belong to the sample",
+        *("data", "if self._keyed_rng is None and not self.keyed:", "if False:"),
+        *("deterministic", BITS),
+    ),
+    mutant(
+        "a shard counts by its samples",
+        *("deterministic", "        return samples / self._largest(size)\n", "        return 1.0\n"),
+        *("deterministic", "a_step_has_the_mean_over_the_global_batch[20]"),
+    ),
+    mutant(
+        "what no shard used has no gradient in deterministic mode",
+        *("deterministic", "param.grad = view if used else None", "param.grad = view"),
+        *("deterministic", BITS),
+    ),
+    mutant(
+        "statistics that follow the order of shards are refused",
+        *("deterministic", "if isinstance(layer, _NormBase) and", "if False and"),
+        *("deterministic", REFUSED),
+    ),
+    mutant(
+        "buffers that follow the order of shards are refused",
+        *("deterministic", "if buffers.get(name) != version]:", "if False]:"),
+        *("deterministic", REFUSED),
+    ),
+    mutant(
+        "to continue with other bits is refused",
+        *("data", "if (before := self.contract.get(name, value)) != value:", "if (before := value) != value:"),
+        *("deterministic", REFUSED),
     ),
     mutant(
         "loading draws no random numbers of the model",
