@@ -40,7 +40,8 @@ LAYERS = (  # the first that a module is below counts
     # decisions
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", "psutil", *SHARED), in_functions=("torch",)),
-    Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click"), in_functions=("torch", "safetensors")),
+    Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),
+    Layer("elastirun.checkpoint.export", ("elastirun.checkpoint", "elastirun.errors"), in_functions=("torch", "elastirun.train")),
     Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", *ASKING), in_functions=("fsspec",)),
     Layer("elastirun.current_round", ("elastirun.errors", "elastirun.agent_socket")),
     Layer("elastirun.agent_socket"),
@@ -143,7 +144,8 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("elastirun.cli.main", "import click\nfrom elastirun.config import LaunchConfig\nfrom elastirun.agent.agent import run"),
         ("elastirun.train.ddp", "import torch.distributed as dist\nfrom elastirun.train import buckets"),
         ("elastirun.train.checkpoints.staging", "from elastirun.checkpoint.image import Image"),
-        ("elastirun.checkpoint.__main__", "import click\ndef f():\n    import torch"),
+        ("elastirun.checkpoint.__main__", "import click"),
+        ("elastirun.checkpoint.export", "def f():\n    import torch"),
         ("elastirun.checkpoint.objects", "def f():\n    import fsspec"),
     ],
 )

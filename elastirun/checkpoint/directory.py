@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -88,7 +87,7 @@ class Directory:
         try:
             if not current():
                 raise ClaimLost(f"{self.path}: another round has taken the place of this one")
-            name = claim_name(fence, secrets.token_hex(8))
+            name = claim_name(fence, os.urandom(8).hex())
             self._sweep(name)
             os.mkdir(self._staging(name))
             while (claims := self._sweep(name)) != [name]:  # another claim came between; its maker looks again as well
@@ -127,13 +126,19 @@ class Directory:
             what = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"{path} cannot be read: {what}") from None
 
-    def verify(self, found: Found, names: Collection[str] | None = None) -> Iterator[Damage]:
-        """Compare the files of a checkpoint, or those in ``names``, with its record; yield what is wrong."""
+    def exists(self) -> bool:
+        return os.path.isdir(self.path)
+
+    def verify(self, found: Found, names: Collection[str] | None = None, sums: bool = True) -> Iterator[Damage]:
+        """Compare the files of a checkpoint, or those in ``names``, with its record; yield what is wrong.
+
+        ``sums``: read every byte and compare the checksum; else the sizes only.
+        """
         if found.commit is None:
             yield found.damage or Damage(COMMIT, "is missing")
             return
         for name, expected in found.commit.files.items():
-            if (names is None or name in names) and (damage := self._check(found, name, expected)):
+            if (names is None or name in names) and (damage := self._check(found, name, expected, sums)):
                 yield damage
 
     def set_aside(self, found: Found) -> str:
@@ -194,8 +199,8 @@ class Directory:
             with suppress(OSError):
                 os.unlink(os.path.join(self._staged(claim, step), name))
 
-    def _check(self, found: Found, name: str, expected: FileSum) -> Damage | None:
-        return check_file(self.file(found, name), name, expected)
+    def _check(self, found: Found, name: str, expected: FileSum, sums: bool) -> Damage | None:
+        return check_file(self.file(found, name), name, expected, sums)
 
     def _names(self) -> list[str]:
         try:

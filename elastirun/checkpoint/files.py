@@ -101,8 +101,8 @@ def map_file(path: str) -> memoryview:
         return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
 
 
-def check_file(path: str, name: str, expected: FileSum) -> Damage | None:
-    """Return what is wrong with the file ``path``, or None when it has its size and checksum."""
+def check_file(path: str, name: str, expected: FileSum, sums: bool = True) -> Damage | None:
+    """Return what is wrong with the file ``path``, or None when it has its size and, with ``sums``, its checksum."""
     try:
         fd = _open_regular(path)
     except CheckpointError as error:
@@ -113,6 +113,8 @@ def check_file(path: str, name: str, expected: FileSum) -> Damage | None:
         size = os.fstat(fd).st_size
         if size != expected.size:
             return Damage(name, f"has {size} bytes instead of {expected.size}")
+        if not sums:
+            return None
         digest = hashlib.sha256()
         while more := os.read(fd, CHUNK):
             digest.update(more)
