@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint has, and where their bytes are: ``tensors.json``. Pure."""
+"""The list of a checkpoint's tensors and of the places of their bytes: ``tensors.json``. Pure."""
 
 from __future__ import annotations
 
