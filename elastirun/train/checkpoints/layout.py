@@ -1,4 +1,6 @@
-"""Which part of a state stands in which file, and which rank puts it there. Pure, but for the pieces of a rank's own tensors.
+"""The plan of a checkpoint: which part of a state stands in which file, and which rank puts it there.
+
+Pure, but for the pieces of a rank's own tensors.
 
 A tensor is made of boxes: the shards of its owners, or one box that several ranks hold. Boxes with the same holders share files. Large
 boxes are cut along their first dimension, so that the files of one group have about the same size. Every node stages each file that one
