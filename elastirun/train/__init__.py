@@ -6,6 +6,7 @@ from .control_words import Agreement
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .deterministic import DeterministicShards
+from .drain import Drain
 from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 from .keyed_rng import keyed_rng
 
@@ -15,6 +16,7 @@ __all__ = [
     "DeterministicShards",
     "DistributedDataParallel",
     "Diverged",
+    "Drain",
     "ElasticDataLoader",
     "ModelMismatch",
     "OutsideForward",

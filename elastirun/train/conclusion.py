@@ -110,6 +110,7 @@ class Conclusion:
         self.always_reads = False  # the words of every step are read before its gradients are used; the same on every rank
         self._deferred = False  # the gradients of the last step were used before its words were read
         self._concluded = 0  # the last step that this was done for
+        self.drained: int | None = None  # the first step in which a rank requested "drain", as all know after the same step
         self.lacked: set[int] = set()  # parameters without a gradient in the last reduction, on this rank
         self._reported = False
 
@@ -129,6 +130,7 @@ class Conclusion:
     def continue_from(self, old: Conclusion) -> None:
         """Take the place of ``old``, of a reducer of other parameters of the same module."""
         self.pending, self._concluded, self.always_reads = old.pending, old._concluded, old.always_reads
+        self.drained = old.drained
 
     def receive(self, pending: PendingAgreement, wants: bool, expected_samples: float) -> Outcome:
         """Take the words of a reduction; read them if they may not be deferred, or if this rank ``wants`` to."""
@@ -152,6 +154,8 @@ class Conclusion:
         assert self.pending is not None
         self._concluded = self.pending.step
         agreement = self.pending.agreement
+        if self.drained is None and "drain" in agreement.requests:
+            self.drained = agreement.step
         if len(set(agreement.trained)) > 1:
             self._trained.drop_gradients()
             self._trained.refuse(self._group, self._planner.device, all_take_part=not self.may_defer)

@@ -36,6 +36,7 @@ class LocalReport:
     reads_first: bool = False  # this rank reads the words of each step before the gradients are used, and asks all ranks to do so
     status: int = 0  # FAILED, NOT_FINITE
     trained: int = 0  # a digest of which parameters are not frozen
+    taken: frozenset[str] = frozenset()  # those of ``requests`` that the reduction under way carries
 
     def read_first(self) -> None:
         """Read the words of each step before its gradients are used, and ask all ranks to do so."""
@@ -54,9 +55,15 @@ class LocalReport:
         """Report a request, one of REQUESTS."""
         self.requests.add(name)
 
+    def take_requests(self) -> frozenset[str]:
+        """Return the requests for the reduction that begins. A signal handler may add one while it is under way, for the next one."""
+        self.taken = frozenset(self.requests)
+        return self.taken
+
     def clear(self) -> None:
         """Forget what was reported once, after a reduction."""
-        self.requests, self.status = set(), 0
+        self.requests -= self.taken
+        self.status = 0
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,10 @@ class ControlWords:
     def write(self, tail: Tensor, report: LocalReport, samples: float, seconds: float, late: Iterable[int], lacking: Sequence[int]) -> None:
         """Write this rank's words. ``samples``: 0 without data; ``late``: buckets; ``lacking``: parameters without a gradient."""
         words = [0.0] * self._users
+        requests = report.take_requests()
         counts = [samples > 0, report.more, bool(lacking) and samples > 0, report.reads_first]
         words[:_COUNTS] = [samples, *map(float, counts)]
-        words[_COUNTS:_FIXED] = [float(name in report.requests) for name in REQUESTS]
+        words[_COUNTS:_FIXED] = [float(name in requests) for name in REQUESTS]
         words[_FIXED + self._rank] = seconds
         words[_FIXED + self._world + self._rank] = float(report.status)
         words[_FIXED + 2 * self._world + self._rank] = float(report.trained)
