@@ -283,6 +283,7 @@ class Agent:
         self._renew(clock.now())
         if self._started and not self._tracker.stopped:
             self._end_left_running()
+        self._round_check.stopping = "no"
         self._tracker.start_round(record.round - 1, alone=record.world_size == 1)
         try:
             specs = self._specs(record, node_rank)
@@ -327,6 +328,7 @@ class Agent:
             self._workers.stop(action.within or 0.0)
             return
         self._tracker.before_stop(self._workers.alive)
+        self._round_check.stopping = "planned" if action.planned else "failure"
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace
         grace = grace if action.within is None else min(grace, action.within)

@@ -1,8 +1,10 @@
-"""Answer workers that ask whether their round is still the current one (``elastirun.train.is_current``).
+"""Answer workers that ask whether their round is still the current one (``elastirun.train.is_current``), or why they are being stopped.
 
 A worker connects to a unix socket in a folder that only this user can enter, sends the fence token of its round and a newline,
 and reads one line: ``yes``, ``no``, or ``unknown`` with a reason. The answer comes from a read of the store that *started* after the
 question arrived, never from what the agent knew before. Questions that wait at the same time share one read.
+
+A worker that sends ``stop`` in place of a token reads why the agent has signalled it: ``planned``, ``failure``, or ``no`` when it has not.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from elastirun.rendezvous.events import Synced, SyncFailed
 from elastirun.rendezvous.records import RoundRecord
 
 VARIABLE = "ELASTIRUN_SOCKET"  # names the socket in a worker's environment
+STOP = "stop"  # the question why; no fence token is like that
 MAX_QUESTION = 256  # bytes; a fence token has about 20
 
 
@@ -44,6 +47,7 @@ class RoundCheck:
         self._read_store = read_store
         self._store_answers = True  # the last exchange with the store succeeded
         self._socket: LocalSocket | None = None
+        self.stopping = "no"  # whether the workers are being stopped: "planned", "failure"
         self.folder = self.path = self.trouble = ""
         try:
             self.folder = tempfile.mkdtemp(prefix="elastirun-agent-")  # 0700
@@ -76,5 +80,8 @@ class RoundCheck:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _asked(self, client: Client) -> None:
-        if self._store_answers:  # else the machine retries by itself, with a backoff
+        if client.line == STOP:
+            assert self._socket is not None
+            self._socket.answer(client, self.stopping)
+        elif self._store_answers:  # else the machine retries by itself, with a backoff
             self._read_store()

@@ -45,7 +45,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", *ASKING), in_functions=("fsspec",)),
     Layer("elastirun.current_round", ("elastirun.errors", "elastirun.agent_socket")),
     Layer("elastirun.agent_socket"),
-    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.current_round", "elastirun.errors")),
+    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", *ASKING)),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.standard_streams"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .errors import TrainError
+from .failure_stop import FailureStop
 
 if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
@@ -25,6 +26,9 @@ PASSED_ON = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the signals that make an agent l
 MARGIN = 0.1  # of the deadline, which is left for the end itself
 LONGEST_NAP = 0.25  # seconds between two looks for the others: a thousand ranks may ask the same store
 CODE = 128 + signal.SIGTERM  # of a rank that ends for the sake of the others. Never 0: when all workers end with 0 the job has succeeded
+
+
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Drain:
@@ -40,7 +44,8 @@ class Drain:
     A rank that gets the signal says so in the control words of its next reduction, so all ranks know it after the same step (on a GPU a
     step later, because the host reads the words late). ``signals``: those that stop this process; default SIGTERM, and below an
     agent of elastirun all that it passes on. A handler that was there before is called as well. The handlers can only be installed in
-    the main thread; elsewhere this rank is stopped by the others alone.
+    the main thread; elsewhere this rank is stopped by the others alone. When the agent stops the workers because one has failed, there is
+    nobody left to agree with: then the signal ends this process at once, unless all had agreed before or there was another handler.
 
     Raises TrainError if ``ddp`` does not span all ranks: its control words would not reach the others.
     """
@@ -53,10 +58,11 @@ class Drain:
         self._seconds = _deadline()
         self._known: float | None = None  # when this rank knew of the stop, on time.monotonic
         self._signum = 0  # the first signal that this process got; 0: none
-        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._before: dict[int, Handler] = {}
         if threading.current_thread() is threading.main_thread():
             for signum in _signals() if signals is None else signals:
                 self._before[signum] = signal.signal(signum, self._arrived)
+        self._failure_stop = FailureStop(self._before, self._give_up) if self._before else None
 
     @property
     def requested(self) -> bool:
@@ -98,11 +104,7 @@ class Drain:
         self._know()
         self._wait_for_others()
         self._nap_until(lambda: bool(self._signum) or not _has_agent(), self.deadline or 0.0)
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError, AttributeError):  # nobody reads it, it is closed, or there is none
-                pass
+        _flush()
         if self._signum and threading.current_thread() is threading.main_thread():
             signal.signal(self._signum, signal.SIG_DFL)
             os.kill(os.getpid(), self._signum)
@@ -115,6 +117,8 @@ class Drain:
             if signal.getsignal(signum) == self._arrived:
                 signal.signal(signum, signal.SIG_DFL if before is None else before)
         self._before.clear()
+        if self._failure_stop is not None:
+            self._failure_stop.close()
 
     def _arrived(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: ask all ranks to stop. A second signal changes nothing: the agent alone makes the time shorter."""
@@ -126,8 +130,13 @@ class Drain:
         self._signum = self._signum or signum
         self._know()
         self._ddp.request("drain")
-        if callable(before) and before is not signal.default_int_handler:
+        if callable(before) and _by_user(before):
             before(signum, frame)
+
+    def _give_up(self) -> None:
+        """End this process: its agent stops the workers after a failure. Called in a thread; the main thread may hang."""
+        if self.step is None and not any(map(_by_user, self._before.values())):
+            os._exit(CODE)
 
     def _know(self) -> None:
         if self._known is None:
@@ -151,6 +160,19 @@ class Drain:
         began = time.monotonic()
         while not done() and (now := time.monotonic()) < deadline:
             time.sleep(min(LONGEST_NAP, 0.005 + (now - began) / 8, deadline - now))
+
+
+def _by_user(handler: Handler) -> bool:
+    """Return whether it is a handler that somebody has installed, not Python's or the kernel's own."""
+    return callable(handler) and handler is not signal.default_int_handler
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # nobody reads it, it is closed, or there is none
+            pass
 
 
 def _signals() -> list[int]:

@@ -215,6 +215,13 @@ def test_a_question_does_not_press_a_store_that_is_in_trouble(agent: Agent) -> N
         assert asking.recv(100) == b"unknown the rendezvous store does not answer: no answer for 3 s\n"
 
 
+def test_who_asks_why_it_is_stopped_is_answered_at_once(agent: Agent) -> None:
+    for answer in ("no", "planned", "failure"):
+        agent.check.stopping = answer
+        with agent.client(b"stop\n") as asking:
+            assert asking.recv(100) == answer.encode() + b"\n" and agent.reads == 0
+
+
 def test_strangers_neither_hang_nor_fill_the_agent(agent: Agent) -> None:
     before = agent.descriptors
     for data in (b"", b"x" * 5000, b"\xff\xfe\n", b"s:3\ns:3\n", b"\n", b"s:3\n"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -153,6 +154,48 @@ def interrupts(rank: int, world: int) -> list[Any]:
 
 def test_below_an_agent_all_signals_that_it_passes_on_are_requests() -> None:
     assert run(1, interrupts) == [[True, True]]
+
+
+def answers(agent: socket.socket, answer: str) -> None:
+    """Signal this process, play its agent, and let rank 1 go on some time later."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    connection, _ = agent.accept()
+    with connection, connection.makefile("rw") as stream:
+        assert stream.readline() == "stop\n"
+        stream.write(f"{answer}\n")
+        stream.flush()
+        assert connection.recv(1) == b""
+    time.sleep(0.2)
+    Path(agent.getsockname()).with_name("go on").touch()
+
+
+def hangs(rank: int, world: int, folder: str, answer: str, agreed: bool, ends: bool) -> str:
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(f"{folder}/{rank}")
+        agent.listen()
+        os.environ.update(ELASTIRUN_SOCKET=f"{folder}/{rank}", ELASTIRUN_DEADLINE="30", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ddp = DDP(nn.Linear(4, 4), transport="group")
+        drain = Drain(ddp)
+        train(ddp)
+        if agreed:
+            ddp.request("drain")
+            train(ddp)
+        if rank == 0:
+            threading.Timer(0.1, answers, (agent, answer)).start()
+        if rank and ends:
+            return "goes on"
+        while rank and not Path(folder, "go on").exists():
+            time.sleep(0.02)
+        train(ddp)  # rank 0 waits here, in gloo, for rank 1
+        drain.close()
+        return "goes on"
+
+
+@pytest.mark.parametrize(("answer", "agreed", "ends"), [("failure", False, True), ("failure", True, False), ("planned", False, False)])
+def test_a_signal_after_a_failure_ends_a_rank_at_once(tmp_path: Path, answer: str, agreed: bool, ends: bool) -> None:
+    """Nobody is left to agree with. Even a rank that hangs in a collective ends: a thread reads the signal."""
+    assert run(2, hangs, str(tmp_path), answer, agreed, ends, died=True) == [Died(143) if ends else "goes on", "goes on"]
 
 
 def forks(rank: int, world: int) -> list[Any]:
