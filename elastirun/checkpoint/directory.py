@@ -181,13 +181,15 @@ class Directory:
 
     def prune(self, claim: str, keep: int) -> list[str]:
         """Delete all but the newest ``keep`` checkpoints, and return their names. Raises ``ClaimLost`` and OSError."""
-        names = []
+        staging, names = self._staging(claim), []
         for one in outdated(self.scan(), keep):
-            dead = os.path.join(self._staging(claim), f"dead-{one.name}")
             with self._claimed(claim):  # the fence also keeps a frozen process from deleting what later rounds may need
-                os.rename(os.path.join(self.path, one.name), dead)
-            shutil.rmtree(dead, ignore_errors=True)  # the next claim deletes what is left
+                self._rename(one.name, os.path.join(staging, f"dead-{one.name}"))
             names.append(one.name)
+        with self._claimed(claim):
+            for name in os.listdir(staging):
+                if name.startswith("dead-"):  # also what could not be deleted the last time
+                    shutil.rmtree(os.path.join(staging, name), ignore_errors=True)
         return names
 
     def discard(self, claim: str, step: int, names: Collection[str] | None = None) -> None:
