@@ -202,9 +202,13 @@ class Machine:
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
 
     def _on_stood_still(self, event: events.StoodStill) -> None:
-        """Note that this agent was suspended: that time does not count as silence of its peers, or of the store."""
+        """Note that this agent was suspended: that time does not count as silence of its peers, or of the store.
+
+        A store that is served here stood still as well, and its clients find it back at different times.
+        """
         self._contact = self._contact.suspended(event.now, event.seconds)
-        self._live.excuse(event.now)
+        without_store = self.hosting and event.seconds > self.rules.slow_exchange
+        self._live.excuse(event.now + (RECONNECT_SPREAD if without_store else 0.0))
         if event.workers_ended and self.state is RUNNING:
             reason = f"{self.row.name} {self.row.address} stood still for {event.seconds:.0f} s"
             self._break = (Cause.LOST, reason)

@@ -30,7 +30,7 @@ LATE = 2.5  # beats without a sign of life after which a member may be lost, and
 PROOF = 2.0  # beats in which a living node changes its row before our eyes
 SHORTEST_GUARD_LEASE = 10.0  # seconds; a starved machine holds up a healthy agent for some seconds
 LINGER = 2.0  # seconds beyond ``expire`` that the store's host waits for the last reads of the others
-RECONNECT_SPREAD = 5.0  # seconds; after an outage of etcd, nodes reconnect at different times
+RECONNECT_SPREAD = 5.0  # seconds; after an outage of etcd, or of the host of a store, nodes reconnect at different times
 GOODBYE = 2.0  # seconds for which a node tries to write that it has left
 JUST_AFTER = 0.01  # seconds; a read must start later than the moment at which a node could be found silent
 

@@ -156,6 +156,11 @@ MUTANTS = (
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     mutant(
+        "after a standstill of the store's host the others have some seconds to find the store",
+        *("machine", "RECONNECT_SPREAD if without_store else 0.0", "0.0"),
+        *("silence", "after_a_standstill_of_the_stores_host_the_others_have_some_seconds_to_find_the_store"),
+    ),
+    mutant(
         "a keep-alive of before the trouble is no sign of life",
         *("liveness", "self._excused = max(self._excused, until)", "for seen in self._seen.values(): seen.changed = until"),
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastirun.rendezvous.events import StoodStill
 from elastirun.rendezvous.records import Cause, Status
 from elastirun.rendezvous.timing import RECONNECT_SPREAD
 from tests.support.stage import ME, met, running, slow_answers
@@ -44,6 +45,21 @@ def test_at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_afte
     stage._beat("b")
     assert stage.run(2 * expire, lambda: not stage.record.open), "and who never comes is lost"
     assert stage.record.broken and stage.record.broken.lost == ("c",)
+
+
+@pytest.mark.parametrize(("hosted", "seconds", "spread"), [(True, 8.0, RECONNECT_SPREAD), (True, 1.0, 0.0), (False, 8.0, 0.0)])
+def test_after_a_standstill_of_the_stores_host_the_others_have_some_seconds_to_find_the_store(
+    hosted: bool, seconds: float, spread: float
+) -> None:
+    expire = 3.0
+    stage = running("b", hosted=hosted, expire=expire)
+    stage.run(10)
+    stage.silence("b")
+    stage.me.feed(lambda now: StoodStill(now, seconds, False))
+    stage.run(spread + 0.8 * expire)
+    assert stage.record.open
+    assert stage.run(2 + 0.2 * expire, lambda: not stage.record.open), "and who never comes is lost"
+    assert stage.record.broken and stage.record.broken.lost == ("b",)
 
 
 @pytest.mark.parametrize(("expire", "within"), [(1.0, 3.5), (2.0, 4.0), (5.0, 7.0), (10.0, 12.0)])
