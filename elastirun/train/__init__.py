@@ -9,6 +9,7 @@ from .deterministic import DeterministicShards
 from .drain import Drain
 from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 from .keyed_rng import keyed_rng
+from .sharded_data import ElasticShards
 
 __all__ = [
     "Agreement",
@@ -18,6 +19,7 @@ __all__ = [
     "Diverged",
     "Drain",
     "ElasticDataLoader",
+    "ElasticShards",
     "ModelMismatch",
     "OutsideForward",
     "PeerLost",
