@@ -14,7 +14,7 @@ from itertools import count
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stream has read of its part: the number of shards before its present one, and the samples read of that one."""
+    """The progress of a stream in its part: the number of shards before its present one, and the samples read of that one."""
 
     shards: int = 0
     samples: int = 0
