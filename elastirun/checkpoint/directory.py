@@ -38,7 +38,7 @@ from elastirun.checkpoint.claims import (
     step_name,
 )
 from elastirun.checkpoint.files import GONE, check_file, map_file, read_small, sync_folder, write_file, write_small
-from elastirun.checkpoint.record import COMMIT, MAX_BYTES, Commit, Damage, FileSum, clip, decode, encode
+from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, Commit, Damage, FileSum, clip, decode, encode
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost
 
@@ -135,7 +135,7 @@ class Directory:
         ``sums``: read every byte and compare the checksum; else the sizes only.
         """
         if found.commit is None:
-            yield found.damage or Damage(COMMIT, "is missing")
+            yield found.damage or Damage(COMMIT, MISSING)
             return
         for name, expected in found.commit.files.items():
             if (names is None or name in names) and (damage := self._check(found, name, expected, sums)):
@@ -217,7 +217,7 @@ class Directory:
             return Found(name, None, Damage(COMMIT, str(error)))
         except OSError as error:
             lasting = error.errno in GONE
-            return Found(name, None, Damage(COMMIT, "is missing" if lasting else f"cannot be read: {error.strerror}", lasting))
+            return Found(name, None, Damage(COMMIT, MISSING if lasting else f"cannot be read: {error.strerror}", lasting))
 
     def _staging(self, claim: str) -> str:
         return os.path.join(self.path, STAGING + claim)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from elastirun.checkpoint.image import PAGE
-from elastirun.checkpoint.record import Damage, FileSum
+from elastirun.checkpoint.record import MISSING, Damage, FileSum
 from elastirun.errors import CheckpointError
 
 CHUNK = 8 << 20  # bytes hashed and written at a time: few system calls, and room in the processor's cache for most of it
@@ -108,7 +108,7 @@ def check_file(path: str, name: str, expected: FileSum, sums: bool = True) -> Da
     except CheckpointError as error:
         return Damage(name, str(error))
     except OSError as error:
-        return Damage(name, "is missing") if error.errno in GONE else Damage(name, f"cannot be read: {error.strerror}", lasting=False)
+        return Damage(name, MISSING) if error.errno in GONE else Damage(name, f"cannot be read: {error.strerror}", lasting=False)
     try:
         size = os.fstat(fd).st_size
         if size != expected.size:

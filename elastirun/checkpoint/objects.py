@@ -26,7 +26,7 @@ from typing import Any
 from elastirun.checkpoint.claims import Found, claim_name, is_claim, is_newer, is_step_name, newest_first, outdated, step_name
 from elastirun.checkpoint.directory import Claim, Directory
 from elastirun.checkpoint.files import CHUNK
-from elastirun.checkpoint.record import COMMIT, FORMAT, MAX_BYTES, Commit, Damage, FileSum, clip, decode, encode, parse
+from elastirun.checkpoint.record import COMMIT, FORMAT, MAX_BYTES, MISSING, Commit, Damage, FileSum, clip, decode, encode, parse
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost
 
@@ -155,7 +155,7 @@ class ObjectDirectory(Directory):
                 while more := file.read(CHUNK):
                     digest.update(more)
         except FileNotFoundError:
-            return Damage(name, "is missing")
+            return Damage(name, MISSING)
         except Exception as error:
             return Damage(name, f"cannot be read: {_what(error)}", lasting=False)
         return None if digest.hexdigest() == expected.sha256 else Damage(name, "its checksum is wrong: bytes have changed")

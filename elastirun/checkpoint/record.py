@@ -17,6 +17,7 @@ from elastirun.errors import CheckpointError
 
 COMMIT = "commit.json"  # the record's name within the checkpoint
 FORMAT = 1
+MISSING = "is missing"  # what is wrong with a file, or a record, that is not there
 MAX_BYTES = 32 << 20  # of a record: MAX_FILES with the longest usual names
 MAX_FILES = 200_000  # of a checkpoint: 12 TB in files of 64 MiB
 MAX_TEXT = 300  # characters of a fence token

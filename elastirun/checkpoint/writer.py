@@ -6,7 +6,7 @@ messages.py) and are answered in order, one at a time:
     {"do": "images"} + descriptors
     {"did": "images"}
 
-    {"do": "write", "image": 0, "directory": D, "claim": C}
+    {"do": "write", "image": 0, "directory": D, "claim": C, "more": {name: base64 of a small file}}
     {"did": "write", "save": S, "files": {name: [size, sha256]}}
 
     {"do": "commit", "directory": D, "claim": C, "commit": {...}, "keep": N, "save": S}          rank 0
@@ -25,6 +25,7 @@ The process ends when the trainer closes the socket or dies. It then publishes n
 
 from __future__ import annotations
 
+import base64
 import os
 import select
 import signal
@@ -39,7 +40,7 @@ from elastirun.checkpoint.claims import is_claim
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.messages import close_all, receive, send
-from elastirun.checkpoint.record import Commit, FileSum, clip, number, sums_from_pairs, text
+from elastirun.checkpoint.record import Commit, FileSum, clip, is_file_name, number, sums_from_pairs, text
 from elastirun.checkpoint.retry import LIMIT, repeat
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
@@ -127,6 +128,7 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     if description is None:
         raise CheckpointError(f"image {message['image']} is not complete")
     (directory, claim), step = _place(message), description.step
+    more = {name: base64.b64decode(data) for name, data in message.get("more", {}).items() if is_file_name(name)}
     files: dict[str, FileSum] = {}
 
     def write_the_rest() -> None:
@@ -135,6 +137,8 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
                 at, size = description.files[name]
                 with memoryview(image.memory) as memory, memory[at : at + size] as data:
                     files[name] = directory.write(claim, step, name, data)
+        for name, small in more.items():
+            files[name] = directory.write(claim, step, name, memoryview(small))
         directory.sync(claim, step)
 
     try:
@@ -142,7 +146,7 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
         if image.description() != description:
             raise CheckpointError(f"image {message['image']} changed while it was written")
     except BaseException:
-        directory.discard(claim, step, description.write)
+        directory.discard(claim, step, [*description.write, *more])
         raise
     return {"save": description.save, "files": {name: [file.size, file.sha256] for name, file in files.items()}}
 

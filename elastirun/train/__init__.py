@@ -2,6 +2,8 @@
 
 from elastirun.current_round import is_current
 
+from .checkpoints.checkpointer import Checkpointer
+from .checkpoints.per_rank import PerRank
 from .control_words import Agreement
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
@@ -9,23 +11,25 @@ from .deterministic import DeterministicShards
 from .drain import Drain
 from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 from .keyed_rng import keyed_rng
-from .sharded_data import ElasticShards
+from .train_state import TrainState
 
 __all__ = [
     "Agreement",
     "CheckpointError",
+    "Checkpointer",
     "DeterministicShards",
     "DistributedDataParallel",
     "Diverged",
     "Drain",
     "ElasticDataLoader",
-    "ElasticShards",
     "ModelMismatch",
     "OutsideForward",
     "PeerLost",
+    "PerRank",
     "ReductionFailed",
     "RoundUnknown",
     "TrainError",
+    "TrainState",
     "is_current",
     "keyed_rng",
 ]

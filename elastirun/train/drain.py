@@ -86,7 +86,7 @@ class Drain:
 
     @property
     def deadline(self) -> float | None:
-        """When this process will be killed, on ``time.monotonic``: ELASTIRUN_DEADLINE seconds after it knew of the stop. None: no stop."""
+        """The time at which this process will be killed, on ``time.monotonic``: ELASTIRUN_DEADLINE seconds after it knew of the stop."""
         return None if self._known is None else self._known + self._seconds
 
     @property

@@ -1,0 +1,275 @@
+"""``Checkpointer``: saves the state of a run while it trains, and restores the newest one. docs/checkpoints.md has the picture."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch.distributed as dist
+
+from elastirun.checkpoint.choose import open_directory
+from elastirun.checkpoint.directory import Claim
+from elastirun.checkpoint.image import Description
+from elastirun.checkpoint.writer_process import WriterProcess
+from elastirun.current_round import FENCE
+from elastirun.errors import CheckpointError, TrainError
+
+from . import restoring
+from .layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
+from .memory import Memory
+from .publishing import Publisher, Save
+from .ranks import Ranks
+from .staging import IMAGES, TENSORS, VALUES, Staging
+from .tree import Flat, flatten
+from .values import encode_values
+
+log = logging.getLogger("elastirun.checkpoints")
+
+END_LIMIT = 600.0  # seconds that the end of the process waits for the last checkpoint to be published
+KEPT = 100  # saves whose durations ``stats`` reports
+
+
+class Checkpointer:
+    """Saves the state of a run in ``directory`` while training goes on, and restores the newest checkpoint at any world size.
+
+        checkpoints = Checkpointer("runs/digits", every=100)
+        state = {"model": model, "optimizer": optimizer, "data": loader}
+        step = checkpoints.restore(state) or 0
+        ...
+            optimizer.step()
+            step += 1
+            checkpoints.save(step, state)
+
+    A state is a dict of modules, optimizers, schedulers, whatever has ``state_dict`` and ``load_state_dict``, tensors, and plain values.
+    Every rank makes the checkpointer, saves and restores at the same point. Replicated state is written once, spread over the ranks;
+    a DTensor by the ranks that have its parts. Of plain values rank 0's are saved, except in ``PerRank``.
+
+    directory      where all nodes can write: a path, or a URL that fsspec knows (``s3://…``)
+    keep           how many published checkpoints to keep
+    every          steps from one checkpoint on the disk to the next; ``save`` does nothing in other steps. 1 (default): each call counts
+    memory_every   steps from one copy in memory to the next, for a restart without the disk; default: only what goes to the disk, too
+    group          the process group of the ranks; default: the default group, or this process alone
+
+    ``save`` copies the state into shared memory and returns; a process of its own writes it. A checkpoint is published when the files of
+    all ranks are on the disk, and only by the round that is current then. Raises TrainError for wrong arguments, CheckpointError for a
+    directory that cannot be used. What goes wrong later while writing is logged (``elastirun.checkpoints``), and training goes on.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        every: int = 1,
+        memory_every: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("keep", keep), ("every", every), ("memory_every", 1 if memory_every is None else memory_every)):
+            if not isinstance(value, int) or value < 1:
+                raise TrainError(f"{name} must be a whole number, 1 or more, not {value!r}")
+        self.pid = os.getpid()
+        self._url, self._keep = os.fspath(directory), keep
+        self._every, self._memory_every = every, memory_every or every
+        self._fence = os.environ.get(FENCE, "")
+        self._ranks = Ranks(group)
+        self._directory = open_directory(self._url)
+        self._memory = Memory(self._url)
+        self._staging = Staging()
+        self._plan: Plan | None = None
+        self._pieces: list[Piece] = []  # what this rank holds of the state that the plan is for
+        self._signature: Any = None  # of that state
+        self._claim: Claim | None = None  # rank 0's
+        self._publisher: Publisher | None = None
+        self._by_image: list[Save | None] = [None] * IMAGES  # the last save in each image that goes to the disk
+        self._filled = -1  # the image filled last
+        self._number = 0  # of saves
+        self._last: Save | None = None  # the last one that goes to the disk
+        self._blocked: deque[float] = deque(maxlen=KEPT)
+        self._waited = 0.0  # seconds in which both images were being written
+        _living.add(self)
+
+    # -- saving -----------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Mapping[str, Any], *, now: bool = False) -> bool:
+        """Save ``state`` as that of ``step`` if this step is due; return whether it was. Every rank calls it.
+
+        When it returns, the state may change; the checkpoint is published later (``wait``). ``now``: save to the disk in any case. The
+        first call prepares the memory, also in a step that is not due. Raises CheckpointError for a state that cannot be saved.
+        """
+        self._claim_directory()
+        on_disk = now or step % self._every == 0
+        if not on_disk and step % self._memory_every:
+            if self._plan is None:
+                self._prepare(flatten(state, self._ranks.rank))
+            return False
+        if self._last is None or self._last.step != step:  # a stop may come right after the step's own save
+            begun = time.perf_counter()
+            self._stage(step, state, on_disk)
+            self._blocked.append(time.perf_counter() - begun)
+        return True
+
+    def _stage(self, step: int, state: Mapping[str, Any], on_disk: bool) -> None:
+        """Copy the state into an image; hand it to the writer if it goes to the disk."""
+        flat = flatten(state, self._ranks.rank)
+        values = encode_values(flat.tree)
+        which = self._prepare(flat, len(values))
+        assert self._plan is not None and self._publisher is not None
+        self._number += 1
+        round = self._fence.rpartition(":")[2]
+        self._staging.fill(
+            which,
+            flat,
+            values,
+            Description(
+                save=self._number,
+                step=step,
+                fence=self._fence,
+                round=int(round) if round.isdigit() else 0,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                files={},
+                write=self._written_here(),
+            ),
+        )
+        self._filled = which
+        image = self._staging.images[which]
+        assert image is not None
+        if why := self._memory.keep(which, image):
+            log.warning("the agent does not keep the copy in memory: %s", why)
+        if on_disk:
+            self._last = self._by_image[which] = Save(self._number, step, which, dict)
+            self._publisher.submit(self._last)
+
+    def _written_here(self) -> tuple[str, ...]:
+        assert self._plan is not None
+        small = (TENSORS, VALUES) if self._ranks.rank == 0 else ()
+        return (*(file.name for file in self._plan.written_by(self._ranks.rank)), *small)
+
+    def _prepare(self, flat: Flat, values: int = 0) -> int:
+        """Return the image that all ranks fill now, ready for the state. Makes the plan anew where the state has changed on any rank."""
+        changed = self._plan is None or signature(flat, self._pieces) != self._signature
+        busy = sum(1 << at for at, save in enumerate(self._by_image) if save is not None and not save.written.is_set())
+        everyone = self._ranks.gather([changed, busy])
+        if any(theirs for theirs, _ in everyone):
+            self._arrange(flat)
+        free = [at for at in range(IMAGES) if not any(theirs >> at & 1 for _, theirs in everyone)]
+        older = (self._filled + 1) % IMAGES  # the newest copy stays until the next one is complete, if possible
+        which = older if older in free or not free else free[0]
+        save = self._by_image[which]
+        if save is not None and not save.written.is_set():
+            begun = time.perf_counter()
+            save.written.wait()
+            self._waited += time.perf_counter() - begun
+        if self._staging.prepare(which, values) and self._publisher is not None:
+            self._publisher.take_images(self._staging)
+        return which
+
+    def _arrange(self, flat: Flat) -> None:
+        """Plan which rank has which files. Every rank does it at the same point."""
+        own = pieces(flat)
+        self._plan = plan([*map(decode, self._ranks.gather_text(encode(own)))], self._ranks.nodes, keep_node_complete=self._memory.there)
+        self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json())
+        self._pieces = own
+        self._signature = signature(flat, own)
+
+    # -- the directory ----------------------------------------------------------------------------------------------------
+
+    def _claim_directory(self) -> None:
+        """Claim the directory for this round and start the writer, unless that is done. Every rank calls it at the same point."""
+        if self._publisher is not None:
+            return
+        if self._ranks.rank == 0:
+            restoring.on_every_rank(self._ranks, self._claim_here)
+        else:
+            restoring.on_every_rank(self._ranks, lambda: None)
+        claim, sequence = json.loads(self._ranks.from_first(json.dumps(self._claim and [self._claim.name, self._claim.sequence])))
+        writer = WriterProcess()
+        writer.start()
+        self._publisher = Publisher(self._ranks, writer, self._url, claim, sequence, self._keep, self._fence)
+
+    def _claim_here(self) -> None:
+        try:
+            self._claim = self._directory.claim(self._fence)
+        except OSError as error:
+            raise CheckpointError(f"{self._url} cannot be used for checkpoints: {error.strerror}") from None
+
+    # -- restoring --------------------------------------------------------------------------------------------------------
+
+    def restore(self, state: MutableMapping[str, Any], step: int | None = None, *, strict: bool = True) -> int | None:
+        """Put the newest checkpoint, or that of ``step``, into ``state``; return its step, or None if there is none. Every rank calls it.
+
+        The newest is taken from the memory of the nodes where they still have all of it, else from the directory; damaged ones are set
+        aside, with a line in the log. Modules, optimizers and the like get it by ``load_state_dict``, tensors in place, plain values by
+        assignment in ``state``. ``strict``: what ``state`` has and the checkpoint does not is an error; else it stays as it is.
+
+        Raises CheckpointError: the state does not fit, there is no checkpoint of ``step``, the directory cannot be used.
+        """
+        self._claim_directory()
+        published = self._directory.scan() if self._claim is not None else []
+        found = restoring.find(self._directory, published, self._memory, self._fence, self._ranks, step)
+        if found is None:
+            if step is not None:
+                raise CheckpointError(f"{self._url} has no checkpoint of step {step} that can be used")
+            return None
+        restoring.on_every_rank(self._ranks, lambda: restoring.put(found, state, self._ranks.rank, strict))
+        self._staging.adopt(found.images)
+        self._filled = found.image
+        if self._ranks.rank == 0:
+            log.info("restored step %d from %s", found.step, found.where)
+        return found.step
+
+    # -- the end ----------------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float = END_LIMIT) -> None:
+        """Wait until the last save that goes to the disk is published. Raises CheckpointError when it was not, with the reason."""
+        if self._last is None or self._publisher is None:
+            return
+        outcome = self._publisher.outcome(self._last, timeout)
+        if outcome != "published":
+            why = outcome or f"it is not on the disk after {timeout:g} s"
+            raise CheckpointError(f"the checkpoint of step {self._last.step} was not published: {why}")
+
+    def close(self, timeout: float = END_LIMIT) -> None:
+        """End the writer when it has written what was saved, or after ``timeout`` seconds. The end of the process calls it, too."""
+        _living.discard(self)
+        if self._publisher is not None:
+            self._publisher.close(timeout)
+            self._publisher = None
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+        self._staging.close()
+        self._ranks.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Return what saving has cost, as a dict fit for JSON; times in seconds.
+
+        ``saves``; ``blocked``, how long each of the last calls took; ``waited``, in all, for the writer because both images were in use;
+        ``memory``, bytes of shared memory of this rank; ``published``, the step of the newest checkpoint that this rank knows of.
+        """
+        published = self._publisher.published if self._publisher is not None else None
+        return {
+            "saves": self._number,
+            "blocked": list(self._blocked),
+            "waited": self._waited,
+            "memory": self._staging.nbytes,
+            "published": published,
+        }
+
+
+_living: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Publish what was saved before the interpreter ends."""
+    for checkpointer in list(_living):
+        if checkpointer.pid == os.getpid():
+            checkpointer.close()

@@ -1,0 +1,152 @@
+"""Copies in memory: which complete saves the agents of all nodes hold together, and how every rank gets the files of one.
+
+An agent holds the images of its node's workers beyond their end. Every node has the whole replicated state, so after the loss of a node the
+others still have everything, and a new node gets it from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from elastirun.checkpoint import memory_tier
+from elastirun.checkpoint.image import Image
+from elastirun.errors import CheckpointError
+
+from .ranks import Ranks
+from .reading import decode_tensors
+from .staging import TENSORS, VALUES
+
+
+class SaveId(NamedTuple):
+    """Identifies a save; a greater one is newer."""
+
+    round: int
+    step: int
+    number: int
+    fence: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A complete image: what one rank has staged of a save."""
+
+    save: SaveId
+    which: int  # the number of the image
+    rank: int  # that staged it
+    local_rank: str
+    image: Image
+    files: Mapping[str, tuple[int, int]]
+
+    def read(self, name: str) -> memoryview:
+        """Return one file, without a copy."""
+        at, size = self.files[name]
+        return memoryview(self.image.memory)[at : at + size]
+
+
+@dataclass
+class Copies:
+    """One save in the agents' memory, as all ranks know it."""
+
+    save: SaveId
+    which: int  # the number of the images that hold it
+    sizes: dict[str, int] = field(default_factory=dict)  # of each file
+    holders: dict[str, list[int]] = field(default_factory=dict)  # of each file: the ranks on whose nodes it is
+    needed: set[str] = field(default_factory=set)  # files without which the save is not complete
+    values_of: int = 1 << 62  # the lowest rank that has staged it; its values.json counts
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the nodes have all of it."""
+        return self.needed <= self.holders.keys()
+
+
+class Memory:
+    """The images that the agent of this node holds for the checkpoints of ``directory``."""
+
+    def __init__(self, directory: str) -> None:
+        where = directory if "://" in directory else os.path.abspath(directory)
+        self._prefix = hashlib.sha256(where.encode()).hexdigest()[:16]
+        self._local_rank = os.environ.get("LOCAL_RANK", "0")
+        self._kept: dict[int, Image] = {}  # by the image's number
+        self.there = bool(os.environ.get("ELASTIRUN_SOCKET"))
+
+    def keep(self, which: int, image: Image) -> str:
+        """Let the agent hold image number ``which``, in place of the one before. Return why it does not; empty when it does."""
+        if not self.there or self._kept.get(which) is image:
+            return ""
+        self._kept[which] = image
+        return memory_tier.put(f"{self._prefix}.{self._local_rank}.{which}", image.fd)
+
+    def parts(self) -> list[Part]:
+        """Return the complete images of this node."""
+        found = []
+        for name, fd in memory_tier.found(f"{self._prefix}.").items() if self.there else ():
+            _, local_rank, which = name.split(".")
+            try:
+                image = Image.of(fd)
+            except CheckpointError:
+                os.close(fd)
+                continue
+            description = image.description()
+            if description is None:
+                image.close()
+                continue
+            save = SaveId(description.round, description.step, description.save, description.fence)
+            found.append(Part(save, int(which), description.rank, local_rank, image, description.files))
+        return found
+
+    def adopt(self, parts: Iterable[Part]) -> dict[int, Image]:
+        """Return the images that an earlier worker with this local rank has left, by number. They are kept already."""
+        own = {part.which: part.image for part in parts if part.local_rank == self._local_rank}
+        self._kept = dict(own)
+        return own
+
+
+def describe(parts: Iterable[Part]) -> str:
+    """Return what this node has, as text for the other ranks."""
+    lines = []
+    for part in parts:
+        try:
+            needed = sorted({chunk.file for tensor in decode_tensors(bytes(part.read(TENSORS))).values() for chunk in tensor.chunks})
+        except (CheckpointError, KeyError):
+            continue
+        sizes = {name: size for name, (_, size) in part.files.items()}
+        lines.append({"save": part.save, "which": part.which, "rank": part.rank, "sizes": sizes, "needed": needed})
+    return json.dumps(lines)
+
+
+def together(texts: Sequence[str]) -> list[Copies]:
+    """Return the saves that all nodes together have completely, the newest first. ``texts``: what ``describe`` has returned, by rank."""
+    found: dict[SaveId, Copies] = {}
+    for rank, text in enumerate(texts):
+        for line in json.loads(text):
+            save = SaveId(*line["save"])
+            copies = found.setdefault(save, Copies(save, line["which"], needed={TENSORS, VALUES}))
+            copies.needed.update(line["needed"])
+            if line["rank"] < copies.values_of:
+                copies.values_of, copies.holders[VALUES], copies.sizes[VALUES] = line["rank"], [rank], line["sizes"][VALUES]
+            for name, size in line["sizes"].items():
+                if name != VALUES and rank not in copies.holders.setdefault(name, []):
+                    copies.holders[name].append(rank)
+                    copies.sizes[name] = size
+    return sorted((copies for copies in found.values() if copies.complete), key=lambda copies: copies.save, reverse=True)
+
+
+def fetch(copies: Copies, parts: Iterable[Part], ranks: Ranks) -> dict[str, memoryview]:
+    """Return the content of every file. Every rank calls it; what a node does not have comes from a rank that has it."""
+    mine = sorted((part for part in parts if part.save == copies.save), key=lambda part: part.rank)
+    files: dict[str, memoryview] = {}
+    for name, holders in sorted(copies.holders.items()):
+        here: Any = next((part.read(name) for part in mine if name in part.files), None)
+        if len(holders) < ranks.world_size:
+            source = holders[0]
+            data = bytearray(here) if ranks.rank == source else bytearray(copies.sizes[name])
+            ranks.broadcast(data, source)
+            here = memoryview(data) if here is None or name == VALUES else here
+        files[name] = here
+    return files

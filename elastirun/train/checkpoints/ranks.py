@@ -1,0 +1,84 @@
+"""The ranks that save and restore together, and what they tell each other: numbers, texts and bytes, never pickled objects."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from elastirun.train.collectives import gather
+from elastirun.train.process_groups import find_group
+
+CPU = torch.device("cpu")
+_numbers = count()  # every rank makes its checkpointers in the same order
+
+
+class Ranks:
+    """The ranks of ``group`` (default: the default group; this process alone where there is none), in a gloo group of their own.
+
+    A group of its own lets checkpoints be agreed upon beside the training's collectives, and on the host where these run on GPUs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._number = next(_numbers)
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        if group is not None or (dist.is_available() and dist.is_initialized()):
+            found = find_group(group)
+            self.rank, self.world_size = dist.get_rank(found), dist.get_world_size(found)
+            if self.world_size > 1:
+                everyone = dist.get_process_group_ranks(found)
+                self._group = dist.new_group(everyone, backend="gloo", use_local_synchronization=found is not dist.group.WORLD)
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the ``values`` (equally many everywhere) of every rank, in rank order."""
+        return [list(values)] if self._group is None else gather(values, self._group, CPU)
+
+    def gather_text(self, text: str) -> list[str]:
+        """Return the ``text`` of every rank, in rank order."""
+        if self._group is None:
+            return [text]
+        data = text.encode()
+        sizes = [size for (size,) in self.gather([len(data)])]
+        mine = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(parts, mine, self._group)
+        return [bytes(part[:size].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
+
+    def agree(self, fine: bool) -> bool:
+        """Return whether ``fine`` is true on every rank."""
+        return all(theirs for (theirs,) in self.gather([fine]))
+
+    def from_first(self, text: str) -> str:
+        """Return rank 0's ``text``."""
+        return self.gather_text(text if self.rank == 0 else "")[0]
+
+    def broadcast(self, data: bytearray, source: int) -> None:
+        """Fill ``data``, equally long everywhere, with that of the rank ``source``."""
+        if self._group is not None and data:
+            tensor = torch.frombuffer(data, dtype=torch.uint8)
+            dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
+
+    @cached_property
+    def nodes(self) -> list[int]:
+        """The node of each rank, numbered from 0. Two agents on one machine are two nodes: each keeps its own memory."""
+        names = self.gather_text(os.environ.get("ELASTIRUN_SOCKET") or socket.gethostname())
+        return [names.index(name) for name in names]
+
+    @cached_property
+    def board(self) -> Any:
+        """The key-value store in which ranks leave notes for each other at any time, from any thread. Only for more than one rank."""
+        return c10d.PrefixStore(f"elastirun/checkpoints/{self._number}", c10d._get_default_store())
+
+    def close(self) -> None:
+        """End the group, unless the program has ended all groups already."""
+        if self._group is not None and self._group in c10d._world.pg_map:
+            dist.destroy_process_group(self._group)
+        self._group = None

@@ -1,0 +1,172 @@
+"""Finds the checkpoint to go on from, in memory or in the directory, and puts it into the state. Every rank takes the same one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from elastirun.checkpoint.claims import Found
+from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.image import Image
+from elastirun.checkpoint.record import MISSING, Commit, Damage, decode, encode
+from elastirun.errors import CheckpointError
+
+from .loading import load, targets
+from .memory import Memory, describe, fetch, together
+from .ranks import Ranks
+from .reading import MOST, Sources, decode_tensors, fill, map_file
+from .staging import TENSORS, VALUES
+from .values import decode_values
+
+log = logging.getLogger("elastirun.checkpoints")
+
+
+@dataclass
+class Restorable:
+    """A checkpoint that was found: its files, and what this rank keeps of it."""
+
+    step: int
+    where: str  # for people
+    sources: Sources
+    image: int = -1  # the number of the image that holds it, on every rank that has one; -1: from the directory
+    images: dict[int, Image] = field(default_factory=dict)  # of this rank, left by an earlier round
+
+
+def find(
+    directory: Directory, found: Sequence[Found], memory: Memory, fence: str, ranks: Ranks, step: int | None
+) -> Restorable | None:
+    """Return the checkpoint to go on from: the newest one, or that of ``step``. Every rank calls it; ``found`` is rank 0's.
+
+    Within one job the later round's is the newer one, then the later step; of equal ones that in memory. What another job has published
+    is older than what is in memory here.
+    """
+    parts = memory.parts()
+    job = _job(fence)
+    held = [one for one in together(ranks.gather_text(describe(parts))) if _job(one.save.fence) == job]
+    best = next((one for one in held if step is None or one.save.step == step), None)
+
+    def is_older(one: Commit) -> bool:
+        return best is not None and (_job(one.fence) != job or (one.round, one.step) <= (best.save.round, best.save.step))
+
+    wanted = [one for one in found if step is None or one.commit is None or one.commit.step == step]
+    candidates = sorted(wanted, key=lambda one: one.commit is not None)  # those without a record first, so that there is a line on each
+    on_disk = newest_sound(directory, candidates, ranks, is_older)
+    own = memory.adopt(parts)
+    if on_disk is not None and on_disk.commit is not None:
+        return Restorable(on_disk.commit.step, directory.file(on_disk, ""), _Published(directory, on_disk), images=own)
+    if best is None:
+        return None
+    return Restorable(best.save.step, "memory", _InMemory(fetch(best, parts, ranks)), best.which, own)
+
+
+def _job(fence: str) -> str:
+    """Return the part of a fence token that all rounds of a job share: the store's id."""
+    return fence.rpartition(":")[0]
+
+
+class _Published:
+    """The files of a published checkpoint."""
+
+    def __init__(self, directory: Directory, found: Found) -> None:
+        self._directory, self._found = directory, found
+
+    def open(self, file_name: str) -> memoryview:
+        path = self._directory.file(self._found, file_name)
+        if "://" in path:
+            return memoryview(self._directory.read(self._found, file_name, limit=MOST))
+        try:
+            return map_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+class _InMemory:
+    """The files of a save that the nodes hold in memory."""
+
+    def __init__(self, files: Mapping[str, memoryview]) -> None:
+        self._files = files
+
+    def open(self, file_name: str) -> memoryview:
+        if file_name not in self._files:
+            raise CheckpointError(f"the copy in memory has no {file_name}")
+        return self._files[file_name]
+
+
+def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: bool) -> None:
+    """Put the checkpoint into ``state``. Raises CheckpointError where it does not fit."""
+    tree = decode_values(bytes(found.sources.open(VALUES)))
+    saved = decode_tensors(bytes(found.sources.open(TENSORS)))
+    wanted = targets(state, tree, saved, rank, strict)
+    fill(saved, found.sources, wanted, strict)
+    state.update(load(state, tree, wanted, rank, strict))
+
+
+def on_every_rank(ranks: Ranks, work: Callable[[], None]) -> None:
+    """Do ``work`` on every rank. If it raises CheckpointError on one, all raise the error of the first such rank."""
+    error = ""
+    try:
+        work()
+    except CheckpointError as found:
+        error = str(found) or "failed"
+    errors = ranks.gather_text(error)
+    for rank, text in enumerate(errors):
+        if text:
+            raise CheckpointError(text if ranks.world_size == 1 else f"rank {rank}: {text}")
+
+
+def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_older: Callable[[Commit], bool]) -> Found | None:
+    """Return the newest checkpoint of which every file is as its record says; None if there is none.
+
+    ``found``: rank 0's, the newest first; those for which ``is_older`` is true do not count, nor do those after them. A damaged
+    checkpoint is set aside, with a line that says so. Every rank calls it and checks a part of the files.
+    """
+    for number in range(int(ranks.from_first(str(len(found))))):
+        one = _shared(found[number] if found else None, ranks)
+        if one.commit is not None and is_older(one.commit):
+            return None
+        names = _share(one, ranks)
+        damages = [(str(damage), damage.lasting) for damage in directory.verify(one, names)]
+        everyones = [damage for text in ranks.gather_text(json.dumps(damages)) for damage in json.loads(text)]
+        if not everyones:
+            return one
+        if ranks.rank == 0:
+            _report(directory, one, everyones)
+    return None
+
+
+def _shared(found: Found | None, ranks: Ranks) -> Found:
+    """Return rank 0's ``found`` on every rank: a file server may show each node another state."""
+    text = ""
+    if found is not None:
+        record = encode(found.commit).decode() if found.commit else ""
+        text = json.dumps([found.name, record, astuple(found.damage) if found.damage else None])
+    name, record, damage = json.loads(ranks.from_first(text))
+    return Found(name, decode(record.encode()) if record else None, Damage(*damage) if damage else None)
+
+
+def _share(found: Found, ranks: Ranks) -> list[str]:
+    """Return the files that this rank checks: each file is checked by one rank, and all check about as many bytes."""
+    bytes_of = [0] * ranks.world_size
+    mine = []
+    for name, file in sorted(found.commit.files.items() if found.commit else (), key=lambda item: (-item[1].size, item[0])):
+        least = bytes_of.index(min(bytes_of))
+        bytes_of[least] += file.size
+        if least == ranks.rank:
+            mine.append(name)
+    return mine
+
+
+def _report(directory: Directory, found: Found, damages: Sequence[tuple[str, bool]]) -> None:
+    """Set a damaged checkpoint aside and say so; one that only could not be read stays where it is."""
+    what, kept = damages[0][0], "it stays"
+    if found.damage is not None and found.damage.what == MISSING:
+        kept = "it stays, as if it were another tool's"
+    elif any(lasting for _, lasting in damages):
+        try:
+            kept = f"it is now {directory.set_aside(found)}"
+        except OSError as error:
+            kept = f"it cannot be renamed: {error.strerror}"
+    log.warning("the checkpoint %s/%s cannot be used: %s; %s; an older one is tried", directory.path, found.name, what, kept)

@@ -1,0 +1,120 @@
+"""The images of this rank in shared memory: each save copies the state into one of them, from which the writer and the agent have it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from elastirun.checkpoint.image import Description, Image, round_up
+
+from .layout import ImageFiles
+from .tree import Flat
+
+IMAGES = 2  # one is being written to the disk, or is the newest complete one, while the next save fills the other
+DESCRIPTION, PER_FILE = 1024, 128  # bytes of an image's description, about: without files, and for each
+ROOM = 64 << 10  # bytes for values.json to grow before an image is made anew
+TENSORS, VALUES = "tensors.json", "values.json"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, madvise(2), Linux 5.14
+
+
+class Staging:
+    """The images, and where the parts of the state stand in them.
+
+    An image that an earlier round has left with the agent is taken over: it has its pages, and keeps its content until it is filled anew.
+    """
+
+    def __init__(self) -> None:
+        self.images: list[Image | None] = [None] * IMAGES
+        self._files: ImageFiles | None = None
+        self._tensors_json = b""
+        self._values_at = self._room = 0  # where values.json begins; bytes for the description
+        self._views: list[list[Tensor] | None] = [None] * IMAGES  # where the raw data go; None: not prepared
+        self._pinned: list[bool] = [False] * IMAGES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory."""
+        return sum(image.size for image in self.images if image)
+
+    def adopt(self, images: Mapping[int, Image]) -> None:
+        """Take over ``images``, by their number."""
+        for which, image in images.items():
+            self._replace(which, image)
+
+    def arrange(self, files: ImageFiles, tensors_json: bytes) -> None:
+        """Fill images in this way from now on. What they hold stays until then."""
+        self._files, self._tensors_json, self._views = files, tensors_json, [None] * IMAGES
+        self._values_at = round_up(files.end + len(tensors_json))
+        self._room = round_up(DESCRIPTION + PER_FILE * len(files.files))
+
+    def prepare(self, which: int, values: int) -> bool:
+        """Make image number ``which`` ready for ``values`` bytes of values.json; return whether there are new images."""
+        assert self._files is not None
+        least, made = self._values_at + values + self._room, False
+        for number, image in enumerate(self.images):
+            if image is None or (number == which and image.size < least):
+                self._replace(number, Image.create(least + values + ROOM))
+                made = True
+        image = self.images[which]
+        if self._views[which] is None and image is not None:
+            image.begin()
+            self._files.write_shells(image.memory)
+            image.memory[self._files.end : self._files.end + len(self._tensors_json)] = self._tensors_json
+            self._views[which] = self._files.destinations(image.memory)
+        return made
+
+    def fill(self, which: int, flat: Flat, values: bytes, description: Description) -> None:
+        """Copy the state into image number ``which``, and finish it. The state may change from then on."""
+        image, files, views = self.images[which], self._files, self._views[which]
+        assert image is not None and files is not None and views is not None
+        image.begin()
+        sources = files.sources(flat)
+        devices = {source.device for source in sources if source.is_cuda}
+        if devices:
+            self._pin(which)
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(views, sources, non_blocking=True)
+        image.memory[self._values_at : self._values_at + len(values)] = values
+        for device in devices:
+            torch.cuda.synchronize(device)
+        small = {TENSORS: (files.end, len(self._tensors_json)), VALUES: (self._values_at, len(values))}
+        image.finish(replace(description, files={**files.files, **small}))
+
+    def populate(self) -> None:
+        """Have the kernel map all pages now, so that the first save meets no page faults. Other threads go on meanwhile."""
+        for image in self.images:
+            if image is not None:
+                with suppress(OSError, ValueError):
+                    address = ctypes.addressof(ctypes.c_char.from_buffer(image.memory))
+                    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(image.size), _POPULATE_WRITE)
+
+    def close(self) -> None:
+        """Unmap the images. Whoever else has them keeps them."""
+        self._views = [None] * IMAGES
+        for which in range(IMAGES):
+            self._replace(which, None)
+
+    def _replace(self, which: int, image: Image | None) -> None:
+        old, self.images[which], self._views[which] = self.images[which], image, None
+        if old is not None:
+            if self._pinned[which]:
+                torch.cuda.cudart().cudaHostUnregister(_address(old))  # type: ignore[no-untyped-call]
+            self._pinned[which] = False
+            old.close()
+
+    def _pin(self, which: int) -> None:
+        """Let GPUs copy straight into the image; without that a copy goes through another buffer and waits."""
+        image = self.images[which]
+        if not self._pinned[which] and image is not None:
+            torch.cuda.cudart().cudaHostRegister(_address(image), image.size, 0)  # type: ignore[no-untyped-call]
+            self._pinned[which] = True
+
+
+def _address(image: Image) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(image.memory))

@@ -1,0 +1,248 @@
+"""Saves and restores by real processes: what comes back is what was saved, at any world size, whatever happened to the files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastirun.errors import CheckpointError, TrainError
+from elastirun.train import Checkpointer, DistributedDataParallel, TrainState
+from tests.support.worlds import Died, run
+
+
+def make_run(seed: int = 0, width: int = 64) -> TrainState:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), note={"of": ("us", 1.5)})
+
+
+def train(state: TrainState, steps: int = 1) -> None:
+    width = next(state["model"].parameters()).shape[1]
+    for _ in range(steps):
+        batch = torch.full((2, width), state.step / 10)
+        state["optimizer"].zero_grad()
+        state["model"](batch).square().sum().backward()
+        state["optimizer"].step()
+        state.step += 1
+
+
+def content(state: TrainState) -> list[Any]:
+    model = getattr(state["model"], "module", state["model"])
+    moments = [value.clone() for entry in state["optimizer"].state.values() for value in entry.values()]
+    return [*(param.detach().clone() for param in model.parameters()), *moments, state.step]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+# -- one process --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_restored_is_what_was_saved(tmp_path: Path) -> None:
+    state = make_run()
+    train(state, 3)
+    saved = content(state)
+    with_rng = torch.get_rng_state()
+    checkpoints = Checkpointer(tmp_path / "c")
+    assert checkpoints.restore(state) is None
+    assert checkpoints.save(state.step, state)
+    train(state)  # the state may change at once
+    checkpoints.wait()
+    checkpoints.close()
+    fresh, again = make_run(seed=1), Checkpointer(tmp_path / "c")
+    fresh["note"] = None
+    torch.manual_seed(5)
+    assert again.restore(fresh) == 3 == fresh.step
+    assert same(content(fresh), saved) and fresh["note"] == {"of": ("us", 1.5)} and torch.equal(torch.get_rng_state(), with_rng)
+    train(fresh)
+    assert same(content(fresh), content(state))
+    again.close()
+
+
+def test_only_the_steps_that_are_due_are_saved_and_old_checkpoints_go(tmp_path: Path) -> None:
+    state, checkpoints = make_run(), Checkpointer(tmp_path, keep=2, every=2)
+    saved = []
+    for _ in range(9):
+        train(state)
+        saved.append(checkpoints.save(state.step, state))
+    checkpoints.close()
+    assert saved == [False, True] * 4 + [False]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000006", "step-00000008"]
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(("step-", ".staging-"))} <= {".lock"}
+    again = Checkpointer(tmp_path)
+    assert again.restore(make_run(), step=6) == 6
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
+        again.restore(make_run(), step=4)
+    again.close()
+
+
+def test_after_going_back_newer_work_counts_and_not_the_higher_step(tmp_path: Path) -> None:
+    state, checkpoints = make_run(), Checkpointer(tmp_path, keep=9)
+    for _ in range(4):
+        train(state)
+        checkpoints.save(state.step, state)
+    checkpoints.close()
+    back = Checkpointer(tmp_path, keep=9)
+    assert back.restore(state, step=2) == 2
+    train(state)
+    saved = content(state)
+    back.save(state.step, state)
+    back.close()
+    again = Checkpointer(tmp_path)
+    assert again.restore(state) == 3 and same(content(state), saved)
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "no record"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, checkpoints = make_run(), Checkpointer(tmp_path)
+    train(state)
+    saved = content(state)
+    checkpoints.save(1, state)
+    train(state)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    victim = max((tmp_path / "step-00000002").glob("__*"))
+    if damage == "flipped":
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+    elif damage == "truncated":
+        os.truncate(victim, victim.stat().st_size // 2)
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        (tmp_path / "step-00000002" / "commit.json").write_text("{")
+    again = Checkpointer(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert again.restore(state) == 1
+    assert same(content(state), saved)
+    assert len(caplog.messages) == 1 and "step-00000002" in caplog.messages[0]
+    assert (tmp_path / "damaged-step-00000002").is_dir()
+    again.close()
+
+
+def test_a_state_that_grows_gets_room(tmp_path: Path) -> None:
+    state, checkpoints = make_run(), Checkpointer(tmp_path)
+    checkpoints.save(1, state)  # the optimizer has no state yet
+    train(state)
+    state["more"] = torch.arange(1e6)
+    checkpoints.save(2, state)
+    state["note"] = "x" * 500_000
+    checkpoints.save(3, state)
+    checkpoints.wait()
+    fresh = make_run(seed=1)
+    fresh["more"] = torch.zeros(1_000_000)
+    assert checkpoints.restore(fresh) == 3
+    assert torch.equal(fresh["more"], state["more"]) and fresh["note"] == state["note"] and same(content(fresh), content(state))
+    checkpoints.close()
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    checkpoints = Checkpointer(tmp_path / "file" / "c")
+    with pytest.raises(CheckpointError, match="cannot be used for checkpoints: Not a directory"):
+        checkpoints.restore(make_run())
+    checkpoints.close()
+
+
+def test_when_a_write_fails_training_goes_on_and_the_next_save_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state, checkpoints = make_run(), Checkpointer(tmp_path / "c")
+    train(state)
+    checkpoints.restore(state)
+    (staging,) = (tmp_path / "c").glob(".staging-*")
+    (staging / "step-00000001").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        checkpoints.save(1, state)
+        with pytest.raises(CheckpointError, match="step 1 was not published"):
+            checkpoints.wait()
+    assert any("step 1 was not published" in message for message in caplog.messages)
+    (staging / "step-00000001").unlink(missing_ok=True)
+    checkpoints.save(2, state)
+    checkpoints.wait()
+    assert checkpoints.stats()["published"] == 2
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("wrong", [{"keep": 0}, {"every": 0}, {"every": 1.5}, {"memory_every": -1}])
+def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(TrainError, match=f"{next(iter(wrong))} must be a whole number"):
+        Checkpointer(tmp_path, **wrong)
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------------------
+
+
+def save_some(rank: int, world: int, folder: str, last: int) -> list[Any]:
+    state, checkpoints = make_run(), Checkpointer(folder, keep=2)
+    checkpoints.restore(state)
+    while state.step < last:
+        train(state)
+        checkpoints.save(state.step, state)
+    checkpoints.wait()
+    found = [tensor.tolist() if isinstance(tensor, Tensor) else tensor for tensor in content(state)]
+    checkpoints.close()
+    return found
+
+
+def test_a_run_goes_on_at_other_world_sizes(tmp_path: Path) -> None:
+    for number, world in enumerate((2, 1, 3, 2), start=1):
+        found = run(world, save_some, str(tmp_path), 3 * number)
+        assert all(theirs == found[0] for theirs in found) and found[0][-1] == 3 * number
+    undisturbed = run(1, save_some, str(tmp_path / "other"), 12)[0]
+    assert len(undisturbed) == len(found[0])
+    assert all(torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-5) for a, b in zip(undisturbed, found[0], strict=True))
+
+
+def die_before_the_save(rank: int, world: int, folder: str) -> list[str]:
+    state, checkpoints = make_run(), Checkpointer(folder)
+    train(state)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    train(state)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        checkpoints.save(2, state)
+        checkpoints.wait(timeout=2.0)
+    except (CheckpointError, RuntimeError):
+        pass
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def test_without_one_rank_nothing_is_published(tmp_path: Path) -> None:
+    names, died = run(2, die_before_the_save, str(tmp_path), died=True)
+    assert names == ["step-00000001"] and isinstance(died, Died)
+
+
+def own_numbers(rank: int, world: int, folder: str, save: bool) -> float:
+    torch.manual_seed(rank)
+    state, checkpoints = make_run(), Checkpointer(folder)
+    torch.manual_seed(rank)
+    if save:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+    else:
+        torch.manual_seed(99)
+        assert checkpoints.restore(state) == 1
+    checkpoints.close()
+    return float(torch.rand(()))
+
+
+def test_each_rank_gets_its_own_random_numbers_back(tmp_path: Path) -> None:
+    before = run(2, own_numbers, str(tmp_path), True)
+    assert run(2, own_numbers, str(tmp_path), False) == before
+    assert run(3, own_numbers, str(tmp_path), False)[:2] == before
