@@ -149,7 +149,8 @@ def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(tmp_path: P
     assert entries(tmp_path) == [f".staging-{new.name}", "step-00000001", "step-00000002"]
 
 
-def test_a_publisher_that_freezes_before_its_rename_publishes_nothing(tmp_path: Path) -> None:
+def test_a_publisher_that_freezes_before_its_rename_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
     directory = Directory(str(tmp_path))
     for n in range(1, 201):
         old = directory.claim(FENCE.format(2 * n), yes).name
@@ -164,12 +165,25 @@ def test_a_publisher_that_freezes_before_its_rename_publishes_nothing(tmp_path: 
         assert directory.scan() == [] and entries(tmp_path) == [f".staging-{newer[0]}"]
 
 
+def test_a_client_that_still_knows_the_staging_folder_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of a network file system may rename by a handle of the folder, which a rename of the folder does not change."""
+    directory = Directory(str(tmp_path))
+    old = directory.claim(FENCE.format(1), yes).name
+    stage(directory, old, 1, 1)
+    handle = os.open(tmp_path / f".staging-{old}", os.O_RDONLY)
+    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **named: None)  # the claim has not come to that yet
+    directory.claim(FENCE.format(2), yes)
+    with pytest.raises(FileNotFoundError):
+        os.rename("step-00000001", tmp_path / "step-00000001", src_dir_fd=handle)
+    os.close(handle)
+
+
 def test_of_claims_at_the_same_time_one_counts_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, mkdir = Directory(str(tmp_path)), os.mkdir
     late: list[str] = []
 
     def pause(path: str, *mode: int) -> None:
-        if not late:
+        if not late and ".staging-" in path:
             late.append("")
             late[0] = directory.claim(FENCE.format(2), yes).name
         mkdir(path, *mode)

@@ -1,0 +1,154 @@
+"""Every rule of the checkpoints on disk has a test that notices when it is taken out, as in tests/train/test_mutants.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.mutants import Mutant, copy, run, run_mutant
+
+__all__ = ["copy"]  # the fixture
+
+
+def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
+    return Mutant(rule, module, old, new, f"tests/checkpoint/test_{file}.py::test_{test}")
+
+
+LATER = "what_a_later_round_has_claimed_an_earlier_one_cannot_change"
+ORDER = "the_order_of_the_calls_survives_a_loss_of_power"
+RECORD, NAMES = "write_small(os.path.join(staged, COMMIT), record)\n", "sync_folder(staged)\n"
+ASKED = 'if not current():\n                raise ClaimLost(f"{self.path}: step'
+MUTANTS = (
+    # the fence
+    mutant(
+        "a claim renames the staging folders of earlier rounds away",
+        *("directory", "is_claim(name[len(STAGING) :])]", "name[len(STAGING) :] == mine]"),
+        *("directory", "a_publisher_that_freezes_before_its_rename_publishes_nothing"),
+    ),
+    mutant(
+        "a staging folder is made by its claim only",
+        *("directory", "                os.mkdir(folder)\n", "                os.makedirs(folder)\n"),
+        *("directory", LATER),
+    ),
+    mutant(
+        "an earlier round does not claim what a later one has",
+        *("directory", "if later := [other for other in claims if is_newer(other, mine)]:", "if later := list[str]():"),
+        *("directory", LATER),
+    ),
+    mutant(
+        "a claim looks again when it has made its folder",
+        *("directory", "while (claims := self._sweep(name)) != [name]:", "while (claims := [name]) != [name]:"),
+        *("directory", "of_claims_at_the_same_time_one_counts_at_most"),
+    ),
+    mutant(
+        "what was staged cannot be renamed by its former folder",
+        *("directory", 'os.path.join(dead, f"dead-{name}"))', "os.path.join(dead, name))"),
+        *("directory", "a_client_that_still_knows_the_staging_folder_publishes_nothing"),
+    ),
+    mutant(
+        "deletion goes through the staging folder",
+        *("directory", 'self._rename(one.name, os.path.join(staging, f"dead-{one.name}"))', 'self._rename(one.name, f".dead-{one.name}")'),
+        *("directory", LATER),
+    ),
+    mutant(
+        "whether the round is current is asked",
+        *("directory", ASKED, ASKED.replace("not current()", "False")),
+        *("directory", "nothing_is_published_once_the_round_is_over"),
+    ),
+    mutant(
+        "one process writes a directory without an agent",
+        *("directory", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
+        *("directory", "a_directory_that_another_process_writes_is_refused"),
+    ),
+    mutant(
+        "an entry of the log is put where none is",
+        *("objects", 'self._pipe(path, data, "create")', "self._pipe(path, data)"),
+        *("objects", "a_publisher_that_freezes_before_its_put_publishes_nothing[memory]"),
+    ),
+    mutant(
+        "the log has no gaps",
+        *("objects", "self._put(last + 1, encode(replace(commit, sequence=last + 1)))", "self._put(commit.sequence, encode(commit))"),
+        *("objects", "a_gap_in_the_numbers_of_the_trainer_is_none_in_the_log[memory]"),
+    ),
+    # what a loss of power leaves
+    mutant(
+        "files are durable before the record",
+        *("files", "            at = end\n        os.fsync(fd)\n", "            at = end\n"),
+        *("interrupted", ORDER),
+    ),
+    mutant(
+        "the record is durable before the rename",
+        *("files", "at += os.write(fd, data[at:])\n        os.fsync(fd)\n", "at += os.write(fd, data[at:])\n"),
+        *("interrupted", ORDER),
+    ),
+    mutant(
+        "the names are durable before the rename",
+        *("directory", "            sync_folder(staged)\n            if not current():", "            if not current():"),
+        *("interrupted", ORDER),
+    ),
+    mutant(
+        "the rename is durable before old checkpoints are deleted",
+        *("directory", "step_name(commit.step))\n        sync_folder(self.path)\n", "step_name(commit.step))\n"),
+        *("interrupted", ORDER),
+    ),
+    mutant(
+        "the record comes last",
+        *("directory", f"            {RECORD}            {NAMES}", f"            {NAMES}            {RECORD}"),
+        *("interrupted", ORDER),
+    ),
+    # which checkpoint counts, and which is deleted
+    mutant(
+        "the newest is the one published last",
+        *("claims", "one.commit.sequence if one.commit else -1, one.name", "one.commit.step if one.commit else -1, one.name"),
+        *("directory", "newest_is_what_was_published_last_not_the_highest_step"),
+    ),
+    mutant("one checkpoint remains", "claims", "max(keep, 1)", "max(keep, 0)", "directory", "the_newest_remain"),
+    mutant(
+        "a file of the size and other bytes is damaged",
+        *("files", "digest.hexdigest() == expected.sha256", "digest.hexdigest()"),
+        *("directory", "a_damaged_file_is_named[flipped]"),
+    ),
+    mutant(
+        "a read error is no damage for ever",
+        *("files", 'strerror}", lasting=False)\n    finally', 'strerror}")\n    finally'),
+        *("directory", "a_file_that_cannot_be_read_now_is_no_lasting_damage"),
+    ),
+    mutant(
+        "a file that no rank reported is not published",
+        *("directory", "os.unlink(os.path.join(staged, name))", "os.path.join(staged, name)"),
+        *("directory", "what_no_rank_has_reported_is_not_published"),
+    ),
+    # images and the writer
+    mutant(
+        "an image that changes is not complete",
+        *("image", "        _COMPLETE.pack_into(self.memory, _AT_COMPLETE, 0)", "        pass"),
+        *("image", "an_image_is_complete_from_its_finish_to_the_next_begin"),
+    ),
+    mutant(
+        "memory that can shrink is no image",
+        *("image", "sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS", "sealed = True"),
+        *("image", "memory_that_could_be_cut_off_is_no_image"),
+    ),
+    mutant(
+        "an image that changed while it was written does not count",
+        *("writer", "if image.description() != description:", "if image.description() is description:"),
+        *("writer", "an_image_that_changes_while_it_is_written_does_not_count"),
+    ),
+    mutant(
+        "a rank whose write failed leaves no files",
+        *("writer", "directory.discard(claim, step, description.write)", "pass"),
+        *("writer", "a_write_that_fails_leaves_nothing_of_this_rank"),
+    ),
+)
+
+
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
+def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
+    found = run_mutant(copy, copy / "elastirun" / "checkpoint" / f"{one.module}.py", one)
+    assert found.rule_is_missed, f"{one.test} passes without the rule, or the mutant cannot run\n{found.text[-2000:]}"
+
+
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path) -> None:
+    found = run(copy, *dict.fromkeys(one.test for one in MUTANTS))
+    assert found.code == 0, found.text[-2000:]
