@@ -17,6 +17,7 @@ PACKAGES = {"elastirun": ROOT / "elastirun", "elastirun.agent": ROOT / "agent", 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BANNED_SUFFIXES = ("Manager", "Handler", "Executor", "Holder", "Helper", "Util", "Utils", "Impl", "Base")
 SPAWNERS = ("elastirun.functions", "elastirun.function_worker")  # the standard library's spawn, between processes of one user; no agent
+METADATA = "elastirun.train.checkpoints.dcp"  # writes the pickle that torch reads, and reads torch's, with names on a list and no code
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
@@ -205,7 +206,8 @@ def test_nothing_is_unpickled() -> None:
         f"{path}:{line}"
         for module, path in sources()
         for name, _, line in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
-        if name.split(".")[0] in UNPICKLERS or (name.startswith("multiprocessing") and module not in SPAWNERS)
+        if (name.split(".")[0] in UNPICKLERS and (module, name) != (METADATA, "pickle"))
+        or (name.startswith("multiprocessing") and module not in SPAWNERS)
     ]
     assert found == []
 

@@ -77,7 +77,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items() if isinstance(value, Mapping) else enumerate(value))
 
 
-def _items(node: Node) -> dict[Any, Node]:
+def items_of(node: Node) -> dict[Any, Node]:
     """Return the nodes within ``node`` by key; none if it is no container."""
     if type(node) is list:
         return dict(enumerate(node))
@@ -87,7 +87,7 @@ def _items(node: Node) -> dict[Any, Node]:
     if tag == "dict":
         return {to_value(key, "", _no_tensor): each for key, each in node["items"]}
     if tag in ("tuple", "module"):
-        return _items(node["items"])
+        return items_of(node["items"])
     return dict(node) if tag is None else {}
 
 
@@ -97,7 +97,7 @@ def _no_tensor(_: str) -> Any:
 
 def _children(value: Any, node: Node, path: str, strict: bool) -> Iterator[tuple[Any, Any, Node, str]]:
     """Yield (key, value, node, path) of what the container ``value`` has and the checkpoint, too."""
-    items = _items(node)
+    items = items_of(node)
     for key, each in _pairs(value):
         if key in items:
             yield key, each, items[key], join(path, key)
@@ -108,7 +108,7 @@ def _children(value: Any, node: Node, path: str, strict: bool) -> Iterator[tuple
 
 def _module_items(node: Node, names: Sequence[str]) -> dict[str, tuple[str, Node]]:
     """Return (key, node) in a module's node by the plain name, one of ``names``; keys may have a wrapper's prefix."""
-    items = {str(key): (str(key), each) for key, each in _items(node).items()}
+    items = {str(key): (str(key), each) for key, each in items_of(node).items()}
     known = {*names}
     while items and not known & items.keys():
         prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in items)), "")
@@ -164,12 +164,12 @@ class _Param:
 
 def _optimizer_params(optimizer: Optimizer, node: Node, path: str, names: ParameterNames, strict: bool) -> list[_Param]:
     """Return the optimizer's parameters in order, each with what the checkpoint has under its name."""
-    parts = _items(node)
-    groups = [_items(group) for group in _items(parts.get("param_groups")).values()]
+    parts = items_of(node)
+    groups = [items_of(group) for group in items_of(parts.get("param_groups")).values()]
     if "state" not in parts or not groups or not all(type(group.get("params")) is list for group in groups):
         raise CheckpointError(f"{path}: the checkpoint has no optimizer here: no state, or no param_groups with params")
     saved = {name: at for at, group in enumerate(groups) for name in group["params"]}
-    states = {str(key): each for key, each in _items(parts["state"]).items()}
+    states = {str(key): each for key, each in items_of(parts["state"]).items()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = []
     for index, (param, name) in enumerate(zip(params, _saved_names(params, saved, optimizer_names(optimizer, names), path), strict=True)):
@@ -207,7 +207,7 @@ def _optimizer_state(optimizer: Optimizer, node: Node, path: str, params: list[_
         first += len(own)
         options = _group_options(group, own, path, tensor)
         groups.append({**options, "params": [param.index for param in own]})
-    others = {key: each for key, each in _items(node).items() if key not in ("state", "param_groups")}
+    others = {key: each for key, each in items_of(node).items() if key not in ("state", "param_groups")}
     return {**{key: to_value(each, join(path, key), tensor) for key, each in others.items()}, "state": state, "param_groups": groups}
 
 
@@ -275,7 +275,7 @@ class _Targets:
         for param in _optimizer_params(optimizer, node, path, self.names, self.strict):
             if param.state is not None:
                 self.add_value(param.state, param.state_path, optimizer.state.get(param.param), _like(param.param))
-        for key, own in _items(node).items():
+        for key, own in items_of(node).items():
             if key != "state":
                 self.add_value(own, join(path, key), None, _empty)
 
@@ -291,7 +291,7 @@ class _Targets:
         if isinstance(now, Tensor):
             raise CheckpointError(f"{clip(path)} is a tensor, and the checkpoint has another value there")
         there = dict(_pairs(now)) if isinstance(now, (Mapping, list, tuple)) else {}
-        for key, each in _items(node).items():
+        for key, each in items_of(node).items():
             self.add_value(each, join(path, key), there.get(key), make, copy)
 
 
@@ -354,10 +354,10 @@ def _unused(value: Any, node: Node, path: str, names: ParameterNames) -> Iterato
     elif isinstance(value, Optimizer):
         pairs = _optimizer_params(value, node, path, names, strict=False)
         known = {param.state_path for param in pairs}
-        own = {f"{path}.state.{key}" for key in _items(_items(node).get("state"))}
+        own = {f"{path}.state.{key}" for key in items_of(items_of(node).get("state"))}
         yield from sorted(own - known)
     elif _is_container(value, path) and not isinstance(value, PerRank):
-        items, there = _items(node), dict(_pairs(value))
+        items, there = items_of(node), dict(_pairs(value))
         for key, each in items.items():
             if key in there:
                 yield from _unused(there[key], each, join(path, key), names)

@@ -6,10 +6,12 @@ sizes of the files before anything is read; nothing is unpickled.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,20 +85,34 @@ def map_file(path: str | os.PathLike[str]) -> memoryview:
 def decode_tensors(data: bytes) -> dict[str, SavedTensor]:
     """Return the tensors by name that tensors.json lists. Raises ``CheckpointError`` with what is wrong."""
     found = {}
-    for name, plain in parse(data, MAX_BYTES).items():
-        try:
-            found[name] = _tensor(plain)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"tensors.json: {clip(name)}: {clip(str(error))}") from None
+    with _no_collection():
+        for name, plain in parse(data, MAX_BYTES).items():
+            try:
+                found[name] = _tensor(plain)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"tensors.json: {clip(name)}: {clip(str(error))}") from None
     return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage: through all of torch, several times, while thousands of objects are made that stay."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _tensor(plain: Any) -> SavedTensor:
     dtype, shape = DTYPES[plain["dtype"]], _numbers(plain["shape"])
     if len(plain["chunks"]) > MAX_CHUNKS or len(shape) > MAX_DIMENSIONS or volume(shape) > MOST:
         raise ValueError("it is too large")
-    chunks = tuple(_chunk(each, dtype, shape) for each in plain["chunks"])
-    check_chunks(shape, [chunk.box for chunk in chunks])
+    chunks = tuple([_chunk(each, dtype, shape) for each in plain["chunks"]])
+    if len(chunks) != 1 or chunks[0].box.sizes != shape:
+        check_chunks(shape, [chunk.box for chunk in chunks])
     return SavedTensor(dtype, shape, chunks)
 
 
@@ -111,9 +127,12 @@ def _chunk(plain: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> SavedChunk
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    if type(values) is not list or not all(type(value) is int and 0 <= value <= MOST for value in values):
+    if type(values) is not list or (values and not (_INTEGERS.issuperset(map(type, values)) and 0 <= min(values) and max(values) <= MOST)):
         raise ValueError(f"{clip(repr(values))} is not a list of sizes")
     return tuple(values)
+
+
+_INTEGERS = frozenset({int})
 
 
 def check_chunks(shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -135,7 +154,7 @@ def fill(saved: Mapping[str, SavedTensor], sources: Sources, targets: Mapping[st
     checkpoint does not have, where ``strict`` is false; they stay as they are.
     """
     missing = check_targets(saved, targets, strict)
-    with torch.no_grad():
+    with torch.no_grad(), _no_collection():
         pairs = list(copies(saved, _Views(sources), targets))
         if pairs:
             torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
