@@ -28,6 +28,7 @@ from tests.support.cluster import PATIENCE, Cluster, Worker, dies
 from tests.support.descriptors import descriptors
 
 MIB = 1 << 20
+SOON = 3.0  # seconds; a thread does it within a millisecond
 SEALS = 2 | 4  # F_SEAL_SHRINK | F_SEAL_GROW
 
 
@@ -93,7 +94,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 def settles(before: list[str]) -> None:
     """Wait until the same descriptors are open as ``before``: a thread closes those that were refused."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + SOON
     while (now := descriptors()) != before:
         assert time.monotonic() < deadline, sorted({*now} ^ {*before})
         time.sleep(0.01)
@@ -225,6 +226,22 @@ def test_strangers_neither_hang_nor_fill_the_agent(agent: Agent) -> None:
     assert agent.slowest < 1.0
 
 
+def test_what_a_client_brings_is_closed_with_it(agent: Agent) -> None:
+    fd = memfd()
+    before = descriptors()
+    for line in (b"list\n", b"put a b\n", b"x" * 5000, b"put a"):
+        send(line, [fd]) if line.endswith(b"\n") else hang_up(line, fd)
+    put("a", seals=0)
+    settles(before)
+    os.close(fd)
+
+
+def hang_up(line: bytes, fd: int) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.path.dirname(os.environ["ELASTIRUN_SOCKET"]) + "/memory")
+        connection.sendmsg([line], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+
+
 def test_a_descriptor_that_takes_for_ever_to_close_does_not_hold_the_agent_up(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     close, closes, may_close = os.close, threading.Event(), threading.Event()
 
@@ -237,7 +254,7 @@ def test_a_descriptor_that_takes_for_ever_to_close_does_not_hold_the_agent_up(ag
     monkeypatch.setattr(os, "close", slow)
     with open("/dev/null") as file:
         assert "of a fixed size" in memory_tier.put("a", file.fileno())
-    assert closes.wait(PATIENCE)
+    assert closes.wait(SOON)
     assert put("b") == ""
     may_close.set()
 

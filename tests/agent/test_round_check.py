@@ -219,6 +219,7 @@ def test_who_asks_why_it_is_stopped_is_answered_at_once(agent: Agent) -> None:
     for answer in ("no", "planned", "failure"):
         agent.check.stopping = answer
         with agent.client(b"stop\n") as asking:
+            asking.setblocking(False)
             assert asking.recv(100) == answer.encode() + b"\n" and agent.reads == 0
 
 

@@ -23,6 +23,10 @@ LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 BUFFERS = "buffers_are_what_they_are_under_torchs_class"
 TWO = "an_exception_in_a_backward_through_two_modules_holds_nobody_up"
 LEFT = "the_statistics_of_the_last_reduction_are_used_whatever_forwards_came_after_it"
+SELDOM = "a_stop_is_not_missed_by_looking_seldom_nor_by_freezing_something"
+LEAVES = "everybody_ends_as_if_it_was_signalled_when_the_last_one_is_done"
+HANDLERS = "a_handler_that_was_there_before_is_called_and_comes_back"
+FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 MUTANTS = (
     mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),
     mutant(
@@ -578,6 +582,76 @@ MUTANTS = (
         "loading draws no random numbers of the model",
         *("data", ", generator=self._generator", ""),
         *("data", "the_models_random_numbers_are_left_alone"),
+    ),
+    mutant(
+        "a request that comes within a reduction is for the next one",
+        *("control_words", "self.requests -= self.taken", "self.requests.clear()"),
+        *("drain", "a_signal_within_a_reduction_is_told_in_the_next_one"),
+    ),
+    mutant(
+        "a stop stays",
+        *("conclusion", "        if self.drained is None and ", "        self.drained = None\n        if "),
+        *("drain", SELDOM),
+    ),
+    mutant(
+        "a stop stays when something is frozen",
+        *("conclusion", "        self.drained = old.drained\n", ""),
+        *("drain", SELDOM),
+    ),
+    mutant(
+        "all stop after the same step",
+        *("drain", "        if self.step is not None:\n", "        if self.step is not None or self._signum:\n"),
+        *("drain", "all_ranks_stop_after_the_same_step_whenever_the_signal_comes"),
+    ),
+    mutant(
+        "a new world is told",
+        *("drain", '            self._ddp.request("drain")  # again', "            pass  # again"),
+        *("drain", "a_stop_is_told_again_in_the_world_that_a_module_has_next"),
+    ),
+    mutant(
+        "nobody leaves before the last one is done",
+        *("drain", "        self._wait_for_others()\n", ""),
+        *("drain", f"{LEAVES}[True-codes0]"),
+    ),
+    mutant(
+        "who learnt of a stop waits for the signal",
+        *("drain", "bool(self._signum) or not _has_agent()", "True"),
+        *("drain", f"{LEAVES}[True-codes0]"),
+    ),
+    mutant(
+        "to leave is no success",
+        *("drain", "os._exit(CODE)\n\n    def close", "os._exit(0)\n\n    def close"),
+        *("drain", f"{LEAVES}[False-codes1]"),
+    ),
+    mutant(
+        "a deadline does not move",
+        *("drain", "if self._known is None:", "if True:"),
+        *("drain", HANDLERS),
+    ),
+    mutant(
+        "handlers of others are called",
+        *("drain", "            before(signum, frame)\n", "            pass\n"),
+        *("drain", HANDLERS),
+    ),
+    mutant(
+        "a fork has nothing to drain",
+        *("drain", "if os.getpid() != self._pid:", "if False:"),
+        *("drain", "a_fork_is_ended_by_the_signal_as_if_there_was_no_handler"),
+    ),
+    mutant(
+        "after a failure there is nobody to agree with",
+        *("failure_stop", "[0] == FAILURE", '[0] == "nothing"'),
+        *("drain", f"{FAILURE}[failure-False-True]"),
+    ),
+    mutant(
+        "a planned stop ends no rank",
+        *("failure_stop", "[0] == FAILURE", "[0] != FAILURE"),
+        *("drain", f"{FAILURE}[planned-False-False]"),
+    ),
+    mutant(
+        "what all have agreed on is carried out after a failure, too",
+        *("drain", "if self.step is None and not any(", "if not any("),
+        *("drain", f"{FAILURE}[failure-True-False]"),
     ),
     mutant(
         "what lies outside of the order is permuted again",
