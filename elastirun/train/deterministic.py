@@ -39,6 +39,8 @@ class DeterministicShards:
             optimizer.step()                          # the gradients have the same bits at 1, 2, 3, … ranks
 
     shards          parts of each global batch, from 1; more ranks than shards are idle. Each shard is one forward and one backward
+    threads         threads of this process for torch's operators on CPUs (``torch.set_num_threads``); default 1. A launcher's
+                    OMP_NUM_THREADS changes with the number of workers on the node, and with it the bits
     process_group   the ranks; default: the default group. Each holds a replica; at construction the replicas are compared (a difference
                     is a ModelMismatch) and rank 0's parameters and buffers are copied to the others
 
@@ -52,15 +54,16 @@ class DeterministicShards:
     mode, other buffers that a forward changes, sparse gradients. What a ``collate_fn`` draws is not keyed.
     """
 
-    def __init__(self, module: nn.Module, shards: int = 8, *, process_group: dist.ProcessGroup | None = None) -> None:
-        if shards < 1:
-            raise TrainError(f"shards must be at least 1, not {shards}")
+    def __init__(self, module: nn.Module, shards: int = 8, *, threads: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+        for name, number in (("shards", shards), ("threads", threads)):
+            if number < 1:
+                raise TrainError(f"{name} must be at least 1, not {number}")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TrainError("DeterministicShards takes the module itself: it reduces in place of DistributedDataParallel")
         if sparse := sorted(sparse_names(module)):
             raise TrainError(f"the gradient of {sparse[0]} is sparse, which deterministic mode does not reduce: use sparse=False")
         check_reducible(list(module.named_parameters()))
-        self.module, self.shards, self.group = module, shards, find_group(process_group)
+        self.module, self.shards, self.threads, self.group = module, shards, threads, find_group(process_group)
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._spans = [subtrees(share(shards, rank, self.world_size), (0, shards)) for rank in range(self.world_size)]  # by rank
         self._params: list[nn.Parameter] = []  # those that are trained, as of the last step
@@ -81,7 +84,7 @@ class DeterministicShards:
         gpu = self._device.type == "cuda"
         return {
             "shards": self.shards,
-            "threads": torch.get_num_threads(),
+            "threads": self.threads,
             "torch": str(torch.__version__),
             "processor": torch.cuda.get_device_name(self._device) if gpu else torch.backends.cpu.get_cpu_capability(),
             "matmul": torch.get_float32_matmul_precision(),
@@ -117,7 +120,9 @@ class DeterministicShards:
         self._memory += sums
 
     def _prepare(self) -> None:
-        """Refuse what cannot be deterministic; find the parameters that are trained now."""
+        """Refuse what cannot be deterministic; set the number of threads; find the parameters that are trained now."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         if self._device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
             raise TrainError("deterministic mode on a GPU needs torch.use_deterministic_algorithms(True)")
         for name, layer in self.module.named_modules():

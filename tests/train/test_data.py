@@ -311,10 +311,11 @@ def test_a_step_that_is_not_finished_is_not_counted_and_holds_nobody_up() -> Non
 def undecided(rank: int, world: int) -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(3, 1))
     said = []
-    for prepare in (lambda: ddp.accumulate(2), lambda: ddp.set_samples(3, backwards=0)):
+    data = ElasticDataLoader(Points(), 12)
+    for prepare in (lambda: ddp.accumulate(2), lambda: ddp.set_samples(3, backwards=0), lambda: next(ddp.batches(data))):
         with pytest.raises(TrainError) as error:
             prepare()
-            next(iter(next(ElasticDataLoader(Points(), 12).steps(ddp))))
+            next(iter(next(data.steps(ddp))))
         said.append(str(error.value))
     return said
 
@@ -322,3 +323,4 @@ def undecided(rank: int, world: int) -> list[str]:
 def test_a_step_alone_decides_which_backward_reduces() -> None:
     (said,) = run(1, undecided)
     assert "neither accumulate() nor no_sync()" in said[0] and "positive number of backwards" in said[1]
+    assert "ElasticDataLoader would count as consumed" in said[2]

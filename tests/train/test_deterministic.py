@@ -75,6 +75,7 @@ def train(
     rank: int, world: int, path: str = "", until: int = 3, kind: str = "exact", halt: int = 0, p: float = 0.3
 ) -> tuple[str, list[float], Any]:
     """Train until epoch ``until``, or ``halt`` steps; continue from ``path`` and save there. Return a digest, the values, a gradient."""
+    torch.set_num_threads(1 + rank % 2)  # as a launcher that has given each node's workers another number
     module = Network(p)
     optimizer = torch.optim.AdamW([param for param in module.parameters() if param.requires_grad], lr=0.01)
     loader = ElasticDataLoader(Noisy(), 16, seed=5, keyed_rng=None if kind == "exact" else True)
@@ -95,6 +96,7 @@ def train(
             torch.rand(rank)  # what a rank draws between steps changes nothing
             if steps == halt:
                 break
+    assert kind != "exact" or torch.get_num_threads() == 1
     if path and rank == 0:
         torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}, path)
     values = [value for _, param in sorted(module.state_dict().items()) for value in param.flatten().tolist()]
@@ -179,9 +181,8 @@ def wrong_uses(rank: int, world: int) -> list[tuple[str, str]]:
     module = nn.Linear(6, 2)
     state = step_of(frozen_statistics()).state_dict()
     assert step_of(module, state).state_dict() == {**state, "consumed": 32}
-    torch.set_num_threads(2)
     uses: list[tuple[Callable[[], Any], str]] = [
-        (lambda: step_of(module, state), "threads = 1, now it is 2"),
+        (lambda: step_of(module, {**state, "deterministic": {"threads": 2}}), "threads = 2, now it is 1"),
         (lambda: step_of(module, {**state, "deterministic": {"torch": "2.1"}}), "torch = 2.1, now"),
         (lambda: step_of(module, state, 8), "global_batch_size = 16, now it is 8"),
         (lambda: step_of(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))), "1 is a BatchNorm1d in training mode.*use GroupNorm"),
@@ -192,6 +193,7 @@ def wrong_uses(rank: int, world: int) -> list[tuple[str, str]]:
         (lambda: step_of(module, rank=1, world_size=3), "rank 1 of 3"),
         (lambda: step_of(module.requires_grad_(False)), "nothing to reduce"),
         (lambda: DeterministicShards(module, shards=0), "shards must be at least 1"),
+        (lambda: DeterministicShards(module, threads=0), "threads must be at least 1"),
     ]
     found = []
     for use, said in uses:
@@ -204,15 +206,14 @@ def wrong_uses(rank: int, world: int) -> list[tuple[str, str]]:
 
 def test_what_would_depend_on_the_number_of_ranks_is_refused() -> None:
     (found,) = run(1, wrong_uses)
-    assert len(found) == 11
+    assert len(found) == 12
     for said, text in found:
         assert re.search(said, text), text
 
 
 def unlike(rank: int, world: int) -> str:
-    torch.set_num_threads(1 + rank)
     with pytest.raises(ModelMismatch) as error:
-        DeterministicShards(nn.Linear(2, 2))
+        DeterministicShards(nn.Linear(2, 2), threads=1 + rank)
     return str(error.value)
 
 

@@ -544,6 +544,11 @@ MUTANTS = (
         *("deterministic", "every_world_adds_up_in_the_same_order[7]"),
     ),
     mutant(
+        "every rank has the same number of threads",
+        *("deterministic", "            torch.set_num_threads(self.threads)\n", "            pass\n"),
+        *("deterministic", BITS),
+    ),
+    mutant(
         "dropout belongs to the shard",
         *("deterministic", "with keyed_rng(*key, shard):", "with keyed_rng(*key, self.rank):"),
         *("deterministic", BITS),
