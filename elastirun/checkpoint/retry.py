@@ -11,7 +11,8 @@ from elastirun import clock
 
 LIMIT = 30.0  # seconds until a failure is reported: longer than most restarts of a file server, shorter than most intervals of saves
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts; each pause is twice as long as the one before
-LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL}
+LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+LASTING |= {errno.EFBIG, errno.EINVAL}
 
 _T = TypeVar("_T")
 

@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank whose write failed leaves no files",
-        *("writer", "directory.discard(claim, step, description.write)", "pass"),
+        *("writer", "directory.discard(claim, step, [*description.write, *more])", "pass"),
         *("writer", "a_write_that_fails_leaves_nothing_of_this_rank"),
     ),
 )

@@ -111,6 +111,7 @@ class Publisher:
         errors = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if reply.get("error")]
         if errors:
             error = "; ".join(errors[:3]) + (f" and {len(errors) - 3} more" if len(errors) > 3 else "")
+            self._ask({"do": "discard", "step": save.step})
         else:
             files = {name: pair for reply in replies for name, pair in reply["files"].items()}
             answer = self._ask({"do": "commit", "commit": self._record(save, files), "keep": self._keep, "save": save.number})
