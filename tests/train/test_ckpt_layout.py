@@ -150,10 +150,39 @@ def test_what_ranks_do_not_hold_alike_is_named() -> None:
             plan([[first], [second]], [0, 0])
 
 
-@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(1, device="meta")], ids=["sparse", "meta"])
-def test_tensors_that_cannot_be_stored_are_named(tensor: torch.Tensor) -> None:
-    with pytest.raises(TrainError, match=r"x: a checkpoint cannot hold a tensor of float32 with layout"):
+class Wrapper(torch.Tensor):
+    """A tensor made of another one, as those of quantized weights."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "wrapper"])
+def test_tensors_that_cannot_be_stored_are_named(kind: str) -> None:
+    tensor = {"sparse": torch.eye(2).to_sparse, "meta": lambda: torch.empty(1, device="meta"), "wrapper": Wrapper}[kind]()
+    with pytest.raises(TrainError, match=r"x: a checkpoint cannot hold this tensor: \w+ of float32 with layout"):
         pieces(Flat({"x": tensor}, {}))
+
+
+def test_a_module_without_shapes_is_named() -> None:
+    with pytest.raises(TrainError, match=r"m\.weight has no shape yet: call the module once"):
+        pieces(flatten({"m": nn.LazyLinear(2)}))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "bfloat16", "float8_e4m3fn", "float64", "complex64"])

@@ -114,6 +114,36 @@ def shard_and_back(rank: int, world: int, folder: str) -> None:
         pieces(Flat({"x": DTensor.from_local(tensor, mesh, (Partial(), Replicate()))}, {}))
 
 
+def shard_both_ways(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    """Layers that are divided by tensor parallelism first, then by FSDP2; written, and read with new values."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"])
+
+    model, other = made(0), made(1)
+    write(Path(folder), {"m": model}, (0, 0, 1, 1))
+    read(Path(folder), {"m": other})
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert isinstance(mine, DTensor) and isinstance(theirs, DTensor) and torch.equal(mine.to_local(), theirs.to_local())
+    return {name: tensor.full_tensor().detach() for name, tensor in other.state_dict().items()}
+
+
+def test_tensor_parallel_layers_within_fsdp_come_back(tmp_path: Path) -> None:
+    (first, *_) = run(4, shard_both_ways, str(tmp_path))
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
+    alone = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
+    read(tmp_path, {"m": alone})
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(first[name], tensor) and torch.equal(alone.state_dict()[name], tensor)
+
+
 def test_every_placement_comes_back_in_every_other(tmp_path: Path) -> None:
     run(4, shard_and_back, str(tmp_path))
 

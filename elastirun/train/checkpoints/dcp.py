@@ -53,10 +53,10 @@ class DcpFiles:
             self._values[name] = known if known is not None and known[0] == text else (text, _spell(node))
         fits = list(self._slots) == list(self._values) and all(len(d) <= self._slots[name][1] for name, (_, d) in self._values.items())
         if not fits or not self._metadata:
-            self._lay_out(tree)
+            self._place_values(tree)
         return self._metadata, b"".join(data.ljust(self._slots[name][1], b"\0") for name, (_, data) in self._values.items())
 
-    def _lay_out(self, tree: Mapping[str, Node]) -> None:
+    def _place_values(self, tree: Mapping[str, Node]) -> None:
         """Choose where the values stand, and write the description."""
         at = 0
         self._slots = {}

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
@@ -141,10 +143,14 @@ def pieces(flat: Flat) -> list[Piece]:
     """Return what this rank holds. Raises ``CheckpointError`` for tensors that a checkpoint cannot hold, with their names."""
     found, seen = [], dict[Any, str]()
     for name, tensor in flat.tensors.items():
+        if is_lazy(tensor):
+            raise CheckpointError(f"{name} has no shape yet: call the module once before the first checkpoint")
         box, local = local_box(name, tensor)
         kind = str(tensor.dtype).removeprefix("torch.")
-        if local.layout != torch.strided or local.is_quantized or local.device.type == "meta" or kind not in DTYPES:
-            raise CheckpointError(f"{name}: a checkpoint cannot hold a tensor of {kind} with layout {local.layout} on {local.device}")
+        odd = local.layout != torch.strided or local.is_quantized or local.device.type == "meta" or is_traceable_wrapper_subclass(local)
+        if odd or kind not in DTYPES:
+            what = f"{type(local).__name__} of {kind} with layout {local.layout} on {local.device}"
+            raise CheckpointError(f"{name}: a checkpoint cannot hold this tensor: {what}")
         if not volume(box.sizes) and volume(tensor.shape):
             continue
         memory = (local.data_ptr(), local.stride(), local.device, box, tensor.shape, kind)
