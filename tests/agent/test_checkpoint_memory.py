@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import fcntl
 import os
 import resource
 import selectors
@@ -26,18 +25,10 @@ from elastirun.agent.local_socket import MAX_CLIENTS
 from elastirun.checkpoint import memory_tier
 from tests.support.cluster import PATIENCE, Cluster, Worker, dies
 from tests.support.descriptors import descriptors
+from tests.support.images import SEALS, memfd
 
 MIB = 1 << 20
 SOON = 3.0  # seconds; a thread does it within a millisecond
-SEALS = 2 | 4  # F_SEAL_SHRINK | F_SEAL_GROW
-
-
-def memfd(content: bytes = b"x", seals: int = SEALS, size: int = 0) -> int:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.truncate(fd, max(size, len(content)))
-    os.pwrite(fd, content, 0)
-    fcntl.fcntl(fd, 1033, seals)  # F_ADD_SEALS
-    return fd
 
 
 class Agent:

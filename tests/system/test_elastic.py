@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, dies, kill
+from tests.support.images import hold_memory, open_files
 
 
 @pytest.fixture(params=["c10d", "etcd"])
@@ -254,8 +255,11 @@ def test_the_host_stays_for_another_job_on_its_store(nodes: Cluster) -> None:
     second = nodes.launch(2, "--nnodes=1", *where, "--rdzv-id=other", str(nodes.script))
     (other,) = nodes.round(1)
     assert "hosted by the agent of job 'test'" in nodes.out(2)
+    held = hold_memory(worker)
+    assert held in open_files(first.pid)
     worker.tell("exit 0")
     worker.await_death()
     nodes.says(1, "stays up for the nodes of job other")
+    assert held not in open_files(first.pid), "memory for checkpoints is released with the job"
     other.tell("exit 0")
     assert [nodes.ends(second), nodes.ends(first)] == [0, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import re
@@ -13,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elastirun.agent.events import Broken, BrokenByLoss, Closed, End, Event, EventLog, Formed, changes
-from elastirun.checkpoint import memory_tier
 from elastirun.rendezvous import records
 from elastirun.rendezvous.records import Cause, Member, RoundRecord, Verdict
-from tests.support.cluster import PATIENCE, Cluster, Worker, kill
+from tests.support.cluster import PATIENCE, Cluster, kill
+from tests.support.images import hold_memory
 
 EVENTS = (*Event.__subclasses__(), BrokenByLoss)
 ALWAYS = {"v", "time", "mono", "event", "node", "name"}
@@ -68,18 +65,9 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / ".latest" / os.uname().nodename / "events.jsonl").read_text().splitlines()]
 
 
-def hold_some_memory(workers: list[Worker], nodes: Cluster) -> None:
-    """Let the agents keep a checkpoint in memory, as workers do, until this is an event."""
-    fd = os.memfd_create("checkpoint", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.truncate(fd, 4096)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    for worker in workers:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ELASTIRUN_SOCKET", worker.env["ELASTIRUN_SOCKET"])
-            assert memory_tier.put("name", fd) == ""
-    os.close(fd)
+def await_event(name: str, nodes: Cluster) -> None:
     deadline = time.monotonic() + PATIENCE
-    while "checkpoints_held" not in {e["event"] for e in events(nodes.tmp_path / "logs")}:
+    while name not in {e["event"] for e in events(nodes.tmp_path / "logs")}:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -90,7 +78,9 @@ def test_a_life_with_a_failure_a_loss_and_a_signal_as_the_page_describes_it(node
     b = nodes.agent(2, *options[:-1], nnodes="2:3")
     c = nodes.agent(3, *options[:-1], nnodes="2:3")
     workers = nodes.round(3)
-    hold_some_memory(workers, nodes)
+    for worker in workers:
+        hold_memory(worker)
+    await_event("checkpoints_held", nodes)
     workers[1].tell("exit 3")
     nodes.round(3, after=1)
     kill(c)
