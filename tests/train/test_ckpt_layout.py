@@ -101,7 +101,7 @@ def test_a_plan_holds_each_element_once_and_each_node_what_its_ranks_have(seed: 
 
 
 @pytest.mark.parametrize("shapes", [[(1000, 300)] * 40, [(50_000, 1000)], [(3,)] * 2000, [(1, 40_000_000), *[(64,)] * 300]], ids=range(4))
-@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 1, 1], [0, 0, 0, 1, 1], [0] * 8], ids=str)
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 1, 1], [0, 0, 0, 1, 1], [0] * 8], ids=range(5))
 def test_ranks_stage_and_write_alike(shapes: list[tuple[int, ...]], nodes: list[int]) -> None:
     own = [[whole(f"t{number}", *shape) for number, shape in enumerate(shapes)]] * len(nodes)
     made = plan(own, nodes)

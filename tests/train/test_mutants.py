@@ -659,6 +659,100 @@ MUTANTS = (
         *("drain", f"{FAILURE}[failure-True-False]"),
     ),
     mutant(
+        "each row of a tensor stands in one chunk",
+        *("checkpoints/layout", "done, row = done + size, row + count", "done, row = done + size, row + max(1, count - 1)"),
+        *("ckpt_layout", "ranks_stage_and_write_alike[1-1]"),
+    ),
+    mutant(
+        "each node stages what its ranks hold",
+        *("checkpoints/layout", "list(node_of_rank) if keep_node_complete else", "list(node_of_rank) if not keep_node_complete else"),
+        *("ckpt_layout", "a_plan_holds_each_element_once_and_each_node_what_its_ranks_have[1]"),
+    ),
+    mutant(
+        "the rank with the least stages the next file",
+        *("checkpoints/layout", "key=lambda rank: (staged[rank], rank)", "key=lambda rank: rank"),
+        *("ckpt_layout", "ranks_stage_and_write_alike[1-0]"),
+    ),
+    mutant(
+        "shards that are not the whole are refused",
+        *("checkpoints/layout", "if there != volume(shape) or overlapping(own):", "if there != volume(shape):"),
+        *("ckpt_layout", "what_ranks_do_not_hold_alike_is_named"),
+    ),
+    mutant(
+        "what is tied on one rank only is stored twice",
+        *("checkpoints/layout", "if len(found) == 1 and other and", "if other and"),
+        *("ckpt_layout", "tied_tensors_are_stored_once"),
+    ),
+    mutant(
+        "what is no longer tied needs a new plan",
+        *("checkpoints/layout", "return list(tensors), shapes, dtypes, specs, tied", "return list(tensors), shapes, dtypes, specs"),
+        *("ckpt_layout", "tied_tensors_are_stored_once"),
+    ),
+    mutant(
+        "data lie within their file",
+        *("checkpoints/reading", "if chunk.at + chunk.nbytes > len(data):", "if chunk.at > len(data):"),
+        *("ckpt_reading", "a_file_that_was_cut_off_is_named"),
+    ),
+    mutant(
+        "chunks lie within their tensor",
+        *("checkpoints/reading", "if not within(box, shape) or nbytes", "if nbytes"),
+        *("ckpt_reading", "a_description_that_lies_is_refused"),
+    ),
+    mutant(
+        "chunks do not overlap",
+        *("checkpoints/reading", " or (len(boxes) > 1 and overlapping(boxes)):", ":"),
+        *("ckpt_reading", "a_description_that_lies_is_refused"),
+    ),
+    mutant(
+        "only floats are converted",
+        *("checkpoints/reading", "target.dtype.is_floating_point and saved.dtype.is_floating_point", "saved.dtype.is_floating_point"),
+        *("ckpt_reading", "floats_are_converted_and_nothing_else_is"),
+    ),
+    mutant(
+        "a pickle runs no code",
+        *(
+            "checkpoints/dcp",
+            "if name in KINDS and module.startswith(MODULES):",
+            "return super().find_class(module, name)\n        if False:",
+        ),
+        *("ckpt_dcp", "a_pickle_that_would_run_code_does_not[0]"),
+    ),
+    mutant(
+        "values that do not fit into their place have a new description",
+        *("checkpoints/dcp", "all(len(d) <= self._slots[name][1] for", "all(len(d) <= 1 << 20 for"),
+        *("ckpt_dcp", "values_may_change_without_a_new_description_until_they_do_not_fit"),
+    ),
+    mutant(
+        "one name is one tensor",
+        *("checkpoints/tree", "if len(self.tensors) < before + len(tensors):", "if False:"),
+        *("ckpt_tree", "two_tensors_with_one_name_are_refused"),
+    ),
+    mutant(
+        "the names of the last save are not those of this one",
+        *("checkpoints/tree", "last is None or last.path != path or last.shape != shape", "last is None or last.path != path"),
+        *("ckpt_tree", "the_json_of_thousands_of_tensors_is_written_once_and_changes_with_their_names"),
+    ),
+    mutant(
+        "optimizers go by names",
+        *("checkpoints/loading", "if any(type(name) is int for name in (*saved, *names)):", "if True:"),
+        *("ckpt_tree", "optimizers_go_by_the_names_of_their_parameters"),
+    ),
+    mutant(
+        "only wrappers are left out of names",
+        *("checkpoints/names", "if part != wrapped_child(at):", 'if part != "module":'),
+        *("ckpt_tree", "a_layer_that_is_called_module_keeps_its_name"),
+    ),
+    mutant(
+        "a few more digits need no new plan",
+        *("checkpoints/per_rank", "            size *= 2\n", "            size += 1\n"),
+        *("ckpt_tree", "a_value_per_rank_may_have_a_state_and_keeps_its_size"),
+    ),
+    mutant(
+        "versions of layers are those of the checkpoint",
+        *("checkpoints/loading", '"version": versions.get(name, 1)', '"version": 1'),
+        *("ckpt_tree", "versions_of_layers_are_kept"),
+    ),
+    mutant(
         "what lies outside of the order is permuted again",
         *("permutation", "while (outside := found >= self.n).any():", "while (outside := found >= self.n + 1).any():"),
         *("data", "an_order_has_every_number_once"),
