@@ -76,13 +76,13 @@ class Drain:
             self._know()
             return True
         if self._signum:
-            self._ddp.request("drain")  # again: after set_group() there are others to tell
+            self._ask()  # again: after set_group() there are others to tell
         return False
 
     @property
     def step(self) -> int | None:
         """The reduction in which all ranks were told, as ``agreement.step`` counts; None as long as there is none."""
-        return self._ddp._reducer.conclusion.drained
+        return None if self._ddp._without_reducer else self._ddp._reducer.conclusion.drained
 
     @property
     def deadline(self) -> float | None:
@@ -106,8 +106,9 @@ class Drain:
         self._nap_until(lambda: bool(self._signum) or not _has_agent(), self.deadline or 0.0)
         _flush()
         if self._signum and threading.current_thread() is threading.main_thread():
-            signal.signal(self._signum, signal.SIG_DFL)
-            os.kill(os.getpid(), self._signum)
+            signum = signal.SIGTERM if self._signum == signal.SIGQUIT else self._signum  # SIGQUIT would dump the memory to the disk
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
             time.sleep(1.0)  # until the kernel delivers it
         os._exit(CODE)
 
@@ -129,9 +130,14 @@ class Drain:
             return
         self._signum = self._signum or signum
         self._know()
-        self._ddp.request("drain")
+        self._ask()
         if callable(before) and _by_user(before):
             before(signum, frame)
+
+    def _ask(self) -> None:
+        """Ask all ranks to stop."""
+        if not self._ddp._without_reducer:  # a copy gets its reducer in a collective, in its first backward
+            self._ddp.request("drain")
 
     def _give_up(self) -> None:
         """End this process: its agent stops the workers after a failure. Called in a thread; the main thread may hang."""

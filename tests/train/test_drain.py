@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import socket
@@ -161,6 +162,33 @@ def handlers(rank: int, world: int) -> list[Any]:
 
 def test_a_handler_that_was_there_before_is_called_and_comes_back() -> None:
     assert run(1, handlers) == [[[15, 15], True, True, True, False, True]]
+
+
+def copied(rank: int, world: int) -> list[Any]:
+    """A copy has no reducer before its first backward, and no rank may make one alone."""
+    ddp = copy.deepcopy(DDP(nn.Linear(4, 4), transport="group"))
+    drain = Drain(ddp)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    told = [drain.now]
+    for _ in range(2):
+        train(ddp)
+        told.append(drain.now)
+    return told
+
+
+def test_a_copy_is_asked_when_it_reduces() -> None:
+    assert run(2, copied) == [[False, False, True]] * 2
+
+
+def quits(rank: int, world: int) -> None:
+    drain = Drain(DDP(nn.Linear(4, 4)), [signal.SIGQUIT])
+    os.kill(os.getpid(), signal.SIGQUIT)
+    drain.leave()
+
+
+def test_leaving_dumps_no_memory() -> None:
+    assert run(1, quits, died=True) == [Died(-15)]
 
 
 def interrupts(rank: int, world: int) -> list[Any]:

@@ -610,7 +610,7 @@ MUTANTS = (
     ),
     mutant(
         "a new world is told",
-        *("drain", '            self._ddp.request("drain")  # again', "            pass  # again"),
+        *("drain", "            self._ask()  # again", "            pass  # again"),
         *("drain", "a_stop_is_told_again_in_the_world_that_a_module_has_next"),
     ),
     mutant(
