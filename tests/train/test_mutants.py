@@ -392,7 +392,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank does not begin to look alone",
-        *("ddp", "self._reducer.local_report.weigh(float(samples))", "self._reducer.conclusion.read_always()"),
+        *("ddp", "self._reducer.local_report.weigh(float(samples), float(backwards))", "self._reducer.conclusion.read_always()"),
         *("lazily", "one_rank_says_how_many_samples_it_has[group]"),
     ),
     mutant(
