@@ -11,6 +11,7 @@ from .deterministic import DeterministicShards
 from .drain import Drain
 from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
 from .keyed_rng import keyed_rng
+from .sharded_data import ElasticShards
 from .train_state import TrainState
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Diverged",
     "Drain",
     "ElasticDataLoader",
+    "ElasticShards",
     "ModelMismatch",
     "OutsideForward",
     "PeerLost",

@@ -19,11 +19,11 @@ class Step:
     After the last backward every ``grad`` is the mean over the global batch. On a rank that has no sample of the batch the loop has no
     turn, and the gradients are those of the others.
 
-    size      samples over all ranks
+    size      samples over all ranks; None for ``ElasticShards``, where nobody knows how many the other ranks have left
     samples   samples of this rank
     """
 
-    def __init__(self, size: int, samples: int, batches: Iterable[Any], done: Callable[[], None]) -> None:
+    def __init__(self, size: int | None, samples: int, batches: Iterable[Any], done: Callable[[], None]) -> None:
         self.size, self.samples = size, samples
         self._batches, self._done = batches, done
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -89,17 +90,21 @@ def test_micro_batches_are_few_and_the_larger_ones_come_first() -> None:
             assert not parts or 0 < parts[-1] and parts[0] <= min(parts[-1] + 1, most)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_each_sample_once_whatever_becomes_of_the_world(seed: int) -> None:
-    """Worlds of up to 64 ranks are stopped after any step, and resized. Steps whose checkpoint was not written are done again."""
+@pytest.mark.parametrize(("seed", "most"), [*((seed, 64) for seed in range(60)), *((seed, 4) for seed in range(60, 80))])
+def test_each_sample_once_whatever_becomes_of_the_world(seed: int, most: int) -> None:
+    """Worlds of up to 64 ranks are stopped after any step, and resized. Steps whose checkpoint was not written are done again.
+
+    Every second job runs in micro-batches.
+    """
     rng = random.Random(seed)
     n, batch = rng.randint(1, 300), rng.randint(1, 40)
     expected = [list(range(n))] * 3
     done: list[list[int]] = [[], [], []]
     state: dict[str, int] = {}
     while not state or state["epoch"] < 3:
-        world = rng.randint(1, 64)
-        ranks = [loader(n, batch, rank, world, seed=seed) for rank in range(world)]
+        world = rng.randint(1, most)
+        micro = rng.randint(1, 7) if seed % 2 else None
+        ranks = [loader(n, batch, rank, world, seed=seed, micro_batch_size=micro) for rank in range(world)]
         for one in ranks if state else ():
             one.load_state_dict(state)
         epoch, pending = ranks[0].epoch, []
@@ -119,8 +124,15 @@ def test_each_sample_once_whatever_becomes_of_the_world(seed: int) -> None:
 
 def steps(one: ElasticDataLoader) -> Iterator[tuple[list[int], dict[str, int]]]:
     """Yield the samples of a rank's steps in one epoch, and the state after each."""
-    for batch in one:
-        yield samples(batch), one.state_dict()
+    if one.micro_batch_size is None:
+        for batch in one:
+            yield samples(batch), one.state_dict()
+        return
+    for step in one.steps(MagicMock(**{"_reducer.params": []})):
+        before = one.consumed
+        found = [sample for batch in step for sample in samples(batch)]
+        assert len(found) == step.samples and one.consumed - before == step.size
+        yield found, one.state_dict()
 
 
 def test_the_order_of_an_epoch_is_the_same_for_every_world_size() -> None:

@@ -19,6 +19,8 @@ MEAN = "a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches"
 AUGMENTED = "augmentations_are_the_same_whatever_the_world_and_the_workers"
 BITS = "the_same_bits_at_any_number_of_ranks"
 REFUSED = "what_would_depend_on_the_number_of_ranks_is_refused"
+SHARDS = "each_sample_once_whatever_becomes_of_the_world[3-64]"
+REAL = "each_sample_once_on_real_ranks_with_loading_workers"
 LATE = "a_gradient_that_comes_after_it_was_looked_for_is_added[bucket]"
 BUFFERS = "buffers_are_what_they_are_under_torchs_class"
 TWO = "an_exception_in_a_backward_through_two_modules_holds_nobody_up"
@@ -485,7 +487,7 @@ MUTANTS = (
     mutant(
         "a batch counts from the moment it is handed out",
         *("data", "self.consumed += size\n            yield batch\n", "yield batch\n            self.consumed += size\n"),
-        *("data", "each_sample_once_whatever_becomes_of_the_world[3]"),
+        *("data", "each_sample_once_whatever_becomes_of_the_world[2-64]"),
     ),
     mutant(
         "the shares of two ranks have no sample in common",
@@ -582,6 +584,37 @@ MUTANTS = (
         "to continue with other bits is refused",
         *("data", "if (before := self.contract.get(name, value)) != value:", "if (before := value) != value:"),
         *("deterministic", REFUSED),
+    ),
+    # sharded data
+    mutant(
+        "the position in an open shard is kept",
+        *("shard_order", "still.append((place, max(samples, done.samples) if", "still.append((place, samples if"),
+        *("sharded_data", SHARDS),
+    ),
+    mutant(
+        "open shards that no stream has come to stay open",
+        *("shard_order", "range(max(until, len(self.open)))", "range(until)"),
+        *("sharded_data", SHARDS),
+    ),
+    mutant(
+        "a shard that is read up is not open",
+        *("shard_order", "            if before >= done.shards:\n", "            if before >= done.shards - 1:\n"),
+        *("sharded_data", "what_is_left_is_little_when_streams_are_alike"),
+    ),
+    mutant(
+        "a step of shards counts when its loop is over",
+        *("sharded_data", "partial(self._count, part)", "lambda: None"),
+        *("sharded_data", f"{REAL}[workers0-plain]"),
+    ),
+    mutant(
+        "a rank whose shards are read up goes on until all are",
+        *("sharded_data", "more, part = ddp.agreement.more > 0, following", "more, part = following is not None, following"),
+        *("sharded_data", f"{REAL}[workers0-plain]"),
+    ),
+    mutant(
+        "a loading worker reads whole shards",
+        *("sharded_data", "number, worker._worker_info = info.id, None", "number = info.id"),
+        *("sharded_data", f"{REAL}[workers1-Samples]"),
     ),
     mutant(
         "loading draws no random numbers of the model",
