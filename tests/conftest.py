@@ -39,7 +39,8 @@ LONGEST = (
     *("system/test_etcd_agents.py", "train/test_mutants.py", "system/test_elastic.py", "train/test_kinds.py", "system/test_hostile.py"),
     *("rendezvous/test_sim.py", "system/test_endings.py", "train/test_ways.py", "system/test_failover.py", "agent/test_failure_tracker.py"),
     *("train/test_property.py", "system/test_stopping.py", "system/test_example.py", "rendezvous/test_mutants.py", "system/test_chaos.py"),
-    *("agent/test_process_tree.py", "system/test_restarts.py", "system/test_silent_loss.py", "agent/test_torch_handler.py"),
+    *("checkpoint/test_mutants.py", "agent/test_process_tree.py", "system/test_restarts.py", "system/test_silent_loss.py"),
+    "agent/test_torch_handler.py",
 )
 
 

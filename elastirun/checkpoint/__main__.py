@@ -44,7 +44,7 @@ def ls(directory: str) -> None:
     place, found = _scan(directory)
     rows = [("NAME", "STEP", "SEQUENCE", "AGE", "SIZE", "FILES", "WORLD SIZE", "STATE")]
     for one in found:
-        state = next((str(damage) for damage in place.verify(one, sums=False)), "complete")
+        state = next((str(damage) for damage in place.verify(one, look="size")), "complete")
         if one.commit is None:
             rows.append((one.name, *"-" * 6, state))
             continue
@@ -69,7 +69,7 @@ def verify(directory: str, step: int | None) -> None:
         raise CheckpointError(f"{place.path} has no checkpoint{'s' if step is None else f' of step {step}'}")
     damaged = False
     for one in chosen:
-        damages = [str(damage) for damage in place.verify(one)]
+        damages = [str(damage) for damage in place.verify(one, look="sha256")]
         for text in damages or ["whole"]:
             click.echo(f"{one.name}: {text}")
         damaged = damaged or bool(damages)
@@ -142,7 +142,7 @@ def _read(place: Directory, found: Found, name: str, decode: Callable[[bytes], d
     assert found.commit
     if name not in found.commit.files:
         raise CheckpointError(f"{place.file(found, name)} is no part of this checkpoint: another program has written it")
-    for damage in place.verify(found, {name}):
+    for damage in place.verify(found, {name}, "sha256"):
         raise CheckpointError(f"{place.path}/{found.name} is damaged: {damage}")
     data = place.read(found, name, MAX_BYTES)
     try:

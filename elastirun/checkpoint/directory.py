@@ -38,7 +38,7 @@ from elastirun.checkpoint.claims import (
     step_name,
 )
 from elastirun.checkpoint.files import GONE, check_file, map_file, read_small, sync_folder, write_file, write_small
-from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, Commit, Damage, FileSum, clip, decode, encode
+from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, Commit, Damage, FileSum, Look, clip, decode, encode
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost
 
@@ -129,16 +129,16 @@ class Directory:
     def exists(self) -> bool:
         return os.path.isdir(self.path)
 
-    def verify(self, found: Found, names: Collection[str] | None = None, sums: bool = True) -> Iterator[Damage]:
+    def verify(self, found: Found, names: Collection[str] | None = None, look: Look = "crc32") -> Iterator[Damage]:
         """Compare the files of a checkpoint, or those in ``names``, with its record; yield what is wrong.
 
-        ``sums``: read every byte and compare the checksum; else the sizes only.
+        ``look``: compare the sizes only, or one of the checksums as well, for which every byte is read.
         """
         if found.commit is None:
             yield found.damage or Damage(COMMIT, MISSING)
             return
         for name, expected in found.commit.files.items():
-            if (names is None or name in names) and (damage := self._check(found, name, expected, sums)):
+            if (names is None or name in names) and (damage := self._check(found, name, expected, look)):
                 yield damage
 
     def set_aside(self, found: Found) -> str:
@@ -201,8 +201,8 @@ class Directory:
             with suppress(OSError):
                 os.unlink(os.path.join(self._staged(claim, step), name))
 
-    def _check(self, found: Found, name: str, expected: FileSum, sums: bool) -> Damage | None:
-        return check_file(self.file(found, name), name, expected, sums)
+    def _check(self, found: Found, name: str, expected: FileSum, look: Look) -> Damage | None:
+        return check_file(self.file(found, name), name, expected, look)
 
     def _names(self) -> list[str]:
         try:

@@ -25,7 +25,7 @@ def export_file(place: Directory, found: Found, to: str) -> str:
     """Write the checkpoint ``found`` as the new file ``to``; return one line about it. Raises ``CheckpointError`` and OSError."""
     if os.path.lexists(to):
         raise CheckpointError(f"{to} exists already: choose another name")
-    for damage in place.verify(found):
+    for damage in place.verify(found, look="sha256"):
         raise CheckpointError(f"{place.path}/{found.name} is damaged, and is not exported: {damage}")
     try:
         tensors = decode_tensors(place.read(found, TENSORS, MAX_BYTES))

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +27,22 @@ from typing import Any
 from elastirun.checkpoint.claims import Found, claim_name, is_claim, is_newer, is_step_name, newest_first, outdated, step_name
 from elastirun.checkpoint.directory import Claim, Directory
 from elastirun.checkpoint.files import CHUNK
-from elastirun.checkpoint.record import COMMIT, FORMAT, MAX_BYTES, MISSING, Commit, Damage, FileSum, clip, decode, encode, parse
+from elastirun.checkpoint.record import (
+    COMMIT,
+    FORMAT,
+    MAX_BYTES,
+    MISSING,
+    WRONG_SUM,
+    Commit,
+    Damage,
+    FileSum,
+    Look,
+    clip,
+    decode,
+    encode,
+    matches,
+    parse,
+)
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost
 
@@ -97,7 +113,7 @@ class ObjectDirectory(Directory):
     def write(self, claim: str, step: int, name: str, data: memoryview) -> FileSum:
         with _as_oserror():
             self._pipe(f"{self._staged(claim, step)}/{name}", bytes(data))
-        return FileSum(len(data), hashlib.sha256(data).hexdigest())
+        return FileSum(len(data), hashlib.sha256(data).hexdigest(), zlib.crc32(data))
 
     def sync(self, claim: str, step: int) -> None:
         """Do nothing: what the store has answered for is durable."""
@@ -141,24 +157,22 @@ class ObjectDirectory(Directory):
         fs, root = self._store
         return bool(fs.exists(root))
 
-    def _check(self, found: Found, name: str, expected: FileSum, sums: bool) -> Damage | None:
+    def _check(self, found: Found, name: str, expected: FileSum, look: Look) -> Damage | None:
         fs, root = self._store
         path = f"{root}/{found.name}/{name}"
         try:
             size = fs.size(path)
             if size != expected.size:
                 return Damage(name, f"has {size} bytes instead of {expected.size}")
-            if not sums:
+            if look == "size":
                 return None
-            digest = hashlib.sha256()
             with fs.open(path, "rb") as file:
-                while more := file.read(CHUNK):
-                    digest.update(more)
+                whole = matches(iter(lambda: file.read(CHUNK), b""), expected, look)
         except FileNotFoundError:
             return Damage(name, MISSING)
         except Exception as error:
             return Damage(name, f"cannot be read: {_what(error)}", lasting=False)
-        return None if digest.hexdigest() == expected.sha256 else Damage(name, "its checksum is wrong: bytes have changed")
+        return None if whole else Damage(name, WRONG_SUM)
 
     def _entry(self, sequence: int) -> str:
         return f"{self._store[1]}/commits/{sequence:012d}.json"

@@ -7,7 +7,7 @@ messages.py) and are answered in order, one at a time:
     {"did": "images"}
 
     {"do": "write", "image": 0, "directory": D, "claim": C, "more": {name: base64 of a small file}}
-    {"did": "write", "save": S, "files": {name: [size, sha256]}}
+    {"did": "write", "save": S, "files": {name: [size, sha256, crc32]}}
 
     {"do": "commit", "directory": D, "claim": C, "commit": {...}, "keep": N, "save": S}          rank 0
     {"did": "commit", "save": S, "name": "step-00000100"}
@@ -40,7 +40,7 @@ from elastirun.checkpoint.claims import is_claim
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.messages import close_all, receive, send
-from elastirun.checkpoint.record import Commit, FileSum, clip, is_file_name, number, sums_from_pairs, text
+from elastirun.checkpoint.record import Commit, FileSum, clip, is_file_name, number, sums_from_lists, text
 from elastirun.checkpoint.retry import LIMIT, repeat
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
@@ -148,14 +148,14 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     except BaseException:
         directory.discard(claim, step, [*description.write, *more])
         raise
-    return {"save": description.save, "files": {name: [file.size, file.sha256] for name, file in files.items()}}
+    return {"save": description.save, "files": {name: [file.size, file.sha256, file.crc32] for name, file in files.items()}}
 
 
 def _commit(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     """Publish what all ranks have written, and delete old checkpoints."""
     (directory, claim), limit = _place(message), _limit(message)
     fields = dict(message["commit"])
-    commit = Commit(**{"time": time.time(), **fields, "files": sums_from_pairs(fields["files"])})
+    commit = Commit(**{"time": time.time(), **fields, "files": sums_from_lists(fields["files"])})
     keep = number(message["keep"], MAX_KEEP, 1)
     try:
         name = repeat(lambda: directory.publish(claim, commit, lambda: is_current(limit)), limit)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CALLS = ("open", "close", "write", "pwrite", "read", "pread", "fsync", "mkdir", "rename", "unlink", "rmdir", "listdir", "scandir", "stat")
-CALLS += ("ftruncate", "fstat")
+CALLS += ("ftruncate", "fstat", "readv")
 
 Act = Callable[[str, tuple[Any, ...]], None]  # with the call's name and its arguments
 

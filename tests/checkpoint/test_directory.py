@@ -262,7 +262,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     directory, found = published(tmp_path)
     spoil, message = DAMAGES[kind]
     spoil(tmp_path / found.name / "__0_0.distcp")
-    (damage,) = directory.verify(found)
+    (damage,) = directory.verify(found, look="sha256")
+    assert [damage] == list(directory.verify(found)) and (kind == "flipped") == (not [*directory.verify(found, look="size")])
     assert re.fullmatch(f"__0_0.distcp: {message}", str(damage)) and damage.lasting
     assert list(directory.verify(found, {"tensors.json"})) == []
     assert directory.set_aside(found) == f"damaged-{found.name}"
@@ -284,6 +285,7 @@ def test_a_file_that_cannot_be_read_now_is_no_lasting_damage(tmp_path: Path, mon
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "read", fails)
+    monkeypatch.setattr(os, "readv", fails)
     damages = list(directory.verify(found))
     (again,) = directory.scan()
     monkeypatch.undo()

@@ -106,7 +106,12 @@ MUTANTS = (
     mutant("one checkpoint remains", "claims", "max(keep, 1)", "max(keep, 0)", "directory", "the_newest_remain"),
     mutant(
         "a file of the size and other bytes is damaged",
-        *("files", "digest.hexdigest() == expected.sha256", "digest.hexdigest()"),
+        *("record", 'digest.hexdigest() == expected.sha256 if look == "sha256"', 'digest.hexdigest() if look == "sha256"'),
+        *("directory", "a_damaged_file_is_named[flipped]"),
+    ),
+    mutant(
+        "a quick look finds changed bytes as well",
+        *("record", "else crc32 == expected.crc32", "else True"),
         *("directory", "a_damaged_file_is_named[flipped]"),
     ),
     mutant(

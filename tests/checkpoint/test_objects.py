@@ -164,7 +164,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_kept(url: str, kind: str) -> None
     fs, root = fsspec.core.url_to_fs(url)
     found = directory.scan()[0]
     DAMAGES[kind][0](fs, f"{root}/{found.name}/__0_0.distcp")
-    (damage,) = directory.verify(found)
+    (damage,) = directory.verify(found, look="sha256")
+    assert [damage] == list(directory.verify(found)) and (kind == "flipped") == (not [*directory.verify(found, look="size")])
     assert re.fullmatch(f"__0_0.distcp: {DAMAGES[kind][1]}", str(damage)) and damage.lasting
     directory.set_aside(found)
     again = directory.claim(FENCE.format(2), yes)

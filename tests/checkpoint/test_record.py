@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from elastirun.checkpoint.record import Commit, FileSum, decode, encode, is_file_name, sums_from_pairs
+from elastirun.checkpoint.record import Commit, FileSum, decode, encode, is_file_name, sums_from_lists
 from elastirun.errors import CheckpointError
 from tests.fuzz import mutated
 
-ONE = Commit(100, 7, "abc:3", 3, 2, 1.5e9, {"__0_0.distcp": FileSum(10, "a" * 64), ".metadata": FileSum(0, "0" * 64)})
+ONE = Commit(100, 7, "abc:3", 3, 2, 1.5e9, {"__0_0.distcp": FileSum(10, "a" * 64, 7), ".metadata": FileSum(0, "0" * 64, 0)})
 
 
 def changed(**fields: Any) -> bytes:
@@ -55,11 +55,12 @@ def test_what_is_no_record_is_refused_in_a_few_words(data: bytes, why: str) -> N
         {"fence": "x" * 1000},
         {"world_size": 0},
         {"time": float("inf")},
-        {"files": {"../x": FileSum(1, "a" * 64)}},
-        {"files": {"commit.json": FileSum(1, "a" * 64)}},
-        {"files": {"x": FileSum(-1, "a" * 64)}},
-        {"files": {"x": FileSum(1, "A" * 64)}},
-        {"files": {"x": FileSum(1, "a" * 64 + "\n")}},
+        {"files": {"../x": FileSum(1, "a" * 64, 5)}},
+        {"files": {"commit.json": FileSum(1, "a" * 64, 5)}},
+        {"files": {"x": FileSum(-1, "a" * 64, 5)}},
+        {"files": {"x": FileSum(1, "a" * 64, 2**32)}},
+        {"files": {"x": FileSum(1, "A" * 64, 5)}},
+        {"files": {"x": FileSum(1, "a" * 64 + "\n", 5)}},
     ],
 )
 def test_what_could_not_be_read_is_not_written(bad: dict[str, Any]) -> None:
@@ -72,11 +73,11 @@ def test_a_name_that_is_more_than_a_name_is_refused(name: str) -> None:
     assert not is_file_name(name)
 
 
-def test_pairs_of_the_writer_are_checked() -> None:
-    assert sums_from_pairs({"x": [1, "a" * 64]}) == {"x": FileSum(1, "a" * 64)}
-    for bad in ([], {"x": []}, {"x": [1]}, {"x": ["a" * 64, 1]}, {"x": {"size": 1}}, {"x": None}):
+def test_lists_of_the_writer_are_checked() -> None:
+    assert sums_from_lists({"x": [1, "a" * 64, 5]}) == {"x": FileSum(1, "a" * 64, 5)}
+    for bad in ([], {"x": []}, {"x": [1]}, {"x": ["a" * 64, 1, 5]}, {"x": [1, "a" * 64]}, {"x": {"size": 1}}, {"x": None}):
         with pytest.raises(CheckpointError):
-            sums_from_pairs(bad)
+            sums_from_lists(bad)
 
 
 def test_random_bytes_are_refused() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import select
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +22,7 @@ from elastirun.checkpoint import directory as directory_module
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.files import CHUNK, check_file, write_file
 from elastirun.checkpoint.image import PAGE, Image
-from elastirun.checkpoint.record import FileSum
+from elastirun.checkpoint.record import FileSum, Look
 from elastirun.checkpoint.retry import repeat
 from elastirun.checkpoint.writer import NICE, answer
 from elastirun.checkpoint.writer_process import WriterProcess
@@ -230,7 +232,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_a_warning(tmp_path: Path, mo
     claim = directory.claim(FENCE.format(1), yes).name
     monkeypatch.setattr(Directory, "prune", lambda *arguments: os.rmdir("/proc/1"))
     files = {"a": directory.write(claim, 1, "a", memoryview(b"x"))}
-    reply = answer(commit_message(tmp_path, claim, 1, 1, {"a": [1, files["a"].sha256]}, limit=0), [], [])
+    reply = answer(commit_message(tmp_path, claim, 1, 1, {"a": [1, files["a"].sha256, files["a"].crc32]}, limit=0), [], [])
     assert reply["name"] == "step-00000001" and reply["warning"].startswith("old checkpoints are not deleted: /proc/1: ")
 
 
@@ -273,5 +275,7 @@ def test_a_file_has_its_bytes_whatever_its_size_and_place(
     with memoryview(image.memory) as memory, memory[offset : offset + size] as data:
         found = write_file(path, data)
         assert (tmp_path / "x").read_bytes() == data
-    assert check_file(path, "x", found) is None and isinstance(found, FileSum) and found.size == size
+    assert found == FileSum(size, hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest(), zlib.crc32((tmp_path / "x").read_bytes()))
+    looks: tuple[Look, ...] = ("size", "crc32", "sha256")
+    assert [check_file(path, "x", found, look) for look in looks] == [None] * 3
     image.close()
