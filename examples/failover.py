@@ -116,7 +116,7 @@ class Job:
     """The nodes, their output, and the table. ``folder`` holds the checkpoint and the logs."""
 
     def __init__(self, folder: Path, epochs: int, pause: float) -> None:
-        self.train = ("examples/train.py", f"--checkpoint={folder}/digits.pt", f"--epochs={epochs}", f"--pause={pause}", "--device=cpu")
+        self.train = ("examples/train.py", f"--checkpoint={folder}/digits", f"--epochs={epochs}", f"--pause={pause}", "--device=cpu")
         self.folder = folder
         self.port = free_port()
         self.began = time.monotonic()

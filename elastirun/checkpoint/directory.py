@@ -74,7 +74,7 @@ class Directory:
 
         A directory that does not exist has none. Raises OSError when it cannot be listed.
         """
-        return newest_first(self._found(name) for name in self._names() if is_step_name(name))
+        return newest_first(self.found(name) for name in self._names() if is_step_name(name))
 
     def claim(self, fence: str, current: Callable[[], bool] = is_current) -> Claim:
         """Take the directory over for the round with the token ``fence`` (empty: no agent), and return what is published.
@@ -95,13 +95,19 @@ class Directory:
                     raise ClaimLost(f"{self.path}: another job claims this directory at the same time")
             sync_folder(self.path)
             found = self.scan()
-            set_aside = [self._found(entry) for entry in self._names() if entry.startswith(DAMAGED)]
+            set_aside = [self.found(entry) for entry in self._names() if entry.startswith(DAMAGED)]
             self._delete_dead()
         except BaseException:
             if lock is not None:
                 os.close(lock)
             raise
         return Claim(name, next_sequence([*found, *set_aside]), found, lock)
+
+    def release(self, claim: Claim) -> None:
+        """Give a claim up, in the end. Others may claim at any time, whether or not this was called."""
+        with suppress(OSError):
+            os.rmdir(self._staging(claim.name))  # not if something is left in it: the next claim deletes that
+        claim.release()
 
     def file(self, found: Found, name: str) -> str:
         """Return the path of one file of a checkpoint."""
@@ -210,7 +216,8 @@ class Directory:
         except FileNotFoundError:
             return []
 
-    def _found(self, name: str) -> Found:
+    def found(self, name: str) -> Found:
+        """Return the checkpoint in the folder ``name``, with its record or what is wrong with that."""
         try:
             return Found(name, decode(read_small(os.path.join(self.path, name, COMMIT), MAX_BYTES)))
         except CheckpointError as error:
@@ -266,7 +273,7 @@ class Directory:
     def _published(self, commit: Commit) -> str:
         """Return the folder's name if exactly this commit is published already, else an empty text."""
         same_step = [name for name in self._names() if is_step_name(name) and name.startswith(step_name(commit.step))]
-        return next((name for name in same_step if self._found(name).commit == commit), "")
+        return next((name for name in same_step if self.found(name).commit == commit), "")
 
     def _check_sizes(self, claim: str, commit: Commit) -> None:
         """Raise ``CheckpointError`` when a file of the commit is not there as its rank reported it. Delete files that no rank reported."""

@@ -65,6 +65,8 @@ class WriterProcess:
     def close(self, patience: float = PATIENCE) -> None:
         """End the process after the request that it is at; kill it when that takes longer than ``patience`` seconds."""
         if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer, too
             self._socket.close()
             self._socket = None
         if self._process is not None:

@@ -4,6 +4,7 @@ from elastirun.current_round import is_current
 
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.per_rank import PerRank
+from .checkpoints.restoring import load_checkpoint
 from .control_words import Agreement
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
@@ -34,4 +35,5 @@ __all__ = [
     "TrainState",
     "is_current",
     "keyed_rng",
+    "load_checkpoint",
 ]

@@ -1,4 +1,4 @@
-"""The example: alone, under torchrun and under elastirun, broken off and resumed with other numbers of workers."""
+"""The examples: alone, under torchrun and under elastirun, broken off and resumed with other numbers of workers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import pytest
 from tests.system.test_hostile import Trap
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ROOT / "examples" / "train.py"
+TRAIN, WITH_TORCH = ROOT / "examples" / "train.py", ROOT / "examples" / "train_torch.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ELASTIRUN = ("-m", "elastirun", "--standalone")
 
 
-def train(cwd: Path, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> str:
+def train(cwd: Path, *arguments: str | Path, launcher: tuple[str, ...] = (), script: Path = TRAIN) -> str:
     """What the example prints when run in ``cwd``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(TRAIN), *map(str, arguments)]
+    command = [sys.executable, *launcher, str(script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -40,19 +40,29 @@ def epochs(output: str) -> dict[int, float]:
 def test_training_in_pieces_with_other_launchers_and_worker_counts_is_the_same_training(tmp_path: Path) -> None:
     """How well the example learns is a matter of test_failover.py."""
     whole = train(tmp_path, "--epochs=3")
-    first = train(tmp_path, "--epochs=1", "--checkpoint=pieces/digits.pt", launcher=TORCHRUN)
-    second = train(tmp_path, "--epochs=3", "--checkpoint=pieces/digits.pt", launcher=ELASTIRUN)
+    first = train(tmp_path, "--epochs=1", "--checkpoint=pieces", launcher=TORCHRUN)
+    second = train(tmp_path, "--epochs=3", "--checkpoint=pieces", launcher=ELASTIRUN)
     assert "from scratch" in first and first.count("world size 2") == 1
+    assert "going on after step 22 of pieces" in second and second.count("world size 1") == 2
+    assert {**epochs(first), **epochs(second)} == pytest.approx(epochs(whole), rel=0.001)
+    assert re.search(r"test accuracy [\d.]+ %\s*\Z", second), second
+    for folder in (tmp_path / "runs" / "digits", tmp_path / "pieces"):
+        names = {path.name for path in folder.iterdir()}
+        assert names == {".lock", "step-00000050", "step-00000060", "step-00000066"}
+
+
+def test_with_torch_alone_training_in_pieces_is_the_same_training_as_well(tmp_path: Path) -> None:
+    whole = train(tmp_path, "--epochs=3", script=WITH_TORCH)
+    first = train(tmp_path, "--epochs=1", "--checkpoint=pieces/digits.pt", launcher=TORCHRUN, script=WITH_TORCH)
+    second = train(tmp_path, "--epochs=3", "--checkpoint=pieces/digits.pt", launcher=ELASTIRUN, script=WITH_TORCH)
     assert "going on after epoch 1 of pieces/digits.pt" in second and second.count("world size 1") == 2
     assert {**epochs(first), **epochs(second)} == pytest.approx(epochs(whole), rel=0.02)
-    assert re.search(r"test accuracy [\d.]+ %\s*\Z", second), second
-    assert (tmp_path / "runs" / "digits.pt").is_file()
     assert sorted(path.name for path in (tmp_path / "pieces").iterdir()) == ["digits.pt"]
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_train", TRAIN)
+    spec = importlib.util.spec_from_file_location("example_train", WITH_TORCH)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

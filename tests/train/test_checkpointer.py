@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from elastirun.errors import CheckpointError, TrainError
-from elastirun.train import Checkpointer, DistributedDataParallel, TrainState
+from elastirun.train import Checkpointer, DistributedDataParallel, TrainState, load_checkpoint
 from tests.support.worlds import Died, run
 
 
@@ -246,3 +247,43 @@ def test_each_rank_gets_its_own_random_numbers_back(tmp_path: Path) -> None:
     before = run(2, own_numbers, str(tmp_path), True)
     assert run(2, own_numbers, str(tmp_path), False) == before
     assert run(3, own_numbers, str(tmp_path), False)[:2] == before
+
+
+# -- what others read and write -----------------------------------------------------------------------------------------------
+
+
+ALONE = "ignore:torch.distributed is disabled"
+
+
+@pytest.mark.filterwarnings(ALONE)
+def test_distributed_checkpoint_reads_a_published_checkpoint(tmp_path: Path) -> None:
+    state, checkpoints = make_run(), Checkpointer(tmp_path)
+    train(state, 2)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    into = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].state_dict().items()}, "step": 0}
+    dcp.load(into, checkpoint_id=tmp_path / "step-00000002")
+    assert into["step"] == 2 and all(torch.equal(into["model"][name], tensor) for name, tensor in state["model"].state_dict().items())
+
+
+@pytest.mark.filterwarnings(ALONE)
+@pytest.mark.parametrize("how", ["distributed checkpoint", "one file", "the model alone", "ours"])
+def test_checkpoints_of_others_are_loaded(tmp_path: Path, how: str) -> None:
+    state = make_run()
+    train(state, 2)
+    parts = {"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict(), "step": 2}
+    path = tmp_path / "saved"
+    if how == "distributed checkpoint":
+        dcp.save({"model": parts["model"], "step": 2}, checkpoint_id=path)
+    elif how == "ours":
+        checkpoints = Checkpointer(path)
+        checkpoints.save(2, state)
+        checkpoints.close()
+        path /= "step-00000002"
+    else:
+        torch.save(parts if how == "one file" else parts["model"], path)
+    fresh = make_run(seed=1)
+    load_checkpoint(path, fresh, strict=how == "ours")
+    assert all(map(torch.equal, fresh["model"].parameters(), state["model"].parameters()))
+    if how in ("one file", "ours"):
+        assert same(content(fresh), content(state))

@@ -6,10 +6,12 @@ import atexit
 import json
 import logging
 import os
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from elastirun.current_round import FENCE
 from elastirun.errors import CheckpointError, TrainError
 
 from . import restoring
+from .dcp import METADATA, DcpFiles
+from .dcp import VALUES as DCP_VALUES
 from .layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
 from .memory import Memory
 from .publishing import Publisher, Save
@@ -32,7 +36,7 @@ from .values import encode_values
 
 log = logging.getLogger("elastirun.checkpoints")
 
-END_LIMIT = 600.0  # seconds that the end of the process waits for the last checkpoint to be published
+END_LIMIT = 300.0  # seconds that the end of the process waits for the last checkpoint to be published
 KEPT = 100  # saves whose durations ``stats`` reports
 
 
@@ -83,6 +87,7 @@ class Checkpointer:
         self._memory = Memory(self._url)
         self._staging = Staging()
         self._plan: Plan | None = None
+        self._dcp: DcpFiles | None = None
         self._pieces: list[Piece] = []  # what this rank holds of the state that the plan is for
         self._signature: Any = None  # of that state
         self._claim: Claim | None = None  # rank 0's
@@ -120,7 +125,7 @@ class Checkpointer:
         flat = flatten(state, self._ranks.rank)
         values = encode_values(flat.tree)
         which = self._prepare(flat, len(values))
-        assert self._plan is not None and self._publisher is not None
+        assert self._plan is not None and self._publisher is not None and self._dcp is not None
         self._number += 1
         round = self._fence.rpartition(":")[2]
         self._staging.fill(
@@ -144,7 +149,7 @@ class Checkpointer:
         if why := self._memory.keep(which, image):
             log.warning("the agent does not keep the copy in memory: %s", why)
         if on_disk:
-            self._last = self._by_image[which] = Save(self._number, step, which, dict)
+            self._last = self._by_image[which] = Save(self._number, step, which, partial(_files_for_dcp, self._dcp, flat.tree))
             self._publisher.submit(self._last)
 
     def _written_here(self) -> tuple[str, ...]:
@@ -178,6 +183,7 @@ class Checkpointer:
         self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json())
         self._pieces = own
         self._signature = signature(flat, own)
+        self._dcp = DcpFiles(self._plan)
 
     # -- the directory ----------------------------------------------------------------------------------------------------
 
@@ -221,6 +227,8 @@ class Checkpointer:
         restoring.on_every_rank(self._ranks, lambda: restoring.put(found, state, self._ranks.rank, strict))
         self._staging.adopt(found.images)
         self._filled = found.image
+        if self._publisher is not None:
+            self._publisher.take_images(self._staging)
         if self._ranks.rank == 0:
             log.info("restored step %d from %s", found.step, found.where)
         return found.step
@@ -243,7 +251,7 @@ class Checkpointer:
             self._publisher.close(timeout)
             self._publisher = None
         if self._claim is not None:
-            self._claim.release()
+            self._directory.release(self._claim)
             self._claim = None
         self._staging.close()
         self._ranks.close()
@@ -264,12 +272,17 @@ class Checkpointer:
         }
 
 
+def _files_for_dcp(files: DcpFiles, tree: Mapping[str, Any]) -> dict[str, bytes]:
+    return dict(zip((METADATA, DCP_VALUES), files.encode(tree), strict=True))
+
+
 _living: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Publish what was saved before the interpreter ends."""
+    """Publish what was saved before the interpreter ends; after an exception at once, for the others cannot be waited for."""
+    failed = hasattr(sys, "last_value")  # set when the interpreter has printed a traceback
     for checkpointer in list(_living):
         if checkpointer.pid == os.getpid():
-            checkpointer.close()
+            checkpointer.close(0.0 if failed else END_LIMIT)

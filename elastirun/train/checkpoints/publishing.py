@@ -78,7 +78,11 @@ class Publisher:
         """End when everything submitted is done, or after ``timeout`` seconds."""
         self._queue.put(None)
         self._thread.join(timeout)
-        self._writer.close()
+        if self._thread.is_alive():
+            self._writer.close(patience=0.0)  # the thread then learns that the writer has ended
+            self._thread.join(1.0)
+        else:
+            self._writer.close()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

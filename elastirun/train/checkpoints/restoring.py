@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import Image
-from elastirun.checkpoint.record import MISSING, Commit, Damage, decode, encode
+from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, decode, encode
 from elastirun.errors import CheckpointError
 
+from .dcp import open_foreign
 from .loading import load, targets
 from .memory import Memory, describe, fetch, together
 from .ranks import Ranks
@@ -93,6 +97,33 @@ class _InMemory:
         if file_name not in self._files:
             raise CheckpointError(f"the copy in memory has no {file_name}")
         return self._files[file_name]
+
+
+def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any], *, strict: bool = True) -> None:
+    """Put a checkpoint that is no part of a ``Checkpointer``'s directory into ``state``, a dict as for ``Checkpointer.save``.
+
+    path     a folder written by ``torch.distributed.checkpoint``, a file written by ``torch.save``, or one of our own (``step-00000100``).
+             If it holds the state dict of a module alone, it belongs to the only module in ``state``
+    strict   what ``state`` has and the checkpoint does not is an error (default); else it stays as it is
+
+    Each rank reads what it needs; no rank waits for another. Nothing is unpickled but by ``torch.load(weights_only=True)``. Raises
+    CheckpointError.
+    """
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if os.path.isfile(os.path.join(path, COMMIT)):
+        folder, name = os.path.split(os.path.abspath(path))
+        directory = Directory(folder)
+        found = directory.found(name)
+        for damage in directory.verify(found):
+            raise CheckpointError(f"{path} cannot be used: {damage}")
+        put(Restorable(found.commit.step if found.commit else 0, name, _Published(directory, found)), state, rank, strict)
+        return
+    foreign = open_foreign(path, state)
+    wanted = targets(state, foreign.tree, foreign.tensors, rank, strict)
+    foreign.fill(wanted, strict)
+    state.update(load(state, foreign.tree, wanted, rank, strict))
+    if foreign.skipped and rank == 0:
+        log.warning("%s: left out, because reading it could run code: %s", path, ", ".join(foreign.skipped[:5]))
 
 
 def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: bool) -> None:
