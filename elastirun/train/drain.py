@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -63,6 +65,7 @@ class Drain:
             for signum in _signals() if signals is None else signals:
                 self._before[signum] = signal.signal(signum, self._arrived)
         self._failure_stop = FailureStop(self._before, self._give_up) if self._before else None
+        atexit.register(self._release_others)
 
     @property
     def requested(self) -> bool:
@@ -118,6 +121,7 @@ class Drain:
             if signal.getsignal(signum) == self._arrived:
                 signal.signal(signum, signal.SIG_DFL if before is None else before)
         self._before.clear()
+        atexit.unregister(self._release_others)
         if self._failure_stop is not None:
             self._failure_stop.close()
 
@@ -152,14 +156,22 @@ class Drain:
         """Wait until every rank has come here: one that leaves early would fail the others in their last collectives."""
         if not dist.is_initialized() or self.deadline is None:
             return
-        key = f"elastirun/drain/{self.step}"
         try:
             store = c10d._get_default_store()
-            if store.add(key, 1) == dist.get_world_size():
-                store.set(f"{key}/all", "1")
-            self._nap_until(lambda: bool(store.check([f"{key}/all"])), self.deadline - MARGIN * self._seconds)
+            if store.add(self._key("here"), 1) == dist.get_world_size():
+                store.set(self._key("done"), "1")
+            self._nap_until(lambda: bool(store.check([self._key("done")])), self.deadline - MARGIN * self._seconds)
         except (RuntimeError, ValueError):  # the process that serves the store has gone, so its ranks have left
             return
+
+    def _release_others(self) -> None:
+        """Let nobody wait in ``leave`` for this process, which ends in another way: by an exception, or with its work done."""
+        if os.getpid() == self._pid and self.step is not None and dist.is_initialized():
+            with suppress(RuntimeError, ValueError):
+                c10d._get_default_store().set(self._key("done"), "1")
+
+    def _key(self, name: str) -> str:
+        return f"elastirun/drain/{self.step}/{name}"
 
     def _nap_until(self, done: Callable[[], bool], deadline: float) -> None:
         """Wait until ``done()`` or the deadline. Naps let the signal handler run."""
@@ -175,10 +187,8 @@ def _by_user(handler: Handler) -> bool:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads it, it is closed, or there is none
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # nobody reads it, it is closed, or there is none
-            pass
 
 
 def _signals() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import signal
@@ -303,6 +304,23 @@ def test_who_waits_in_vain_ends_at_the_deadline() -> None:
     began = time.monotonic()
     results = run(3, some_leave, died=True)
     assert results == [Died(-15), Died(143), "stayed"] and time.monotonic() - began < PATIENCE
+
+
+def fails_to_save(rank: int, world: int) -> None:
+    os.environ["ELASTIRUN_DEADLINE"] = "1000"
+    ddp = DDP(nn.Linear(4, 4))
+    drain = Drain(ddp)
+    train(ddp)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stops(ddp, drain)
+    if rank == 1:
+        atexit._run_exitfuncs()  # as at the end of a script that an exception has ended
+        os._exit(3)
+    drain.leave()
+
+
+def test_nobody_waits_for_a_rank_that_failed_to_save() -> None:
+    assert run(2, fails_to_save, died=True) == [Died(-15), Died(3)]
 
 
 def some_leave(rank: int, world: int) -> str:

@@ -652,6 +652,11 @@ MUTANTS = (
         *("drain", f"{LEAVES}[True-codes0]"),
     ),
     mutant(
+        "nobody waits for a rank that ends in another way",
+        *("drain", "        atexit.register(self._release_others)\n", ""),
+        *("drain", "nobody_waits_for_a_rank_that_failed_to_save"),
+    ),
+    mutant(
         "who learnt of a stop waits for the signal",
         *("drain", "bool(self._signum) or not _has_agent()", "True"),
         *("drain", f"{LEAVES}[True-codes0]"),
