@@ -201,6 +201,12 @@ def test_the_command_line_comes_up_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
+def test_workers_that_need_no_sharded_tensors_do_not_import_them() -> None:
+    """They would take each worker that starts another second."""
+    code = "import sys, elastirun.train; sys.exit(len({'torch.distributed.tensor', 'torch.distributed.checkpoint'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_nothing_is_unpickled() -> None:
     found = [
         f"{path}:{line}"

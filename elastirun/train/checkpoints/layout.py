@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -29,6 +27,7 @@ from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
 
 from .boxes import Box, overlapping, volume
+from .sharded import is_sharded, is_sharded_type, local_part
 from .shells import ALIGNMENT, shell
 from .tree import Flat
 from .values import DTYPES
@@ -125,13 +124,16 @@ class Plan:
 
 def local_box(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
     """Return the box of ``tensor`` that this rank holds, and its memory. Raises ``CheckpointError`` for sums that are not reduced yet."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor
-    if any(placement.is_partial() for placement in tensor.placements):
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # is there already, with the DTensor
+
+    sharded: Any = tensor
+    if any(placement.is_partial() for placement in sharded.placements):
         raise CheckpointError(f"{name} is a DTensor with a partial placement: redistribute it before a checkpoint")
     with torch.no_grad():
-        local = tensor.to_local()
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local = local_part(sharded)
+    sizes, offsets = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     if not offsets and tensor.dim():  # this rank is not of the mesh
         return Box((0,) * tensor.dim(), (0,) * tensor.dim()), local
     if tuple(sizes) != tuple(local.shape):
@@ -164,16 +166,15 @@ def signature(flat: Flat, own: Iterable[Piece]) -> tuple[Any, ...]:
     tensors = flat.tensors
     values = list(tensors.values())
     shapes, dtypes = list(map(attrgetter("shape"), values)), list(map(attrgetter("dtype"), values))
-    sharded = any(issubclass(kind, DTensor) for kind in {*map(type, values)})
-    specs = [(each.device_mesh, each.placements) for each in values if isinstance(each, DTensor)] if sharded else []
+    sharded: list[Any] = [each for each in values if is_sharded(each)] if any(map(is_sharded_type, {*map(type, values)})) else []
+    specs = [(each.device_mesh, each.placements) for each in sharded]
     with torch.no_grad():
         tied = [_pointer(tensors.get(piece.name)) == _pointer(tensors.get(piece.same_as)) for piece in own if piece.same_as]
     return list(tensors), shapes, dtypes, specs, tied
 
 
 def _pointer(tensor: Tensor | None) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.data_ptr() if local is not None else 0
+    return local_part(tensor).data_ptr() if tensor is not None else 0
 
 
 def encode(own: Sequence[Piece]) -> str:
@@ -405,12 +406,14 @@ class ImageFiles:
 
     def sources(self, flat: Flat) -> list[Tensor]:
         """Return what is to be copied into the views: parts of the state's own tensors."""
-        found = []
         with torch.no_grad():
-            for raw in self.raws:
-                tensor = flat.tensors[raw.name]
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                found.append(local if local.shape == raw.sizes else local.narrow(0, raw.row, raw.sizes[0]))
+            tensors = flat.tensors
+            if any(map(is_sharded_type, {*map(type, tensors.values())})):
+                tensors = {name: local_part(tensor) for name, tensor in tensors.items()}
+            found = [tensors[raw.name] for raw in self.raws]
+            cut = [at for at, (raw, local) in enumerate(zip(self.raws, found, strict=True)) if local.shape != raw.sizes]
+            for at in cut:
+                found[at] = found[at].narrow(0, self.raws[at].row, self.raws[at].sizes[0])
         return found
 
 

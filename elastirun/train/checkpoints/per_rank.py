@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from elastirun.checkpoint.record import clip, number, parse
 from elastirun.errors import CheckpointError
 
+from .sharded import is_sharded
 from .values import DTYPES, check_node, to_node, to_value
 
 LIMIT = 64 << 20  # bytes; larger values belong into sharded tensors
@@ -35,7 +35,7 @@ class PerRank:
         tensors: dict[str, Tensor] = {}
         value = self.value.state_dict() if is_stateful(self.value) else self.value
         node = to_node(value, "", tensors.__setitem__)
-        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        if any(map(is_sharded, tensors.values())):
             raise CheckpointError(f"{path}: a sharded tensor is no value per rank: put it into the state as it is")
         plain = {"value": node, "tensors": {name: _spell(tensor) for name, tensor in tensors.items()}}
         try:

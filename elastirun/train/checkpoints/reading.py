@@ -156,8 +156,9 @@ def fill(saved: Mapping[str, SavedTensor], sources: Sources, targets: Mapping[st
     missing = check_targets(saved, targets, strict)
     with torch.no_grad(), _no_collection():
         pairs = list(copies(saved, _Views(sources), targets))
-        if pairs:
-            torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+        for device in {to.device for to, _ in pairs}:
+            here = [(to, source) for to, source in pairs if to.device == device]
+            torch._foreach_copy_([to for to, _ in here], [source for _, source in here])
     return missing
 
 

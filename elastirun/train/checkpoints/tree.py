@@ -6,13 +6,12 @@ the state, joined with dots; parameters without the names of wrappers; optimizer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from elastirun.checkpoint.record import clip
@@ -20,9 +19,10 @@ from elastirun.errors import CheckpointError
 
 from .names import ParameterNames, plain_names
 from .per_rank import PerRank, is_stateful
+from .sharded import is_sharded_type
 from .values import PER_RANK, PLAIN, TAG, TENSOR, Fixed, Node, join, to_node
 
-_TENSORS = {Tensor, nn.Parameter, nn.Buffer, DTensor}  # the exact types of nearly all tensors
+_TENSORS = {Tensor, nn.Parameter, nn.Buffer}  # the exact types of nearly all tensors, beside DTensor
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Flattening:
         saved = state_dict_of(module)
         names = names_in(module, saved, path)
         self.names.add(path, module, names, saved.values())
-        if {*map(type, saved.values())} <= _TENSORS:
+        if _all_tensors(saved.values()):
             items: Node = self._take_all(module, path, [(name, None) for name in names], list(saved.values()))
         else:
             items = {name: to_node(value, join(path, name), self.take) for name, value in zip(names, saved.values(), strict=True)}
@@ -107,7 +107,7 @@ class _Flattening:
     def _optimizer_states(self, optimizer: Optimizer, states: Mapping[Any, Any], path: str) -> Node:
         if all(type(name) is str and type(entry) is dict for name, entry in states.items()):
             tensors = [value for entry in states.values() for value in entry.values()]
-            if {*map(type, tensors)} <= _TENSORS:
+            if _all_tensors(tensors):
                 return self._take_all(optimizer, path, [(name, tuple(entry)) for name, entry in states.items()], tensors)
         return to_node(states, path, self.take)
 
@@ -142,6 +142,10 @@ class _Last:
 
 
 _LAST: WeakKeyDictionary[object, _Last] = WeakKeyDictionary()
+
+
+def _all_tensors(values: Iterable[object]) -> bool:
+    return all(kind in _TENSORS or is_sharded_type(kind) for kind in {*map(type, values)})
 
 
 def holds_objects(value: object) -> bool:
