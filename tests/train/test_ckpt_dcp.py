@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from elastirun.train import TrainError
 from elastirun.train.checkpoints import layout
-from elastirun.train.checkpoints.dcp import METADATA, VALUES, DcpFiles, open_foreign
-from elastirun.train.checkpoints.loading import load, targets
+from elastirun.train.checkpoints.dcp import METADATA, VALUES, DcpFiles, load_foreign, open_foreign
 from elastirun.train.checkpoints.tree import flatten
 from tests.support.checkpoints import write
 from tests.support.worlds import run
@@ -52,14 +51,6 @@ def write_all(folder: Path, state: dict[str, Any]) -> None:
     metadata, values = DcpFiles(made).encode(flatten(state).tree)
     (folder / METADATA).write_bytes(metadata)
     (folder / VALUES).write_bytes(values)
-
-
-def take(state: dict[str, Any], path: Path, strict: bool = True) -> dict[str, Any]:
-    """Restore ``state`` from a foreign checkpoint."""
-    found = open_foreign(path, state)
-    tensors = targets(state, found.tree, found.tensors, strict=strict)
-    found.fill(tensors, strict)
-    return load(state, found.tree, tensors, strict=strict)
 
 
 # -- ours, read by torch ----------------------------------------------------------------------------------------------------
@@ -143,7 +134,7 @@ def dcp_save_world(rank: int, world: int, folder: str, kind: str) -> dict[str, T
 def take_world(rank: int, world: int, folder: str, kind: str, steps: int) -> tuple[dict[str, Tensor], float]:
     state = build(2, kind, steps)
     del state["own"]
-    take(state, Path(folder))
+    load_foreign(folder, state)
     assert state["epoch"] == 1
     return whole(state), state["optimizer"].param_groups[0]["lr"]
 
@@ -170,7 +161,7 @@ def test_folders_with_the_state_dicts_of_torch_and_odd_tensors(tmp_path: Path) -
     )
     other, its = trained(1, 0)
     state = {"model": other, "optimizer": its, "odd": {key: torch.zeros_like(value) for key, value in odd.items()}, "plain": 0}
-    take(state, tmp_path)
+    load_foreign(tmp_path, state)
     assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
     assert same(state["odd"], odd) and same(state["plain"], [1, (2.5, None)])
 
@@ -179,8 +170,11 @@ def test_values_that_only_code_could_read_are_left_out(tmp_path: Path) -> None:
     saved_by_dcp(tmp_path, good=1, bad=random.Random(0))
     found = open_foreign(tmp_path)
     assert found.skipped == ["bad"] and found.tree == {"good": 1}
+    state = {"good": 0}
+    assert load_foreign(tmp_path, state) == ["bad"] and state == {"good": 1}
+    assert load_foreign(tmp_path, {}) == ["good", "bad"]
     with pytest.raises(TrainError, match=r"the checkpoint has no bad"):
-        take({"bad": 0}, tmp_path)
+        load_foreign(tmp_path, {"bad": 0})
 
 
 class Evil:
@@ -342,7 +336,7 @@ def test_we_read_files_of_torch(new: bool, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "run.pt", _use_new_zipfile_serialization=new)
     other, its = trained(1, 0)
     state = {"net": other, "optimizer": its, "scheduler": torch.optim.lr_scheduler.StepLR(its, 5), "epoch": 0}
-    take(state, tmp_path / "run.pt")
+    load_foreign(tmp_path / "run.pt", state)
     assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
     assert same(state["scheduler"].state_dict(), scheduler.state_dict()) and state["epoch"] == 4
 
@@ -352,12 +346,12 @@ def test_a_file_with_a_bare_state_dict_belongs_to_the_only_module(wrap: bool, tm
     model, optimizer = trained()
     torch.save((nn.DataParallel(model) if wrap else model).state_dict(), tmp_path / "model.pt")
     other, its = trained(1)
-    take({"model": other}, tmp_path / "model.pt")
+    load_foreign(tmp_path / "model.pt", {"model": other})
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     with pytest.raises(TrainError, match=r"the checkpoint has no optimizer"):
-        take({"model": other, "optimizer": its}, tmp_path / "model.pt")
+        load_foreign(tmp_path / "model.pt", {"model": other, "optimizer": its})
     before = its.state_dict()
-    take({"model": other, "optimizer": its}, tmp_path / "model.pt", strict=False)
+    load_foreign(tmp_path / "model.pt", {"model": other, "optimizer": its}, strict=False)
     assert same(its.state_dict(), before)
     torch.save({"x": torch.eye(2).to_sparse()}, tmp_path / "sparse.pt")
     with pytest.raises(TrainError, match=r"x: tensors of this kind cannot be read"):
