@@ -11,7 +11,9 @@ those that once failed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import hashlib
 import json
 import os
 import random
@@ -28,8 +30,12 @@ from elastirun.agent.events import changes
 from elastirun.agent.failures.classify import exit_code
 from elastirun.agent.failures.report import read_error_file, report
 from elastirun.agent.output.lines import LAST_LINE_BYTES, LAST_LINES, MAX_LINE, LastLines, PrefixedLines, WholeLines
+from elastirun.checkpoint import record as commit_record
+from elastirun.checkpoint.image import _AT_COMPLETE, _AT_PLACE, _COMPLETE, _PLACE, PAGE, Description, Image
+from elastirun.checkpoint.record import Commit, FileSum
+from elastirun.checkpoint.tensors import decode_tensors
 from elastirun.cli import parse
-from elastirun.errors import BadRecord, BadSignature, StoreError
+from elastirun.errors import BadRecord, BadSignature, CheckpointError, StoreError
 from elastirun.rendezvous import events
 from elastirun.rendezvous.actions import Put, Start, Sync
 from elastirun.rendezvous.codec import MAX_BYTES, MAX_TEXT, Codec
@@ -406,6 +412,61 @@ def check_machine(life: list[events.Event]) -> bool:
     return machine.record is not None
 
 
+COMMIT = Commit(300, 7, "store:3", 3, 2, 1.5e9, {name: FileSum(9, "a" * 64, 7) for name in ("__0_0.distcp", ".metadata", "values.json")})
+CHUNK = {"offsets": [0, 2], "sizes": [3, 2], "file": "__0_0.distcp", "at": 64, "nbytes": 24}
+TENSORS = {name: {"dtype": "float32", "shape": [3, 4], "chunks": [{**CHUNK, "offsets": [0, 0]}, CHUNK]} for name in ("model.w", "b")}
+FILES = {"a": (PAGE, 5), "b": (2 * PAGE, PAGE)}
+DESCRIPTION = Description(save=1, step=10, fence="s:2", round=2, rank=1, world_size=2, files=FILES, write=("a", "b"))
+
+
+def make_checkpoint(rng: random.Random) -> tuple[str, bytes]:
+    """A commit record, a list of tensors or the description of an image; checksums are right now and then, to get further."""
+    kind = rng.choice(["commit", "tensors", "image"])
+    if kind == "commit":
+        good = json.loads(commit_record.encode(COMMIT))
+    else:
+        good = json.loads(json.dumps(TENSORS if kind == "tensors" else dataclasses.asdict(DESCRIPTION)))
+    plain = mutated_tree(rng, good)
+    if kind == "commit" and isinstance(plain, dict) and rng.random() < 0.8:
+        plain.pop("sha256", None)
+        canonical = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+        plain["sha256"] = hashlib.sha256(canonical).hexdigest()
+    data = spelled(rng, plain)
+    return kind, mutated(rng, data) if rng.random() < 0.3 else data
+
+
+def check_checkpoint(given: tuple[str, bytes]) -> bool:
+    """One line that says why not, or a value within its limits, which is written as it was read."""
+    kind, data = given
+    if kind == "image":
+        return check_image(data)
+    try:
+        if kind == "tensors":
+            for tensor in decode_tensors(data).values():
+                assert tensor.dtype.isidentifier() and all(commit_record.is_file_name(chunk.file) for chunk in tensor.chunks)
+        else:
+            commit = commit_record.decode(data)
+            assert commit_record.decode(commit_record.encode(commit)) == commit
+    except CheckpointError as error:
+        one_line(str(error), 1000)
+        return False
+    return True
+
+
+def check_image(data: bytes) -> bool:
+    """A description of files within the image, or none."""
+    image = Image.create(len(data) + 8 * PAGE)
+    image.memory[4 * PAGE : 4 * PAGE + len(data)] = data
+    _PLACE.pack_into(image.memory, _AT_PLACE, 4 * PAGE, len(data), hashlib.sha256(data).digest())
+    _COMPLETE.pack_into(image.memory, _AT_COMPLETE, 1)
+    found = image.description()
+    image.close()
+    if found is not None:
+        assert all(PAGE <= at and size >= 0 and at + size <= image.size for at, size in found.files.values())
+        assert set(found.write) <= set(found.files)
+    return found is not None
+
+
 TARGETS = {
     "codec": Target(make_codec, check_codec, 400),
     "exchange": Target(make_exchange, check_exchange, 100),
@@ -414,6 +475,7 @@ TARGETS = {
     "error_file": Target(make_error_file, check_error_file, 100),
     "report": Target(make_report, check_report, 50),
     "machine": Target(make_machine, check_machine, 20),
+    "checkpoint": Target(make_checkpoint, check_checkpoint, 100),
 }
 
 
