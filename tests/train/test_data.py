@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainError
 from elastirun.train.permutation import Permutation
+from elastirun.train.schedule import Schedule
 from elastirun.train.shares import share, split
 from tests.support.worlds import run
 
@@ -128,7 +129,9 @@ def steps(one: ElasticDataLoader) -> Iterator[tuple[list[int], dict[str, int]]]:
         for batch in one:
             yield samples(batch), one.state_dict()
         return
-    for step in one.steps(MagicMock(**{"_reducer.params": []})):
+    reducer = SimpleNamespace(schedule=Schedule(), params=[], step=0)
+    ddp: Any = SimpleNamespace(_reducer=reducer, set_samples=lambda *_, **__: None, skip=lambda: None)
+    for step in one.steps(ddp):
         before = one.consumed
         found = [sample for batch in step for sample in samples(batch)]
         assert len(found) == step.samples and one.consumed - before == step.size

@@ -39,9 +39,7 @@ class Restorable:
     images: dict[int, Image] = field(default_factory=dict)  # of this rank, left by an earlier round
 
 
-def find(
-    directory: Directory, found: Sequence[Found], memory: Memory, fence: str, ranks: Ranks, step: int | None
-) -> Restorable | None:
+def find(directory: Directory, found: Sequence[Found], memory: Memory, fence: str, ranks: Ranks, step: int | None) -> Restorable | None:
     """Return the checkpoint to go on from: the newest one, or that of ``step``. Every rank calls it; ``found`` is rank 0's.
 
     Within one job the later round's is the newer one, then the later step; of equal ones that in memory. What another job has published
