@@ -193,7 +193,9 @@ class ElasticDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the training stands in its data; the same on every rank. In deterministic mode also what its bits depend on."""
-        state = {"seed": self.seed, "epoch": self.epoch, "consumed": self.consumed, "length": self.length}
+        over = self.consumed > 0 and next(self.sizes(), None) is None  # the epoch: the next one begins
+        epoch, consumed = (self.epoch + 1, 0) if over else (self.epoch, self.consumed)
+        state = {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self.length}
         return {**state, "deterministic": dict(self.contract)} if self.contract else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

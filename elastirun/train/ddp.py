@@ -368,6 +368,11 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
         self._reducer.local_report.request(name)
 
+    @property
+    def drained(self) -> int | None:
+        """Return the first reduction in which a rank requested "drain", as all ranks know after the same one; None while none has."""
+        return None if self._without_reducer else self._reducer.conclusion.drained
+
     def stats(self) -> dict[str, Any]:
         """Return the times of the last reducing step, in seconds of the host's clock (on a GPU: of launching), as a dict fit for JSON.
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .bucket_memory import make_views
-from .collectives import copy_from_first, verify_same
+from .collectives import copy_from_first, gather, verify_same
+from .control_words import REQUESTS
 from .errors import TrainError
 from .keyed_rng import keyed_rng
 from .process_groups import find_group
@@ -44,6 +45,9 @@ class DeterministicShards:
     process_group   the ranks; default: the default group. Each holds a replica; at construction the replicas are compared (a difference
                     is a ModelMismatch) and rank 0's parameters and buffers are copied to the others
 
+    ``request("checkpoint")`` or ``request("drain")`` of a rank is in ``requests`` of all ranks after the same step, and ``Drain(model)``
+    works. ``step`` counts the steps.
+
     ``model(…)`` calls the module and nothing else: save and load the module itself. Random numbers of a forward (dropout) are keyed by
     (seed, epoch, position, shard), those of the dataset by (seed, epoch, sample), as with the loader's ``keyed_rng=True``. Gradients from
     before a step are dropped. A parameter that no shard used has no gradient.
@@ -54,6 +58,8 @@ class DeterministicShards:
     mode, other buffers that a forward changes, sparse gradients. What a ``collate_fn`` draws is not keyed.
     """
 
+    _without_reducer = False  # for ``Drain``: requests can be made at once
+
     def __init__(self, module: nn.Module, shards: int = 8, *, threads: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         for name, number in (("shards", shards), ("threads", threads)):
             if number < 1:
@@ -63,21 +69,31 @@ class DeterministicShards:
         if sparse := sorted(sparse_names(module)):
             raise TrainError(f"the gradient of {sparse[0]} is sparse, which deterministic mode does not reduce: use sparse=False")
         check_reducible(list(module.named_parameters()))
-        self.module, self.shards, self.threads, self.group = module, shards, threads, find_group(process_group)
-        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.module, self.shards, self.threads, self.process_group = module, shards, threads, find_group(process_group)
+        self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._spans = [subtrees(share(shards, rank, self.world_size), (0, shards)) for rank in range(self.world_size)]  # by rank
+        self.step = 0
+        self.requests: frozenset[str] = frozenset()
+        self.drained: int | None = None  # the first step in which a rank requested "drain"
+        self._asked: set[str] = set()
         self._params: list[nn.Parameter] = []  # those that are trained, as of the last step
         self._memory: list[_Sum] = []  # to be used again
         self._result: _Sum | None = None
         tensors = [*module.named_parameters(), *module.named_buffers()]
         self._device = tensors[0][1].device if tensors else torch.device("cpu")
         with reduction_errors("comparing and copying the replicas"):
-            verify_same(describe(tensors, (), self.contract()), "parameters, buffers and settings", self.group, self._device)
-            copy_from_first([tensor.detach() for _, tensor in tensors], self.group)
+            verify_same(describe(tensors, (), self.contract()), "parameters, buffers and settings", self.process_group, self._device)
+            copy_from_first([tensor.detach() for _, tensor in tensors], self.process_group)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module."""
         return self.module(*inputs, **kwargs)
+
+    def request(self, name: str) -> None:
+        """Request "checkpoint" or "drain": after the next step, ``name in requests`` on every rank, for one step."""
+        if name not in REQUESTS:
+            raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
+        self._asked.add(name)
 
     def contract(self) -> dict[str, int | str]:
         """Return what the bits of the result depend on, besides the training script."""
@@ -117,6 +133,7 @@ class DeterministicShards:
             )
         with reduction_errors("the exchange of gradients"), torch.no_grad():
             self._exchange(sums, size)
+            self._agree()
         self._memory += sums
 
     def _prepare(self) -> None:
@@ -183,12 +200,22 @@ class DeterministicShards:
                 flat.copy_(mine[0])
             elif self.world_size == 2 and [len(spans) for spans in self._spans] == [1, 1]:
                 flat.copy_(mine[0])
-                dist.all_reduce(flat, group=self.group)  # a + b is the tree
+                dist.all_reduce(flat, group=self.process_group)  # a + b is the tree
             else:
                 for start in range(0, flat.numel(), PIECE):
                     self._exchange_piece([one[start : start + PIECE] for one in mine], flat[start : start + PIECE])
             flat.mul_(factor)
         result.give()
+
+    def _agree(self) -> None:
+        """Tell each other the requests. A signal handler may make one meanwhile, for the next step."""
+        asked = frozenset(self._asked)
+        ranks = gather([name in asked for name in REQUESTS], self.process_group, self._device)
+        self._asked -= asked
+        self.step += 1
+        self.requests = frozenset(name for at, name in enumerate(REQUESTS) if any(rank[at] for rank in ranks))
+        if self.drained is None and "drain" in self.requests:
+            self.drained = self.step
 
     def _exchange_piece(self, mine: Sequence[Tensor], result: Tensor) -> None:
         """Send each rank its columns of all sums; each finishes the tree for them and sends the result to all."""
@@ -198,10 +225,10 @@ class DeterministicShards:
             for rank, part in enumerate(torch.split(one, width)):
                 sent[rank, at, : part.numel()] = part
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        dist.all_to_all_single(received, sent, group=self.process_group)
         known = {span: received[rank, at] for rank, spans in enumerate(self._spans) for at, span in enumerate(spans)}
         whole = result.new_empty(self.world_size, width)
-        dist.all_gather(list(whole), add_up((0, self.shards), known, Tensor.add_), group=self.group)
+        dist.all_gather(list(whole), add_up((0, self.shards), known, Tensor.add_), group=self.process_group)
         result.copy_(whole.view(-1)[: result.numel()])
 
 

@@ -21,6 +21,7 @@ from .failure_stop import FailureStop
 
 if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
+    from .deterministic import DeterministicShards
 
 DEADLINE = "ELASTIRUN_DEADLINE"  # seconds from the signal to SIGKILL; set by the agent
 USUAL_DEADLINE = 30.0  # seconds without an agent of elastirun: torchrun's and Kubernetes' default
@@ -52,7 +53,7 @@ class Drain:
     Raises TrainError if ``ddp`` does not span all ranks: its control words would not reach the others.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, signals: Iterable[int] | None = None) -> None:
+    def __init__(self, ddp: DistributedDataParallel | DeterministicShards, signals: Iterable[int] | None = None) -> None:
         world, group = dist.get_world_size(), dist.get_world_size(ddp.process_group)
         if world != group:
             raise TrainError(f"Drain needs a module whose process group has all ranks: {world}, not {group}")
@@ -85,7 +86,7 @@ class Drain:
     @property
     def step(self) -> int | None:
         """The reduction in which all ranks were told, as ``agreement.step`` counts; None as long as there is none."""
-        return None if self._ddp._without_reducer else self._ddp._reducer.conclusion.drained
+        return self._ddp.drained
 
     @property
     def deadline(self) -> float | None:

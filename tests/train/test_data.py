@@ -185,6 +185,14 @@ def test_what_is_loaded_in_advance_does_not_count(workers: int) -> None:
     assert sorted(sample for batch in [*seen, *map(samples, again)] for sample in batch) == list(range(40))
 
 
+def test_after_the_last_batch_the_state_is_that_of_the_next_epoch() -> None:
+    """Also if the loop was left there, or the rest is dropped."""
+    for drop, last in ((False, 3), (True, 2)):
+        one = loader(11, 4, drop_last=drop)
+        states = [one.state_dict() for _ in islice(one, last)]
+        assert [(state["epoch"], state["consumed"]) for state in states] == [(0, 4), (0, 8), (1, 0)][: last - 1] + [(1, 0)]
+
+
 def test_the_global_batch_may_change_in_the_middle_of_an_epoch() -> None:
     one = loader(30, 7)
     seen = [samples(batch) for batch in islice(one, 2)]

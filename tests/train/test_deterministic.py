@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elastirun.train import DeterministicShards, DistributedDataParallel, ElasticDataLoader, ModelMismatch, TrainError
+from elastirun.train import DeterministicShards, DistributedDataParallel, Drain, ElasticDataLoader, ModelMismatch, TrainError
 from elastirun.train.shard_tree import add_up, subtrees
 from elastirun.train.shares import share
 from tests.support.worlds import run
@@ -149,6 +151,29 @@ def test_a_step_has_the_mean_over_the_global_batch(samples: int) -> None:
     assert run(3, gradient, samples) == [alone] * 3
 
 
+def drains(rank: int, world: int) -> list[Any]:
+    model = DeterministicShards(nn.Linear(6, 2), shards=2)
+    drain = Drain(model)
+    loader = ElasticDataLoader(Noisy(), 5)
+    found: list[Any] = []
+    for step in loader.steps(model):
+        for batch in step:
+            model(batch).sum().backward()
+            if (model.step, rank) == (2, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if (model.step, rank) == (0, 0):
+                model.request("checkpoint")
+        found.append(sorted(model.requests))
+        if drain.now:
+            break
+    drain.close()
+    return [*found, model.drained, loader.consumed]
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
+    assert run(3, drains) == [[["checkpoint"], [], ["drain"], 3, 15]] * 3
+
+
 # -- errors -------------------------------------------------------------------------------------------------------------
 
 
@@ -191,10 +216,11 @@ def wrong_uses(rank: int, world: int) -> list[tuple[str, str]]:
         (lambda: step_of(DistributedDataParallel(module)), "takes the module itself"),
         (lambda: step_of(module, micro_batch_size=3), "whose shards are the micro-batches"),
         (lambda: step_of(module, rank=1, world_size=3), "rank 1 of 3"),
-        (lambda: step_of(module.requires_grad_(False)), "nothing to reduce"),
         (lambda: DeterministicShards(module, shards=0), "shards must be at least 1"),
+        (lambda: DeterministicShards(module).request("rest"), "no request 'rest'"),
         (lambda: DeterministicShards(module, threads=0), "threads must be at least 1"),
     ]
+    uses.append((lambda: step_of(module.requires_grad_(False)), "nothing to reduce"))
     found = []
     for use, said in uses:
         try:
@@ -206,7 +232,7 @@ def wrong_uses(rank: int, world: int) -> list[tuple[str, str]]:
 
 def test_what_would_depend_on_the_number_of_ranks_is_refused() -> None:
     (found,) = run(1, wrong_uses)
-    assert len(found) == 12
+    assert len(found) == 13
     for said, text in found:
         assert re.search(said, text), text
 

@@ -551,6 +551,16 @@ MUTANTS = (
         *("deterministic", BITS),
     ),
     mutant(
+        "requests are known to all in deterministic mode",
+        *("deterministic", "if any(rank[at] for rank in ranks))", "if name in asked)"),
+        *("deterministic", "a_signal_to_one_rank_stops_all_after_the_same_step"),
+    ),
+    mutant(
+        "the state after the last batch is that of the next epoch",
+        *("data", "if over else (self.epoch, self.consumed)", "if False else (self.epoch, self.consumed)"),
+        *("data", "after_the_last_batch_the_state_is_that_of_the_next_epoch"),
+    ),
+    mutant(
         "dropout belongs to the shard",
         *("deterministic", "with keyed_rng(*key, shard):", "with keyed_rng(*key, self.rank):"),
         *("deterministic", BITS),
