@@ -150,6 +150,15 @@ def test_what_ranks_do_not_hold_alike_is_named() -> None:
             plan([[first], [second]], [0, 0])
 
 
+def test_ranks_with_another_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = encode([whole("a", 2)])
+    assert decode(text) == (whole("a", 2),)
+    decode.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "1.9.0+cpu")
+    with pytest.raises(TrainError, match=r"this rank has torch 1\.9\.0, another one torch \d"):
+        decode(text)
+
+
 class Wrapper(torch.Tensor):
     """A tensor made of another one, as those of quantized weights."""
 

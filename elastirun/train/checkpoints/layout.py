@@ -180,14 +180,24 @@ def _pointer(tensor: Tensor | None) -> int:
 def encode(own: Sequence[Piece]) -> str:
     """Return the pieces as text, for the other ranks."""
     rows = [(p.name, p.dtype, p.shape, *((p.offsets, p.sizes, p.same_as) if p.same_as or p.sizes != p.shape else ())) for p in own]
-    return json.dumps(rows, separators=(",", ":"))
+    return json.dumps([_version(), rows], separators=(",", ":"))
 
 
 @functools.lru_cache(maxsize=64)
 def decode(text: str) -> tuple[Piece, ...]:
-    """Return the pieces in ``text``; for the same text the same object, of which ``plan`` makes use."""
-    rows = [(name, kind, tuple(shape), tuple(map(_tuple, rest))) for name, kind, shape, *rest in json.loads(text)]
+    """Return the pieces in ``text``; for the same text the same object, of which ``plan`` makes use.
+
+    Raises ``CheckpointError`` if they are of a rank with another torch, whose shells may have other sizes.
+    """
+    version, plain = json.loads(text)
+    if version != _version():
+        raise CheckpointError(f"this rank has torch {_version()}, another one torch {version}: checkpoints need the same one everywhere")
+    rows = [(name, kind, tuple(shape), tuple(map(_tuple, rest))) for name, kind, shape, *rest in plain]
     return tuple(Piece(name, kind, shape, *(rest or ((0,) * len(shape), shape))) for name, kind, shape, rest in rows)
+
+
+def _version() -> str:
+    return torch.__version__.partition("+")[0]  # which stands before what it was built for
 
 
 def _tuple(value: Any) -> Any:
