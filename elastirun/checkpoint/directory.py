@@ -40,7 +40,7 @@ from elastirun.checkpoint.claims import (
 from elastirun.checkpoint.files import GONE, check_file, map_file, read_small, sync_folder, write_file, write_small
 from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, Commit, Damage, FileSum, Look, clip, decode, encode
 from elastirun.current_round import is_current
-from elastirun.errors import CheckpointError, ClaimLost
+from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
 
 LOCK = ".lock"
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # rename: the new name is in use
@@ -61,6 +61,16 @@ class Claim:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
+
+
+def check_current(current: Callable[[], bool], what: str) -> None:
+    """Raise ``ClaimLost`` when the round is over, ``CheckpointError`` when nobody knows; ``what`` cannot be done then."""
+    try:
+        still = current()
+    except RoundUnknown as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    if not still:
+        raise ClaimLost(f"{what}: another round has taken the place of this one")
 
 
 class Directory:
@@ -85,8 +95,7 @@ class Directory:
         os.makedirs(self.path, exist_ok=True)
         lock = None if fence else self._lock()
         try:
-            if not current():
-                raise ClaimLost(f"{self.path}: another round has taken the place of this one")
+            check_current(current, self.path)
             name = claim_name(fence, os.urandom(8).hex())
             self._sweep(name)
             os.mkdir(self._staging(name))
@@ -179,8 +188,7 @@ class Directory:
             self._check_sizes(claim, commit)
             write_small(os.path.join(staged, COMMIT), record)
             sync_folder(staged)
-            if not current():
-                raise ClaimLost(f"{self.path}: step {commit.step} is not published: another round has taken the place of this one")
+            check_current(current, f"{self.path}: step {commit.step} is not published")
             name = self._rename(staged, step_name(commit.step))
         sync_folder(self.path)
         return name
@@ -239,7 +247,8 @@ class Directory:
             yield
         except OSError as error:
             if error.errno in GONE and not os.path.isdir(self._staging(claim)):
-                raise ClaimLost(f"{self.path}: another round or job has claimed this directory; nothing was published") from None
+                what = "another round or job has claimed this directory, or it is not the same one on every node"
+                raise ClaimLost(f"{self.path}: {what}; nothing was published") from None
             raise
 
     def _sweep(self, mine: str) -> list[str]:

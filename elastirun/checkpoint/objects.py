@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any
 
 from elastirun.checkpoint.claims import Found, claim_name, is_claim, is_newer, is_step_name, newest_first, outdated, step_name
-from elastirun.checkpoint.directory import Claim, Directory
+from elastirun.checkpoint.directory import Claim, Directory, check_current
 from elastirun.checkpoint.files import CHUNK
 from elastirun.checkpoint.record import (
     COMMIT,
@@ -74,8 +74,7 @@ class ObjectDirectory(Directory):
             holder = _claims(entries).get(max(entries, default=0), "")
             if is_newer(holder, name):
                 raise ClaimLost(f"{self.path}: a later round has claimed this directory ({holder})")
-            if not current():
-                raise ClaimLost(f"{self.path}: another round has taken the place of this one")
+            check_current(current, self.path)
             sequence = max(entries, default=0) + 1
             if self._put(sequence, json.dumps({"format": FORMAT, "claim": name}).encode()):
                 break
@@ -126,8 +125,7 @@ class ObjectDirectory(Directory):
             return name
         self._check_holder(claim, entries)
         self._check_sizes(claim, commit)
-        if not current():
-            raise ClaimLost(f"{self.path}: step {commit.step} is not published: another round has taken the place of this one")
+        check_current(current, f"{self.path}: step {commit.step} is not published")
         if not self._put(last + 1, encode(replace(commit, sequence=last + 1))):
             raise ClaimLost(f"{self.path}: another round or job has claimed this directory; nothing was published")
         return name

@@ -16,7 +16,7 @@ from elastirun.checkpoint import claims
 from elastirun.checkpoint.claims import Found, claim_name, is_claim, is_newer, is_step_name, outdated
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import COMMIT, Damage
-from elastirun.errors import CheckpointError, ClaimLost
+from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
 from tests.checkpoint.saves import FENCE, commit_of, content, entries, save, stage, yes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,10 @@ def steps(directory: Directory) -> list[int]:
 
 def no() -> bool:
     return False
+
+
+def unknown() -> bool:
+    raise RoundUnknown("within 10 s nobody could tell whether this round is current")
 
 
 # -- names: pure ---------------------------------------------------------------------------------------------------------------
@@ -112,8 +116,12 @@ def test_nothing_is_published_once_the_round_is_over(tmp_path: Path) -> None:
     with pytest.raises(ClaimLost, match="another round"):
         save(directory, name, 100, 1, current=no)
     assert directory.scan() == []
+    before = entries(tmp_path)
     with pytest.raises(ClaimLost, match="another round"):
         directory.claim(FENCE.format(1), no)
+    with pytest.raises(CheckpointError, match="nobody could tell"):
+        directory.claim(FENCE.format(1), unknown)
+    assert entries(tmp_path) == before
 
 
 def test_whether_the_round_is_current_is_asked_when_all_is_written(tmp_path: Path) -> None:

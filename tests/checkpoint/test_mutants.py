@@ -18,7 +18,6 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
 LATER = "what_a_later_round_has_claimed_an_earlier_one_cannot_change"
 ORDER = "the_order_of_the_calls_survives_a_loss_of_power"
 RECORD, NAMES = "write_small(os.path.join(staged, COMMIT), record)\n", "sync_folder(staged)\n"
-ASKED = 'if not current():\n                raise ClaimLost(f"{self.path}: step'
 MUTANTS = (
     # the fence
     mutant(
@@ -53,7 +52,12 @@ MUTANTS = (
     ),
     mutant(
         "whether the round is current is asked",
-        *("directory", ASKED, ASKED.replace("not current()", "False")),
+        *("directory", "check_current(current, f", "(lambda *_: None)(current, f"),
+        *("directory", "nothing_is_published_once_the_round_is_over"),
+    ),
+    mutant(
+        "a round that is over claims nothing",
+        *("directory", "check_current(current, self.path)", "pass"),
         *("directory", "nothing_is_published_once_the_round_is_over"),
     ),
     mutant(
@@ -84,7 +88,7 @@ MUTANTS = (
     ),
     mutant(
         "the names are durable before the rename",
-        *("directory", "            sync_folder(staged)\n            if not current():", "            if not current():"),
+        *("directory", "            sync_folder(staged)\n            check_current", "            check_current"),
         *("interrupted", ORDER),
     ),
     mutant(
