@@ -152,7 +152,7 @@ def test_a_step_has_the_mean_over_the_global_batch(samples: int) -> None:
 
 
 def drains(rank: int, world: int) -> list[Any]:
-    model = DeterministicShards(nn.Linear(6, 2), shards=2)
+    model = DeterministicShards(nn.Linear(6, 2), shards=3)
     drain = Drain(model)
     loader = ElasticDataLoader(Noisy(), 5)
     found: list[Any] = []
