@@ -5,12 +5,12 @@
 Two ranks with one thread each hold the same state and train on it: a matrix product, an all-reduce of a small gradient, and an update. Each
 way to save has a world of its own, and the worlds take turns, round by round. A round saves twice:
 
+before       elastirun only: seconds that ``restore`` and the first call of ``save``, in a step that is not due, take to prepare
 first        seconds that the first save of the process blocks the loop: the longer of the two ranks
 later        the same for the saves after it, the median
 steps        the median time of a step while the checkpoint is being written, of that without a save
 durable      seconds until everything is on the disk
 load         seconds to bring the state back into tensors that are there, from files that no cache has
-memory       seconds to bring it back from the copy in memory, by a new process
 
 "of DCP" is the ratio to DCP's best asynchronous way. DCP needs NumPy for more than one rank.
 """
@@ -105,12 +105,10 @@ def elastirun(folder: str) -> tuple[Save, Callable[[dict[str, Tensor]], None]]:
 
     checkpoints = Checkpointer(folder, keep=2, every=1000)
 
-    def prepare(state: dict[str, Tensor]) -> None:
-        checkpoints.restore(state)
-        checkpoints.save(1, state)
-
     def save(step: int, state: dict[str, Tensor]) -> Callable[[], None]:
-        checkpoints.save(1000 * step, state)
+        if not step:  # before the loop, and its first step
+            checkpoints.restore(state)
+        checkpoints.save(1000 * step or 1, state)
         return checkpoints.wait
 
     def load(state: dict[str, Tensor]) -> None:
@@ -163,7 +161,11 @@ def time_saves(rank: int, world: int, way: str, folder: str, mib: int) -> dict[s
     state = make_state(mib, 1.0)
     loop = Loop(state)
     save, _ = WAYS[way](folder)
-    found: dict[str, Any] = {"blocked": [], "durable": [], "quiet": [], "busy": []}
+    found: dict[str, Any] = {"before": [0.0], "blocked": [], "durable": [], "quiet": [], "busy": []}
+    if way == OURS:
+        begun = time.perf_counter()
+        save(0, state)
+        found["before"] = [time.perf_counter() - begun]
     for number in range(SAVES):
         found["quiet"] += [loop.step() for _ in range(QUIET)][2:]
         dist.barrier()
@@ -219,7 +221,8 @@ def measure(way: str, mib: int, found: dict[str, dict[str, list[float]]]) -> Non
     with tempfile.TemporaryDirectory(prefix="elastirun-bench-", dir=FOLDER) as folder:
         ranks = worlds.run(2, time_saves, way, folder, mib, timeout=LIMIT)
         mine = found.setdefault(way, {})
-        blocked, durable = (list(map(max, *(rank[what] for rank in ranks))) for what in ("blocked", "durable"))
+        before, blocked, durable = (list(map(max, *(rank[what] for rank in ranks))) for what in ("before", "blocked", "durable"))
+        mine.setdefault("before", []).append(before[0])
         mine.setdefault("first", []).append(blocked[0])
         mine.setdefault("later", []).append(median(blocked[1:]))
         mine.setdefault("durable", []).append(median(durable))
@@ -228,7 +231,7 @@ def measure(way: str, mib: int, found: dict[str, dict[str, list[float]]]) -> Non
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> list[list[str]]:
-    columns = ("first", "later", "durable", "steps", "load")
+    columns = ("before", "first", "later", "durable", "steps", "load")
     head = ["", *columns, "first of DCP", "later of DCP"]
     best = {what: min(median(found[way][what]) for way in ASYNC if way in found) for what in ("first", "later")}
     lines = [head]
