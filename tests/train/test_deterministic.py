@@ -8,6 +8,7 @@ import random
 import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,54 @@ def test_a_step_has_the_mean_over_the_global_batch(samples: int) -> None:
     """Also where a shard has no sample: two are left for the last step of thirteen."""
     (alone,) = run(1, gradient, samples)
     assert run(3, gradient, samples) == [alone] * 3
+
+
+class Numbered(Noisy):
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:  # type: ignore[override]
+        return index, super().__getitem__(index)
+
+
+def killed(rank: int, world: int, path: str, who: int, when: int) -> None:
+    """Train two epochs, with a checkpoint in every second step that lists the samples seen. Rank ``who`` dies within step ``when``."""
+    module = Network(0.3)
+    optimizer = torch.optim.AdamW([param for param in module.parameters() if param.requires_grad], lr=0.01)
+    loader, model, seen = ElasticDataLoader(Numbered(), 16), DeterministicShards(module, shards=6), torch.zeros(2, 45)
+    if Path(path).is_file():
+        saved = torch.load(path, weights_only=True)
+        seen = saved["seen"] if rank == 0 else seen
+        for part, name in ((module, "module"), (optimizer, "optimizer"), (loader, "data")):
+            part.load_state_dict(saved[name])
+    while loader.epoch < 2:
+        for step in loader.steps(model):
+            optimizer.zero_grad()
+            for ids, batch in step:
+                model(batch).pow(2).mean().backward()
+                seen[loader.epoch, ids] += 1
+                if (model.step, rank) == (when, who):
+                    os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            if model.step % 2 == 0 or loader.state_dict()["epoch"] == 2:
+                torch.distributed.all_reduce(seen)
+                if rank == 0:
+                    parts = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict(), "seen": seen}
+                    torch.save(parts, f"{path}.new")
+                    os.replace(f"{path}.new", path)
+                else:
+                    seen.zero_()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kills_and_resizes_change_neither_the_samples_nor_the_bits(tmp_path: Path, seed: int) -> None:
+    rng, path = random.Random(seed), tmp_path / "killed.pt"
+    run(1, killed, str(tmp_path / "alone.pt"), -1, -1)
+    for _ in range(3):
+        world = rng.randint(1, 4)
+        with suppress(AssertionError):  # the others lose a peer
+            run(world, killed, str(path), rng.randrange(world), rng.randrange(4), died=True)
+    run(2, killed, str(path), -1, -1)
+    found, alone = (torch.load(file, weights_only=True) for file in (path, tmp_path / "alone.pt"))
+    assert found["seen"].eq(1).all() and found["data"] == alone["data"]
+    assert all(torch.equal(found["module"][name], value) for name, value in alone["module"].items())
 
 
 def drains(rank: int, world: int) -> list[Any]:
