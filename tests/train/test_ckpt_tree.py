@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from elastirun.train import TrainError
+from elastirun.train import DistributedDataParallel, TrainError
 from elastirun.train.checkpoints.loading import load, targets, unused
 from elastirun.train.checkpoints.per_rank import PerRank
 from elastirun.train.checkpoints.tree import Flat, flatten
 from elastirun.train.checkpoints.values import decode_values, encode_values, leaves, to_node, to_value
+from elastirun.train.state_dicts import take_both_forms
 
 
 class Norms(nn.Module):
@@ -311,6 +312,37 @@ def test_versions_of_layers_are_kept() -> None:
     Old._version = 4
     restore({"m": nn.DataParallel(nn.Sequential(Old(1, 1), nn.BatchNorm1d(1)))}, flat)
     assert Old.seen == 3
+
+
+@pytest.mark.parametrize("at", ["layer", "wrapper", "method"])
+def test_modules_with_a_way_of_their_own_are_loaded_in_that_way(at: str) -> None:
+    called = []
+
+    class Own(nn.Linear):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            called.append(at)
+            return super().load_state_dict(*args, **kwargs)
+
+    layer = Own(1, 1) if at == "method" else nn.Linear(1, 1)
+    model = layer if at == "method" else nn.DataParallel(nn.Sequential(layer))
+    if at != "method":
+        (layer if at == "layer" else model).register_load_state_dict_post_hook(lambda *_: called.append(at))
+    flat = flatten({"m": nn.Linear(1, 1) if at == "method" else nn.Sequential(nn.Linear(1, 1))})
+    restore({"m": model}, flat)
+    assert called == [at] and torch.equal(layer.weight, next(iter(flat.tensors.values())))
+
+
+def test_plain_modules_are_filled_and_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's load_state_dict takes a second for a thousand layers."""
+    flat = flatten({"m": trained(1)[0]})
+    model = DistributedDataParallel.__new__(DistributedDataParallel)  # without a group
+    nn.Module.__init__(model)
+    model.module = trained(0)[0]
+    take_both_forms(model)
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("loaded by copying"))
+    monkeypatch.setattr(DistributedDataParallel, "__del__", lambda _: None, raising=False)
+    restore({"m": model}, flat)
+    assert all(torch.equal(tensor, flat.tensors[f"m.{name}"]) for name, tensor in model.module.state_dict().items())
 
 
 def test_extra_state_of_modules_is_kept() -> None:

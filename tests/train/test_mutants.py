@@ -801,6 +801,16 @@ MUTANTS = (
         *("ckpt_tree", "versions_of_layers_are_kept"),
     ),
     mutant(
+        "layers with a way of their own are loaded in that way",
+        *("checkpoints/loading", "type(layer)._load_from_state_dict in _COPYING", "True"),
+        *("ckpt_tree", "versions_of_layers_are_kept"),
+    ),
+    mutant(
+        "hooks of users are called when a module is loaded",
+        *("checkpoints/loading", '"__module__", "")) in _FOR_NAMES', '"__module__", "")) != ""'),
+        *("ckpt_tree", "modules_with_a_way_of_their_own_are_loaded_in_that_way[layer]"),
+    ),
+    mutant(
         "what lies outside of the order is permuted again",
         *("permutation", "while (outside := found >= self.n).any():", "while (outside := found >= self.n + 1).any():"),
         *("data", "an_order_has_every_number_once"),

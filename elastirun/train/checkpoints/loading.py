@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
 
+from .garbage import no_collection
 from .names import ParameterNames, plain_names
 from .per_rank import PerRank, is_stateful
 from .tree import holds_objects, names_in, optimizer_names, state_dict_of
@@ -42,7 +43,8 @@ def targets(
     that the checkpoint does not have, unless ``strict`` is false: then the state keeps what it has there.
     """
     work = _Targets(saved, rank, strict, _names_of(state))
-    work.add(state, tree, "")
+    with no_collection():
+        work.add(state, tree, "")
     for name, tensor in work.found.items():
         if tensor.device.type == "meta":
             raise CheckpointError(f"{name} is on the meta device, which has no memory: call to_empty() before the checkpoint is restored")
@@ -57,7 +59,8 @@ def load(
     Modules, optimizers and other objects get their part by ``load_state_dict``. Plain values replace those in the dicts and lists of
     ``state``; what it holds then is also returned, as a dict.
     """
-    return dict(_Load(tensors, rank, strict, _names_of(state)).put(state, tree, ""))
+    with no_collection():
+        return dict(_Load(tensors, rank, strict, _names_of(state)).put(state, tree, ""))
 
 
 def unused(state: Mapping[str, Any], tree: Mapping[str, Node]) -> list[str]:
@@ -338,6 +341,8 @@ class _Load:
     def _put_module(self, module: nn.Module, node: Node, path: str) -> None:
         now = state_dict_of(module)
         found = {key: to_value(own, at, self.tensors.__getitem__) for key, _, own, at in _module_pairs(module, node, path, self.strict)}
+        if _is_loaded_by_copying(module) and len(found) == len(now) and all(found[key] is now[key] for key in now):
+            return  # torch's load_state_dict would copy each tensor to itself, and take a second for a thousand layers
         loaded = OrderedDict(found)
         if (layers := getattr(now, "_metadata", None)) is not None:
             versions = node.get("versions", {}) if isinstance(node, dict) and node.get(TAG) == "module" else {}
@@ -345,6 +350,26 @@ class _Load:
             loaded._metadata = {key: {**layers[key], "version": versions.get(name, 1)} for key, name in names}  # type: ignore[attr-defined]
         with torch.no_grad():
             module.load_state_dict(loaded, strict=self.strict)
+
+
+def _is_loaded_by_copying(module: nn.Module) -> bool:
+    """Return whether ``load_state_dict`` of ``module`` does nothing but copy the tensors: no layer has a way or a hook of its own."""
+    return all(
+        type(layer)._load_from_state_dict in _COPYING
+        and type(layer).load_state_dict is nn.Module.load_state_dict
+        and "load_state_dict" not in vars(layer)
+        and all(map(_is_for_names, (*layer._load_state_dict_pre_hooks.values(), *layer._load_state_dict_post_hooks.values())))
+        for layer in module.modules()
+    )
+
+
+def _is_for_names(hook: Any) -> bool:
+    """Return whether a hook is one of a wrapper, which leaves the wrapper's name out of the names."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")) in _FOR_NAMES
+
+
+_FOR_NAMES = ("elastirun.train.state_dicts", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+_COPYING = (nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict)  # the latter adds what old checkpoints lack
 
 
 def _unused(value: Any, node: Node, path: str, names: ParameterNames) -> Iterator[str]:

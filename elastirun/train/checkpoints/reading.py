@@ -6,12 +6,10 @@ sizes of the files before anything is read; nothing is unpickled.
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +21,7 @@ from elastirun.checkpoint.record import clip, is_file_name, parse
 from elastirun.errors import CheckpointError
 
 from .boxes import Box, common, overlapping, volume, within
+from .garbage import no_collection
 from .layout import local_box
 from .values import DTYPES
 
@@ -85,25 +84,13 @@ def map_file(path: str | os.PathLike[str]) -> memoryview:
 def decode_tensors(data: bytes) -> dict[str, SavedTensor]:
     """Return the tensors by name that tensors.json lists. Raises ``CheckpointError`` with what is wrong."""
     found = {}
-    with _no_collection():
+    with no_collection():
         for name, plain in parse(data, MAX_BYTES).items():
             try:
                 found[name] = _tensor(plain)
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"tensors.json: {clip(name)}: {clip(str(error))}") from None
     return found
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage: through all of torch, several times, while thousands of objects are made that stay."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _tensor(plain: Any) -> SavedTensor:
@@ -154,7 +141,7 @@ def fill(saved: Mapping[str, SavedTensor], sources: Sources, targets: Mapping[st
     checkpoint does not have, where ``strict`` is false; they stay as they are.
     """
     missing = check_targets(saved, targets, strict)
-    with torch.no_grad(), _no_collection():
+    with torch.no_grad(), no_collection():
         pairs = list(copies(saved, _Views(sources), targets))
         for device in {to.device for to, _ in pairs}:
             here = [(to, source) for to, source in pairs if to.device == device]
