@@ -180,7 +180,8 @@ class Checkpointer:
         """Plan which rank has which files. Every rank does it at the same point."""
         own = pieces(flat)
         self._plan = plan([*map(decode, self._ranks.gather_text(encode(own)))], self._ranks.nodes, keep_node_complete=self._memory.there)
-        self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json())
+        gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
+        self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json(), gpu)
         self._pieces = own
         self._signature = signature(flat, own)
         self._dcp = DcpFiles(self._plan)

@@ -72,7 +72,7 @@ class Publisher:
         reply = self._ask({"do": "images"}, fds)
         if "error" in reply:
             log.warning("the writer cannot use the shared memory: %s", reply["error"])
-        staging.populate()
+        staging.make_resident()
 
     def close(self, timeout: float) -> None:
         """End when everything submitted is done, or after ``timeout`` seconds."""

@@ -20,6 +20,7 @@ DESCRIPTION, PER_FILE = 1024, 128  # bytes of an image's description, about: wit
 ROOM = 64 << 10  # bytes for values.json to grow before an image is made anew
 TENSORS, VALUES = "tensors.json", "values.json"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, madvise(2), Linux 5.14
+_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of the process
 
 
 class Staging:
@@ -34,6 +35,7 @@ class Staging:
         self._tensors_json = b""
         self._values_at = self._room = 0  # where values.json begins; bytes for the description
         self._views: list[list[Tensor] | None] = [None] * IMAGES  # where the raw data go; None: not prepared
+        self._gpu: torch.device | None = None
         self._pinned: list[bool] = [False] * IMAGES
 
     @property
@@ -46,8 +48,9 @@ class Staging:
         for which, image in images.items():
             self._replace(which, image)
 
-    def arrange(self, files: ImageFiles, tensors_json: bytes) -> None:
-        """Fill images in this way from now on. What they hold stays until then."""
+    def arrange(self, files: ImageFiles, tensors_json: bytes, gpu: torch.device | None) -> None:
+        """Fill images in this way from now on, with data from ``gpu`` if there is one. What the images hold stays until then."""
+        self._gpu = gpu
         self._files, self._tensors_json, self._views = files, tensors_json, [None] * IMAGES
         self._values_at = round_up(files.end + len(tensors_json))
         self._room = round_up(DESCRIPTION + PER_FILE * len(files.files))
@@ -74,25 +77,29 @@ class Staging:
         assert image is not None and files is not None and views is not None
         image.begin()
         sources = files.sources(flat)
-        devices = {source.device for source in sources if source.is_cuda}
-        if devices:
-            self._pin(which)
         if sources:
             with torch.no_grad():
                 torch._foreach_copy_(views, sources, non_blocking=True)
         image.memory[self._values_at : self._values_at + len(values)] = values
-        for device in devices:
-            torch.cuda.synchronize(device)
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
         small = {TENSORS: (files.end, len(self._tensors_json)), VALUES: (self._values_at, len(values))}
         image.finish(replace(description, files={**files.files, **small}))
 
-    def populate(self) -> None:
-        """Have the kernel map all pages now, so that the first save meets no page faults. Other threads go on meanwhile."""
-        for image in self.images:
-            if image is not None:
-                with suppress(OSError, ValueError):
-                    address = ctypes.addressof(ctypes.c_char.from_buffer(image.memory))
-                    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(image.size), _POPULATE_WRITE)
+    def make_resident(self) -> None:
+        """Have the kernel map all pages now, and let the GPU copy straight into them, so that the first save waits for neither.
+
+        Takes half a second per GB, in which other threads go on.
+        """
+        for which, image in enumerate(self.images):
+            if image is None:
+                continue
+            with suppress(OSError, ValueError):
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(_address(image)), ctypes.c_size_t(image.size), _POPULATE_WRITE)
+                if self._gpu is not None and not self._pinned[which]:
+                    with torch.cuda.device(self._gpu):
+                        torch.cuda.cudart().cudaHostRegister(_address(image), image.size, _PORTABLE)  # type: ignore[no-untyped-call]
+                    self._pinned[which] = True
 
     def close(self) -> None:
         """Unmap the images. Whoever else has them keeps them."""
@@ -107,13 +114,6 @@ class Staging:
                 torch.cuda.cudart().cudaHostUnregister(_address(old))  # type: ignore[no-untyped-call]
             self._pinned[which] = False
             old.close()
-
-    def _pin(self, which: int) -> None:
-        """Let GPUs copy straight into the image; without that a copy goes through another buffer and waits."""
-        image = self.images[which]
-        if not self._pinned[which] and image is not None:
-            torch.cuda.cudart().cudaHostRegister(_address(image), image.size, 0)  # type: ignore[no-untyped-call]
-            self._pinned[which] = True
 
 
 def _address(image: Image) -> int:
