@@ -27,6 +27,7 @@ from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
 
 from .boxes import Box, overlapping, volume
+from .garbage import no_collection
 from .sharded import is_sharded, is_sharded_type, local_part
 from .shells import ALIGNMENT, shell
 from .tree import Flat
@@ -230,6 +231,11 @@ def plan(pieces_by_rank: Sequence[Sequence[Piece]], node_of_rank: Sequence[int],
     ``node_of_rank``: the number of each rank's node. ``keep_node_complete``: every node stages all that its ranks hold, for restarts from
     memory; otherwise one rank of all.
     """
+    with no_collection():
+        return _plan(pieces_by_rank, list(node_of_rank) if keep_node_complete else [0] * len(node_of_rank))
+
+
+def _plan(pieces_by_rank: Sequence[Sequence[Piece]], nodes: Sequence[int]) -> Plan:
     holders = _holders(pieces_by_rank)
     tensors = _tensors(holders)
     aliases = _aliases(pieces_by_rank, tensors)
@@ -238,7 +244,6 @@ def plan(pieces_by_rank: Sequence[Sequence[Piece]], node_of_rank: Sequence[int],
     for piece, ranks in holders.items():
         if piece.name not in aliases and volume(piece.sizes):
             groups.setdefault(ranks, _Group(ranks)).boxes.append(piece)
-    nodes = list(node_of_rank) if keep_node_complete else [0] * len(node_of_rank)
     contents = [content for group in groups.values() for content in _cut(group, nodes)]
     return Plan(_assign(contents, nodes), tensors, aliases)
 

@@ -28,7 +28,7 @@ from .values import DTYPES
 MAX_BYTES = 1 << 30  # of tensors.json
 MAX_DIMENSIONS = 64  # as torch
 MOST = 1 << 56  # elements, bytes, offsets: far beyond what exists, and products of two still fit into 128 bits
-MAX_CHUNKS = 1 << 20  # of one tensor
+MAX_CHUNKS = 1 << 16  # of one tensor: as many ranks
 
 
 @dataclass(frozen=True)
