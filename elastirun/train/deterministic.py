@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .bucket_memory import make_views
-from .collectives import copy_from_first, gather, verify_same
+from .collectives import copy_from_first, verify_same
 from .control_words import REQUESTS
 from .errors import TrainError
 from .keyed_rng import keyed_rng
@@ -133,7 +133,6 @@ class DeterministicShards:
             )
         with reduction_errors("the exchange of gradients"), torch.no_grad():
             self._exchange(sums, size)
-            self._agree()
         self._memory += sums
 
     def _prepare(self) -> None:
@@ -194,48 +193,55 @@ class DeterministicShards:
         """Add up all ranks' ``sums`` along the tree; set the gradients, the mean over ``size`` samples."""
         result, factor = self._result, self._largest(size) / size
         assert result is not None
+        asked = frozenset(self._asked)  # a signal handler may add one meanwhile, for the next step
+        words = result.flats[0].new_tensor([float(name in asked) for name in REQUESTS])
         for at, flat in enumerate(result.flats):
             mine = [one.flats[at] for one in sums]
-            if self.world_size == 1:
+            if self.world_size <= 2 and all(len(spans) == 1 for spans in self._spans):
                 flat.copy_(mine[0])
-            elif self.world_size == 2 and [len(spans) for spans in self._spans] == [1, 1]:
-                flat.copy_(mine[0])
-                dist.all_reduce(flat, group=self.process_group)  # a + b is the tree
+                flat[-len(REQUESTS) :] = words
+                if self.world_size == 2:
+                    dist.all_reduce(flat, group=self.process_group)  # a + b is the tree
             else:
                 for start in range(0, flat.numel(), PIECE):
-                    self._exchange_piece([one[start : start + PIECE] for one in mine], flat[start : start + PIECE])
+                    told = self._exchange_piece([one[start : start + PIECE] for one in mine], flat[start : start + PIECE], words)
+                flat[-len(REQUESTS) :] = told
             flat.mul_(factor)
         result.give()
-
-    def _agree(self) -> None:
-        """Tell each other the requests. A signal handler may make one meanwhile, for the next step."""
-        asked = frozenset(self._asked)
-        ranks = gather([name in asked for name in REQUESTS], self.process_group, self._device)
         self._asked -= asked
-        self.step += 1
-        self.requests = frozenset(name for at, name in enumerate(REQUESTS) if any(rank[at] for rank in ranks))
-        if self.drained is None and "drain" in self.requests:
-            self.drained = self.step
+        self._agree(result.flats[0][-len(REQUESTS) :].tolist())
 
-    def _exchange_piece(self, mine: Sequence[Tensor], result: Tensor) -> None:
-        """Send each rank its columns of all sums; each finishes the tree for them and sends the result to all."""
+    def _exchange_piece(self, mine: Sequence[Tensor], result: Tensor, words: Tensor) -> Tensor:
+        """Send each rank its columns of all sums; each finishes the tree for them and sends the result to all.
+
+        Return the sum of all ranks' ``words``, which stand behind the columns: a rank without a sum has words, too.
+        """
         most, width = max(map(len, self._spans)), -(-result.numel() // self.world_size)
-        sent = result.new_zeros(self.world_size, most, width)
+        sent = result.new_zeros(self.world_size, most, width + len(words))
+        sent[:, 0, width:] = words
         for at, one in enumerate(mine):
             for rank, part in enumerate(torch.split(one, width)):
                 sent[rank, at, : part.numel()] = part
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.process_group)
-        known = {span: received[rank, at] for rank, spans in enumerate(self._spans) for at, span in enumerate(spans)}
+        known = {span: received[rank, at, :width] for rank, spans in enumerate(self._spans) for at, span in enumerate(spans)}
         whole = result.new_empty(self.world_size, width)
         dist.all_gather(list(whole), add_up((0, self.shards), known, Tensor.add_), group=self.process_group)
         result.copy_(whole.view(-1)[: result.numel()])
+        return received[:, 0, width:].sum(0)
+
+    def _agree(self, words: Sequence[float]) -> None:
+        """Learn from the sums of all ranks' words what at least one of them asked for in this step."""
+        self.step += 1
+        self.requests = frozenset(name for name, word in zip(REQUESTS, words, strict=True) if word)
+        if self.drained is None and "drain" in self.requests:
+            self.drained = self.step
 
 
 class _Sum:
     """Memory for the gradients of ``params``: a flat tensor for each type, with a view for each parameter, then a flag for each.
 
-    The flags count in how many shards a parameter had a gradient, at least as far as the type can.
+    The flags count in how many shards a parameter had a gradient, at least as far as the type can. A word for each request follows.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -243,10 +249,10 @@ class _Sum:
         self.flats, self._views, self._flags = [], [], []
         for group in self._groups:
             numel = sum(param.numel() * (2 if param.is_complex() else 1) for param in group)
-            flat = torch.zeros(numel + len(group), dtype=group[0].dtype.to_real(), device=group[0].device)
+            flat = torch.zeros(numel + len(group) + len(REQUESTS), dtype=group[0].dtype.to_real(), device=group[0].device)
             self.flats.append(flat)
             self._views.append(make_views(group, flat))
-            self._flags.append(flat[numel:])
+            self._flags.append(flat[numel : numel + len(group)])
 
     @torch.no_grad()
     def take(self, weight: float) -> None:

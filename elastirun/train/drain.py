@@ -11,17 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .errors import TrainError
 from .failure_stop import FailureStop
-
-if TYPE_CHECKING:
-    from .ddp import DistributedDataParallel
-    from .deterministic import DeterministicShards
 
 DEADLINE = "ELASTIRUN_DEADLINE"  # seconds from the signal to SIGKILL; set by the agent
 USUAL_DEADLINE = 30.0  # seconds without an agent of elastirun: torchrun's and Kubernetes' default
@@ -32,6 +28,23 @@ CODE = 128 + signal.SIGTERM  # of a rank that ends for the sake of the others. N
 
 
 Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+class Agreeing(Protocol):
+    """A module whose ranks tell each other of requests as they reduce: ``DistributedDataParallel`` and ``DeterministicShards``."""
+
+    process_group: dist.ProcessGroup
+
+    @property
+    def drained(self) -> int | None:
+        """The first reduction in which a rank requested "drain"; the same on all ranks after the same reduction."""
+
+    @property
+    def _without_reducer(self) -> bool:
+        """Whether there is nobody to tell of a request yet."""
+
+    def request(self, name: str) -> None:
+        """Tell all ranks of the request in the next reduction."""
 
 
 class Drain:
@@ -53,7 +66,7 @@ class Drain:
     Raises TrainError if ``ddp`` does not span all ranks: its control words would not reach the others.
     """
 
-    def __init__(self, ddp: DistributedDataParallel | DeterministicShards, signals: Iterable[int] | None = None) -> None:
+    def __init__(self, ddp: Agreeing, signals: Iterable[int] | None = None) -> None:
         world, group = dist.get_world_size(), dist.get_world_size(ddp.process_group)
         if world != group:
             raise TrainError(f"Drain needs a module whose process group has all ranks: {world}, not {group}")

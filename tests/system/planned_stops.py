@@ -1,6 +1,6 @@
 """Stop a real job as planned, again and again: all ranks must stop after the same step, and the next round goes on exactly there.
 
-    python -m tests.system.planned_stops --tries 50 --seed 1
+    python -m tests.system.planned_stops --tries 50 --seed 1 [--deterministic]
 
 A try is one of: SIGTERM to one worker, SIGTERM to an agent, SIGTERM to a worker and then to its agent, an agent that joins.
 """
@@ -22,22 +22,25 @@ from typing import Any
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 
 SCRIPT = """
-import json, os, random, socket, sys, time
+import itertools, json, os, random, socket, sys, time
 import torch, torch.distributed as dist
 from torch import nn
-from elastirun.train import DistributedDataParallel, Drain
+from elastirun.train import DeterministicShards, DistributedDataParallel, Drain
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-ddp = DistributedDataParallel(nn.Linear(8, 8))
-drain = Drain(ddp)
+module, batch = nn.Linear(8, 8), torch.ones(2, 8)
+deterministic = "--deterministic" in sys.argv
+model = DeterministicShards(module, shards=2) if deterministic else DistributedDataParallel(module)
+drain = Drain(model)
 path = os.path.join(sys.argv[1], "step")
 step = int(open(path).read()) if os.path.exists(path) else 0
 told = socket.socket(socket.AF_UNIX)
 told.connect(os.environ["TEST_SOCKET"])
 began = False
 while True:
-    ddp(torch.ones(2, 8)).sum().backward()
+    for _ in model.run((step,), 4, itertools.repeat(batch)) if deterministic else [batch]:
+        model(batch).sum().backward()
     step += 1
     if not began:
         told.sendall(json.dumps({**os.environ, "pid": os.getpid(), "step": step - 1}).encode() + b"\\n")
@@ -69,8 +72,8 @@ class Stopped:
 class Story:
     """One job: agent 1, which hosts the store, has two workers; agents 2 and 3 come and go with one each."""
 
-    def __init__(self, nodes: Cluster, seed: int) -> None:
-        self.nodes, self.random = nodes, random.Random(seed)
+    def __init__(self, nodes: Cluster, seed: int, *options: str) -> None:
+        self.nodes, self.random, self.options = nodes, random.Random(seed), options  # options of the script
         nodes.script.write_text(SCRIPT)
         self.others: dict[int, Any] = {}  # the agents 2 and 3, while they are there
         self.failures = 0  # restarts that have been paid for: workers that were ended by a signal alone
@@ -82,7 +85,8 @@ class Story:
         options += (f"--log-dir={self.nodes.tmp_path}/logs{i}",)
         where = [f"--rdzv-endpoint=127.0.0.1:{self.nodes.port}", "--rdzv-id=test", f"--rdzv-conf=is_host={int(i == 1)}"]
         size = ["--nnodes=1:3", f"--nproc-per-node={2 if i == 1 else 1}"]
-        return self.nodes.launch(i, *size, *where, f"--local-addr=127.0.0.{i}", *options, str(self.nodes.script), str(self.nodes.tmp_path))
+        script = (str(self.nodes.script), str(self.nodes.tmp_path), *self.options)
+        return self.nodes.launch(i, *size, *where, f"--local-addr=127.0.0.{i}", *options, *script)
 
     def await_round(self, after: int = 0) -> list[Worker]:
         return self.nodes.round(2 + len(self.others), after)
@@ -169,9 +173,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=50, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--deterministic", action="store_true", help="train with DeterministicShards")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stops-") as folder, cluster(Path(folder)) as nodes:
-        story = Story(nodes, arguments.seed)
+        story = Story(nodes, arguments.seed, *(["--deterministic"] if arguments.deterministic else []))
         for number in range(arguments.tries):
             print(number + 1, story.stop(story.random.choice(WAYS)), flush=True)
         story.end()

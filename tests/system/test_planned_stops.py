@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support.cluster import Cluster
 from tests.system.planned_stops import Story
 
@@ -24,8 +26,9 @@ time.sleep(1000)
 """
 
 
-def test_a_job_that_is_stopped_in_every_way_replays_no_step(nodes: Cluster) -> None:
-    story = Story(nodes, seed=1)
+@pytest.mark.parametrize("options", [(), ("--deterministic",)])
+def test_a_job_that_is_stopped_in_every_way_replays_no_step(nodes: Cluster, options: tuple[str, ...]) -> None:
+    story = Story(nodes, 1, *options)
     for way in ("join", "worker", "both"):
         story.stop(way)
     story.end()

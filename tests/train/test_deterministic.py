@@ -200,18 +200,18 @@ def test_kills_and_resizes_change_neither_the_samples_nor_the_bits(tmp_path: Pat
     assert all(torch.equal(found["module"][name], value) for name, value in alone["module"].items())
 
 
-def drains(rank: int, world: int) -> list[Any]:
-    model = DeterministicShards(nn.Linear(6, 2), shards=3)
+def drains(rank: int, world: int, signalled: int) -> list[Any]:
+    model = DeterministicShards(nn.Linear(6, 2), shards=2)
     drain = Drain(model)
     loader = ElasticDataLoader(Noisy(), 5)
     found: list[Any] = []
     for step in loader.steps(model):
+        if (model.step, rank) == (2, signalled):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if (model.step, rank) == (0, 0):
+            model.request("checkpoint")
         for batch in step:
             model(batch).sum().backward()
-            if (model.step, rank) == (2, 1):
-                os.kill(os.getpid(), signal.SIGTERM)
-            if (model.step, rank) == (0, 0):
-                model.request("checkpoint")
         found.append(sorted(model.requests))
         if drain.now:
             break
@@ -219,8 +219,11 @@ def drains(rank: int, world: int) -> list[Any]:
     return [*found, model.drained, loader.consumed]
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
-    assert run(3, drains) == [[["checkpoint"], [], ["drain"], 3, 15]] * 3
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(world: int) -> None:
+    """Also a signal to the one of three ranks that has none of the two shards."""
+    for signalled in range(world):
+        assert run(world, drains, signalled) == [[["checkpoint"], [], ["drain"], 3, 15]] * world
 
 
 # -- errors -------------------------------------------------------------------------------------------------------------

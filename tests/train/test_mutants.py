@@ -552,8 +552,13 @@ MUTANTS = (
     ),
     mutant(
         "requests are known to all in deterministic mode",
-        *("deterministic", "if any(rank[at] for rank in ranks))", "if name in asked)"),
-        *("deterministic", "a_signal_to_one_rank_stops_all_after_the_same_step"),
+        *("deterministic", "return received[:, 0, width:].sum(0)", "return words"),
+        *("deterministic", "a_signal_to_one_rank_stops_all_after_the_same_step[3]"),
+    ),
+    mutant(
+        "a rank without a shard can stop all in deterministic mode",
+        *("deterministic", "sent[:, 0, width:] = words", "sent[:, 0, width:] = words if mine else 0"),
+        *("deterministic", "a_signal_to_one_rank_stops_all_after_the_same_step[3]"),
     ),
     mutant(
         "the state after the last batch is that of the next epoch",
