@@ -113,9 +113,13 @@ class Directory:
         return Claim(name, next_sequence([*found, *set_aside]), found, lock)
 
     def release(self, claim: Claim) -> None:
-        """Give a claim up, in the end. Others may claim at any time, whether or not this was called."""
-        with suppress(OSError):
-            os.rmdir(self._staging(claim.name))  # not if something is left in it: the next claim deletes that
+        """Give a claim up, in the end. Others may claim at any time, whether or not this was called.
+
+        With an agent the empty staging folder stays: an earlier round that was frozen must find that a later one has claimed.
+        """
+        if claim.lock is not None:
+            with suppress(OSError):
+                os.rmdir(self._staging(claim.name))  # not if something is left in it: the next claim deletes that
         claim.release()
 
     def file(self, found: Found, name: str) -> str:

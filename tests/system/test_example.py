@@ -48,7 +48,7 @@ def test_training_in_pieces_with_other_launchers_and_worker_counts_is_the_same_t
     assert re.search(r"test accuracy [\d.]+ %\s*\Z", second), second
     for folder in (tmp_path / "runs" / "digits", tmp_path / "pieces"):
         names = {path.name for path in folder.iterdir()}
-        assert names == {".lock", "step-00000050", "step-00000060", "step-00000066"}
+        assert {name for name in names if not name.startswith(".")} == {"step-00000050", "step-00000060", "step-00000066"}
 
 
 def test_with_torch_alone_training_in_pieces_is_the_same_training_as_well(tmp_path: Path) -> None:

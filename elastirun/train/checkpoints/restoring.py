@@ -21,7 +21,7 @@ from .dcp import open_foreign
 from .loading import load, targets
 from .memory import Memory, describe, fetch, together
 from .ranks import Ranks
-from .reading import MOST, Sources, decode_tensors, fill, map_file
+from .reading import Sources, decode_tensors, fill
 from .staging import TENSORS, VALUES
 from .values import decode_values
 
@@ -76,13 +76,7 @@ class _Published:
         self._directory, self._found = directory, found
 
     def open(self, file_name: str) -> memoryview:
-        path = self._directory.file(self._found, file_name)
-        if "://" in path:
-            return memoryview(self._directory.read(self._found, file_name, limit=MOST))
-        try:
-            return map_file(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        return self._directory.content(self._found, file_name)
 
 
 class _InMemory:
