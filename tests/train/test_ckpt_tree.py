@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -252,6 +253,45 @@ def test_a_run_comes_back_into_a_fresh_or_a_used_one(steps: int) -> None:
         one["optimizer"].step()
     other["optimizer"].zero_grad()
     assert same(state["optimizer"].state_dict()["param_groups"], other["optimizer"].state_dict()["param_groups"])
+
+
+OPTIMIZERS: dict[str, Any] = {
+    **{
+        name: (getattr(torch.optim, name), {}) for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "Adafactor")
+    },
+    "Adam": (torch.optim.Adam, {"amsgrad": True, "fused": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True, "lr": torch.tensor(0.01)}),
+    "LBFGS": (torch.optim.LBFGS, {"max_iter": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("used", [False, True])
+def test_every_optimizer_of_torch_goes_on_as_before(name: str, used: bool) -> None:
+    def build(seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        kind, options = OPTIMIZERS[name]
+        return model, step(model, kind(model.parameters(), **copy.deepcopy(options)), steps)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.Optimizer:
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = model(torch.ones(2, 3)).square().sum()
+            value.backward()
+            return value
+
+        for _ in range(steps):
+            optimizer.step(loss)
+        return optimizer
+
+    (model, optimizer), (other, its) = build(0, 3), build(1, 2 * used)
+    restore({"m": other, "o": its}, flatten({"m": model, "o": optimizer}))
+    assert same(its.state_dict(), optimizer.state_dict())
+    step(model, optimizer, 2)
+    step(other, its, 2)
+    assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
 
 
 def test_parameters_are_filled_in_place_and_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
