@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -164,6 +165,17 @@ def test_folders_with_the_state_dicts_of_torch_and_odd_tensors(tmp_path: Path) -
     load_foreign(tmp_path, state)
     assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
     assert same(state["odd"], odd) and same(state["plain"], [1, (2.5, None)])
+
+
+@pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+def test_optimizers_that_dcp_has_flattened_come_back(rate: Any, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = rate
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    saved_by_dcp(tmp_path, app={"model": get_model_state_dict(model), "optimizer": flat})
+    other, its = trained(1, 0)
+    assert load_foreign(tmp_path, {"app": {"model": other, "optimizer": its}}) == []
+    assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
 
 
 def test_values_that_only_code_could_read_are_left_out(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def _open_folder(path: Path) -> Foreign:
             _put(tree, place, node)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{METADATA} does not describe a checkpoint: {type(error).__name__}: {clip(str(error))}") from None
-    found.tree = {key: _with_lists(node) for key, node in tree.items()}
+    found.tree = {key: _with_groups(_with_lists(node), key, found.tensors) for key, node in tree.items()}
     return found
 
 
@@ -364,6 +364,26 @@ def _with_lists(node: Node) -> Node:
     if nodes and all(type(key) is int for key in nodes):
         return [nodes[key] for key in sorted(nodes)]
     return {str(key): each for key, each in nodes.items()}
+
+
+def _with_groups(node: Node, path: str, tensors: dict[str, SavedTensor]) -> Node:
+    """Return ``node`` with optimizers as other state dicts have them, where DCP's option ``flatten_optimizer_state_dict`` has changed that.
+
+    It puts the options of each parameter under ``param_groups.<name>.<option>``, and its state under ``state.<name>.<key>``.
+    """
+    if not isinstance(node, dict) or TAG in node:
+        return node
+    if not all(key.startswith(("state.", "param_groups.")) for key in node) or not any(key.startswith("param_groups.") for key in node):
+        return {key: _with_groups(each, join(path, key), tensors) for key, each in node.items()}
+    parts: dict[str, dict[str, dict[str, Node]]] = {"state": {}, "param_groups": {}}
+    for key, each in node.items():
+        part, _, rest = key.partition(".")
+        name, _, option = rest.rpartition(".")
+        own = parts[part].setdefault(name, {})
+        own[option] = each
+        if part == "param_groups" and join(path, key) in tensors:
+            tensors[f"{path}.param_groups.{len(parts[part]) - 1}.{option}"] = tensors.pop(join(path, key))
+    return {"state": parts["state"], "param_groups": [{"params": [name], **options} for name, options in parts["param_groups"].items()]}
 
 
 # -- the description of a folder, unpickled ---------------------------------------------------------------------------------
