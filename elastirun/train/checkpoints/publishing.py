@@ -94,10 +94,10 @@ class Publisher:
                 self._write(work)
             except Exception as error:  # whatever it was: training goes on, and the next save may succeed
                 work.error = f"{type(error).__name__}: {error}"
-            work.written.set()
-            work.done.set()
             if work.error:
                 log.warning("the checkpoint of step %d was not published: %s", work.step, work.error)
+            work.written.set()
+            work.done.set()
 
     def _write(self, save: Save) -> None:
         small = save.small_files() if self._ranks.rank == 0 else {}
