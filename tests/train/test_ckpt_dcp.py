@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from elastirun.train import TrainError
+from elastirun.train import TrainError, load_checkpoint
 from elastirun.train.checkpoints import layout
-from elastirun.train.checkpoints.dcp import METADATA, VALUES, DcpFiles, load_foreign, open_foreign
+from elastirun.train.checkpoints.dcp import METADATA, VALUES, DcpFiles, open_foreign
+from elastirun.train.checkpoints.loading import unused
 from elastirun.train.checkpoints.tree import flatten
 from tests.support.checkpoints import write
 from tests.support.worlds import run
@@ -135,7 +136,7 @@ def dcp_save_world(rank: int, world: int, folder: str, kind: str) -> dict[str, T
 def take_world(rank: int, world: int, folder: str, kind: str, steps: int) -> tuple[dict[str, Tensor], float]:
     state = build(2, kind, steps)
     del state["own"]
-    load_foreign(folder, state)
+    load_checkpoint(folder, state)
     assert state["epoch"] == 1
     return whole(state), state["optimizer"].param_groups[0]["lr"]
 
@@ -162,7 +163,7 @@ def test_folders_with_the_state_dicts_of_torch_and_odd_tensors(tmp_path: Path) -
     )
     other, its = trained(1, 0)
     state = {"model": other, "optimizer": its, "odd": {key: torch.zeros_like(value) for key, value in odd.items()}, "plain": 0}
-    load_foreign(tmp_path, state)
+    load_checkpoint(tmp_path, state)
     assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
     assert same(state["odd"], odd) and same(state["plain"], [1, (2.5, None)])
 
@@ -174,7 +175,9 @@ def test_optimizers_that_dcp_has_flattened_come_back(rate: Any, tmp_path: Path) 
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     saved_by_dcp(tmp_path, app={"model": get_model_state_dict(model), "optimizer": flat})
     other, its = trained(1, 0)
-    assert load_foreign(tmp_path, {"app": {"model": other, "optimizer": its}}) == []
+    state = {"app": {"model": other, "optimizer": its}}
+    load_checkpoint(tmp_path, state)
+    assert unused(state, open_foreign(tmp_path).tree) == []
     assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
 
 
@@ -183,10 +186,10 @@ def test_values_that_only_code_could_read_are_left_out(tmp_path: Path) -> None:
     found = open_foreign(tmp_path)
     assert found.skipped == ["bad"] and found.tree == {"good": 1}
     state = {"good": 0}
-    assert load_foreign(tmp_path, state) == ["bad"] and state == {"good": 1}
-    assert load_foreign(tmp_path, {}) == ["good", "bad"]
+    load_checkpoint(tmp_path, state)
+    assert state == {"good": 1} and unused({}, found.tree) == ["good"]
     with pytest.raises(TrainError, match=r"the checkpoint has no bad"):
-        load_foreign(tmp_path, {"bad": 0})
+        load_checkpoint(tmp_path, {"bad": 0})
 
 
 class Evil:
@@ -348,7 +351,7 @@ def test_we_read_files_of_torch(new: bool, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "run.pt", _use_new_zipfile_serialization=new)
     other, its = trained(1, 0)
     state = {"net": other, "optimizer": its, "scheduler": torch.optim.lr_scheduler.StepLR(its, 5), "epoch": 0}
-    load_foreign(tmp_path / "run.pt", state)
+    load_checkpoint(tmp_path / "run.pt", state)
     assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
     assert same(state["scheduler"].state_dict(), scheduler.state_dict()) and state["epoch"] == 4
 
@@ -358,12 +361,12 @@ def test_a_file_with_a_bare_state_dict_belongs_to_the_only_module(wrap: bool, tm
     model, optimizer = trained()
     torch.save((nn.DataParallel(model) if wrap else model).state_dict(), tmp_path / "model.pt")
     other, its = trained(1)
-    load_foreign(tmp_path / "model.pt", {"model": other})
+    load_checkpoint(tmp_path / "model.pt", {"model": other})
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     with pytest.raises(TrainError, match=r"the checkpoint has no optimizer"):
-        load_foreign(tmp_path / "model.pt", {"model": other, "optimizer": its})
+        load_checkpoint(tmp_path / "model.pt", {"model": other, "optimizer": its})
     before = its.state_dict()
-    load_foreign(tmp_path / "model.pt", {"model": other, "optimizer": its}, strict=False)
+    load_checkpoint(tmp_path / "model.pt", {"model": other, "optimizer": its}, strict=False)
     assert same(its.state_dict(), before)
     torch.save({"x": torch.eye(2).to_sparse()}, tmp_path / "sparse.pt")
     with pytest.raises(TrainError, match=r"x: tensors of this kind cannot be read"):

@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from elastirun.errors import CheckpointError
 
 from .boxes import Box, volume
 from .layout import Plan
-from .loading import PREFIXES, items_of, load, targets, unused
+from .loading import PREFIXES, items_of
 from .reading import Folder, SavedChunk, SavedTensor, check_chunks, check_targets, copies
 from .shells import shell
 from .values import DTYPES, MAX_DEPTH, TAG, Fixed, Node, join, leaves, to_node, to_value
@@ -194,20 +194,6 @@ def open_foreign(path: str | os.PathLike[str], state: Mapping[str, Any] | None =
     if state is not None and len(modules) == 1 and not state.keys() & found.tree.keys():
         found.under(modules[0])
     return found
-
-
-def load_foreign(path: str | os.PathLike[str], state: MutableMapping[str, Any], strict: bool = True) -> list[str]:
-    """Put what ``path`` holds into ``state``, as ``Checkpointer.restore`` does with a checkpoint of ours.
-
-    Returns the paths in it that ``state`` has no place for, or that are left out because reading them could run code. Every rank may
-    call it, each reads what it needs. Raises ``CheckpointError``.
-    """
-    found = open_foreign(path, state)
-    tensors = targets(state, found.tree, found.tensors, strict=strict)
-    found.fill(tensors, strict)
-    rest = unused(state, found.tree)
-    state.update(load(state, found.tree, tensors, strict=strict))
-    return [*rest, *found.skipped]
 
 
 def _open_file(path: str | os.PathLike[str]) -> Foreign:
