@@ -226,6 +226,7 @@ class Checkpointer:
                 raise CheckpointError(f"{self._url} has no checkpoint of step {step} that can be used")
             return None
         restoring.on_every_rank(self._ranks, lambda: restoring.put(found, state, self._ranks.rank, strict))
+        found.release()
         self._staging.adopt(found.images)
         self._filled = found.image
         if self._publisher is not None:

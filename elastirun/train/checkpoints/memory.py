@@ -26,8 +26,8 @@ class SaveId(NamedTuple):
     """Identifies a save; a greater one is newer."""
 
     round: int
+    number: int  # of the saves in that round: steps are no order, because a run may go back to an earlier one
     step: int
-    number: int
     fence: str
 
 
@@ -96,7 +96,7 @@ class Memory:
             if description is None:
                 image.close()
                 continue
-            save = SaveId(description.round, description.step, description.save, description.fence)
+            save = SaveId(description.round, description.save, description.step, description.fence)
             found.append(Part(save, int(which), description.rank, local_rank, image, description.files))
         return found
 
@@ -105,6 +105,17 @@ class Memory:
         own = {part.which: part.image for part in parts if part.local_rank == self._local_rank}
         self._kept = dict(own)
         return own
+
+
+def release(parts: Iterable[Part], kept: Iterable[Image]) -> None:
+    """Unmap the images of ``parts`` but those ``kept``, so that their memory is free when the agent gives it up."""
+    staying = {id(image) for image in kept}
+    for part in parts:
+        if id(part.image) not in staying:
+            try:
+                part.image.close()
+            except BufferError:  # a view of it is alive somewhere; the memory goes with that
+                os.close(part.image.fd)
 
 
 def describe(parts: Iterable[Part]) -> str:

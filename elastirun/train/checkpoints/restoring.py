@@ -19,7 +19,7 @@ from elastirun.errors import CheckpointError
 
 from .dcp import open_foreign
 from .loading import load, targets
-from .memory import Memory, describe, fetch, together
+from .memory import Memory, Part, describe, fetch, release, together
 from .ranks import Ranks
 from .reading import Sources, decode_tensors, fill
 from .staging import TENSORS, VALUES
@@ -37,6 +37,12 @@ class Restorable:
     sources: Sources
     image: int = -1  # the number of the image that holds it, on every rank that has one; -1: from the directory
     images: dict[int, Image] = field(default_factory=dict)  # of this rank, left by an earlier round
+    parts: Sequence[Part] = ()  # of this node
+
+    def release(self) -> None:
+        """Give up what is not needed any more after ``put``."""
+        self.sources = _InMemory({})
+        release(self.parts, self.images.values())
 
 
 def find(directory: Directory, found: Sequence[Found], memory: Memory, fence: str, ranks: Ranks, step: int | None) -> Restorable | None:
@@ -58,10 +64,11 @@ def find(directory: Directory, found: Sequence[Found], memory: Memory, fence: st
     on_disk = newest_sound(directory, candidates, ranks, is_older)
     own = memory.adopt(parts)
     if on_disk is not None and on_disk.commit is not None:
-        return Restorable(on_disk.commit.step, directory.file(on_disk, ""), _Published(directory, on_disk), images=own)
+        return Restorable(on_disk.commit.step, directory.file(on_disk, ""), _Published(directory, on_disk), images=own, parts=parts)
     if best is None:
+        release(parts, own.values())
         return None
-    return Restorable(best.save.step, "memory", _InMemory(fetch(best, parts, ranks)), best.which, own)
+    return Restorable(best.save.step, "memory", _InMemory(fetch(best, parts, ranks)), best.which, own, parts)
 
 
 def _job(fence: str) -> str:
