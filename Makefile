@@ -2,7 +2,8 @@
 # make test       every check and test
 # make test-loaded  the tests alone, while other work takes every processor: no test may ask for what a busy machine cannot keep
 #                 (TESTS=tests/system for some of them; takes three times as long)
-# make failover   three nodes on this machine: one is killed, one is added; a table of what happened
+# make failover   three nodes on this machine: one is killed, one is added; a table of what happened, and a proof that
+#                 nothing was lost: the same final weights as without failures, bit by bit
 # make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
 #                 installs them in .nightly and uses the network
 # make lint       ruff and mypy alone

@@ -7,8 +7,9 @@
                                                                    the same on each of one to three nodes
 
 It may be killed at any time and started again with another number of workers: it goes on with the newest checkpoint, sees each image
-once per epoch, and uses 64 images per step at any world size. A second run goes on where the first one stopped, because the directory of
-the checkpoints is fixed. The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn. See also train_torch.py.
+once per epoch, and uses 64 images per step at any world size. With --deterministic the weights are the same to the last bit, too. A second
+run goes on where the first one stopped, because the directory of the checkpoints is fixed. The data are the 1,797 images of 8 x 8 pixels
+that come with scikit-learn. See also train_torch.py.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset, random_split
 
-from elastirun.train import Checkpointer, DistributedDataParallel, Drain, ElasticDataLoader, TrainState
+from elastirun.train import Checkpointer, DeterministicShards, DistributedDataParallel, Drain, ElasticDataLoader, TrainState
 
 
 def main() -> None:
@@ -29,10 +30,11 @@ def main() -> None:
     device = join_workers(args.device)
     training, held_out = digits()
     torch.manual_seed(0)
-    model = DistributedDataParallel(make_model().to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    module = make_model().to(device)
+    model = DeterministicShards(module) if args.deterministic else DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
     loader = ElasticDataLoader(training, global_batch_size=args.batch)
-    run = TrainState(model=model, optimizer=optimizer, data=loader)
+    run = TrainState(model=module, optimizer=optimizer, data=loader)
     checkpoints, drain = Checkpointer(args.checkpoint, every=args.every), Drain(model)
 
     step = checkpoints.restore(run)
@@ -52,15 +54,16 @@ def main() -> None:
             run.step += 1
             checkpoints.save(run.step, run, now=drain.now)
             if drain.now:  # SIGTERM: this node leaves, or the number of nodes changes. All ranks stop after the same step
+                say(f"all workers stop after step {run.step}")
                 checkpoints.close(0.8 * drain.seconds_left)
                 drain.leave()
             time.sleep(args.pause)
         dist.all_reduce(total)
-        percent, world = accuracy(model, held_out, device), dist.get_world_size()
+        percent, world = accuracy(module, held_out, device), dist.get_world_size()
         say(f"epoch {epoch + 1:3d}/{args.epochs}  loss {total[0] / total[1]:.4f}  accuracy {percent:5.2f} %  world size {world}")
     checkpoints.save(run.step, run, now=True)
     checkpoints.close()
-    say(f"test accuracy {accuracy(model, held_out, device):.1f} %")
+    say(f"test accuracy {accuracy(module, held_out, device):.1f} %")
 
 
 def parse() -> argparse.Namespace:
@@ -70,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", default="runs/digits", help="directory that all nodes share: where to save and resume")
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="sleep so many seconds in each step, for demonstrations")
+    parser.add_argument("--deterministic", action="store_true", help="end with the same bits at any number of workers; slower")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is a GPU for each worker")
     return parser.parse_args()
 

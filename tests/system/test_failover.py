@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,8 +26,24 @@ def test_a_node_is_lost_and_replaced_and_the_training_ends_undisturbed(tmp_path:
     assert sizes == [("1", "1", "1"), ("2", "3", "3"), ("3", "2", "2"), ("4", "3", "3")], "one round for each change"
     assert len(re.findall("noticed after", table)) == 3 and len(re.findall("trains after", table)) == 4
     assert "node 3 killed" in table and re.search(r"test accuracy 9[5-9]\.\d %, exit status of the nodes \[0, 0, 0\]", table)
+    assert len(re.findall(r"round \d goes on after step [1-9]", table)) == 3 and "  0 steps replayed at 2 planned stops" in table
+    assert "same final weights as undisturbed, bit by bit: 24 tensors" in table and "  0 samples lost or doubled" in table
     assert "HELD" in table.splitlines()[-1]
     assert re.search(r"node 1 \| epoch +1/12 ", progress), "progress is shown"
     drawn = "".join(ElementTree.parse(tmp_path / "run.svg").getroot().itertext())
     assert all(words in drawn for words in ("node 4", "round 4", "kill -9 at ")), "the run is drawn"
     assert done.stderr == "" and not list(tmp_path.glob("elastirun*")), "nothing is left behind"
+
+
+def test_a_replayed_step_and_other_weights_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    failover = importlib.import_module("failover")
+    job = failover.Job(tmp_path, 1, 0.0)
+    for text in ("1 worker on cpu: from scratch", "all workers stop after step 5", "3 workers on cpu: going on after step 4 of x"):
+        job.take(failover.Line(0.0, 1, text, failover.event_in(text)))
+    with pytest.raises(failover.ScenarioFailed, match="5, 4"):
+        asyncio.run(failover.prove(job))
+    right = {"model.bias": b"F32 [1] abcd"}
+    assert failover.compare(right, dict(right)) == ""
+    assert failover.compare({"model.bias": b"F32 [1] abce"}, right) == "model.bias differs"
+    assert "other tensors" in failover.compare({}, right) and "other tensors" in failover.compare({}, {})
