@@ -6,6 +6,7 @@ sizes of the files before anything is read; nothing is unpickled.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import warnings
@@ -23,6 +24,7 @@ from elastirun.errors import CheckpointError
 from .boxes import Box, common, overlapping, volume, within
 from .garbage import no_collection
 from .layout import local_box
+from .sharded import is_sharded
 from .values import DTYPES
 
 MAX_BYTES = 1 << 30  # of tensors.json
@@ -165,8 +167,12 @@ def copies(saved: Mapping[str, SavedTensor], read: Read, targets: Mapping[str, T
     for name, target in targets.items():
         if name not in saved:
             continue
+        chunks = saved[name].chunks
+        if len(chunks) == 1 and not is_sharded(target):  # nearly all of a model's thousands
+            yield target, read(saved[name], chunks[0])
+            continue
         box, local = local_box(name, target)
-        for chunk in saved[name].chunks if volume(box.sizes) else ():
+        for chunk in chunks if volume(box.sizes) else ():
             both = box if chunk.box == box else common(box, chunk.box)
             if both is not None:
                 yield _part(local, box, both), _part(read(saved[name], chunk), chunk.box, both)
@@ -218,7 +224,8 @@ def _view(data: memoryview, dtype: torch.dtype, count: int, at: int) -> Tensor:
         return torch.frombuffer(data, dtype=dtype, count=count, offset=at)
 
 
-def _strides(sizes: Sequence[int]) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def _strides(sizes: tuple[int, ...]) -> list[int]:
     strides, stride = [], 1
     for size in reversed(sizes):
         strides.append(stride)
