@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Mapping, MutableMapping
 from functools import partial
@@ -98,7 +97,6 @@ class Checkpointer:
         self._last: Save | None = None  # the last one that goes to the disk
         self._blocked: deque[float] = deque(maxlen=KEPT)
         self._waited = 0.0  # seconds in which both images were being written
-        _living.add(self)
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
@@ -192,6 +190,7 @@ class Checkpointer:
         """Claim the directory for this round and start the writer, unless that is done. Every rank calls it at the same point."""
         if self._publisher is not None:
             return
+        _living.add(self)
         if self._ranks.rank == 0:
             restoring.on_every_rank(self._ranks, self._claim_here)
         else:
@@ -219,18 +218,24 @@ class Checkpointer:
         Raises CheckpointError: the state does not fit, there is no checkpoint of ``step``, the directory cannot be used.
         """
         self._claim_directory()
+        if self._last is not None and self._publisher is not None:  # what was saved before counts, and may be saved again
+            self._publisher.outcome(self._last, END_LIMIT)
+            self._last = None
         published = self._directory.scan() if self._claim is not None else []
-        found = restoring.find(self._directory, published, self._memory, self._fence, self._ranks, step)
+        parts = self._memory.parts()
+        try:
+            found = restoring.find(self._directory, published, parts, self._fence, self._ranks, step)
+            if found is not None:
+                restoring.on_every_rank(self._ranks, partial(restoring.put, found, state, self._ranks.rank, strict))
+        finally:
+            self._staging.adopt(self._memory.adopt(parts))
+        if self._publisher is not None:
+            self._publisher.take_images(self._staging)
         if found is None:
             if step is not None:
                 raise CheckpointError(f"{self._url} has no checkpoint of step {step} that can be used")
             return None
-        restoring.on_every_rank(self._ranks, lambda: restoring.put(found, state, self._ranks.rank, strict))
-        found.release()
-        self._staging.adopt(found.images)
         self._filled = found.image
-        if self._publisher is not None:
-            self._publisher.take_images(self._staging)
         if self._ranks.rank == 0:
             log.info("restored step %d from %s", found.step, found.where)
         return found.step
@@ -278,7 +283,7 @@ def _files_for_dcp(files: DcpFiles, tree: Mapping[str, Any]) -> dict[str, bytes]
     return dict(zip((METADATA, DCP_VALUES), files.encode(tree), strict=True))
 
 
-_living: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_living: set[Checkpointer] = set()  # until they are closed: what a function saved before it returned is published, too
 
 
 @atexit.register

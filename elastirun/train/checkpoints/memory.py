@@ -1,7 +1,7 @@
 """Copies in memory: which complete saves the agents of all nodes hold together, and how every rank gets the files of one.
 
 An agent holds the images of its node's workers beyond their end. Every node has the whole replicated state, so after the loss of a node the
-others still have everything, and a new node gets it from them.
+others still have everything, and a new node gets it from them. Only what each rank has of its own (``PerRank``) is lost with its node.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,9 +17,11 @@ from elastirun.checkpoint import memory_tier
 from elastirun.checkpoint.image import Image
 from elastirun.errors import CheckpointError
 
+from .loading import items_of
 from .ranks import Ranks
 from .reading import decode_tensors
 from .staging import TENSORS, VALUES
+from .values import PER_RANK, Node, decode_values, join
 
 
 class SaveId(NamedTuple):
@@ -57,12 +59,18 @@ class Copies:
     sizes: dict[str, int] = field(default_factory=dict)  # of each file
     holders: dict[str, list[int]] = field(default_factory=dict)  # of each file: the ranks on whose nodes it is
     needed: set[str] = field(default_factory=set)  # files without which the save is not complete
+    own: set[str] = field(default_factory=set)  # files that hold nothing but values of which every rank has its own
     values_of: int = 1 << 62  # the lowest rank that has staged it; its values.json counts
 
     @property
     def complete(self) -> bool:
         """Return whether the nodes have all of it."""
         return self.needed <= self.holders.keys()
+
+    @property
+    def lost(self) -> set[str]:
+        """Return the files of ranks whose nodes are gone."""
+        return self.own - self.holders.keys()
 
 
 class Memory:
@@ -101,21 +109,15 @@ class Memory:
         return found
 
     def adopt(self, parts: Iterable[Part]) -> dict[int, Image]:
-        """Return the images that an earlier worker with this local rank has left, by number. They are kept already."""
-        own = {part.which: part.image for part in parts if part.local_rank == self._local_rank}
-        self._kept = dict(own)
-        return own
-
-
-def release(parts: Iterable[Part], kept: Iterable[Image]) -> None:
-    """Unmap the images of ``parts`` but those ``kept``, so that their memory is free when the agent gives it up."""
-    staying = {id(image) for image in kept}
-    for part in parts:
-        if id(part.image) not in staying:
-            try:
+        """Return the images that an earlier worker with this local rank has left, by number; close the others. They are kept already."""
+        own: dict[int, Image] = {}
+        for part in parts:
+            if part.local_rank == self._local_rank:
+                own[part.which] = part.image
+            else:
                 part.image.close()
-            except BufferError:  # a view of it is alive somewhere; the memory goes with that
-                os.close(part.image.fd)
+        self._kept.update(own)
+        return own
 
 
 def describe(parts: Iterable[Part]) -> str:
@@ -123,12 +125,33 @@ def describe(parts: Iterable[Part]) -> str:
     lines = []
     for part in parts:
         try:
-            needed = sorted({chunk.file for tensor in decode_tensors(bytes(part.read(TENSORS))).values() for chunk in tensor.chunks})
+            needed, own = _files_of(part)
         except (CheckpointError, KeyError):
             continue
         sizes = {name: size for name, (_, size) in part.files.items()}
-        lines.append({"save": part.save, "which": part.which, "rank": part.rank, "sizes": sizes, "needed": needed})
+        lines.append({"save": part.save, "which": part.which, "rank": part.rank, "sizes": sizes, "needed": needed, "own": own})
     return json.dumps(lines)
+
+
+def _files_of(part: Part) -> tuple[list[str], list[str]]:
+    """Return the files that every rank needs, and those that only hold the values of one rank. Raises CheckpointError and KeyError."""
+    tensors = decode_tensors(bytes(part.read(TENSORS)))
+    marked = {name for name in tensors if "@" in name}
+    if marked:
+        paths = set(_per_rank(decode_values(bytes(part.read(VALUES))), ""))
+        marked = {name for name in marked if name.rpartition("@")[0] in paths}
+    needed = {chunk.file for name, tensor in tensors.items() if name not in marked for chunk in tensor.chunks}
+    own = {chunk.file for name in marked for chunk in tensors[name].chunks}
+    return sorted(needed), sorted(own - needed)
+
+
+def _per_rank(node: Node, path: str) -> Iterator[str]:
+    """Yield the paths of the values of which every rank has its own."""
+    if node == PER_RANK:
+        yield path
+    else:
+        for key, each in items_of(node).items():
+            yield from _per_rank(each, join(path, key))
 
 
 def together(texts: Sequence[str]) -> list[Copies]:
@@ -139,6 +162,7 @@ def together(texts: Sequence[str]) -> list[Copies]:
             save = SaveId(*line["save"])
             copies = found.setdefault(save, Copies(save, line["which"], needed={TENSORS, VALUES}))
             copies.needed.update(line["needed"])
+            copies.own.update(line["own"])
             if line["rank"] < copies.values_of:
                 copies.values_of, copies.holders[VALUES], copies.sizes[VALUES] = line["rank"], [rank], line["sizes"][VALUES]
             for name, size in line["sizes"].items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -28,6 +29,7 @@ log = logging.getLogger("elastirun.checkpoints")
 LOOK_AGAIN = 0.02  # seconds between two looks whether all ranks have written
 LONGEST_LOOK = 1.0  # seconds; the pause grows to this while a rank is slow
 PATIENCE = 900.0  # seconds for the slowest rank's disk; a rank that is gone ends the training long before
+RETRY = 30.0  # seconds for which a failed write is repeated; not at all after a save that failed, so that the training need not wait again
 
 
 @dataclass(eq=False)
@@ -53,7 +55,12 @@ class Publisher:
     def __init__(self, ranks: Ranks, writer: WriterProcess, directory: str, claim: str, sequence: int, keep: int, fence: str) -> None:
         self._ranks, self._writer, self._keep, self._fence = ranks, writer, keep, fence
         self._target = {"directory": directory, "claim": claim}
+        self._board = ranks.board if ranks.world_size > 1 else None  # now: the script may end its groups before the last save is published
         self._sequence = sequence  # of the next commit
+        self._images: list[int] = []  # descriptors of what the writer has
+        self._retry = RETRY
+        self._ending = threading.Event()
+        self._noted = ""  # the key of the last outcome
         self.published: int | None = None  # the step of the newest checkpoint that this rank knows of
         self._queue: queue.SimpleQueue[Save | Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
@@ -65,10 +72,12 @@ class Publisher:
 
     def take_images(self, staging: Staging) -> None:
         """Give the images to the writer, which allocates their memory, in the thread."""
-        self.submit(lambda: self._hand_over(staging))
+        fds = [os.dup(image.fd) for image in staging.images if image is not None]  # the thread may come to it when others have their place
+        self.submit(lambda: self._hand_over(staging, fds))
 
-    def _hand_over(self, staging: Staging) -> None:
-        fds = [image.fd for image in staging.images if image is not None]
+    def _hand_over(self, staging: Staging, fds: list[int]) -> None:
+        _close_all(self._images)
+        self._images = fds
         reply = self._ask({"do": "images"}, fds)
         if "error" in reply:
             log.warning("the writer cannot use the shared memory: %s", reply["error"])
@@ -79,6 +88,7 @@ class Publisher:
         self._queue.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
+            self._ending.set()
             self._writer.close(patience=0.0)  # the thread then learns that the writer has ended
             self._thread.join(1.0)
         else:
@@ -86,46 +96,72 @@ class Publisher:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            if not isinstance(work, Save):
+            if isinstance(work, Save):
+                self._take(work)
+            else:
                 with suppress(CheckpointError):  # the writer has ended: the next save says so
                     work()
-                continue
-            try:
-                self._write(work)
-            except Exception as error:  # whatever it was: training goes on, and the next save may succeed
-                work.error = f"{type(error).__name__}: {error}"
-            if work.error:
-                log.warning("the checkpoint of step %d was not published: %s", work.step, work.error)
-            work.written.set()
-            work.done.set()
+        _close_all(self._images)
 
-    def _write(self, save: Save) -> None:
-        small = save.small_files() if self._ranks.rank == 0 else {}
-        more = {name: base64.b64encode(data).decode() for name, data in small.items()}
-        reply = self._ask({"do": "write", "image": save.image, "more": more})
+    def _take(self, save: Save) -> None:
+        """Write and publish a save; on every rank, whatever goes wrong, the others learn of it."""
+        reply = self._attempt(lambda: self._write(save))
         save.written.set()
         if self._ranks.rank == 0:
-            save.error = self._conclude(save, reply)
+            save.error = self._attempt(lambda: self._conclude(save, reply)).get("error", "")
+            self.published = self.published if save.error else save.step
         else:
-            self._ranks.board.set(f"{save.number}/{self._ranks.rank}", json.dumps(reply))
+            save.error = reply.get("error", "")
+        self._attempt(lambda: self._tell(save, reply))
+        if save.error:
+            log.warning("the checkpoint of step %d was not published: %s", save.step, save.error)
+        save.done.set()
 
-    def _conclude(self, save: Save, mine: dict[str, Any]) -> str:
-        """Commit ``save`` when all ranks have written their files; return what went wrong, empty when nothing did. Rank 0 only."""
+    def _attempt(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what ``work`` returns, or its exception as an "error": training goes on, and the next save may succeed."""
+        try:
+            return work()
+        except CheckpointError as error:
+            return {"error": str(error)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _write(self, save: Save) -> dict[str, Any]:
+        """Let the writer write the files of this rank; return its answer."""
+        small = save.small_files() if self._ranks.rank == 0 else {}
+        more = {name: base64.b64encode(data).decode() for name, data in small.items()}
+        reply = self._ask({"do": "write", "image": save.image, "more": more, "limit": self._retry})
+        self._retry = 0.0 if "error" in reply else RETRY
+        if "error" not in reply and reply["save"] != save.number:
+            raise CheckpointError(f"image {save.image} has save {reply['save']} instead of {save.number}")
+        return reply
+
+    def _tell(self, save: Save, reply: dict[str, Any]) -> dict[str, Any]:
+        """Tell the other ranks: rank 0 what became of the save, the others how their part went."""
+        if self._board is None:
+            return reply
+        if self._ranks.rank > 0:
+            self._board.set(f"{save.number}/{self._ranks.rank}", json.dumps(reply))
+        else:
+            before, self._noted = self._noted, f"{save.number}/outcome"
+            self._board.set(self._noted, save.error or "published")
+            if before:  # nobody waits for that save any more: all ranks have come to this one
+                self._board.delete_key(before)
+        return reply
+
+    def _conclude(self, save: Save, mine: dict[str, Any]) -> dict[str, Any]:
+        """Commit ``save`` when all ranks have written their files; return the answer. Rank 0 only."""
         replies = [mine, *self._replies(save)]
         errors = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if reply.get("error")]
         if errors:
-            error = "; ".join(errors[:3]) + (f" and {len(errors) - 3} more" if len(errors) > 3 else "")
             self._ask({"do": "discard", "step": save.step})
-        else:
-            files = {name: pair for reply in replies for name, pair in reply["files"].items()}
-            answer = self._ask({"do": "commit", "commit": self._record(save, files), "keep": self._keep, "save": save.number})
-            error = answer.get("error", "")
-            if "warning" in answer:
-                log.warning("%s", answer["warning"])
-        self.published = save.step if not error else self.published
-        if self._ranks.world_size > 1:
-            self._ranks.board.set(f"{save.number}/outcome", error or "published")
-        return error
+            return {"error": "; ".join(errors[:3]) + (f" and {len(errors) - 3} more" if len(errors) > 3 else "")}
+        files = {name: pair for reply in replies for name, pair in reply["files"].items()}
+        commit = {"do": "commit", "commit": self._record(save, files), "keep": self._keep, "save": save.number}
+        answer = self._ask({**commit, "limit": RETRY})
+        if "warning" in answer:
+            log.warning("%s", answer["warning"])
+        return answer
 
     def _record(self, save: Save, files: Mapping[str, Any]) -> dict[str, Any]:
         """Return the commit record of ``save``, with ``files`` as all ranks' writers report them."""
@@ -137,16 +173,17 @@ class Publisher:
             "fence": self._fence,
             "round": int(round) if round.isdigit() else 0,
             "world_size": self._ranks.world_size,
+            "time": time.time(),
             "files": files,
         }
 
     def _replies(self, save: Save) -> list[dict[str, Any]]:
         """Return what the other ranks' writers said, in rank order."""
-        if self._ranks.world_size == 1:
+        board = self._board
+        if board is None:
             return []
-        board = self._ranks.board
         keys = [f"{save.number}/{rank}" for rank in range(1, self._ranks.world_size)]
-        if not _await(lambda: board.check(keys), PATIENCE):
+        if not self._await(lambda: board.check(keys), PATIENCE):
             return [{"error": f"the others have not all written their files within {PATIENCE:g} s"}]
         texts = [board.get(key) for key in keys]
         for key in keys:
@@ -158,25 +195,47 @@ class Publisher:
         end = time.monotonic() + timeout
         if not save.done.wait(timeout):
             return ""
-        if save.error or self._ranks.rank == 0:
+        board = self._board
+        if save.error or self._ranks.rank == 0 or board is None:
             return save.error or "published"
         key = f"{save.number}/outcome"
-        if not _await(lambda: self._ranks.board.check([key]), end - time.monotonic()):
+        if not self._await(lambda: board.check([key]), end - time.monotonic()):
             return ""
-        text: str = self._ranks.board.get(key).decode()
+        text: str = board.get(key).decode()
         return text
 
     def _ask(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        self._writer.request({**self._target, **request}, fds)
+        """Return the writer's answer. A writer that was killed, as by the kernel for memory, gets a successor, which is asked once more.
+
+        Any request can be repeated: what was published already is found to be so.
+        """
+        message = {**self._target, **request}
+        try:
+            return self._request(message, fds)
+        except CheckpointError as error:
+            if self._ending.is_set():
+                raise
+            log.warning("%s; a new one is started", error)
+        self._writer.close(patience=0.0)
+        self._writer.start()
+        if request["do"] != "images":
+            self._request({"do": "images"}, self._images)
+        return self._request(message, fds)
+
+    def _request(self, message: Mapping[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+        self._writer.request(message, fds)
         return self._writer.reply()
 
+    def _await(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Return whether ``condition`` came true within ``timeout`` seconds. Looks less and less often: other machines are asked."""
+        end, pause = time.monotonic() + timeout, LOOK_AGAIN
+        while not condition():
+            if time.monotonic() > end or self._ending.wait(pause):
+                return False
+            pause = min(pause * 1.5, LONGEST_LOOK)
+        return True
 
-def _await(condition: Callable[[], bool], timeout: float) -> bool:
-    """Return whether ``condition`` came true within ``timeout`` seconds. Looks less and less often: other machines are asked."""
-    end, pause = time.monotonic() + timeout, LOOK_AGAIN
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_LOOK)
-    return True
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
-from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, decode, encode
 from elastirun.errors import CheckpointError
 
 from .dcp import open_foreign
 from .loading import load, targets
-from .memory import Memory, Part, describe, fetch, release, together
+from .memory import Part, describe, fetch, together
 from .ranks import Ranks
 from .reading import Sources, decode_tensors, fill
 from .staging import TENSORS, VALUES
@@ -30,45 +29,42 @@ log = logging.getLogger("elastirun.checkpoints")
 
 @dataclass
 class Restorable:
-    """A checkpoint that was found: its files, and what this rank keeps of it."""
+    """A checkpoint that was found."""
 
     step: int
     where: str  # for people
     sources: Sources
     image: int = -1  # the number of the image that holds it, on every rank that has one; -1: from the directory
-    images: dict[int, Image] = field(default_factory=dict)  # of this rank, left by an earlier round
-    parts: Sequence[Part] = ()  # of this node
-
-    def release(self) -> None:
-        """Give up what is not needed any more after ``put``."""
-        self.sources = _InMemory({})
-        release(self.parts, self.images.values())
+    lost: Collection[str] = ()  # files with values that only one rank had, on a node that is gone
 
 
-def find(directory: Directory, found: Sequence[Found], memory: Memory, fence: str, ranks: Ranks, step: int | None) -> Restorable | None:
-    """Return the checkpoint to go on from: the newest one, or that of ``step``. Every rank calls it; ``found`` is rank 0's.
+def find(
+    directory: Directory, found: Sequence[Found], parts: Sequence[Part], fence: str, ranks: Ranks, step: int | None
+) -> Restorable | None:
+    """Return the checkpoint to go on from: the newest one, or that of ``step``. Every rank calls it; ``found`` is rank 0's
+    list of what is published, ``parts`` what this node has in memory.
 
-    Within one job the later round's is the newer one, then the later step; of equal ones that in memory. What another job has published
-    is older than what is in memory here.
+    Within one job the later round's is the newer one, then the later step; of equal ones that in memory, unless something of it was lost
+    with a node. What another job has published is older than what is in memory here.
     """
-    parts = memory.parts()
     job = _job(fence)
     held = [one for one in together(ranks.gather_text(describe(parts))) if _job(one.save.fence) == job]
     best = next((one for one in held if step is None or one.save.step == step), None)
 
     def is_older(one: Commit) -> bool:
-        return best is not None and (_job(one.fence) != job or (one.round, one.step) <= (best.save.round, best.save.step))
+        if best is None:
+            return False
+        mine, theirs = (best.save.round, best.save.step), (one.round, one.step)
+        return _job(one.fence) != job or theirs < mine or (theirs == mine and not best.lost)
 
     wanted = [one for one in found if step is None or one.commit is None or one.commit.step == step]
     candidates = sorted(wanted, key=lambda one: one.commit is not None)  # those without a record first, so that there is a line on each
     on_disk = newest_sound(directory, candidates, ranks, is_older)
-    own = memory.adopt(parts)
     if on_disk is not None and on_disk.commit is not None:
-        return Restorable(on_disk.commit.step, directory.file(on_disk, ""), _Published(directory, on_disk), images=own, parts=parts)
+        return Restorable(on_disk.commit.step, directory.file(on_disk, ""), _Published(directory, on_disk))
     if best is None:
-        release(parts, own.values())
         return None
-    return Restorable(best.save.step, "memory", _InMemory(fetch(best, parts, ranks)), best.which, own, parts)
+    return Restorable(best.save.step, "memory", _InMemory(fetch(best, parts, ranks)), best.which, best.lost)
 
 
 def _job(fence: str) -> str:
@@ -129,6 +125,8 @@ def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: b
     """Put the checkpoint into ``state``. Raises CheckpointError where it does not fit."""
     tree = decode_values(bytes(found.sources.open(VALUES)))
     saved = decode_tensors(bytes(found.sources.open(TENSORS)))
+    if found.lost:
+        saved = {name: tensor for name, tensor in saved.items() if not any(chunk.file in found.lost for chunk in tensor.chunks)}
     wanted = targets(state, tree, saved, rank, strict)
     fill(saved, found.sources, wanted, strict)
     state.update(load(state, tree, wanted, rank, strict))
