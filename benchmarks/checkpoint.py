@@ -12,6 +12,8 @@ steps        the median time of a step while the checkpoint is being written, of
 durable      seconds until everything is on the disk
 load         seconds to bring the state back into tensors that are there, from files that no cache has
 
+memory       elastirun only: seconds to bring it back from the copy in memory, in the round after a worker was killed
+
 "of DCP" is the ratio to DCP's best asynchronous way. DCP needs NumPy for more than one rank.
 """
 
@@ -19,6 +21,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,7 +39,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from benchmarks.lab import machine, table
+from benchmarks.lab import ROOT, machine, table
 from tests.support import worlds
 
 LIMIT = 600.0  # seconds for a world
@@ -213,6 +218,45 @@ def forget(path: Path) -> None:
     os.close(fd)
 
 
+RESTARTED = """
+import os, sys, time
+import torch, torch.distributed as dist
+from benchmarks.checkpoint import make_state
+from elastirun.train import Checkpointer
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+first = os.environ["ELASTIRUN_ROUND"] == "1"
+state = make_state(int(sys.argv[2]), float(first))
+checkpoints = Checkpointer(sys.argv[1])
+dist.barrier()
+begun = time.perf_counter()
+step = checkpoints.restore(state)
+took = time.perf_counter() - begun
+if first:
+    checkpoints.save(1, state)
+    dist.barrier()
+    os.kill(os.getpid(), 9)
+if step != 1 or not all(float(tensor[0, 0]) for tensor in state.values()):
+    raise RuntimeError(f"step {step} was restored")
+print(f"restored in {took} s", flush=True)
+"""
+
+
+def restart(mib: int, folder: str) -> float:
+    """Return how long the slower of two ranks took to restore the state from memory; the checkpoint on the disk is damaged."""
+    script = Path(folder) / "script.py"
+    script.write_text(RESTARTED)
+    launcher = [sys.executable, "-m", "elastirun", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    command = [*launcher, str(script), f"{folder}/c", str(mib)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    found = [float(seconds) for seconds in re.findall("restored in ([0-9.e-]+) s", done.stdout)]
+    if len(found) != 2:
+        raise RuntimeError(done.stdout + done.stderr)
+    return max(found)
+
+
 # -- tables -------------------------------------------------------------------------------------------------------------------
 
 
@@ -228,10 +272,11 @@ def measure(way: str, mib: int, found: dict[str, dict[str, list[float]]]) -> Non
         mine.setdefault("durable", []).append(median(durable))
         mine.setdefault("steps", []).append(median(ranks[0]["busy"]) / median(ranks[0]["quiet"]))
         mine.setdefault("load", []).append(max(worlds.run(2, time_load, way, folder, mib, timeout=LIMIT)))
+        mine.setdefault("memory", []).append(restart(mib, folder) if way == OURS else 0.0)
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> list[list[str]]:
-    columns = ("before", "first", "later", "durable", "steps", "load")
+    columns = ("before", "first", "later", "durable", "steps", "load", "memory")
     head = ["", *columns, "first of DCP", "later of DCP"]
     best = {what: min(median(found[way][what]) for way in ASYNC if way in found) for what in ("first", "later")}
     lines = [head]

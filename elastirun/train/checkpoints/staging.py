@@ -1,4 +1,7 @@
-"""The images of this rank in shared memory: each save copies the state into one of them, from which the writer and the agent have it."""
+"""The images of this rank in shared memory: each save copies the state into one of them, from which the writer and the agent have it.
+
+An image holds whole files: see docs/decisions/0015.
+"""
 
 from __future__ import annotations
 
