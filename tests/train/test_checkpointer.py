@@ -172,9 +172,11 @@ def test_when_a_write_fails_training_goes_on_and_the_next_save_is_published(tmp_
             checkpoints.wait()
     assert any("step 1 was not published" in message for message in caplog.messages)
     assert list(staging.iterdir()) == []
-    checkpoints.save(2, state)
-    checkpoints.wait()
-    assert checkpoints.stats()["published"] == 2
+    for step in (1, 2, 2):  # the same step again, because it failed; a step that did not is not saved twice
+        checkpoints.save(step, state)
+        checkpoints.wait()
+        assert checkpoints.stats()["published"] == step
+    assert checkpoints.stats()["saves"] == 3
     checkpoints.close()
 
 
@@ -182,6 +184,20 @@ def test_when_a_write_fails_training_goes_on_and_the_next_save_is_published(tmp_
 def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(TrainError, match=f"{next(iter(wrong))} must be a whole number"):
         Checkpointer(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", True, 2**70])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(TrainError, match="step must be a whole number"):
+        Checkpointer(tmp_path / "c").save(step, {})
+    assert not (tmp_path / "c").exists()
+
+
+def test_plain_values_have_a_limit(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match="put large data into tensors"):
+        checkpoints.save(1, {"text": "x" * (17 << 20)})
+    checkpoints.close()
 
 
 # -- several ranks ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from elastirun.checkpoint.choose import open_directory
 from elastirun.checkpoint.directory import Claim
 from elastirun.checkpoint.image import Description
+from elastirun.checkpoint.record import MAX_NUMBER
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.current_round import FENCE
 from elastirun.errors import CheckpointError, TrainError
@@ -36,6 +37,7 @@ from .values import encode_values
 log = logging.getLogger("elastirun.checkpoints")
 
 END_LIMIT = 300.0  # seconds that the end of the process waits for the last checkpoint to be published
+MOST_VALUES = 16 << 20  # bytes of values.json: they are copied and sent as JSON, while training waits
 KEPT = 100  # saves whose durations ``stats`` reports
 
 
@@ -77,6 +79,8 @@ class Checkpointer:
         for name, value in (("keep", keep), ("every", every), ("memory_every", 1 if memory_every is None else memory_every)):
             if not isinstance(value, int) or value < 1:
                 raise TrainError(f"{name} must be a whole number, 1 or more, not {value!r}")
+        if not os.fspath(directory):
+            raise TrainError("directory is empty: where are the checkpoints to be?")
         self.pid = os.getpid()
         self._url, self._keep = os.fspath(directory), keep
         self._every, self._memory_every = every, memory_every or every
@@ -106,22 +110,32 @@ class Checkpointer:
         When it returns, the state may change; the checkpoint is published later (``wait``). ``now``: save to the disk in any case. The
         first call prepares the memory, also in a step that is not due. Raises CheckpointError for a state that cannot be saved.
         """
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_NUMBER:
+            raise TrainError(f"step must be a whole number from 0 to 2**53, not {step!r}")
         self._claim_directory()
         on_disk = now or step % self._every == 0
         if not on_disk and step % self._memory_every:
             if self._plan is None:
                 self._prepare(flatten(state, self._ranks.rank))
             return False
-        if self._last is None or self._last.step != step:  # a stop may come right after the step's own save
+        if not self._is_saved(step):
             begun = time.perf_counter()
             self._stage(step, state, on_disk)
             self._blocked.append(time.perf_counter() - begun)
         return True
 
+    def _is_saved(self, step: int) -> bool:
+        """Return whether the last save is that of ``step``, as of a stop right after it, and no rank knows that it failed."""
+        if self._last is None or self._last.step != step:
+            return False
+        return self._ranks.agree(not self._last.error)
+
     def _stage(self, step: int, state: Mapping[str, Any], on_disk: bool) -> None:
         """Copy the state into an image; hand it to the writer if it goes to the disk."""
         flat = flatten(state, self._ranks.rank)
         values = encode_values(flat.tree)
+        if len(values) > MOST_VALUES:
+            raise CheckpointError(f"plain values take {len(values)} bytes, of {MOST_VALUES} at most: put large data into tensors")
         which = self._prepare(flat, len(values))
         assert self._plan is not None and self._publisher is not None and self._dcp is not None
         self._number += 1

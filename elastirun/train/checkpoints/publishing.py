@@ -48,8 +48,8 @@ class Save:
 class Publisher:
     """Writes and publishes saves in their order.
 
-    ``target`` is what every request to the writer names: directory and claim. ``commit`` returns the commit record of a save, made from
-    the files of all ranks; ``keep`` is how many checkpoints stay.
+    ``directory`` and ``claim`` are what every request to the writer names; ``sequence`` is that of the first commit, ``keep`` how many
+    checkpoints stay.
     """
 
     def __init__(self, ranks: Ranks, writer: WriterProcess, directory: str, claim: str, sequence: int, keep: int, fence: str) -> None:
