@@ -93,6 +93,7 @@ def test_torch_converts_our_folders_to_one_file(tmp_path: Path) -> None:
         "model": model,
         "optimizer": optimizer,
         "x": {"deep": [1, {"t": torch.ones(2)}], "tuple": (1, 2), "none": None, "empty": torch.ones(0, 3)},
+        "numbers": {1: torch.ones(1), 2: 5},
     }
     write_all(tmp_path, state)
     with warnings.catch_warnings():
@@ -100,7 +101,7 @@ def test_torch_converts_our_folders_to_one_file(tmp_path: Path) -> None:
         dcp_to_torch_save(tmp_path, tmp_path / "one.pt")
     found = torch.load(tmp_path / "one.pt", weights_only=True)
     assert same(found["model"], dict(model.state_dict()))
-    assert same(found["x"], state["x"])
+    assert same(found["x"], state["x"]) and same(ordered(found["numbers"]), {"1": torch.ones(1), "2": 5})
     assert same(ordered(found["optimizer"]), ordered(get_optimizer_state_dict(model, optimizer)))
 
 

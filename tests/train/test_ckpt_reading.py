@@ -205,6 +205,24 @@ def change(*path: Any, to: Any) -> Callable[[Any], None]:
 CHUNK = ("a", "chunks", 0)
 
 
+def test_data_at_any_byte_are_read(tmp_path: Path) -> None:
+    data = torch.arange(6.0).view(2, 3)
+    (tmp_path / "file").write_bytes(b"abc" + bytes(data.numpy()))
+    chunk = {"offsets": [0, 0], "sizes": [2, 3], "file": "file", "at": 3, "nbytes": 24}
+    saved = decode_tensors(json.dumps({"a": {"dtype": "float32", "shape": [2, 3], "chunks": [chunk]}}).encode())
+    target = torch.zeros(2, 3)
+    fill(saved, Folder(tmp_path), {"a": target})
+    assert torch.equal(target, data)
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [1 << 30, 1 << 30]], ids=range(2))
+def test_tensors_that_cannot_exist_are_refused(shape: list[int]) -> None:
+    nbytes = 1 if len(shape) > 2 else 1 << 56
+    chunk = {"offsets": [0] * len(shape), "sizes": shape, "file": "file", "at": 0, "nbytes": nbytes}
+    with pytest.raises(TrainError, match=r"it is too large"):
+        decode_tensors(json.dumps({"a": {"dtype": "uint8", "shape": shape, "chunks": [chunk]}}).encode())
+
+
 @pytest.mark.parametrize(
     "lie",
     [

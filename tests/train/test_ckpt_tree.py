@@ -118,6 +118,30 @@ def test_names_of_wrappers_are_left_out(wrap: str) -> None:
     assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in flatten({"model": model}).tensors.items())
 
 
+def test_layers_that_are_compiled_one_by_one_keep_their_names() -> None:
+    model, _ = trained()
+    expected = list(flatten({"model": model}).tensors)
+    model.block = torch.compile(model.block, backend="eager")
+    assert list(flatten({"model": model}).tensors) == expected
+
+
+def test_the_first_fsdp_is_refused() -> None:
+    with pytest.raises(TrainError, match=r"use torch\.distributed\.fsdp\.fully_shard instead"):
+        flatten({"m": nn.Sequential(OrderedDict(_fsdp_wrapped_module=nn.Linear(1, 1)))})
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_names_of_parameters_are_found_where_the_state_dict_has_copies(number: int) -> None:
+    class Copying(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {name: tensor.clone() for name, tensor in super().state_dict(*args, **kwargs).items()}
+
+    modules = {str(at): Copying(1, 1) for at in range(number)}
+    optimizer = torch.optim.SGD([param for module in modules.values() for param in module.parameters()], lr=1.0)
+    expected = ["weight", "bias"] if number == 1 else ["m.0.weight", "m.0.bias", "m.1.weight", "m.1.bias"]
+    assert flatten({"m": modules, "o": optimizer}).tree["o"]["param_groups"][0]["params"] == expected
+
+
 def test_a_layer_that_is_called_module_keeps_its_name() -> None:
     model = nn.Sequential(OrderedDict(module=nn.Linear(1, 1), submodule=nn.Linear(1, 1)))
     assert list(flatten({"m": model}).tensors) == ["m.module.weight", "m.module.bias", "m.submodule.weight", "m.submodule.bias"]
@@ -299,6 +323,50 @@ def test_parameters_are_filled_in_place_and_not_copied_again(monkeypatch: pytest
     found = targets({"m": model, "o": optimizer}, flatten({"m": model, "o": optimizer}).tree, flatten({"m": model, "o": optimizer}).tensors)
     assert found["m.block.0.weight"] is model.block[0].weight
     assert found["o.state.block.0.weight.exp_avg"] is optimizer.state[model.block[0].weight]["exp_avg"]
+
+
+def test_what_an_object_gives_of_its_own_is_not_changed_before_it_is_loaded() -> None:
+    live = torch.zeros(2)
+    wheel, state = Wheel({"x": live}), {"v": Wheel({"x": torch.ones(2)})}
+    restore({"v": wheel}, flatten(state))
+    assert not live.any() and torch.equal(wheel.state["x"], torch.ones(2))
+
+
+def test_objects_within_dicts_within_dicts_come_back() -> None:
+    (model, optimizer), (other, its) = trained(), trained(1, 0)
+    state: dict[str, Any] = {"run": {"nets": {"a": other}, "o": (its, 3), "n": 0}}
+    inner = state["run"]
+    restore(state, flatten({"run": {"nets": {"a": model}, "o": (optimizer, 4), "n": 5}}))
+    assert state["run"] is inner and inner["n"] == 5 and inner["o"] == (its, 4)
+    assert same(dict(other.state_dict()), dict(model.state_dict())) and same(its.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("entry", [{0: torch.ones(2)}, {"$": torch.ones(2)}, {"a": {1: [torch.ones(1), 2]}}, {}], ids=range(4))
+def test_optimizers_may_have_a_state_of_any_form(entry: dict[Any, Any]) -> None:
+    def build(entry: dict[Any, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.state[model.weight] = copy.deepcopy(entry)
+        return model, optimizer
+
+    (model, optimizer), (other, its) = build(entry), build({})
+    restore({"m": other, "o": its}, flatten({"m": model, "o": optimizer}))
+    assert same(its.state_dict(), optimizer.state_dict()) and same(its.state[other.weight], entry)
+
+
+def test_parameters_that_the_checkpoint_does_not_have_keep_their_state() -> None:
+    def build(names: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+        optimizer = torch.optim.Adam([{"params": model[name].weight, "lr": at + len(names)} for at, name in enumerate(names)])
+        sum(layer.weight.square().sum() for layer in model.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, its) = build("a"), build("ab")
+    kept = copy.deepcopy(its.state[other["b"].weight])
+    restore({"m": other, "o": its}, flatten({"m": model, "o": optimizer}), strict=False)
+    assert same(its.state[other["b"].weight], kept) and [group["lr"] for group in its.param_groups] == [1, 3]
+    assert same(its.state[other["a"].weight], optimizer.state[model["a"].weight]) and torch.equal(other["a"].weight, model["a"].weight)
 
 
 def test_optimizers_go_by_the_names_of_their_parameters() -> None:

@@ -105,10 +105,12 @@ class _Flattening:
             node.update({key: to_node(value, join(path, key), self.take) for key, value in packed.items()})
 
     def _optimizer_states(self, optimizer: Optimizer, states: Mapping[Any, Any], path: str) -> Node:
-        if all(type(name) is str and type(entry) is dict for name, entry in states.items()):
+        if all(type(name) is str and type(entry) is dict for name, entry in states.items()) and TAG not in states:
+            shape: list[_Shape] = [(name, tuple(entry)) for name, entry in states.items()]
+            keys = {key for inner in {inner for _, inner in shape} for key in inner or ()}
             tensors = [value for entry in states.values() for value in entry.values()]
-            if _all_tensors(tensors):
-                return self._take_all(optimizer, path, [(name, tuple(entry)) for name, entry in states.items()], tensors)
+            if all(type(key) is str and key != TAG for key in keys) and _all_tensors(tensors):
+                return self._take_all(optimizer, path, shape, tensors)
         return to_node(states, path, self.take)
 
     def _take_all(self, owner: object, path: str, shape: list[_Shape], tensors: list[Tensor]) -> Node:
@@ -137,8 +139,6 @@ class _Last:
         ]
         nodes = {inner: dict.fromkeys(inner or (), TENSOR) for _, inner in shape}
         self.node = Fixed({key: TENSOR if inner is None else nodes[inner] for key, inner in shape})
-        if any(TAG in (key, *(inner or ())) or not all(type(one) is str for one in inner or ()) for key, inner in shape):
-            raise CheckpointError(f"{path}: a key is {TAG!r}, or no text; a checkpoint cannot hold that")
 
 
 _LAST: WeakKeyDictionary[object, _Last] = WeakKeyDictionary()
