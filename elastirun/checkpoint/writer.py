@@ -79,7 +79,7 @@ def serve(trainer: socket.socket, parent: int) -> None:
             if received is None:
                 return
             send(trainer, answer(*received, images))
-        except OSError:  # the trainer is gone
+        except (OSError, CheckpointError):  # the trainer is gone, perhaps in the middle of a message
             return
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import zlib
@@ -24,7 +25,7 @@ from elastirun.checkpoint.files import CHUNK, check_file, write_file
 from elastirun.checkpoint.image import PAGE, Image
 from elastirun.checkpoint.record import FileSum, Look
 from elastirun.checkpoint.retry import repeat
-from elastirun.checkpoint.writer import NICE, answer
+from elastirun.checkpoint.writer import NICE, answer, serve
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import FENCE, content, entries, image_of, yes
@@ -134,6 +135,14 @@ def test_the_writer_ends_with_the_trainer_though_a_fork_holds_the_socket(tmp_pat
         os.killpg(done.pid, signal.SIGKILL)
         done.wait()
         done.stdout.close()
+
+
+def test_a_trainer_that_dies_in_the_middle_of_a_message_is_not_an_error() -> None:
+    trainer, mine = socket.socketpair()
+    with trainer, mine:
+        trainer.sendall(bytes([0, 0, 0, 9]) + b'{"do":')
+        trainer.close()
+        serve(mine, os.getpid())
 
 
 # -- one request at a time, without a process ----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tests.support.worlds import run
 SAMPLES, BATCH, EPOCHS = 97, 16, 3  # the last batch of an epoch has one sample, for which most ranks have nothing to do
 EVERY = 2  # steps from one checkpoint to the next
 SETTLED = 4  # steps from one wait for a checkpoint to the next: without, a kill would come before the first one is published
-MOMENTS = ("after a backward", "after the step", "after the save")
+MOMENTS = ("before the exchange", "after the step", "after the save")
 CLOSE = 1e-4  # of the fast mode
 
 
@@ -100,6 +100,8 @@ def train(rank: int, world: int, folder: str, number: int, leg: Leg, fast: bool,
             for step in loader.steps(model):
                 samples: list[int] = []
                 optimizer.zero_grad()
+                if step.samples == 0:
+                    leg.signal(rank, state.step + 1 - begin, MOMENTS[0])
                 for numbers, points, classes in step:
                     samples += numbers.tolist()
                     nn.functional.cross_entropy(model(points), classes).backward()
