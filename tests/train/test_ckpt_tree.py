@@ -481,6 +481,9 @@ def test_every_rank_has_its_own_value_and_newcomers_keep_theirs() -> None:
         restore(state, everything, rank)
         assert same(state["rng"].value, build(expected)["rng"].value)
     restore({"rng": PerRank(1), "epoch": 0}, Flat({}, {"epoch": 3}))  # a checkpoint from before
+    deep: dict[str, Any] = {"a": [{"b": PerRank(1)}]}
+    restore(deep, flatten({"a": [{"b": PerRank(2)}]}))
+    assert deep["a"][0]["b"].value == 2
 
 
 def test_a_value_per_rank_may_have_a_state_and_keeps_its_size() -> None:
@@ -516,6 +519,20 @@ def test_what_the_checkpoint_lacks_is_named_or_kept() -> None:
     assert restore(state, flat, strict=False)["x"] == 5 and state["epoch"] == 3
     assert unused({"m": model}, flat.tree) == ["o", "epoch"]
     assert unused({"m": model.block, "o": optimizer, "epoch": 0}, flat.tree)[:2] == ["m.embedding.weight", "m.block.0.weight"]
+
+
+def test_a_tree_without_its_tensors_is_refused() -> None:
+    flat = flatten({"m": nn.Linear(1, 1)})
+    with pytest.raises(TrainError, match=r"the checkpoint has no tensor m\.bias, although its values refer to it"):
+        targets({"m": nn.Linear(1, 1)}, flat.tree, {"m.weight": flat.tensors["m.weight"]})
+
+
+def test_groups_that_had_other_options_are_not_joined() -> None:
+    model = nn.Linear(1, 1)
+    apart = torch.optim.SGD([{"params": model.weight, "lr": 1.0}, {"params": model.bias, "lr": 2.0}])
+    flat = flatten({"m": model, "o": apart})
+    with pytest.raises(TrainError, match=r"o: parameters of one group are in groups of the checkpoint with other options"):
+        restore({"m": model, "o": torch.optim.SGD(model.parameters(), lr=3.0)}, flat)
 
 
 def test_a_module_without_memory_is_refused() -> None:
