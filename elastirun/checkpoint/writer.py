@@ -139,7 +139,8 @@ def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
                     files[name] = directory.write(claim, step, name, data)
         for name, small in more.items():
             files[name] = directory.write(claim, step, name, memoryview(small))
-        directory.sync(claim, step)
+        if files:  # else another rank may not have made the folder yet
+            directory.sync(claim, step)
 
     try:
         repeat(write_the_rest, _limit(message))

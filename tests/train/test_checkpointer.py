@@ -303,3 +303,54 @@ def test_checkpoints_of_others_are_loaded(tmp_path: Path, how: str) -> None:
     assert all(map(torch.equal, fresh["model"].parameters(), state["model"].parameters()))
     if how in ("one file", "ours"):
         assert same(content(fresh), content(state))
+
+
+# -- ranks that do not agree --------------------------------------------------------------------------------------------------
+
+
+def save_a_number(rank: int, world: int, folder: str) -> int:
+    """A state so small that there is nothing to write for the second rank."""
+    checkpoints = Checkpointer(folder)
+    for step in range(8):
+        checkpoints.save(step, {"x": torch.ones(3)})
+        checkpoints.wait()
+    checkpoints.close()
+    return checkpoints.stats()["published"] if rank == 0 else 7
+
+
+def test_a_rank_may_have_nothing_to_write(tmp_path: Path) -> None:
+    assert run(2, save_a_number, str(tmp_path)) == [7, 7]
+
+
+def disagree(rank: int, world: int, folder: str) -> list[str]:
+    checkpoints, found = Checkpointer(folder), []
+    for step, state in ((1 + rank, {"x": torch.ones(3)}), (3, {"x": torch.ones(3), "y": object() if rank else 0})):
+        try:
+            checkpoints.save(step, state)
+        except CheckpointError as error:
+            found.append(str(error))
+    checkpoints.save(4, {"x": torch.ones(3)})
+    checkpoints.wait()
+    checkpoints.close()
+    return found
+
+
+def test_ranks_that_cannot_save_together_all_say_so_and_go_on(tmp_path: Path) -> None:
+    first, second = run(2, disagree, str(tmp_path))
+    assert first == ["the ranks save different steps: [1, 2]", "rank 1 cannot save its state; it says why"]
+    assert second[0] == first[0] and "y: a checkpoint cannot hold builtins.object" in second[1]
+    assert (tmp_path / "step-00000004").is_dir()
+
+
+def made_too_early(rank: int, world: int, folder: str) -> str:
+    checkpoints = Checkpointer(folder, group=None)
+    checkpoints._ranks.made_alone = True
+    try:
+        checkpoints.save(1, {})
+    except TrainError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpointer_that_was_made_before_the_process_group_is_refused(tmp_path: Path) -> None:
+    assert all("after torch.distributed.init_process_group()" in text for text in run(2, made_too_early, str(tmp_path)))

@@ -100,6 +100,7 @@ class Checkpointer:
         self._number = 0  # of saves
         self._last: Save | None = None  # the last one that goes to the disk
         self._blocked: deque[float] = deque(maxlen=KEPT)
+        self._published: int | None = None  # as of ``close``
         self._waited = 0.0  # seconds in which both images were being written
 
     # -- saving -----------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class Checkpointer:
         on_disk = now or step % self._every == 0
         if not on_disk and step % self._memory_every:
             if self._plan is None:
-                self._prepare(flatten(state, self._ranks.rank))
+                self._prepare(step, *self._take_apart(state))
             return False
         if not self._is_saved(step):
             begun = time.perf_counter()
@@ -132,11 +133,8 @@ class Checkpointer:
 
     def _stage(self, step: int, state: Mapping[str, Any], on_disk: bool) -> None:
         """Copy the state into an image; hand it to the writer if it goes to the disk."""
-        flat = flatten(state, self._ranks.rank)
-        values = encode_values(flat.tree)
-        if len(values) > MOST_VALUES:
-            raise CheckpointError(f"plain values take {len(values)} bytes, of {MOST_VALUES} at most: put large data into tensors")
-        which = self._prepare(flat, len(values))
+        flat, values, error = self._take_apart(state)
+        which = self._prepare(step, flat, values, error)
         assert self._plan is not None and self._publisher is not None and self._dcp is not None
         self._number += 1
         round = self._fence.rpartition(":")[2]
@@ -169,14 +167,32 @@ class Checkpointer:
         small = (TENSORS, VALUES) if self._ranks.rank == 0 else ()
         return (*(file.name for file in self._plan.written_by(self._ranks.rank)), *small)
 
-    def _prepare(self, flat: Flat, values: int = 0) -> int:
-        """Return the image that all ranks fill now, ready for the state. Makes the plan anew where the state has changed on any rank."""
-        changed = self._plan is None or signature(flat, self._pieces) != self._signature
+    def _take_apart(self, state: Mapping[str, Any]) -> tuple[Flat, bytes, str]:
+        """Return the tensors of ``state``, the content of values.json, and why it cannot be saved; empty if it can."""
+        try:
+            flat = flatten(state, self._ranks.rank)
+            values = encode_values(flat.tree)
+        except CheckpointError as error:
+            return Flat(), b"", str(error) or "the state cannot be saved"
+        if len(values) > MOST_VALUES:
+            return flat, values, f"plain values take {len(values)} bytes, of {MOST_VALUES} at most: put large data into tensors"
+        return flat, values, ""
+
+    def _prepare(self, step: int, flat: Flat, values: bytes, error: str) -> int:
+        """Return the image that all ranks fill now, ready for the state. Makes the plan anew where the state has changed on any rank.
+
+        Raises CheckpointError on every rank if one of them cannot save its state, or if they are not at the same step.
+        """
+        changed = not error and (self._plan is None or signature(flat, self._pieces) != self._signature)
         busy = sum(1 << at for at, save in enumerate(self._by_image) if save is not None and not save.written.is_set())
-        everyone = self._ranks.gather([changed, busy])
-        if any(theirs for theirs, _ in everyone):
+        everyone = self._ranks.gather([step, bool(error), changed, busy])
+        if failed := [rank for rank, (_, fails, *_) in enumerate(everyone) if fails]:
+            raise CheckpointError(error or f"rank {failed[0]} cannot save its state; it says why")
+        if len(steps := {theirs for theirs, *_ in everyone}) > 1:
+            raise CheckpointError(f"the ranks save different steps: {sorted(steps)}")
+        if any(theirs for _, _, theirs, _ in everyone):
             self._arrange(flat)
-        free = [at for at in range(IMAGES) if not any(theirs >> at & 1 for _, theirs in everyone)]
+        free = [at for at in range(IMAGES) if not any(theirs >> at & 1 for *_, theirs in everyone)]
         older = (self._filled + 1) % IMAGES  # the newest copy stays until the next one is complete, if possible
         which = older if older in free or not free else free[0]
         save = self._by_image[which]
@@ -184,7 +200,7 @@ class Checkpointer:
             begun = time.perf_counter()
             save.written.wait()
             self._waited += time.perf_counter() - begun
-        if self._staging.prepare(which, values) and self._publisher is not None:
+        if self._staging.prepare(which, len(values)) and self._publisher is not None:
             self._publisher.take_images(self._staging)
         return which
 
@@ -204,6 +220,8 @@ class Checkpointer:
         """Claim the directory for this round and start the writer, unless that is done. Every rank calls it at the same point."""
         if self._publisher is not None:
             return
+        if self._ranks.made_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise TrainError("make the Checkpointer after torch.distributed.init_process_group(): this one was made for one process alone")
         _living.add(self)
         if self._ranks.rank == 0:
             restoring.on_every_rank(self._ranks, self._claim_here)
@@ -270,6 +288,7 @@ class Checkpointer:
         _living.discard(self)
         if self._publisher is not None:
             self._publisher.close(timeout)
+            self._published = self._publisher.published
             self._publisher = None
         if self._claim is not None:
             self._directory.release(self._claim)
@@ -283,7 +302,7 @@ class Checkpointer:
         ``saves``; ``blocked``, how long each of the last calls took; ``waited``, in all, for the writer because both images were in use;
         ``memory``, bytes of shared memory of this rank; ``published``, the step of the newest checkpoint that this rank knows of.
         """
-        published = self._publisher.published if self._publisher is not None else None
+        published = self._publisher.published if self._publisher is not None else self._published
         return {
             "saves": self._number,
             "blocked": list(self._blocked),

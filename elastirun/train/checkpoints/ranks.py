@@ -30,6 +30,7 @@ class Ranks:
         self._number = next(_numbers)
         self._group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
+        self.made_alone = group is None and not (dist.is_available() and dist.is_initialized())
         if group is not None or (dist.is_available() and dist.is_initialized()):
             found = find_group(group)
             self.rank, self.world_size = dist.get_rank(found), dist.get_world_size(found)
