@@ -335,6 +335,16 @@ def disagree(rank: int, world: int, folder: str) -> list[str]:
     return found
 
 
+def test_what_the_state_has_no_place_for_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, {"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)), "old": 3})
+    checkpoints.wait()
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.restore({"model": nn.Sequential(nn.Linear(2, 2))}) == 1
+    checkpoints.close()
+    assert caplog.messages == ["the checkpoint of step 1 has what the state has no place for: model.1.weight, old"]
+
+
 def test_ranks_that_cannot_save_together_all_say_so_and_go_on(tmp_path: Path) -> None:
     first, second = run(2, disagree, str(tmp_path))
     assert first == ["the ranks save different steps: [1, 2]", "rank 1 cannot save its state; it says why"]

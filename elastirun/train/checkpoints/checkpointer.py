@@ -30,6 +30,7 @@ from .layout import Piece, Plan, decode, encode, image_files, pieces, plan, sign
 from .memory import Memory
 from .publishing import Publisher, Save
 from .ranks import Ranks
+from .restoring import on_every_rank
 from .staging import IMAGES, TENSORS, VALUES, Staging
 from .tree import Flat, flatten
 from .values import encode_values
@@ -206,7 +207,12 @@ class Checkpointer:
 
     def _arrange(self, flat: Flat) -> None:
         """Plan which rank has which files. Every rank does it at the same point."""
-        own = pieces(flat)
+        own: list[Piece] = []
+
+        def take() -> None:
+            own.extend(pieces(flat))
+
+        on_every_rank(self._ranks, take)
         self._plan = plan([*map(decode, self._ranks.gather_text(encode(own)))], self._ranks.nodes, keep_node_complete=self._memory.there)
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json(), gpu)
@@ -224,9 +230,9 @@ class Checkpointer:
             raise TrainError("make the Checkpointer after torch.distributed.init_process_group(): this one was made for one process alone")
         _living.add(self)
         if self._ranks.rank == 0:
-            restoring.on_every_rank(self._ranks, self._claim_here)
+            on_every_rank(self._ranks, self._claim_here)
         else:
-            restoring.on_every_rank(self._ranks, lambda: None)
+            on_every_rank(self._ranks, lambda: None)
         claim, sequence = json.loads(self._ranks.from_first(json.dumps(self._claim and [self._claim.name, self._claim.sequence])))
         writer = WriterProcess()
         writer.start()
@@ -258,7 +264,7 @@ class Checkpointer:
         try:
             found = restoring.find(self._directory, published, parts, self._fence, self._ranks, step)
             if found is not None:
-                restoring.on_every_rank(self._ranks, partial(restoring.put, found, state, self._ranks.rank, strict))
+                on_every_rank(self._ranks, partial(restoring.put, found, state, self._ranks.rank, strict))
         finally:
             self._staging.adopt(self._memory.adopt(parts))
         if self._publisher is not None:

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
@@ -17,7 +18,7 @@ from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, decode,
 from elastirun.errors import CheckpointError
 
 from .dcp import open_foreign
-from .loading import load, targets
+from .loading import load, targets, unused
 from .memory import Part, describe, fetch, together
 from .ranks import Ranks
 from .reading import Sources, decode_tensors, fill
@@ -116,7 +117,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
     foreign = open_foreign(path, state)
     wanted = targets(state, foreign.tree, foreign.tensors, rank, strict)
     foreign.fill(wanted, strict)
-    state.update(load(state, foreign.tree, wanted, rank, strict))
+    _load(state, foreign.tree, wanted, rank, strict, os.fspath(path))
     if foreign.skipped and rank == 0:
         log.warning("%s: left out, because reading it could run code: %s", path, ", ".join(foreign.skipped[:5]))
 
@@ -129,7 +130,18 @@ def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: b
         saved = {name: tensor for name, tensor in saved.items() if not any(chunk.file in found.lost for chunk in tensor.chunks)}
     wanted = targets(state, tree, saved, rank, strict)
     fill(saved, found.sources, wanted, strict)
-    state.update(load(state, tree, wanted, rank, strict))
+    _load(state, tree, wanted, rank, strict, f"the checkpoint of step {found.step}")
+
+
+def _load(
+    state: MutableMapping[str, Any], tree: Mapping[str, Any], filled: Mapping[str, Tensor], rank: int, strict: bool, where: str
+) -> None:
+    """Put values and filled tensors into ``state``. Rank 0 says what ``state`` has no place for."""
+    left = unused(state, tree)
+    state.update(load(state, tree, filled, rank, strict))
+    if left and rank == 0:
+        more = f" and {len(left) - 5} more" if left[5:] else ""
+        log.warning("%s has what the state has no place for: %s%s", where, ", ".join(left[:5]), more)
 
 
 def on_every_rank(ranks: Ranks, work: Callable[[], None]) -> None:
