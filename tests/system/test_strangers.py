@@ -48,7 +48,9 @@ HIDING = {
     "main thread ended, in a session of its own": "import os; os.setsid()\n" + THREAD,
     "2 MiB of environment": "import os, signal\nos.setsid()\nos.write(1, b'x')\nsignal.pause()",
 }
-HIDER = REPORT + """
+HIDER = (
+    REPORT
+    + """
 mark = os.environ.pop("ELASTIRUN_AGENT")
 big = {f"BIG{i}": "x" * 100_000 for i in range(20)} if sys.argv[1].startswith("2 MiB") else {}
 child = subprocess.Popen([sys.executable, "-c", sys.argv[2]], stdout=subprocess.PIPE, env={**os.environ, **big, "ELASTIRUN_AGENT": mark})
@@ -56,6 +58,7 @@ child.stdout.read(1)
 report(child=child.pid)
 signal.pause()
 """
+)
 
 
 @pytest.fixture
@@ -174,9 +177,7 @@ def test_a_batch_script_with_a_workers_environment_starts_the_next_job(nodes: Cl
     assert dies(worker.pid)
     command = ["sh", "-c", DETACHED, "sh", BATCH, "sh", str(nodes.tmp_path), sys.executable, launched]
     where = Path(__file__).parents[2]
-    detached = subprocess.run(
-        command, env=environment_of(worker), cwd=where, stdout=subprocess.PIPE, start_new_session=True, check=True
-    )
+    detached = subprocess.run(command, env=environment_of(worker), cwd=where, stdout=subprocess.PIPE, start_new_session=True, check=True)
     batch = int(detached.stdout)
     pids = {"batch": batch}
     try:
