@@ -63,7 +63,7 @@ def test_survivors_of_a_lost_node_go_on_with_what_they_have_in_memory(nodes: Clu
 
 
 def test_planned_changes_replay_no_step(nodes: Cluster) -> None:
-    job = Job(nodes, every=1000, pause=0.005)
+    job = Job(nodes, every=1000, pause=0.02)
     agents = [job.start(1)]
     done: list[int] = []
     stopped = None

@@ -820,6 +820,89 @@ MUTANTS = (
         *("permutation", "while (outside := found >= self.n).any():", "while (outside := found >= self.n + 1).any():"),
         *("data", "an_order_has_every_number_once"),
     ),
+    mutant(
+        "a commit needs the files of all ranks",
+        *("checkpoints/publishing", "replies = [mine, *self._replies(save)]", "replies = [mine]"),
+        *("ckpt_rounds", "a_commit_needs_the_files_of_all_ranks"),
+    ),
+    mutant(
+        "a killed writer has a successor",
+        *("checkpoints/publishing", "            if self._ending.is_set():\n", "            if True:\n"),
+        *("ckpt_rounds", "a_writer_that_was_killed_gets_a_successor[write]"),
+    ),
+    mutant(
+        "the successor gets the images",
+        *("checkpoints/publishing", 'if request["do"] != "images":', "if False:"),
+        *("ckpt_rounds", "a_writer_that_was_killed_gets_a_successor[commit]"),
+    ),
+    mutant(
+        "a rank tells the others that it could not write",
+        *(
+            "checkpoints/publishing",
+            "        if self._ranks.rank > 0:\n",
+            "        if self._ranks.rank > 0 and save.error:\n            pass\n        elif self._ranks.rank > 0:\n",
+        ),
+        *("ckpt_rounds", "nobody_waits_for_a_rank_whose_writers_die"),
+    ),
+    mutant(
+        "training waits for a full disk once",
+        *("checkpoints/publishing", 'self._retry = 0.0 if "error" in reply else RETRY', "self._retry = RETRY"),
+        *("ckpt_rounds", "a_write_after_one_that_failed_is_not_repeated_for_long"),
+    ),
+    mutant(
+        "an end without patience ends the thread",
+        *("checkpoints/publishing", "            self._ending.set()\n", "            pass\n"),
+        *("ckpt_rounds", "an_end_without_patience_does_not_wait_for_other_ranks"),
+    ),
+    mutant(
+        "after an exception nobody is waited for",
+        *("checkpoints/checkpointer", "checkpointer.close(0.0 if failed else END_LIMIT)", "checkpointer.close(END_LIMIT)"),
+        *("ckpt_rounds", "the_end_after_an_exception_waits_for_nothing"),
+    ),
+    mutant(
+        "the newest copy is not the next to be filled",
+        *("checkpoints/checkpointer", "older = (self._filled + 1) % IMAGES", "older = max(self._filled, 0)"),
+        *("ckpt_rounds", "the_newest_copy_stays_until_the_next_one_is_complete"),
+    ),
+    mutant(
+        "nor is it after a restore",
+        *("checkpoints/checkpointer", "        self._filled = found.image\n", "        self._filled = 1 - found.image\n"),
+        *("ckpt_rounds", "images_of_an_earlier_round_are_filled_and_written_again"),
+    ),
+    mutant(
+        "the writer gets images of an earlier round",
+        *(
+            "checkpoints/checkpointer",
+            "        if self._publisher is not None:\n            self._publisher.take_images(self._staging)\n        if found",
+            "        if found",
+        ),
+        *("ckpt_rounds", "images_of_an_earlier_round_are_filled_and_written_again"),
+    ),
+    mutant(
+        "memory of another job does not count",
+        *("checkpoints/restoring", "if _job(one.save.fence) == job]", "if True]"),
+        *("ckpt_rounds", "the_newer_of_memory_and_disk_counts_and_no_memory_of_another_job[2-other:2-disk]"),
+    ),
+    mutant(
+        "the disk counts where it is newer",
+        *("checkpoints/restoring", "or theirs < mine or", "or True or"),
+        *("ckpt_rounds", "the_newer_of_memory_and_disk_counts_and_no_memory_of_another_job[4-store:2-disk]"),
+    ),
+    mutant(
+        "and where memory has lost something",
+        *("checkpoints/restoring", "(theirs == mine and not best.lost)", "theirs == mine"),
+        *("ckpt_rounds", "of_equal_ones_memory_counts_unless_it_has_lost_something"),
+    ),
+    mutant(
+        "values of lost ranks are not needed",
+        *("checkpoints/memory", "if name not in marked for chunk", "if True for chunk"),
+        *("ckpt_rounds", "what_only_a_lost_rank_had_does_not_make_a_copy_incomplete"),
+    ),
+    mutant(
+        "all else is",
+        *("checkpoints/memory", "return self.needed <= self.holders.keys()", "return True"),
+        *("ckpt_rounds", "what_only_a_lost_rank_had_does_not_make_a_copy_incomplete"),
+    ),
 )
 
 

@@ -1,0 +1,243 @@
+"""What is published, what counts in memory, and what a process does at its end; without agents and other ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.image import PAGE, Description, Image, round_up, size_for
+from elastirun.errors import CheckpointError
+from elastirun.train import Checkpointer, PerRank
+from elastirun.train.checkpoints import checkpointer, publishing, restoring
+from elastirun.train.checkpoints.memory import Part, SaveId, describe, together
+from elastirun.train.checkpoints.publishing import Publisher, Save
+from elastirun.train.checkpoints.ranks import Ranks
+from tests.checkpoint.saves import stage, yes
+
+PATIENCE = 30.0  # seconds
+
+
+class Writer:
+    """Answers as the writer process does. ``dies``: the requests at which it is found dead."""
+
+    def __init__(self, dies: Sequence[str] = (), error: str = "") -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.starts, self._dies, self._error = 0, list(dies), error
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def request(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        if self._dies and message["do"] == self._dies[0]:
+            del self._dies[0]
+            raise CheckpointError("the process that writes checkpoints was killed by signal 9")
+        self.requests.append(dict(message))
+
+    def reply(self) -> dict[str, Any]:
+        did = self.requests[-1]["do"]
+        return {"did": did, "save": 1, "files": {}} | ({"error": self._error} if self._error and did == "write" else {})
+
+    def close(self, patience: float = 0.0) -> None:
+        pass
+
+    def asked(self) -> list[str]:
+        return [request["do"] for request in self.requests]
+
+
+def publisher(writer: Writer, rank: int = 0, world: int = 2) -> tuple[Publisher, Any]:
+    board = dist.HashStore()
+    ranks: Any = SimpleNamespace(rank=rank, world_size=world, board=board)
+    return Publisher(ranks, writer, "d", "store-1-abcdefab", 5, 3, "store:1"), board  # type: ignore[arg-type]
+
+
+def one_save() -> Save:
+    return Save(1, 7, 0, dict)
+
+
+def test_a_commit_needs_the_files_of_all_ranks() -> None:
+    writer = Writer()
+    made, board = publisher(writer)
+    one = one_save()
+    made.submit(one)
+    assert one.written.wait(PATIENCE) and not one.done.wait(0.1) and writer.asked() == ["write"]
+    board.set("1/1", '{"did": "write", "save": 1, "files": {"f": [1, "", 0]}}')
+    assert made.outcome(one, PATIENCE) == "published" and writer.asked() == ["write", "commit"]
+    assert writer.requests[1]["commit"]["files"] == {"f": [1, "", 0]}
+    made.close(PATIENCE)
+
+
+def test_what_one_rank_could_not_write_is_not_published_and_all_learn_of_it() -> None:
+    writer = Writer()
+    made, board = publisher(writer)
+    one = one_save()
+    board.set("1/1", '{"error": "disk full"}')
+    made.submit(one)
+    assert made.outcome(one, PATIENCE) == "rank 1: disk full" == board.get("1/outcome").decode()
+    assert writer.asked() == ["write", "discard"] and made.published is None
+    made.close(PATIENCE)
+
+
+@pytest.mark.parametrize("dies", ["write", "commit"])
+def test_a_writer_that_was_killed_gets_a_successor(dies: str) -> None:
+    writer = Writer([dies])
+    made, _ = publisher(writer, world=1)
+    one = one_save()
+    made.submit(one)
+    assert made.outcome(one, PATIENCE) == "published" and writer.starts == 1
+    assert writer.asked()[-3:] == (["images", "write", "commit"] if dies == "write" else ["write", "images", "commit"])
+    made.close(PATIENCE)
+
+
+def test_nobody_waits_for_a_rank_whose_writers_die() -> None:
+    made, board = publisher(Writer(["write", "write"]), rank=1)
+    one = one_save()
+    made.submit(one)
+    assert one.done.wait(PATIENCE) and board.check(["1/1"]) and "killed by signal 9" in board.get("1/1").decode()
+    made.close(PATIENCE)
+
+
+def test_a_write_after_one_that_failed_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise training would wait for each of them."""
+    writer = Writer(error="No space left on device")
+    made, _ = publisher(writer, world=1)
+    for _ in range(2):
+        one = one_save()
+        made.submit(one)
+        assert "No space left" in made.outcome(one, PATIENCE)
+    assert [request["limit"] for request in writer.requests if request["do"] == "write"] == [publishing.RETRY, 0.0]
+    made.close(PATIENCE)
+
+
+def test_an_end_without_patience_does_not_wait_for_other_ranks() -> None:
+    made, _ = publisher(Writer())
+    one = one_save()
+    made.submit(one)
+    assert one.written.wait(PATIENCE)
+    made.close(0.0)
+    assert not made._thread.is_alive() and one.error
+
+
+def test_the_end_after_an_exception_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    stub: Any = SimpleNamespace(pid=os.getpid(), close=limits.append)
+    monkeypatch.setattr(checkpointer, "_living", {stub.pid: stub}.values())
+    checkpointer._close_all()
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    checkpointer._close_all()
+    assert limits == [checkpointer.END_LIMIT, 0.0]
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------------
+
+
+def parts_of(made: Checkpointer) -> list[Part]:
+    """What an agent would hold for a worker with this checkpointer."""
+    found = []
+    for which, image in enumerate(made._staging.images):
+        description = image and image.description()
+        if image and description:
+            again = Image.of(os.dup(image.fd))
+            number = SaveId(description.round, description.save, description.step, description.fence)
+            found.append(Part(number, which, description.rank, "0", again, description.files))
+    return found
+
+
+def test_the_newest_copy_stays_until_the_next_one_is_complete(tmp_path: Path) -> None:
+    made = Checkpointer(tmp_path)
+    state = {"x": torch.zeros(4)}
+    for step in range(1, 5):
+        made.save(step, state)
+        made.wait()
+        assert {part.save.step for part in parts_of(made)} == {step, step - 1} - {0}
+    made.close()
+
+
+def test_images_of_an_earlier_round_are_filled_and_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {"x": torch.full((4,), 1.0)}
+    first = Checkpointer(tmp_path)
+    for step in (1, 2):
+        state["x"].fill_(step)
+        first.save(step, state)
+    parts = parts_of(first)
+    first.close()
+    for path in tmp_path.glob("step-*"):
+        path.rename(tmp_path / f"no-{path.name}")
+    again = Checkpointer(tmp_path)
+    monkeypatch.setattr(again._memory, "parts", lambda: parts)
+    state["x"].zero_()
+    assert again.restore(state) == 2 and state["x"].tolist() == [2.0] * 4
+    again.save(3, state)
+    again.wait()
+    assert {part.save.step for part in parts_of(again)} == {2, 3} and (tmp_path / "step-00000003").is_dir()
+    again.close()
+
+
+def held(step: int, fence: str, files: Mapping[str, bytes], rank: int = 0) -> Part:
+    places, at = {}, PAGE
+    for name, data in files.items():
+        places[name] = (at, len(data))
+        at = round_up(at + len(data))
+    round = int(fence.rpartition(":")[2])
+    description = Description(1, step, fence, round, rank, 2, places, ())
+    image = Image.create(size_for(description))
+    for name, data in files.items():
+        image.memory[places[name][0] : places[name][0] + len(data)] = data
+    image.finish(description)
+    return Part(SaveId(round, 1, step, fence), 0, rank, "0", image, places)
+
+
+def of_two_ranks() -> dict[str, bytes]:
+    """The files of a save on the node of rank 0: all, but what rank 1 had of its own."""
+    chunk = '"dtype":"uint8","shape":[2],"chunks":[{"offsets":[0],"sizes":[2],"at":0,"nbytes":2,"file"'
+    tensors = "{" + ",".join(f'"{name}":{{{chunk}:"{file}"}}]}}' for name, file in (("x", "a"), ("rng@0", "b"), ("rng@1", "c"))) + "}"
+    values = checkpointer.encode_values(checkpointer.flatten({"x": torch.zeros(2), "rng": PerRank(1)}, 0).tree)
+    return {"a": b"aa", "b": b"bb", "tensors.json": tensors.encode(), "values.json": values}
+
+
+def test_what_only_a_lost_rank_had_does_not_make_a_copy_incomplete() -> None:
+    (copies,) = together([describe([held(3, "store:1", of_two_ranks())]), "[]"])
+    assert copies.lost == {"c"}
+    without_x = {name: data for name, data in of_two_ranks().items() if name != "a"}
+    assert together([describe([held(3, "store:1", without_x)])]) == []
+
+
+def find(directory: Directory, parts: list[Part], fence: str) -> tuple[int, str] | None:
+    found = restoring.find(directory, directory.scan(), parts, fence, Ranks(), None)
+    return found and (found.step, found.where)
+
+
+@pytest.mark.parametrize(("published", "fence", "expected"), [(2, "store:2", "memory"), (4, "store:2", "disk"), (2, "other:2", "disk")])
+def test_the_newer_of_memory_and_disk_counts_and_no_memory_of_another_job(
+    tmp_path: Path, published: int, fence: str, expected: str
+) -> None:
+    directory = publish(tmp_path, published)
+    whole = of_two_ranks() | {"c": b"cc"}
+    found = find(directory, [held(3, "store:1", whole)], fence)
+    assert found is not None and found[0] == (3 if expected == "memory" else published)
+
+
+def test_of_equal_ones_memory_counts_unless_it_has_lost_something(tmp_path: Path) -> None:
+    directory = publish(tmp_path, 3)
+    lost = of_two_ranks()
+    assert find(directory, [held(3, "store:1", lost | {"c": b"cc"})], "store:2") == (3, "memory")
+    found = find(directory, [held(3, "store:1", lost)], "store:2")
+    assert found is not None and "step-00000003" in found[1]
+
+
+def publish(path: Path, step: int) -> Directory:
+    """Publish as round 1 of the job "store"."""
+    directory = Directory(str(path))
+    claim = directory.claim("store:1", yes)
+    commit = stage(directory, claim.name, step, claim.sequence)
+    directory.publish(claim.name, replace(commit, fence="store:1", round=1), yes)
+    return directory
