@@ -111,9 +111,9 @@ def train(rank: int, world: int, folder: str, number: int, leg: Leg, fast: bool,
                 log.write(json.dumps([state.step, epoch, samples]) + "\n")
                 leg.signal(rank, state.step - begin, MOMENTS[1])
                 checkpoints.save(state.step, state, now=drain.now)
-                leg.signal(rank, state.step - begin, MOMENTS[2])
-                if state.step % SETTLED == 0:
+                if state.step % SETTLED == 0:  # before a signal: nobody tells the others that a killed rank will not come
                     checkpoints.wait()
+                leg.signal(rank, state.step - begin, MOMENTS[2])
                 if drain.now:
                     checkpoints.close()
                     drain.close()
