@@ -104,7 +104,7 @@ class Directory:
                     raise ClaimLost(f"{self.path}: another job claims this directory at the same time")
             sync_folder(self.path)
             found = self.scan()
-            set_aside = [self.found(entry) for entry in self._names() if entry.startswith(DAMAGED)]
+            set_aside = [self.found(entry) for entry in self.damaged()]
             self._delete_dead()
         except BaseException:
             if lock is not None:
@@ -159,6 +159,10 @@ class Directory:
         for name, expected in found.commit.files.items():
             if (names is None or name in names) and (damage := self._check(found, name, expected, look)):
                 yield damage
+
+    def damaged(self) -> list[str]:
+        """Return the names of the checkpoints that were set aside."""
+        return [name for name in self._names() if name.startswith(DAMAGED)]
 
     def set_aside(self, found: Found) -> str:
         """Rename a damaged checkpoint, so that it never counts again; return its new name. Nothing is deleted. Raises OSError."""

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from elastirun.errors import CheckpointError, TrainError
-from elastirun.train import Checkpointer, DistributedDataParallel, TrainState, load_checkpoint
+from elastirun.train import Checkpointer, DistributedDataParallel, PerRank, TrainState, load_checkpoint
 from tests.support.worlds import Died, run
 
 
@@ -200,6 +200,51 @@ def test_plain_values_have_a_limit(tmp_path: Path) -> None:
     checkpoints.close()
 
 
+def test_where_all_are_damaged_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
+    state, checkpoints = make_run(), Checkpointer(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.close()
+    next((tmp_path / "step-00000001").glob("__*")).write_bytes(b"")
+    for _ in range(2):  # also when it is tried again
+        again = Checkpointer(tmp_path)
+        with pytest.raises(CheckpointError, match="only damaged checkpoints .damaged-step-00000001.: delete these"):
+            again.restore(state)
+        again.close()
+    (tmp_path / "damaged-step-00000001").rename(tmp_path / "elsewhere")
+    again = Checkpointer(tmp_path)
+    assert again.restore(state) is None
+    again.close()
+
+
+def test_a_fork_leaves_the_writer_alone_and_a_closed_checkpointer_is_over(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, {"x": torch.ones(3)})
+    checkpoints.wait()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            checkpoints.save(2, {})
+        except TrainError:
+            checkpoints.close()
+            code = 0
+        os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    checkpoints.save(3, {"x": torch.ones(3)})
+    checkpoints.wait()
+    checkpoints.close()
+    assert checkpoints.stats()["published"] == 3
+    with pytest.raises(TrainError, match="was closed"):
+        checkpoints.save(4, {})
+
+
+def test_a_value_per_rank_in_a_list_is_refused_at_once(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match="v.1: a PerRank has to be an entry of a dict, not of a list"):
+        checkpoints.save(1, {"v": [3, PerRank(3)]})
+    checkpoints.close()
+
+
 # -- several ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +344,7 @@ def test_checkpoints_of_others_are_loaded(tmp_path: Path, how: str) -> None:
     else:
         torch.save(parts if how == "one file" else parts["model"], path)
     fresh = make_run(seed=1)
-    load_checkpoint(path, fresh, strict=how == "ours")
+    load_checkpoint(path, fresh)
     assert all(map(torch.equal, fresh["model"].parameters(), state["model"].parameters()))
     if how in ("one file", "ours"):
         assert same(content(fresh), content(state))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import operator
 import os
 import sys
 import time
@@ -101,6 +102,7 @@ class Checkpointer:
         self._number = 0  # of saves
         self._last: Save | None = None  # the last one that goes to the disk
         self._blocked: deque[float] = deque(maxlen=KEPT)
+        self._closed = False
         self._published: int | None = None  # as of ``close``
         self._waited = 0.0  # seconds in which both images were being written
 
@@ -110,10 +112,11 @@ class Checkpointer:
         """Save ``state`` as that of ``step`` if this step is due; return whether it was. Every rank calls it.
 
         When it returns, the state may change; the checkpoint is published later (``wait``). ``now``: save to the disk in any case. The
-        first call prepares the memory, also in a step that is not due. Raises CheckpointError for a state that cannot be saved.
+        first call prepares the memory, also in a step that is not due. The step that was saved last is not saved again, unless that
+        failed. Raises CheckpointError, on every rank, for a state that cannot be saved.
         """
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_NUMBER:
-            raise TrainError(f"step must be a whole number from 0 to 2**53, not {step!r}")
+        self._check_use()
+        step = _whole(step)
         self._claim_directory()
         on_disk = now or step % self._every == 0
         if not on_disk and step % self._memory_every:
@@ -125,6 +128,13 @@ class Checkpointer:
             self._stage(step, state, on_disk)
             self._blocked.append(time.perf_counter() - begun)
         return True
+
+    def _check_use(self) -> None:
+        """Raise TrainError where the writer is another process's, or has ended."""
+        if os.getpid() != self.pid:
+            raise TrainError("a Checkpointer cannot be used in a forked process")
+        if self._closed:
+            raise TrainError("this Checkpointer was closed")
 
     def _is_saved(self, step: int) -> bool:
         """Return whether the last save is that of ``step``, as of a stop right after it, and no rank knows that it failed."""
@@ -253,8 +263,10 @@ class Checkpointer:
         aside, with a line in the log. Modules, optimizers and the like get it by ``load_state_dict``, tensors in place, plain values by
         assignment in ``state``. ``strict``: what ``state`` has and the checkpoint does not is an error; else it stays as it is.
 
-        Raises CheckpointError: the state does not fit, there is no checkpoint of ``step``, the directory cannot be used.
+        Raises CheckpointError: the state does not fit, there is no checkpoint of ``step``, all that there are have been damaged, the
+        directory cannot be used.
         """
+        self._check_use()
         self._claim_directory()
         if self._last is not None and self._publisher is not None:  # what was saved before counts, and may be saved again
             self._publisher.outcome(self._last, END_LIMIT)
@@ -272,6 +284,9 @@ class Checkpointer:
         if found is None:
             if step is not None:
                 raise CheckpointError(f"{self._url} has no checkpoint of step {step} that can be used")
+            damaged = self._ranks.from_first(" ".join(self._directory.damaged()[-3:]) if self._claim is not None else "")
+            if damaged:  # to begin anew by itself would hide the loss
+                raise CheckpointError(f"{self._url} has only damaged checkpoints ({damaged}): delete these to begin anew")
             return None
         self._filled = found.image
         if self._ranks.rank == 0:
@@ -291,6 +306,9 @@ class Checkpointer:
 
     def close(self, timeout: float = END_LIMIT) -> None:
         """End the writer when it has written what was saved, or after ``timeout`` seconds. The end of the process calls it, too."""
+        if os.getpid() != self.pid:
+            return  # a fork has the same writer, which its parent needs
+        self._closed = True
         _living.discard(self)
         if self._publisher is not None:
             self._publisher.close(timeout)
@@ -316,6 +334,16 @@ class Checkpointer:
             "memory": self._staging.nbytes,
             "published": published,
         }
+
+
+def _whole(step: Any) -> int:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_NUMBER:
+        raise TrainError(f"step must be a whole number from 0 to 2**53, not {step!r}")
+    return number
 
 
 def _files_for_dcp(files: DcpFiles, tree: Mapping[str, Any]) -> dict[str, bytes]:

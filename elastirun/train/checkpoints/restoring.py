@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
-from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, decode, encode
+from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, clip, decode, encode
 from elastirun.errors import CheckpointError
 
 from .dcp import open_foreign
@@ -100,7 +100,8 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
 
     path     a folder written by ``torch.distributed.checkpoint``, a file written by ``torch.save``, or one of our own (``step-00000100``).
              If it holds the state dict of a module alone, it belongs to the only module in ``state``
-    strict   what ``state`` has and the checkpoint does not is an error (default); else it stays as it is
+    strict   default: what ``state`` has below a key of the checkpoint, and the checkpoint does not, is an error; else it stays as it is.
+             Keys of ``state`` that a foreign checkpoint does not have at all, such as ``step``, stay as they are, with a line in the log
 
     Each rank reads what it needs; no rank waits for another. Nothing is unpickled but by ``torch.load(weights_only=True)``. Raises
     CheckpointError.
@@ -115,9 +116,16 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
         put(Restorable(found.commit.step if found.commit else 0, name, _Published(directory, found)), state, rank, strict)
         return
     foreign = open_foreign(path, state)
-    wanted = targets(state, foreign.tree, foreign.tensors, rank, strict)
+    known = {key: value for key, value in state.items() if key in foreign.tree}
+    if not known:
+        there = ", ".join(foreign.tree) or "nothing"
+        raise CheckpointError(f"{path} has nothing of the state: it has {clip(there)}, the state has {clip(', '.join(state))}")
+    wanted = targets(known, foreign.tree, foreign.tensors, rank, strict)
     foreign.fill(wanted, strict)
-    _load(state, foreign.tree, wanted, rank, strict, os.fspath(path))
+    _load(known, foreign.tree, wanted, rank, strict, os.fspath(path))
+    state.update(known)
+    if rank == 0 and (others := state.keys() - known.keys()):
+        log.warning("%s does not have %s: the state keeps its own", path, ", ".join(sorted(others)))
     if foreign.skipped and rank == 0:
         log.warning("%s: left out, because reading it could run code: %s", path, ", ".join(foreign.skipped[:5]))
 

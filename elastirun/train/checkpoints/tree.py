@@ -63,6 +63,8 @@ class _Flattening:
         if isinstance(value, Mapping) and type(value).__name__ != "Counter" and all(type(key) is str and key != TAG for key in value):
             return {key: self.node(each, join(path, key)) for key, each in value.items()}
         if type(value) in (list, tuple) and any(map(holds_objects, value)):
+            if at := next((at for at, each in enumerate(value, 1) if isinstance(each, PerRank)), 0):
+                raise CheckpointError(f"{join(path, at - 1)}: a PerRank has to be an entry of a dict, not of a {type(value).__name__}")
             items = [self.node(each, join(path, at)) for at, each in enumerate(value)]
             return items if type(value) is list else {TAG: "tuple", "items": items}
         if isinstance(value, nn.Module):
