@@ -75,7 +75,7 @@ MUTANTS = (
         *("objects", "self._put(last + 1, encode(replace(commit, sequence=last + 1)))", "self._put(commit.sequence, encode(commit))"),
         *("objects", "a_gap_in_the_numbers_of_the_trainer_is_none_in_the_log[memory]"),
     ),
-    # what a loss of power leaves
+    # the order in which the disk has the files, so that a loss of power leaves whole checkpoints
     mutant(
         "files are durable before the record",
         *("files", "            at = end\n        os.fsync(fd)\n", "            at = end\n"),
