@@ -290,7 +290,7 @@ class Agent:
             self._announce(record, node_rank, specs)
             logs = self._logs.open_round(record.round - 1, specs, record.world_size)
             if not self._logs.error_file(record.round - 1, 0):
-                specs = self._specs(record, node_rank)  # again, because the error files could not be made
+                specs = self._specs(record, node_rank)  # without error files, which could not be made
             if self._logs.temporary:
                 self._tree.remove_folder_at_end(self._logs.temporary)
             store.end_round()

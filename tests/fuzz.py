@@ -192,7 +192,7 @@ def make_codec(rng: random.Random) -> tuple[Codec, type[Any], bytes]:
 
 
 def check_codec(given: tuple[Codec, type[Any], bytes]) -> bool:
-    """``BadRecord`` or a record with this one spelling; with a token, nothing that is not signed with it."""
+    """Decode: either ``BadRecord``, or a record that encodes to the same bytes. With a token, only signed bytes are accepted."""
     codec, cls, data = given
     try:
         record = codec.decode(KEY, data, cls)

@@ -171,7 +171,7 @@ def test_a_row_whose_line_in_the_index_was_lost_is_found_again_by_whoever_tries_
 
 
 def test_a_long_line_of_other_than_ascii_in_the_index_is_no_key(server: Server) -> None:  # noqa: F811
-    """As text it is shorter than as bytes: TCPStore hung up, and nobody could list the rows any more."""
+    """Decoded, the line is shorter than its bytes. So TCPStore once closed the connection, and no node could list the rows."""
     store = server.connect()
     store.put_if("other/a", None, b"1")
     server.foul("append", "other/~index", b"\nother/" + b"\xff" * 4000 + b"\n")

@@ -1,4 +1,4 @@
-"""The layers (who may import whom) and the names the code must keep. Branches per function are counted by ruff."""
+"""Import layers (which modules a module may import) and banned names. ruff counts the branches of each function."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Directory:
             names.append(one.name)
         with self._claimed(claim):
             for name in os.listdir(staging):
-                if name.startswith("dead-"):  # also what could not be deleted the last time
+                if name.startswith("dead-"):  # including what an earlier deletion left
                     shutil.rmtree(os.path.join(staging, name), ignore_errors=True)
         return names
 

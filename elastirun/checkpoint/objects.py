@@ -280,7 +280,7 @@ def _claims(entries: Mapping[int, bytes]) -> dict[int, str]:
 
 
 def _claim_in(data: bytes) -> str:
-    """Return the name of the claim that an entry of the log is; empty if it is another entry."""
+    """Return the name of the claim if this entry of the log is a claim, else an empty text."""
     try:
         name = parse(data, MAX_BYTES).get("claim")
     except CheckpointError:

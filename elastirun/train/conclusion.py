@@ -81,7 +81,7 @@ class Outcome:
         return [index for index, count in enumerate(self.agreed.users) if not count] if self.agreed and self.agreed.with_data else []
 
     def factor(self, users: float) -> float:
-        """Return the factor of a gradient that ``users`` ranks had: the mean is over these ranks where that was asked for."""
+        """Return the factor for a gradient that ``users`` ranks have. Where asked for, the mean is over these ranks only."""
         share = self.agreed.with_data / users if self.agreed and users and self.mean_over_users else 1.0
         return self.correction * share
 

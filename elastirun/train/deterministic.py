@@ -77,7 +77,7 @@ class DeterministicShards:
         self.drained: int | None = None  # the first step in which a rank requested "drain"
         self._asked: set[str] = set()
         self._params: list[nn.Parameter] = []  # those that are trained, as of the last step
-        self._memory: list[_Sum] = []  # to be used again
+        self._memory: list[_Sum] = []  # of earlier steps, for reuse
         self._result: _Sum | None = None
         tensors = [*module.named_parameters(), *module.named_buffers()]
         self._device = tensors[0][1].device if tensors else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""``Drain``: all ranks stop after the same step when one of them is told to stop, without a collective of its own in each step."""
+"""``Drain``: when one rank is asked to stop, all ranks stop after the same step. The request travels with the gradients of a step."""
 
 from __future__ import annotations
 

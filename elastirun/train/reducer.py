@@ -352,7 +352,7 @@ class Reducer:
             self._conclude(drained)
 
     def _install_new_plan(self) -> None:
-        """Install the new plan, if there is one. Every rank comes here before the first bucket of the same reduction."""
+        """Install the new plan, if there is one. All ranks call this before the first bucket of the same reduction."""
         self._extensions.verify_same(self._group)
         if self.bucket_set.outdated:
             with reduction_errors("the memory of a new plan"):

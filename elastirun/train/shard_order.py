@@ -32,7 +32,7 @@ class Rest:
         return len(self.open) + self.shards - self.next_place
 
     def at(self, number: int) -> tuple[int, int]:
-        """Return the place with ``number`` among those that are left, and how many samples of it are read."""
+        """Return the ``number``-th place that is left, and how many samples of its shard have been read."""
         return self.open[number] if number < len(self.open) else (self.next_place + number - len(self.open), 0)
 
     def part(self, stream: int, streams: int, progress: Progress) -> Iterator[tuple[int, int, int]]:

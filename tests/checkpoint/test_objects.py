@@ -109,7 +109,7 @@ def test_a_publisher_that_freezes_before_its_put_publishes_nothing(url: str) -> 
     for n in range(1, 21):
         old = directory.claim(FENCE.format(2 * n), yes).name
 
-        def current(n: int = n) -> bool:  # the moment between the question and the put
+        def current(n: int = n) -> bool:  # a later round claims the directory after this question, before the put
             directory.claim(FENCE.format(2 * n + 1), yes)
             return True
 

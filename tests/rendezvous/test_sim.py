@@ -57,7 +57,7 @@ def test_two_rounds_that_can_both_make_progress_are_noticed_when_the_workers_of_
     record = world.record
     assert record is not None
     a.working = replace(record, members=tuple(m for m in record.members if m.id == a.id))
-    b.working = replace(record, round=2, members=tuple(m for m in record.members if m.id == b.id))  # as if no rule prevented it
+    b.working = replace(record, round=2, members=tuple(m for m in record.members if m.id == b.id))  # a state that the rules never reach
     world.at(0.1, a.thaw)
     with pytest.raises(Violation, match="can both make progress"):
         world.run(1)

@@ -38,7 +38,7 @@ def epochs(output: str) -> dict[int, float]:
 
 
 def test_training_in_pieces_with_other_launchers_and_worker_counts_is_the_same_training(tmp_path: Path) -> None:
-    """How well the example learns is a matter of test_failover.py."""
+    """test_failover.py checks how well the example learns."""
     whole = train(tmp_path, "--epochs=3")
     first = train(tmp_path, "--epochs=1", "--checkpoint=pieces", launcher=TORCHRUN)
     second = train(tmp_path, "--epochs=3", "--checkpoint=pieces", launcher=ELASTIRUN)

@@ -76,7 +76,7 @@ class Stranger:
         return self.codec.decode(JOB + "round", self.peek(JOB + "round"), RoundRecord)
 
     def await_beats(self, keys: list[str], beats: int = 4) -> None:
-        """Wait until every one of the nodes has looked at the store, and written its own row, so many times more."""
+        """Wait until each node has polled the store and written its own row ``beats`` more times."""
         last: dict[str, int] = {}
         left = dict.fromkeys(keys, beats)
         deadline = time.monotonic() + PATIENCE
@@ -311,8 +311,8 @@ def test_thousands_of_keys_neither_disturb_a_round_nor_prevent_the_next(nodes: C
     job.end([0, 143])
 
 
-def test_an_index_beyond_all_bounds_holds_up_the_next_round_with_a_word_and_a_signal_is_obeyed(nodes: Cluster) -> None:
-    job = start(nodes, token=TOKEN, expire=5)  # after so many seconds without the store its trouble is told
+def test_an_index_beyond_all_bounds_delays_the_next_round_is_reported_and_a_signal_still_ends_the_job(nodes: Cluster) -> None:
+    job = start(nodes, token=TOKEN, expire=5)  # an agent reports trouble with the store after 5 s
     stranger = job.stranger
     lines = "".join(f"\n{JOB}node/{i}\n" for i in range(150_000))
     stranger.client.append(JOB + "node/~index", lines)

@@ -15,7 +15,7 @@ from elastirun.agent.processes.signals import REQUEST_WINDOW
 from tests.support.cluster import Cluster, Worker, dies
 from tests.system.test_endings import BUG, with_change
 
-# Has four children with the default SIGTERM; says when it is told to stop, and goes when the test says so, or never.
+# A worker with four children, for which SIGTERM keeps its default action. It reports its own SIGTERM, and exits when the test sends a code.
 SCRIPT = """
 import json, os, signal, socket, sys, time
 children = []
@@ -71,7 +71,7 @@ def by_a_bug(nodes: Cluster, *options: str) -> Worker:
     return good
 
 
-# What a second signal leaves to the workers is so long that nothing which ends within the patience of a test can have waited for it.
+# The grace after a second signal becomes longer than any test waits, so what ends within a test has not waited for that grace.
 LONG_SECOND_GRACE = "from elastirun.agent import agent\nagent.SECOND_SIGNAL_GRACE = 600.0"
 
 Path_ = Callable[..., Worker]

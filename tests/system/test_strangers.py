@@ -102,7 +102,7 @@ def dies_or_is_ended(pid: int, timeout: float) -> bool:
     return died
 
 
-# -- what is ours, hidden
+# -- processes of our workers that hide: they end with the agent
 
 
 @pytest.mark.parametrize("way", [way for way in HIDING if way != "titled, in a session of its own"])
@@ -124,7 +124,7 @@ def test_what_hides_ends_with_the_lease_of_a_frozen_agent(nodes: Cluster, way: s
     assert dies_or_is_ended(child, 20)
 
 
-# -- what is not ours
+# -- processes that no worker of ours started: they run on
 
 STRAY = """
 import os

@@ -59,7 +59,7 @@ class Result:
     digest: str  # of all values' bits
     values: list[float]  # the loss, and all parameters
     begins: list[int]  # the number of finished steps with which each leg began
-    counts: Counter[tuple[int, int]]  # of epoch and sample, in the steps that led to the end
+    counts: Counter[tuple[int, int]]  # how often each (epoch, sample) was used, without steps that were undone
 
     def differs(self, expected: Result, fast: bool) -> str:
         """Return what is not as it is ``expected``."""

@@ -197,7 +197,7 @@ def held(step: int, fence: str, files: Mapping[str, bytes], rank: int = 0) -> Pa
 
 
 def of_two_ranks() -> dict[str, bytes]:
-    """The files of a save on the node of rank 0: all, but what rank 1 had of its own."""
+    """Return the files that the node of rank 0 has of a save by two ranks. File ``c``, with the random numbers of rank 1, is missing."""
     chunk = '"dtype":"uint8","shape":[2],"chunks":[{"offsets":[0],"sizes":[2],"at":0,"nbytes":2,"file"'
     tensors = "{" + ",".join(f'"{name}":{{{chunk}:"{file}"}}]}}' for name, file in (("x", "a"), ("rng@0", "b"), ("rng@1", "c"))) + "}"
     values = checkpointer.encode_values(checkpointer.flatten({"x": torch.zeros(2), "rng": PerRank(1)}, 0).tree)

@@ -287,7 +287,7 @@ def test_numpy_is_not_needed(tmp_path: Path) -> None:
 
 
 def caught(arena: Any, index: int = 0) -> tuple[type[BaseException], int | None, str, float]:
-    """What a reduction raises, whom it names, what it says, and when."""
+    """Return the type of the exception that a reduction raises, the rank it names, its text, and the time of the exception."""
     with pytest.raises(ReductionFailed) as error:
         arena.all_reduce(index).wait()
     return error.type, getattr(error.value, "rank", None), str(error.value), time.monotonic()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """The elements from ``offsets`` on, ``sizes`` in each dimension."""
+    """A part of a tensor: in dimension ``d`` it begins at ``offsets[d]`` and has ``sizes[d]`` elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -40,10 +40,10 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     boxes = [box for box in boxes if volume(box.sizes)]
     if len(boxes) < 2:
         return None
-    # Sweep along the dimension in which most of the boxes begin at places of their own: then few are open at a time.
+    # Sweep along the dimension with the largest number of different offsets: there, few boxes are open at the same time.
     along = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}), default=None)
     if along is None:
-        return boxes[0], boxes[1]  # two numbers without a dimension
+        return boxes[0], boxes[1]  # tensors without dimensions have one element each, the same one
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[along]):
         open_boxes = [other for other in open_boxes if other.offsets[along] + other.sizes[along] > box.offsets[along]]

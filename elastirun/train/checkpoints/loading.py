@@ -215,7 +215,7 @@ def _optimizer_state(optimizer: Optimizer, node: Node, path: str, params: list[_
 
 
 def _group_options(group: Mapping[str, Any], own: list[_Param], path: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return what the checkpoint has for the options of ``group``; those that it has now if none of its parameters is there."""
+    """Return the saved options of ``group``; its present options if the checkpoint has none of its parameters."""
     there = {param.group_path: param.group for param in own if param.group is not None}
     saved = [(at, {key: each for key, each in one.items() if key not in ("params", "param_names")}) for at, one in there.items()]
     if any(options != saved[0][1] for _, options in saved):
@@ -236,7 +236,7 @@ def _empty(saved: Saved) -> Tensor:
 
 
 def _like(param: Tensor) -> _Make:
-    """Return what makes a tensor of an optimizer's state: sharded as ``param`` if it has its shape."""
+    """Return a function that makes an empty tensor of an optimizer's state. If it has the shape of ``param``, it is sharded like it."""
 
     def make(saved: Saved) -> Tensor:
         if tuple(saved.shape) == tuple(param.shape):

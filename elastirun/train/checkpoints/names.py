@@ -59,11 +59,13 @@ class ParameterNames:
         self._modules.append((path, module, found))
 
     def of(self, params: Sequence[Tensor]) -> list[str] | None:
-        """Return the names of ``params``, with the module's path in front if they are of several. None if some are of no module."""
+        """Return the names of ``params``. If they belong to several modules, each name begins with its module's path. None if a parameter
+        belongs to no module.
+        """
         for _, _, found in self._modules:
             if all(id(param) in found for param in params):
                 return [found[id(param)] for param in params]
-        for at, (path, module, found) in enumerate(self._modules):  # a module whose state dict has others than its parameters
+        for at, (path, module, found) in enumerate(self._modules):  # the state dict of a module may leave parameters out
             named = dict(module.named_parameters())
             names = plain_names(module, list(named))
             self._modules[at] = path, module, {**dict(zip(map(id, named.values()), names, strict=True)), **found}
