@@ -894,6 +894,21 @@ MUTANTS = (
         *("ckpt_rounds", "of_equal_ones_memory_counts_unless_it_has_lost_something"),
     ),
     mutant(
+        "the clock of the first rank decides",
+        *("checkpoints/due", "now - self._looked])[0]", "now - self._looked])[-1]"),
+        *("ckpt_due", "the_clock_of_rank_0_decides_for_all[0.0]"),
+    ),
+    mutant(
+        "quick calls do not put off the next look",
+        *("checkpoints/due", "max(recent, 1), 2 * self._calls))", "max(recent, 1)))"),
+        *("ckpt_due", "calls_right_after_each_other_do_not_put_off_the_next_look"),
+    ),
+    mutant(
+        "a time is asked for seldom",
+        *("checkpoints/due", "        if self._calls < self._pause:\n", "        if False:\n"),
+        *("ckpt_due", "a_period_is_kept_to_the_step_with_few_exchanges"),
+    ),
+    mutant(
         "values of lost ranks are not needed",
         *("checkpoints/memory", "if name not in marked for chunk", "if True for chunk"),
         *("ckpt_rounds", "what_only_a_lost_rank_had_does_not_make_a_copy_incomplete"),

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, MutableMapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from elastirun.errors import CheckpointError, TrainError
 from . import restoring
 from .dcp import METADATA, DcpFiles
 from .dcp import VALUES as DCP_VALUES
+from .due import due
 from .layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
 from .memory import Memory
 from .publishing import Publisher, Save
@@ -60,7 +62,9 @@ class Checkpointer:
 
     directory      where all nodes can write: a path, or a URL that fsspec knows (``s3://…``)
     keep           how many published checkpoints to keep
-    every          steps from one checkpoint on the disk to the next; ``save`` does nothing in other steps. 1 (default): each call counts
+    every          from one checkpoint on the disk to the next: steps, or a ``datetime.timedelta``; ``save`` does nothing in other steps.
+                   1 (default): each call counts. A time is that of rank 0 since the last save began (at first: since the checkpointer
+                   was made); the ranks agree on it about once a second, so every rank calls ``save`` after each step
     memory_every   steps from one copy in memory to the next, for a restart without the disk; default: only what goes to the disk, too
     group          the process group of the ranks; default: the default group, or this process alone
 
@@ -74,18 +78,19 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         *,
         keep: int = 3,
-        every: int = 1,
+        every: int | timedelta = 1,
         memory_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("keep", keep), ("every", every), ("memory_every", 1 if memory_every is None else memory_every)):
+        for name, value in (("keep", keep), ("memory_every", 1 if memory_every is None else memory_every)):
             if not isinstance(value, int) or value < 1:
                 raise TrainError(f"{name} must be a whole number, 1 or more, not {value!r}")
         if not os.fspath(directory):
             raise TrainError("directory is empty: where are the checkpoints to be?")
         self.pid = os.getpid()
         self._url, self._keep = os.fspath(directory), keep
-        self._every, self._memory_every = every, memory_every or every
+        self._due = due(every)
+        self._memory_every = memory_every or (every if isinstance(every, int) else 0)  # steps; 0: only what goes to the disk
         self._fence = os.environ.get(FENCE, "")
         self._ranks = Ranks(group)
         self._directory = open_directory(self._url)
@@ -118,8 +123,8 @@ class Checkpointer:
         self._check_use()
         step = _whole(step)
         self._claim_directory()
-        on_disk = now or step % self._every == 0
-        if not on_disk and step % self._memory_every:
+        on_disk = now or self._due.is_due(step, self._ranks)
+        if not on_disk and (not self._memory_every or step % self._memory_every):
             if self._plan is None:
                 self._prepare(step, *self._take_apart(state))
             return False
@@ -147,6 +152,8 @@ class Checkpointer:
         flat, values, error = self._take_apart(state)
         which = self._prepare(step, flat, values, error)
         assert self._plan is not None and self._publisher is not None and self._dcp is not None
+        if on_disk:
+            self._due.begin()
         self._number += 1
         round = self._fence.rpartition(":")[2]
         self._staging.fill(
