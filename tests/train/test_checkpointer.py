@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.train import Checkpointer, DistributedDataParallel, PerRank, TrainState, load_checkpoint
+from elastirun.train.checkpoints import waiting
 from tests.support.worlds import Died, run
 
 
@@ -409,3 +410,35 @@ def made_too_early(rank: int, world: int, folder: str) -> str:
 
 def test_a_checkpointer_that_was_made_before_the_process_group_is_refused(tmp_path: Path) -> None:
     assert all("after torch.distributed.init_process_group()" in text for text in run(2, made_too_early, str(tmp_path)))
+
+
+def come_late(rank: int, world: int, folder: str) -> tuple[list[str], list[int]]:
+    """Save on three ranks, of which the second comes when another one has written a line about it."""
+    waiting.LOOK, waiting.REPORT = 0.02, 0.1
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(1, {"x": torch.ones(3)})
+    board, lines = checkpoints._ranks.board, []
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        board.set("told", "")
+
+    handler = logging.Handler()
+    handler.emit = emit  # type: ignore[method-assign]
+    logging.getLogger("elastirun.checkpoints").addHandler(handler)
+    if rank == 0:
+        assert checkpoints._ranks._waiting is not None
+        board.get(checkpoints._ranks._waiting._key(checkpoints._ranks._waiting._number + 1, 2))  # rank 2 waits
+    elif rank == 1:
+        board.get("told")
+    checkpoints.save(2, {"x": torch.ones(3)})
+    checkpoints.close()
+    checkpoints._ranks._waiting._thread.join(30)
+    return lines, [number for number in range(1, 99) if board.check([f"waiting/{number}/{rank}"])]
+
+
+def test_who_is_missing_is_named_once_and_no_note_remains(tmp_path: Path) -> None:
+    found = run(3, come_late, str(tmp_path))
+    assert [len(lines) for lines, _ in found] == [1, 0, 0]
+    assert found[0][0][0].startswith("save of step 2: rank 0 has waited for rank 1 for ")
+    assert [notes for _, notes in found] == [[], [], []]

@@ -894,6 +894,16 @@ MUTANTS = (
         *("ckpt_rounds", "of_equal_ones_memory_counts_unless_it_has_lost_something"),
     ),
     mutant(
+        "one of those that wait writes who is missing",
+        *("checkpoints/waiting", "if missing and all(rank in missing for rank in range(self._rank)):", "if missing:"),
+        *("checkpointer", "who_is_missing_is_named_once_and_no_note_remains"),
+    ),
+    mutant(
+        "a rank that waits leaves a note",
+        *("checkpoints/waiting", "self._board.set(self._key(number, self._rank), \"\")", "pass"),
+        *("checkpointer", "who_is_missing_is_named_once_and_no_note_remains"),
+    ),
+    mutant(
         "the clock of the first rank decides",
         *("checkpoints/due", "now - self._looked])[0]", "now - self._looked])[-1]"),
         *("ckpt_due", "the_clock_of_rank_0_decides_for_all[0.0]"),

@@ -122,6 +122,7 @@ class Checkpointer:
         """
         self._check_use()
         step = _whole(step)
+        self._ranks.begin(f"save of step {step}")
         self._claim_directory()
         on_disk = now or self._due.is_due(step, self._ranks)
         if not on_disk and (not self._memory_every or step % self._memory_every):
@@ -274,6 +275,7 @@ class Checkpointer:
         directory cannot be used.
         """
         self._check_use()
+        self._ranks.begin("restore")
         self._claim_directory()
         if self._last is not None and self._publisher is not None:  # what was saved before counts, and may be saved again
             self._publisher.outcome(self._last, END_LIMIT)

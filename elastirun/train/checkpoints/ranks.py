@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastirun.train.collectives import gather
 from elastirun.train.process_groups import find_group
+
+from .waiting import Waiting
 
 CPU = torch.device("cpu")
 _numbers = count()  # every rank makes its checkpointers in the same order
@@ -29,6 +32,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._number = next(_numbers)
         self._group: dist.ProcessGroup | None = None
+        self._waiting: Waiting | None = None
         self.rank, self.world_size = 0, 1
         self.made_alone = group is None and not (dist.is_available() and dist.is_initialized())
         if group is not None or (dist.is_available() and dist.is_initialized()):
@@ -37,10 +41,22 @@ class Ranks:
             if self.world_size > 1:
                 everyone = dist.get_process_group_ranks(found)
                 self._group = dist.new_group(everyone, backend="gloo", use_local_synchronization=found is not dist.group.WORLD)
+                self._waiting = Waiting(self.rank, self.world_size, self.board)
+
+    def begin(self, what: str) -> None:
+        """Take note of what follows, for the line about ranks that do not come to it."""
+        if self._waiting is not None:
+            self._waiting.what = what
+
+    def _exchange(self) -> AbstractContextManager[None]:
+        return self._waiting.exchange() if self._waiting is not None else nullcontext()
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Return the ``values`` (equally many everywhere) of every rank, in rank order."""
-        return [list(values)] if self._group is None else gather(values, self._group, CPU)
+        if self._group is None:
+            return [list(values)]
+        with self._exchange():
+            return gather(values, self._group, CPU)
 
     def gather_text(self, text: str) -> list[str]:
         """Return the ``text`` of every rank, in rank order."""
@@ -50,7 +66,8 @@ class Ranks:
         sizes = [size for (size,) in self.gather([len(data)])]
         mine = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(parts, mine, self._group)
+        with self._exchange():
+            dist.all_gather(parts, mine, self._group)
         return [bytes(part[:size].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
 
     def agree(self, fine: bool) -> bool:
@@ -65,7 +82,8 @@ class Ranks:
         """Fill ``data``, equally long everywhere, with that of the rank ``source``."""
         if self._group is not None and data:
             tensor = torch.frombuffer(data, dtype=torch.uint8)
-            dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
+            with self._exchange():
+                dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
 
     @cached_property
     def nodes(self) -> list[int]:
@@ -80,6 +98,8 @@ class Ranks:
 
     def close(self) -> None:
         """End the group, unless the program has ended all groups already."""
+        if self._waiting is not None:
+            self._waiting.close()
         if self._group is not None and self._group in c10d._world.pg_map:
             dist.destroy_process_group(self._group)
         self._group = None
