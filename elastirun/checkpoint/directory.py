@@ -105,7 +105,6 @@ class Directory:
             sync_folder(self.path)
             found = self.scan()
             set_aside = [self.found(entry) for entry in self.damaged()]
-            self._delete_dead()
         except BaseException:
             if lock is not None:
                 os.close(lock)
@@ -282,7 +281,8 @@ class Directory:
             for name in os.listdir(dead):
                 os.rename(os.path.join(dead, name), os.path.join(dead, f"dead-{name}"))
 
-    def _delete_dead(self) -> None:
+    def clean(self, claim: str) -> None:
+        """Delete what earlier rounds have written and not published. It may be much, so ``claim`` leaves it to the writer."""
         for name in self._names():
             if name.startswith(DEAD) and is_claim(name.removeprefix(DEAD)):
                 shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)

@@ -78,9 +78,7 @@ class ObjectDirectory(Directory):
             sequence = max(entries, default=0) + 1
             if self._put(sequence, json.dumps({"format": FORMAT, "claim": name}).encode()):
                 break
-        found = self._found_in(entries)
-        self._delete_unpublished({*_claims(entries).values()}, found)
-        return Claim(name, sequence + 1, self._counting(found))
+        return Claim(name, sequence + 1, self._counting(self._found_in(entries)))
 
     def file(self, found: Found, name: str) -> str:
         return f"{self.path}/{found.name}/{name}"
@@ -150,6 +148,14 @@ class ObjectDirectory(Directory):
         for name in names:
             with suppress(Exception):
                 fs.rm_file(f"{self._staged(claim, step)}/{name}")
+
+    def clean(self, claim: str) -> None:
+        entries = self._entries()
+        self._check_holder(claim, entries)  # else a later round's files might be among them
+        older, published = {*_claims(entries).values()} - {claim}, {one.name for one in self._found_in(entries)}
+        for name in self._list(""):
+            if is_step_name(name) and name not in published and name.partition(".")[2] in older:
+                self._remove(name)
 
     def exists(self) -> bool:
         fs, root = self._store
@@ -262,13 +268,6 @@ class ObjectDirectory(Directory):
         fs, root = self._store
         with suppress(Exception):
             fs.rm(f"{root}/{name}", recursive=True)
-
-    def _delete_unpublished(self, claims: Collection[str], found: Collection[Found]) -> None:
-        """Delete what earlier ``claims`` have written and not published."""
-        published = {one.name for one in found}
-        for name in self._list(""):
-            if is_step_name(name) and name not in published and name.partition(".")[2] in claims:
-                self._remove(name)
 
 
 def _claims(entries: Mapping[int, bytes]) -> dict[int, str]:

@@ -15,6 +15,9 @@ messages.py) and are answered in order, one at a time:
     {"do": "discard", "directory": D, "claim": C, "step": 100}                                   rank 0, when a rank could not write
     {"did": "discard"}
 
+    {"do": "clean", "directory": D, "claim": C}                                                  rank 0, first of all
+    {"did": "clean"}
+
 "commit" has the fields of ``record.Commit`` (without "time": now), with files as in the answers of all ranks. "limit" (seconds, optional)
 says for how long failed writes are repeated. An answer may also have "error", one line, and then "lost": true when another round has
 claimed the directory; what this rank, or for "commit" every rank, had written aside for the step is then deleted. Where only the
@@ -45,10 +48,6 @@ from elastirun.checkpoint.retry import LIMIT, repeat
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
 
-# Ten steps of niceness are a tenth of a busy processor. At 19 (a seventieth), or with SCHED_IDLE and an idle I/O class, trainers that keep
-# every processor busy would starve the writer, and the newest checkpoint would be minutes old. SCHED_BATCH: a request that arrives does not
-# preempt a trainer. The I/O priority follows the niceness: level 6 of 7 among best-effort.
-NICE = 10
 MAX_KEEP = 1_000_000  # checkpoints
 MAX_LINE = 500  # characters of an error
 
@@ -58,7 +57,6 @@ def main(fd: int, parent: int) -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a trainer that is asked to stop saves first
         signal.signal(signum, signal.SIG_IGN)
     with suppress(OSError):
-        os.nice(NICE)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with socket.socket(fileno=fd) as trainer:
         if os.getppid() == parent:
@@ -177,6 +175,13 @@ def _discard(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
     return {}
 
 
+def _clean(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:
+    """Delete what earlier rounds have written and not published."""
+    directory, claim = _place(message)
+    directory.clean(claim)
+    return {}
+
+
 def _place(message: Mapping[str, Any]) -> tuple[Directory, str]:
     """Return the directory and the claim that a request is about."""
     url, claim = str(message["directory"]), text(message["claim"])
@@ -191,4 +196,4 @@ def _limit(message: Mapping[str, Any]) -> float:
 
 
 Action = Callable[[Mapping[str, Any], list[Image]], dict[str, Any]]
-ACTIONS: dict[object, Action] = {"write": _write, "commit": _commit, "discard": _discard}
+ACTIONS: dict[object, Action] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}

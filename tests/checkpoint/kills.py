@@ -16,7 +16,7 @@ from pathlib import Path
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
-from tests.checkpoint.saves import content, entries, image_of, yes
+from tests.checkpoint.saves import claimed, content, entries, image_of
 
 KEEP = 2
 SIZE = 2 << 20  # bytes of the largest file, so that a save takes a few milliseconds
@@ -29,7 +29,7 @@ def kills(path: Path, count: int, rng: random.Random) -> None:
     directory, step, reported = Directory(str(path)), 0, 0
     images = {number: image_of(number, files=content(number, SIZE)) for number in (0, 1)}
     for round in range(1, count + 1):
-        claim = directory.claim(f"store:{round}", yes)
+        claim = claimed(directory, f"store:{round}")
         names = [one.name for one in claim.found]
         assert entries(path) == sorted([f".staging-{claim.name}", *names]), "something is left"
         steps = [one.commit.step for one in claim.found if one.commit]
@@ -82,7 +82,7 @@ def freezes(path: Path, count: int, rng: random.Random) -> int:
     """
     directory, lost = Directory(str(path)), 0
     for number in range(1, count + 1):
-        claim = directory.claim(f"store:{2 * number}", yes)
+        claim = claimed(directory, f"store:{2 * number}")
         image, writer = image_of(number), WriterProcess()
         writer.start()
         place = {"directory": str(path), "claim": claim.name}
@@ -95,7 +95,7 @@ def freezes(path: Path, count: int, rng: random.Random) -> int:
         writer.request({"do": "commit", "commit": commit, "keep": KEEP, **place})
         select.select([writer.fileno()], [], [], rng.uniform(0, LONGEST_COMMIT))
         writer._process.send_signal(signal.SIGSTOP)
-        new = directory.claim(f"store:{2 * number + 1}", yes)
+        new = claimed(directory, f"store:{2 * number + 1}")
         writer._process.send_signal(signal.SIGCONT)
         reply = writer.reply()
         writer.close()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from elastirun.checkpoint.directory import Directory
+from elastirun.checkpoint.directory import Claim, Directory
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up, size_for
 from elastirun.checkpoint.record import Commit, FileSum
 
@@ -35,6 +35,13 @@ def image_of(step: int, save: int = 1, files: Mapping[str, bytes] | None = None)
 
 def commit_of(step: int, sequence: int, files: Mapping[str, FileSum], round: int = 0) -> Commit:
     return Commit(step, sequence, FENCE.format(round) if round else "", round, 1, 1.5e9, files)
+
+
+def claimed(directory: Directory, fence: str) -> Claim:
+    """Claim and clean ``directory``, as rank 0 and its writer do when a round begins."""
+    claim = directory.claim(fence, yes)
+    directory.clean(claim.name)
+    return claim
 
 
 def yes() -> bool:

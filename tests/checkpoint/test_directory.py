@@ -17,7 +17,7 @@ from elastirun.checkpoint.claims import Found, claim_name, is_claim, is_newer, i
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import COMMIT, Damage
 from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
-from tests.checkpoint.saves import FENCE, commit_of, content, entries, save, stage, yes
+from tests.checkpoint.saves import FENCE, claimed, commit_of, content, entries, save, stage, yes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,7 +74,7 @@ def test_the_newest_remain() -> None:
 def test_a_checkpoint_is_published_whole(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path / "a" / "b"))
     assert directory.scan() == []
-    claim = directory.claim("", yes)
+    claim = claimed(directory, "")
     assert (claim.found, claim.sequence) == ([], 1)
     assert save(directory, claim.name, 100, 1) == "step-00000100"
     (found,) = directory.scan()
@@ -84,18 +84,18 @@ def test_a_checkpoint_is_published_whole(tmp_path: Path) -> None:
     assert entries(directory.path) == [".lock", f".staging-{claim.name}", "step-00000100"]
     assert entries(f"{directory.path}/.staging-{claim.name}") == []
     claim.release()
-    again = directory.claim("", yes)
+    again = claimed(directory, "")
     assert again.found == [found] and again.sequence == 2
     again.release()
 
 
 def test_newest_is_what_was_published_last_not_the_highest_step(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    name = directory.claim(FENCE.format(1), yes).name
+    name = claimed(directory, FENCE.format(1)).name
     published = [save(directory, name, step, n, keep=3) for n, step in enumerate((100, 200, 300, 100, 100), 1)]
     assert published[3:] == ["step-00000100.2", "step-00000100"]  # the former is there until the latter is published
     assert steps(directory) == [100, 100, 300]
-    assert directory.claim(FENCE.format(2), yes).sequence == 6
+    assert claimed(directory, FENCE.format(2)).sequence == 6
 
 
 def test_a_folder_of_another_tool_is_neither_counted_nor_touched(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_folder_of_another_tool_is_neither_counted_nor_touched(tmp_path: Path)
     (tmp_path / "step-00000100" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / ".staging-mine").mkdir()
     directory = Directory(str(tmp_path))
-    claim = directory.claim("", yes)
+    claim = claimed(directory, "")
     assert claim.found == [Found("step-00000100", None, Damage(COMMIT, "is missing"))] and claim.sequence == 1
     assert save(directory, claim.name, 100, 1, keep=1) == "step-00000100.2"
     assert (tmp_path / "step-00000100" / "__0_0.distcp").read_bytes() == b"half" and (tmp_path / ".staging-mine").is_dir()
@@ -112,7 +112,7 @@ def test_a_folder_of_another_tool_is_neither_counted_nor_touched(tmp_path: Path)
 
 def test_nothing_is_published_once_the_round_is_over(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    name = directory.claim(FENCE.format(1), yes).name
+    name = claimed(directory, FENCE.format(1)).name
     with pytest.raises(ClaimLost, match="another round"):
         save(directory, name, 100, 1, current=no)
     assert directory.scan() == []
@@ -126,7 +126,7 @@ def test_nothing_is_published_once_the_round_is_over(tmp_path: Path) -> None:
 
 def test_whether_the_round_is_current_is_asked_when_all_is_written(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    name = directory.claim(FENCE.format(1), yes).name
+    name = claimed(directory, FENCE.format(1)).name
     commit = stage(directory, name, 100, 1)
 
     def asked() -> bool:
@@ -138,11 +138,11 @@ def test_whether_the_round_is_current_is_asked_when_all_is_written(tmp_path: Pat
 
 def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    old = directory.claim(FENCE.format(1), yes).name
+    old = claimed(directory, FENCE.format(1)).name
     for n in (1, 2):
         save(directory, old, n, n)
     commit = stage(directory, old, 3, 3)
-    new = directory.claim(FENCE.format(2), yes)
+    new = claimed(directory, FENCE.format(2))
     assert [one.name for one in new.found] == ["step-00000002", "step-00000001"]
     with pytest.raises(ClaimLost, match="has claimed this directory"):
         directory.publish(old, commit, yes)
@@ -151,7 +151,7 @@ def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(tmp_path: P
     with pytest.raises(ClaimLost):
         directory.prune(old, 1)
     with pytest.raises(ClaimLost, match="a later round"):
-        directory.claim(FENCE.format(1), yes)
+        claimed(directory, FENCE.format(1))
     directory.discard(old, 3)
     assert directory.scan() == new.found
     assert entries(tmp_path) == [f".staging-{new.name}", "step-00000001", "step-00000002"]
@@ -161,11 +161,11 @@ def test_a_publisher_that_freezes_before_its_rename_publishes_nothing(tmp_path: 
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     directory = Directory(str(tmp_path))
     for n in range(1, 201):
-        old = directory.claim(FENCE.format(2 * n), yes).name
+        old = claimed(directory, FENCE.format(2 * n)).name
         newer = []
 
         def current(n: int = n, newer: list[str] = newer) -> bool:  # the moment between the question and the rename
-            newer.append(directory.claim(FENCE.format(2 * n + 1), yes).name)
+            newer.append(claimed(directory, FENCE.format(2 * n + 1)).name)
             return True
 
         with pytest.raises(ClaimLost):
@@ -176,11 +176,11 @@ def test_a_publisher_that_freezes_before_its_rename_publishes_nothing(tmp_path: 
 def test_a_client_that_still_knows_the_staging_folder_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of a network file system may rename by a handle of the folder, which a rename of the folder does not change."""
     directory = Directory(str(tmp_path))
-    old = directory.claim(FENCE.format(1), yes).name
+    old = claimed(directory, FENCE.format(1)).name
     stage(directory, old, 1, 1)
     handle = os.open(tmp_path / f".staging-{old}", os.O_RDONLY)
     monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **named: None)  # the claim has not come to that yet
-    directory.claim(FENCE.format(2), yes)
+    claimed(directory, FENCE.format(2))
     with pytest.raises(FileNotFoundError):
         os.rename("step-00000001", tmp_path / "step-00000001", src_dir_fd=handle)
     os.close(handle)
@@ -193,28 +193,28 @@ def test_of_claims_at_the_same_time_one_counts_at_most(tmp_path: Path, monkeypat
     def pause(path: str, *mode: int) -> None:
         if not late and ".staging-" in path:
             late.append("")
-            late[0] = directory.claim(FENCE.format(2), yes).name
+            late[0] = claimed(directory, FENCE.format(2)).name
         mkdir(path, *mode)
 
     monkeypatch.setattr(os, "mkdir", pause)
     with pytest.raises(ClaimLost):
-        directory.claim(FENCE.format(1), yes)  # it has looked before the later round made its folder
+        claimed(directory, FENCE.format(1))  # it has looked before the later round made its folder
     assert entries(tmp_path) == [f".staging-{late[0]}"]
 
 
 def test_what_a_claim_has_left_half_done_the_next_one_ends(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    old = directory.claim(FENCE.format(1), yes).name
+    old = claimed(directory, FENCE.format(1)).name
     save(directory, old, 1, 1)
     stage(directory, old, 2, 2)
     (tmp_path / f".staging-{old}").rename(tmp_path / f".dead-{old}")
-    new = directory.claim(FENCE.format(2), yes)
+    new = claimed(directory, FENCE.format(2))
     assert entries(tmp_path) == [f".staging-{new.name}", "step-00000001"]
 
 
 def test_a_missing_or_short_file_is_not_published(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    name = directory.claim(FENCE.format(1), yes).name
+    name = claimed(directory, FENCE.format(1)).name
     commit, staged = stage(directory, name, 1, 1), tmp_path / f".staging-{name}" / "step-00000001"
     os.truncate(staged / "__0_0.distcp", 10)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has 10 bytes, its rank has written 4192"):
@@ -227,7 +227,7 @@ def test_a_missing_or_short_file_is_not_published(tmp_path: Path) -> None:
 
 def test_what_no_rank_has_reported_is_not_published(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    name = directory.claim(FENCE.format(1), yes).name
+    name = claimed(directory, FENCE.format(1)).name
     directory.write(name, 1, "left.over", memoryview(b"x"))
     save(directory, name, 1, 1)
     assert entries(tmp_path / "step-00000001") == sorted([*content(1), COMMIT])
@@ -235,7 +235,7 @@ def test_what_no_rank_has_reported_is_not_published(tmp_path: Path) -> None:
 
 def test_publishing_again_after_a_lost_answer_is_the_same_checkpoint(tmp_path: Path) -> None:
     directory = Directory(str(tmp_path))
-    name = directory.claim(FENCE.format(1), yes).name
+    name = claimed(directory, FENCE.format(1)).name
     commit = stage(directory, name, 1, 1)
     assert directory.publish(name, commit, yes) == directory.publish(name, commit, yes) == "step-00000001"
     assert steps(directory) == [1]
@@ -246,7 +246,7 @@ def test_publishing_again_after_a_lost_answer_is_the_same_checkpoint(tmp_path: P
 
 def published(path: Path) -> tuple[Directory, Found]:
     directory = Directory(str(path))
-    save(directory, directory.claim(FENCE.format(1), yes).name, 1, 1)
+    save(directory, claimed(directory, FENCE.format(1)).name, 1, 1)
     return directory, directory.scan()[0]
 
 
@@ -275,7 +275,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     assert re.fullmatch(f"__0_0.distcp: {message}", str(damage)) and damage.lasting
     assert list(directory.verify(found, {"tensors.json"})) == []
     assert directory.set_aside(found) == f"damaged-{found.name}"
-    assert directory.scan() == [] and directory.claim(FENCE.format(2), yes).sequence == 2
+    assert directory.scan() == [] and claimed(directory, FENCE.format(2)).sequence == 2
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -322,7 +322,7 @@ def test_a_directory_that_another_process_writes_is_refused(tmp_path: Path) -> N
             directory.claim("")
         assert entries(tmp_path) == before
         holder.send_signal(signal.SIGKILL)
-    claim = directory.claim("")
+    claim = claimed(directory, "")
     assert len(entries(tmp_path)) == 2
     claim.release()
 

@@ -19,7 +19,7 @@ from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.writer import answer
 from elastirun.errors import ClaimLost
 from tests.checkpoint.kills import freezes, kills
-from tests.checkpoint.saves import FENCE, content, entries, image_of, save, yes
+from tests.checkpoint.saves import FENCE, claimed, content, entries, image_of, save
 from tests.checkpoint.system_calls import die, failing, forked, freeze, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ KEEP = 2
 def prepared(path: Path) -> tuple[Directory, str]:
     """A directory with the steps 1 and 2, and the claim of round 1 on it."""
     directory = Directory(str(path))
-    claim = directory.claim(FENCE.format(1), yes).name
+    claim = claimed(directory, FENCE.format(1)).name
     for n in (1, 2):
         save(directory, claim, n, n, KEEP)
     return directory, claim
@@ -71,7 +71,7 @@ def a_save(directory: Directory, claim: str) -> object:
 
 def a_claim(directory: Directory, claim: str) -> object:
     directory.write(claim, 3, "half", memoryview(b"x"))
-    return directory.claim(FENCE.format(2), yes)
+    return claimed(directory, FENCE.format(2))
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_killed_at_any_system_call_the_previous_or_the_new_checkpoint_is_whole(
         steps = whole_steps(directory)
         assert steps in ([2, 1], [3, 2, 1], [3, 2])
         outcomes.add(steps[0])
-        new = directory.claim(FENCE.format(3), yes)
+        new = claimed(directory, FENCE.format(3))
         assert [one.commit.step for one in new.found if one.commit] == whole_steps(directory) == steps
         assert entries(directory.path) == sorted([f".staging-{new.name}", *(one.name for one in new.found)])
         save(directory, new.name, 4, new.sequence, KEEP)
@@ -122,7 +122,7 @@ def test_frozen_at_any_system_call_nothing_is_published_or_deleted_after_a_later
 
         child = forked(frozen)
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
-        new = directory.claim(FENCE.format(2), yes)
+        new = claimed(directory, FENCE.format(2))
         steps = [one.commit.step for one in new.found if one.commit]
         outcomes.add(tuple(steps))
         os.kill(child, signal.SIGCONT)
@@ -149,7 +149,7 @@ def test_a_frozen_claim_gives_way_to_a_later_one(tmp_path: Path) -> None:
 
         child = forked(frozen)
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
-        new = directory.claim(FENCE.format(3), yes)
+        new = claimed(directory, FENCE.format(3))
         os.kill(child, signal.SIGCONT)
         assert os.waitpid(child, 0)[1] == 7 << 8
         assert whole_steps(directory) == [2, 1] == [one.commit.step for one in new.found if one.commit]
@@ -173,7 +173,7 @@ def test_failed_at_any_system_call_the_next_save_is_good(tmp_path: Path, code: i
         assert "error" not in write_and_commit(directory, claim, 4, 4)[-1]
         assert whole_steps(directory)[0] == 4 and len(whole_steps(directory)) == KEEP
         assert entries(f"{directory.path}/.staging-{claim}") in ([], ["step-00000003"])
-        new = directory.claim(FENCE.format(2), yes)
+        new = claimed(directory, FENCE.format(2))
         assert entries(directory.path) == sorted([f".staging-{new.name}", *(one.name for one in new.found)])
     assert failures > 20
 
@@ -223,7 +223,7 @@ print(write_and_commit(directory, claim, 3, 3)[-1].get("name"))
 subprocess.run(["mount", "-o", "remount,ro", path], check=True)
 print(write_and_commit(directory, claim, 4, 4)[-1]["error"])
 print(whole_steps(directory))
-try: directory.claim(FENCE.format(2), yes)
+try: claimed(directory, FENCE.format(2))
 except OSError as error: print(error.strerror)
 """
 

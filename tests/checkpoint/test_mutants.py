@@ -71,6 +71,11 @@ MUTANTS = (
         *("objects", "a_publisher_that_freezes_before_its_put_publishes_nothing[memory]"),
     ),
     mutant(
+        "who is not the last to claim deletes nothing",
+        *("objects", "self._check_holder(claim, entries)  # else", "pass  # else"),
+        *("objects", "an_earlier_round_that_cleans_late_deletes_nothing_of_a_later_one[memory]"),
+    ),
+    mutant(
         "the log has no gaps",
         *("objects", "self._put(last + 1, encode(replace(commit, sequence=last + 1)))", "self._put(commit.sequence, encode(commit))"),
         *("objects", "a_gap_in_the_numbers_of_the_trainer_is_none_in_the_log[memory]"),

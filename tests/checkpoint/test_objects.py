@@ -18,7 +18,7 @@ from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.objects import ObjectDirectory
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError, ClaimLost
-from tests.checkpoint.saves import FENCE, content, image_of, save, stage, yes
+from tests.checkpoint.saves import FENCE, claimed, content, image_of, save, stage, yes
 
 
 class Flaky(MemoryFileSystem):  # type: ignore[misc]
@@ -61,7 +61,7 @@ def test_the_kind_of_storage_is_chosen_by_the_url(tmp_path: Path) -> None:
 def test_a_checkpoint_is_published_whole(url: str) -> None:
     directory = open_directory(url)
     assert directory.scan() == []
-    claim = directory.claim(FENCE.format(1), yes)
+    claim = claimed(directory, FENCE.format(1))
     name = save(directory, claim.name, 100, claim.sequence)
     (found,) = directory.scan()
     assert found.name == name == f"step-00000100.{claim.name}" and found.commit and found.commit.step == 100
@@ -76,10 +76,10 @@ def test_a_checkpoint_is_published_whole(url: str) -> None:
 
 def test_only_the_newest_remain(url: str) -> None:
     directory = open_directory(url)
-    claim = directory.claim(FENCE.format(1), yes)
+    claim = claimed(directory, FENCE.format(1))
     names = [save(directory, claim.name, step, step, keep=2) for step in range(1, 5)]
     assert [one.name for one in directory.scan()] == [names[3], names[2]]
-    again = directory.claim(FENCE.format(2), yes)
+    again = claimed(directory, FENCE.format(2))
     assert [one.name for one in again.found] == [names[3], names[2]]
     assert everything(url) == sorted(
         [f"commits/{n:012d}.json" for n in (1, 4, 5, 6)] + [f"{name}/{file}" for name in names[2:] for file in content(1)]
@@ -88,15 +88,15 @@ def test_only_the_newest_remain(url: str) -> None:
 
 def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(url: str) -> None:
     directory = open_directory(url)
-    old = directory.claim(FENCE.format(1), yes).name
+    old = claimed(directory, FENCE.format(1)).name
     for n in (1, 2):
         save(directory, old, n, n)
     commit = stage(directory, old, 3, 3)
-    new = directory.claim(FENCE.format(2), yes)
+    new = claimed(directory, FENCE.format(2))
     for change in (
         lambda: directory.publish(old, commit, yes),
         lambda: directory.prune(old, 1),
-        lambda: directory.claim(FENCE.format(1), yes),
+        lambda: claimed(directory, FENCE.format(1)),
     ):
         with pytest.raises(ClaimLost):
             change()
@@ -104,13 +104,24 @@ def test_what_a_later_round_has_claimed_an_earlier_one_cannot_change(url: str) -
     assert not any("step-00000003" in path for path in everything(url))
 
 
+def test_an_earlier_round_that_cleans_late_deletes_nothing_of_a_later_one(url: str) -> None:
+    directory = open_directory(url)
+    old = directory.claim(FENCE.format(1), yes).name
+    new = claimed(directory, FENCE.format(2)).name
+    commit = stage(directory, new, 3, 1)
+    with pytest.raises(ClaimLost):
+        directory.clean(old)
+    assert directory.publish(new, commit, yes)
+    assert [one.damage for one in directory.scan()] == [None]
+
+
 def test_a_publisher_that_freezes_before_its_put_publishes_nothing(url: str) -> None:
     directory = open_directory(url)
     for n in range(1, 21):
-        old = directory.claim(FENCE.format(2 * n), yes).name
+        old = claimed(directory, FENCE.format(2 * n)).name
 
         def current(n: int = n) -> bool:  # a later round claims the directory after this question, before the put
-            directory.claim(FENCE.format(2 * n + 1), yes)
+            claimed(directory, FENCE.format(2 * n + 1))
             return True
 
         with pytest.raises(ClaimLost):
@@ -121,12 +132,12 @@ def test_a_publisher_that_freezes_before_its_put_publishes_nothing(url: str) -> 
 
 def test_a_gap_in_the_numbers_of_the_trainer_is_none_in_the_log(url: str) -> None:
     directory = open_directory(url)
-    old = directory.claim(FENCE.format(1), yes).name
+    old = claimed(directory, FENCE.format(1)).name
     commit = stage(directory, old, 1, 10)
     new: list[str] = []
 
     def current() -> bool:
-        new.append(directory.claim(FENCE.format(2), yes).name)
+        new.append(claimed(directory, FENCE.format(2)).name)
         return True
 
     with pytest.raises(ClaimLost):
@@ -138,7 +149,7 @@ def test_a_gap_in_the_numbers_of_the_trainer_is_none_in_the_log(url: str) -> Non
 def test_a_put_whose_answer_was_lost_counts_once(tmp_path: Path) -> None:
     directory = open_directory(f"flaky://{tmp_path}")
     Flaky.fails = 1
-    claim = directory.claim(FENCE.format(1), yes).name
+    claim = claimed(directory, FENCE.format(1)).name
     commit = stage(directory, claim, 1, 2)
     Flaky.fails = 1
     assert directory.publish(claim, commit, yes) == directory.publish(claim, commit, yes)
@@ -158,7 +169,7 @@ DAMAGES = {
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_set_aside_and_kept(url: str, kind: str) -> None:
     directory = open_directory(url)
-    claim = directory.claim(FENCE.format(1), yes)
+    claim = claimed(directory, FENCE.format(1))
     for step in (1, 2):
         save(directory, claim.name, step, step)
     fs, root = fsspec.core.url_to_fs(url)
@@ -168,7 +179,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_kept(url: str, kind: str) -> None
     assert [damage] == list(directory.verify(found)) and (kind == "flipped") == (not [*directory.verify(found, look="size")])
     assert re.fullmatch(f"__0_0.distcp: {DAMAGES[kind][1]}", str(damage)) and damage.lasting
     directory.set_aside(found)
-    again = directory.claim(FENCE.format(2), yes)
+    again = claimed(directory, FENCE.format(2))
     assert [one.commit.step for one in again.found if one.commit] == [1]
     save(directory, again.name, 3, 3, keep=1)
     assert [one.commit.step for one in directory.scan() if one.commit] == [3]
@@ -177,7 +188,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_kept(url: str, kind: str) -> None
 
 def test_an_entry_that_is_no_record_is_reported_and_can_be_set_aside(url: str) -> None:
     directory = open_directory(url)
-    claim = directory.claim(FENCE.format(1), yes)
+    claim = claimed(directory, FENCE.format(1))
     save(directory, claim.name, 1, 1)
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe_file(f"{root}/commits/{2:012d}.json", b"{}")
@@ -189,7 +200,7 @@ def test_an_entry_that_is_no_record_is_reported_and_can_be_set_aside(url: str) -
 
 def test_a_file_that_is_missing_is_not_published(url: str) -> None:
     directory = open_directory(url)
-    claim = directory.claim(FENCE.format(1), yes).name
+    claim = claimed(directory, FENCE.format(1)).name
     commit = stage(directory, claim, 1, 1)
     directory.discard(claim, 1, ["__0_0.distcp"])
     with pytest.raises(CheckpointError, match="__0_0.distcp is missing: is the URL the same one on every node"):
@@ -211,7 +222,7 @@ def test_a_store_that_does_not_exist_is_an_error_in_one_line() -> None:
 def test_the_writer_process_finds_the_storage_library(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
     directory, image = open_directory(url), image_of(7)
-    claim, writer = directory.claim(FENCE.format(1), yes).name, WriterProcess()
+    claim, writer = claimed(directory, FENCE.format(1)).name, WriterProcess()
     writer.start()
     writer.request({"do": "images"}, [image.fd])
     writer.request({"do": "write", "image": 0, "directory": url, "claim": claim})

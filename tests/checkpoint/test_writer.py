@@ -25,10 +25,10 @@ from elastirun.checkpoint.files import CHUNK, check_file, write_file
 from elastirun.checkpoint.image import PAGE, Image
 from elastirun.checkpoint.record import FileSum, Look
 from elastirun.checkpoint.retry import repeat
-from elastirun.checkpoint.writer import NICE, answer, serve
-from elastirun.checkpoint.writer_process import WriterProcess
+from elastirun.checkpoint.writer import answer, serve
+from elastirun.checkpoint.writer_process import NICE, WriterProcess
 from elastirun.errors import CheckpointError
-from tests.checkpoint.saves import FENCE, content, entries, image_of, yes
+from tests.checkpoint.saves import FENCE, claimed, content, entries, image_of, stage, yes
 from tests.support.descriptors import descriptors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def test_the_end_of_the_writer_is_reported(writer: WriterProcess, code: int) -> 
 
 TRAINER = """
 import os, signal, sys, time
-from elastirun.checkpoint.writer_process import WriterProcess
+from elastirun.checkpoint.writer_process import NICE, WriterProcess
 writer = WriterProcess()
 writer.start()
 writer.request({"do": "images"})
@@ -165,9 +165,18 @@ def test_a_bad_request_is_answered_in_one_line(message: dict[str, Any], error: s
     image.close()
 
 
+def test_what_an_earlier_round_has_not_published_is_deleted_on_request(tmp_path: Path) -> None:
+    directory = Directory(str(tmp_path))
+    stage(directory, directory.claim(FENCE.format(1), yes).name, 1, 1)
+    claim = directory.claim(FENCE.format(2), yes).name
+    assert len(entries(tmp_path)) == 2
+    assert answer({"do": "clean", "directory": str(tmp_path), "claim": claim}, [], []) == {"did": "clean"}
+    assert entries(tmp_path) == [f".staging-{claim}"]
+
+
 def test_an_image_that_is_not_complete_is_not_written(tmp_path: Path) -> None:
     image, directory = image_of(1), Directory(str(tmp_path))
-    claim = directory.claim(FENCE.format(1), yes).name
+    claim = claimed(directory, FENCE.format(1)).name
     image.begin()
     reply = answer({"do": "write", "image": 0, "directory": str(tmp_path), "claim": claim}, [], [image])
     assert reply == {"did": "write", "error": "image 0 is not complete"}
@@ -176,7 +185,7 @@ def test_an_image_that_is_not_complete_is_not_written(tmp_path: Path) -> None:
 
 def test_an_image_that_changes_while_it_is_written_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image, directory = image_of(1), Directory(str(tmp_path))
-    claim = directory.claim(FENCE.format(1), yes).name
+    claim = claimed(directory, FENCE.format(1)).name
     description = image.description()
     assert description
 
@@ -204,9 +213,9 @@ def test_descriptors_that_are_no_images_are_closed() -> None:
 
 def test_a_lost_claim_is_said(tmp_path: Path) -> None:
     image, directory = image_of(1), Directory(str(tmp_path))
-    old = directory.claim(FENCE.format(1), yes).name
+    old = claimed(directory, FENCE.format(1)).name
     written = answer({"do": "write", "image": 0, "directory": str(tmp_path), "claim": old}, [], [image])
-    new = directory.claim(FENCE.format(2), yes).name
+    new = claimed(directory, FENCE.format(2)).name
     for reply in (
         answer(commit_message(tmp_path, old, 1, 1, written["files"]), [], []),
         answer({"do": "write", "image": 0, "directory": str(tmp_path), "claim": old}, [], [image]),
@@ -219,7 +228,7 @@ def test_a_lost_claim_is_said(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_nothing_of_this_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image, directory = image_of(1), Directory(str(tmp_path))
-    claim, pwrite = directory.claim(FENCE.format(1), yes).name, os.pwrite
+    claim, pwrite = claimed(directory, FENCE.format(1)).name, os.pwrite
     directory.write(claim, 1, "of-another-rank", memoryview(b"x"))
 
     def full(fd: int, data: memoryview, at: int) -> int:
@@ -239,7 +248,7 @@ def test_a_write_that_fails_leaves_nothing_of_this_rank(tmp_path: Path, monkeypa
 
 def test_old_checkpoints_that_cannot_be_deleted_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = Directory(str(tmp_path))
-    claim = directory.claim(FENCE.format(1), yes).name
+    claim = claimed(directory, FENCE.format(1)).name
     monkeypatch.setattr(Directory, "prune", lambda *arguments: os.rmdir("/proc/1"))
     files = {"a": directory.write(claim, 1, "a", memoryview(b"x"))}
     reply = answer(commit_message(tmp_path, claim, 1, 1, {"a": [1, files["a"].sha256, files["a"].crc32]}, limit=0), [], [])

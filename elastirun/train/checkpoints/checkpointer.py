@@ -255,6 +255,8 @@ class Checkpointer:
         writer = WriterProcess()
         writer.start()
         self._publisher = Publisher(self._ranks, writer, self._url, claim, sequence, self._keep, self._fence)
+        if self._ranks.rank == 0:
+            self._publisher.clean()
 
     def _claim_here(self) -> None:
         try:

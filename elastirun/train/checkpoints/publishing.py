@@ -70,6 +70,10 @@ class Publisher:
         """Write and publish a save, or call a function, in the thread."""
         self._queue.put(work)
 
+    def clean(self) -> None:
+        """Delete what earlier rounds have written and not published. May take long: training does not wait for it."""
+        self.submit(lambda: self._ask({"do": "clean"}))
+
     def take_images(self, staging: Staging) -> None:
         """Give the images to the writer, which allocates their memory, in the thread."""
         fds = [os.dup(image.fd) for image in staging.images if image is not None]  # the thread may come to it when others have their place
