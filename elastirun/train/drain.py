@@ -1,4 +1,4 @@
-"""``Drain``: when one rank is asked to stop, all ranks stop after the same step. The request travels with the gradients of a step."""
+"""``Drain``: when one rank is asked to stop, all ranks stop after the same step, without a collective that training waits for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .errors import TrainError
 from .failure_stop import FailureStop
+from .stop_word import StopWord
 
 DEADLINE = "ELASTIRUN_DEADLINE"  # seconds from the signal to SIGKILL; set by the agent
 USUAL_DEADLINE = 30.0  # seconds without an agent of elastirun: torchrun's and Kubernetes' default
@@ -50,7 +52,7 @@ class Agreeing(Protocol):
 class Drain:
     """Lets all ranks of ``ddp`` stop after the same step when one of them gets SIGTERM: a planned stop loses no step.
 
-        drain = Drain(ddp)
+        drain = Drain(ddp)             # or, with torch's DistributedDataParallel or FSDP2: Drain(optimizer)
         for batch in batches:
             ...                        # forward, backward, step
             if drain.now:              # on every rank after the same step
@@ -58,19 +60,21 @@ class Drain:
                 drain.leave()
 
     A rank that gets the signal says so in the control words of its next reduction, so all ranks know it after the same step (on a GPU a
-    step later, because the host reads the words late). ``signals``: those that stop this process; default SIGTERM, and below an
-    agent of elastirun all that it passes on. A handler that was there before is called as well. The handlers can only be installed in
-    the main thread; elsewhere this rank is stopped by the others alone. When the agent stops the workers because one has failed, there is
-    nobody left to agree with: then the signal ends this process at once, unless all had agreed before or there was another handler.
+    step later, because the host reads the words late). Of an optimizer the steps are counted: every rank makes the Drain at the same
+    point and takes as many steps as the others, and all know of the stop a step later.
 
-    Raises TrainError if ``ddp`` does not span all ranks: its control words would not reach the others.
+    ``signals``: those that stop this process; default SIGTERM, and below an agent of elastirun all that it passes on. A handler that was
+    there before is called as well. The handlers can only be installed in the main thread; elsewhere this rank is stopped by the others
+    alone. When the agent stops the workers because one has failed, there is nobody left to agree with: then the signal ends this process
+    at once, unless all had agreed before or there was another handler.
+
+    Raises TrainError if ``ddp`` is a module of torch, or does not span all ranks: its control words would not reach the others.
     """
 
-    def __init__(self, ddp: Agreeing, signals: Iterable[int] | None = None) -> None:
-        world, group = dist.get_world_size(), dist.get_world_size(ddp.process_group)
-        if world != group:
-            raise TrainError(f"Drain needs a module whose process group has all ranks: {world}, not {group}")
-        self._ddp, self._pid = ddp, os.getpid()
+    def __init__(self, ddp: Agreeing | torch.optim.Optimizer, signals: Iterable[int] | None = None) -> None:
+        self._word = StopWord(ddp) if isinstance(ddp, torch.optim.Optimizer) else None
+        self._ddp: Agreeing = self._word or _agreeing(ddp)
+        self._pid = os.getpid()
         self._seconds = _deadline()
         self._known: float | None = None  # when this rank knew of the stop, on time.monotonic
         self._signum = 0  # the first signal that this process got; 0: none
@@ -98,7 +102,7 @@ class Drain:
 
     @property
     def step(self) -> int | None:
-        """The reduction in which all ranks were told, as ``agreement.step`` counts; None as long as there is none."""
+        """The reduction (as ``agreement.step`` counts), or step of the optimizer, in which all ranks were told; None: there is none yet."""
         return self._ddp.drained
 
     @property
@@ -130,7 +134,7 @@ class Drain:
         os._exit(CODE)
 
     def close(self) -> None:
-        """Put the handlers back that were there before."""
+        """Put the handlers back that were there before. With an optimizer, every rank calls it after the same step."""
         for signum, before in self._before.items():
             if signal.getsignal(signum) == self._arrived:
                 signal.signal(signum, signal.SIG_DFL if before is None else before)
@@ -138,6 +142,8 @@ class Drain:
         atexit.unregister(self._release_others)
         if self._failure_stop is not None:
             self._failure_stop.close()
+        if self._word is not None:
+            self._word.close()
 
     def _arrived(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: ask all ranks to stop. A second signal changes nothing: the agent alone makes the time shorter."""
@@ -192,6 +198,18 @@ class Drain:
         began = time.monotonic()
         while not done() and (now := time.monotonic()) < deadline:
             time.sleep(min(LONGEST_NAP, 0.005 + (now - began) / 8, deadline - now))
+
+
+def _agreeing(module: Any) -> Agreeing:
+    """Return ``module`` if its ranks can tell each other of a stop. Raises TrainError if they cannot."""
+    if not hasattr(module, "drained"):
+        name = type(module).__name__
+        raise TrainError(f"a {name} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer")
+    world, group = dist.get_world_size(), dist.get_world_size(module.process_group)
+    if world != group:
+        raise TrainError(f"Drain needs a module whose process group has all ranks: {world}, not {group}")
+    agreeing: Agreeing = module
+    return agreeing
 
 
 def _by_user(handler: Handler) -> bool:

@@ -1,6 +1,8 @@
 """Stop a real job as planned, again and again: all ranks must stop after the same step, and the next round goes on exactly there.
 
-    python -m tests.system.planned_stops --tries 50 --seed 1 [--deterministic]
+    python -m tests.system.planned_stops --tries 50 --seed 1 [--train deterministic|torch|fsdp]
+
+Under torch's DistributedDataParallel and FSDP2 the Checkpointer saves.
 
 A try is one of: SIGTERM to one worker, SIGTERM to an agent, SIGTERM to a worker and then to its agent, an agent that joins.
 """
@@ -25,23 +27,33 @@ SCRIPT = """
 import itertools, json, os, random, socket, sys, time
 import torch, torch.distributed as dist
 from torch import nn
-from elastirun.train import DeterministicShards, DistributedDataParallel, Drain
+from elastirun.train import Checkpointer, DeterministicShards, DistributedDataParallel, Drain, TrainState
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 module, batch = nn.Linear(8, 8), torch.ones(2, 8)
-deterministic = "--deterministic" in sys.argv
-model = DeterministicShards(module, shards=2) if deterministic else DistributedDataParallel(module)
-drain = Drain(model)
-path = os.path.join(sys.argv[1], "step")
-step = int(open(path).read()) if os.path.exists(path) else 0
+path, kind = os.path.join(sys.argv[1], "step"), sys.argv[2]
+if kind in ("torch", "fsdp"):
+    from torch.distributed.fsdp import fully_shard
+    model = fully_shard(module) if kind == "fsdp" else nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    drain, checkpoints, run = Drain(optimizer), Checkpointer(path + "s", every=10), TrainState(model=model, optimizer=optimizer)
+    step = checkpoints.restore(run) or 0
+else:
+    model = DeterministicShards(module, shards=2) if kind == "deterministic" else DistributedDataParallel(module)
+    drain, checkpoints = Drain(model), None
+    step = int(open(path).read()) if os.path.exists(path) else 0
 told = socket.socket(socket.AF_UNIX)
 told.connect(os.environ["TEST_SOCKET"])
 began = False
 while True:
-    for _ in model.run((step,), 4, itertools.repeat(batch)) if deterministic else [batch]:
+    for _ in model.run((step,), 4, itertools.repeat(batch)) if kind == "deterministic" else [batch]:
         model(batch).sum().backward()
     step += 1
+    if checkpoints:
+        optimizer.step()
+        run.step = step
+        checkpoints.save(step, run, now=drain.now)
     if not began:
         told.sendall(json.dumps({**os.environ, "pid": os.getpid(), "step": step - 1}).encode() + b"\\n")
         began = True
@@ -49,7 +61,9 @@ while True:
         break
     time.sleep(random.random() * 0.004)
 save = random.random() * 0.3
-if dist.get_rank() == 0:
+if checkpoints:
+    checkpoints.close(0.8 * drain.seconds_left)
+elif dist.get_rank() == 0:
     time.sleep(save)
     with open(path + ".new", "w") as file:
         file.write(str(step))
@@ -57,6 +71,7 @@ if dist.get_rank() == 0:
 told.sendall(json.dumps({"stop": step, "left": drain.seconds_left}).encode() + b"\\n")
 drain.leave()
 """
+KINDS = ("ours", "deterministic", "torch", "fsdp")
 WAYS = ("worker", "agent", "both", "join")
 GRACE = 20.0
 
@@ -72,8 +87,8 @@ class Stopped:
 class Story:
     """One job: agent 1, which hosts the store, has two workers; agents 2 and 3 come and go with one each."""
 
-    def __init__(self, nodes: Cluster, seed: int, *options: str) -> None:
-        self.nodes, self.random, self.options = nodes, random.Random(seed), options  # options of the script
+    def __init__(self, nodes: Cluster, seed: int, kind: str) -> None:
+        self.nodes, self.random, self.kind = nodes, random.Random(seed), kind
         nodes.script.write_text(SCRIPT)
         self.others: dict[int, Any] = {}  # the agents 2 and 3, while they are there
         self.failures = 0  # restarts that have been paid for: workers that were ended by a signal alone
@@ -85,7 +100,7 @@ class Story:
         options += (f"--log-dir={self.nodes.tmp_path}/logs{i}",)
         where = [f"--rdzv-endpoint=127.0.0.1:{self.nodes.port}", "--rdzv-id=test", f"--rdzv-conf=is_host={int(i == 1)}"]
         size = ["--nnodes=1:3", f"--nproc-per-node={2 if i == 1 else 1}"]
-        script = (str(self.nodes.script), str(self.nodes.tmp_path), *self.options)
+        script = (str(self.nodes.script), str(self.nodes.tmp_path), self.kind)
         return self.nodes.launch(i, *size, *where, f"--local-addr=127.0.0.{i}", *options, *script)
 
     def await_round(self, after: int = 0) -> list[Worker]:
@@ -173,10 +188,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=50, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--deterministic", action="store_true", help="train with DeterministicShards")
+    parser.add_argument("--train", choices=KINDS, default=KINDS[0], help="with which module, or class of torch")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stops-") as folder, cluster(Path(folder)) as nodes:
-        story = Story(nodes, arguments.seed, *(["--deterministic"] if arguments.deterministic else []))
+        story = Story(nodes, arguments.seed, arguments.train)
         for number in range(arguments.tries):
             print(number + 1, story.stop(story.random.choice(WAYS)), flush=True)
         story.end()

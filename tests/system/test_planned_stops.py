@@ -26,10 +26,13 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--deterministic",)])
-def test_a_job_that_is_stopped_in_every_way_replays_no_step(nodes: Cluster, options: tuple[str, ...]) -> None:
-    story = Story(nodes, 1, *options)
-    for way in ("join", "worker", "both"):
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [("ours", ("join", "worker", "both")), ("deterministic", ("join", "worker", "both")), ("torch", ("worker",)), ("fsdp", ("join",))],
+)
+def test_a_job_that_is_stopped_in_every_way_replays_no_step(nodes: Cluster, kind: str, ways: tuple[str, ...]) -> None:
+    story = Story(nodes, 1, kind)
+    for way in ways:
         story.stop(way)
     story.end()
 

@@ -657,6 +657,16 @@ MUTANTS = (
         *("drain", "all_ranks_stop_after_the_same_step_whenever_the_signal_comes"),
     ),
     mutant(
+        "all read an optimizer's stop after the same step",
+        *("stop_word", "return bool(self._word.item())", "return bool(self._word.item()) or self._asked"),
+        *("drain_torch", "all_know_a_step_after_the_first_that_follows_the_signal[False]"),
+    ),
+    mutant(
+        "a word is told beside the next step",
+        *("stop_word", "async_op=True", "async_op=False"),
+        *("drain_torch", "no_step_waits_for_the_words_of_the_same_step"),
+    ),
+    mutant(
         "a new world is told",
         *("drain", "            self._ask()  # again", "            pass  # again"),
         *("drain", "a_stop_is_told_again_in_the_world_that_a_module_has_next"),
