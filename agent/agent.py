@@ -357,8 +357,9 @@ class Agent:
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         config, record, row = self._config, self._session.machine.record, self._session.machine.row
         began = self._tracker.began if record and record.round == self._round else None
-        ended = ending.Ending(finish, record, began, self._signum, self._sick, self._started, took_part=bool(row.round))
+        ended = ending.Ending(finish, record, began, self._signum, self._sick, self._started, bool(row.round), row.name)
         code = ended.exit_code(config.exit_code_from_worker)
+        ended.write_termination_log(code, self._console)  # first: whoever signals this agent may be about to kill it
         self._events_log.write(events.End(finish.outcome.value, finish.reason, int(code)))
         ended.tell(config, self._console, self._logs, self._node.environ.get("TORCHELASTIC_ERROR_FILE"))
         self._logs.disk.drain(END_LIMIT)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import shared_store
+from elastirun.agent import shared_store, termination_log
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.failures import classify, report
 from elastirun.agent.output.console import Console
@@ -44,6 +44,7 @@ class Ending:
     sick: bool  # a worker hangs in the kernel
     started: bool  # workers have run on this node
     took_part: bool  # this node was in a round
+    node: str  # this node's name
 
     def exit_code(self, from_worker: bool) -> int:
         """Return the agent's exit code. ``from_worker``: ``--exit-code-from-worker``."""
@@ -55,6 +56,22 @@ class Ending:
         if finish.outcome is Outcome.LEFT and self.signum:
             return ExitCode.signalled(self.signum)
         return ExitCode.PEERS_LOST if finish.outcome is Outcome.TIMEOUT and self.took_part else _EXIT_CODES[finish.outcome]
+
+    def verdict(self, code: int) -> str:
+        """Return the end of this node in a word, for programs. ``code``: the agent's exit code."""
+        if code == ExitCode.SICK and self.sick:
+            return "sick"
+        if code == ExitCode.ENVIRONMENT and self.finish.outcome is Outcome.LEFT:
+            return "environment"
+        return self.finish.outcome.name.lower()
+
+    def write_termination_log(self, code: int, console: Console) -> None:
+        """Write the termination message of Kubernetes, where there is a file for it."""
+        failures = self.finish.closed.failures if self.finish.closed else ()
+        number = self.record.round if self.record else 0
+        fields = termination_log.message(self.verdict(code), code, self.finish.reason, number, self.node, failures)
+        if trouble := termination_log.write(fields):
+            console.say(trouble)
 
     def tell(self, config: LaunchConfig, console: Console, logs: RunLogs, error_file: str | None) -> None:
         """Print the failure report, or a line when there is something to say; write ``error_file`` when the job did not succeed."""

@@ -95,6 +95,12 @@ def lost_its_stdout(code: int, lines: Sequence[str]) -> bool:
     return code == -signal.SIGPIPE or (code > 0 and (ignored or name == "BrokenPipeError"))
 
 
+def last_words(lines: Sequence[str]) -> str:
+    """Return the first line of the last exception's message, such as "ValueError: no data"; without a traceback the last line with text."""
+    name, said = _last_exception(lines)
+    return said[0].strip() if name is not None else next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
 def _last_exception(lines: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     """Return the type of the last traceback's exception, and the lines from there on; (None, all lines) without a traceback.
 

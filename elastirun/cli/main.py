@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -44,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ElastirunError as error:
         _say(str(error))
         status = ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.ENVIRONMENT
+        _tell_scheduler(status, str(error))
     except KeyboardInterrupt:
         status = ExitCode.signalled(signal.SIGINT)
-    except Exception:
+    except Exception as error:
         standard_streams.write("stderr", traceback.format_exc())
         _say("this is a bug in elastirun; please report it with the lines above")
         status = ExitCode.BUG
+        _tell_scheduler(status, f"{type(error).__name__}: {error}")
     if isinstance(prepared, LaunchConfig):
         # A normal exit of the interpreter would wait for, or abort on, threads that are still inside torch's store.
         standard_streams.flush()
@@ -92,6 +95,14 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
 
 def _say(text: str) -> None:
     standard_streams.write("stderr", f"elastirun: {' '.join(text.splitlines())}\n")
+
+
+def _tell_scheduler(status: ExitCode, reason: str) -> None:
+    """Write the termination message of an agent that ends without a verdict of its own."""
+    from elastirun.agent import termination_log  # a slow import, which --help does without
+
+    if trouble := termination_log.write(termination_log.message(status.name.lower(), status, reason, node=socket.gethostname())):
+        _say(trouble)
 
 
 def _show(text: str) -> int:

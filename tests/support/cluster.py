@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 WORKER = """
 import json, os, signal, socket, sys
@@ -71,6 +72,7 @@ class Cluster:
         self.port = free_port()
         self.etcd: list[str] = []  # endpoints of etcd; empty: the nodes meet at the agent of node ``host``
         self.agents: list[subprocess.Popen[str]] = []
+        self.numbers: list[int] = []  # of the node of each of ``agents``
         self.script = tmp_path / "worker.py"
         self.script.write_text(WORKER)
         path = str(tmp_path / "s")
@@ -78,6 +80,7 @@ class Cluster:
         self.listening.bind(path)
         self.listening.listen(64)
         self.env = {**os.environ, "TEST_SOCKET": path, "TMPDIR": str(tmp_path)}
+        self.ask_for_messages = False  # the agents write termination messages; see ``message``
         self.pending: list[Worker] = []
         self.connections: list[socket.socket] = []
 
@@ -94,13 +97,22 @@ class Cluster:
         self, i: int, *arguments: str, before: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "elastirun")
     ) -> subprocess.Popen[str]:
         command = [*before, sys.executable, *program, *arguments]
+        env = {**self.env, "ELASTIRUN_TERMINATION_LOG": str(self.message_path(i))} if self.ask_for_messages else self.env
         with open(self.out_path(i), "a") as out:
-            process = subprocess.Popen(command, env=self.env, stdout=out, stderr=out, text=True, cwd=Path(__file__).parents[2])
+            process = subprocess.Popen(command, env=env, stdout=out, stderr=out, text=True, cwd=Path(__file__).parents[2])
         self.agents.append(process)
+        self.numbers.append(i)
         return process
 
     def out_path(self, i: int) -> Path:
         return self.tmp_path / f"agent{i}.out"
+
+    def message_path(self, i: int) -> Path:
+        return self.tmp_path / f"agent{i}.end"
+
+    def message(self, i: int) -> dict[str, Any]:
+        """Return the termination message of agent ``i``."""
+        return dict(json.loads(self.message_path(i).read_bytes()))
 
     def out(self, i: int) -> str:
         return self.out_path(i).read_text()

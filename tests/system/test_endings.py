@@ -1,9 +1,10 @@
-"""How it can end, and the exit code that each node ends with then. One test for each line of docs/exit-codes.md."""
+"""How it can end, and the exit code and termination message that each node ends with. One test for each line of docs/exit-codes.md."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,33 @@ def broken(self, event):
 Machine.step = broken
 """
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER
+
+
+VERDICTS = {  # by exit code; a worker's own code may be any
+    0: {"succeeded"},
+    1: {"failed"},
+    2: {"usage"},
+    3: {"environment", "disagrees", "failed"},
+    200: {"timeout"},
+    201: {"timeout", "store_lost"},
+    202: {"sick"},
+    203: {"bug"},
+    204: {"excluded"},
+}
+
+
+@pytest.fixture
+def nodes(nodes: Cluster) -> Iterator[Cluster]:
+    """Nodes whose termination messages are compared with their exit codes at the end of each test."""
+    nodes.ask_for_messages = True
+    yield nodes
+    ended = [(i, agent.returncode) for i, agent in zip(nodes.numbers, nodes.agents, strict=True) if agent.poll() is not None]
+    for i, code in ended:
+        if code != -signal.SIGKILL:
+            message = nodes.message(i)
+            assert message["exit_code"] == code and message["reason"]
+            assert message["verdict"] in VERDICTS.get(code, {"left", "failed"}), message
+            assert ("error" in message) == (message["verdict"] == "failed"), message
 
 
 def with_change(change: str) -> tuple[str, ...]:

@@ -1,0 +1,94 @@
+"""The termination message of Kubernetes: one line of JSON about how this node ended, which `kubectl describe pod` shows.
+
+See docs/health.md for the fields. Writing it is a courtesy: a file that is full, absent or hangs changes neither the exit code nor, by
+more than ``LIMIT``, the moment of the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+
+from elastirun.agent.failures.classify import last_words
+from elastirun.agent.processes import marks
+from elastirun.rendezvous.failures import root_cause, signal_name
+from elastirun.rendezvous.records import ExitRecord
+
+DEFAULT = "/dev/termination-log"  # where Kubernetes expects it, unless a container's terminationMessagePath says otherwise
+VARIABLE = "ELASTIRUN_TERMINATION_LOG"  # another path; empty: no message
+IN_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
+MAX_BYTES = 4096  # Kubernetes cuts off what is longer, and half of a JSON object is none
+LIMIT = 1.0  # seconds to write the message; the file is on a local file system, so that it takes less than a millisecond
+
+
+def path(environ: Mapping[str, str]) -> str | None:
+    """Return the file for the termination message; None: there is none to write.
+
+    A launcher that runs in a worker of another agent writes none: the agent above it does.
+    """
+    if environ.get(marks.VARIABLE):
+        return None
+    if VARIABLE in environ:
+        return environ[VARIABLE] or None
+    return DEFAULT if environ.get(IN_POD) else None
+
+
+def message(
+    verdict: str, code: int, reason: str, round: int = 0, node: str | None = None, failures: Iterable[ExitRecord] = ()
+) -> dict[str, str | int | None]:
+    """Return the fields of the message. ``failures``: of the job, when workers failed; ``round`` 0: there was none."""
+    fields: dict[str, str | int | None] = {"verdict": verdict, "exit_code": int(code), "reason": reason, "round": round, "node": node}
+    for cause in root_cause(failures)[:1]:
+        fields |= {"host": cause.node, "rank": cause.rank, "local_rank": cause.local_rank, "code": cause.code}
+        fields |= {"signal": signal_name(-cause.code) if cause.code < 0 else None, "error": last_words(cause.lines)}
+    return fields
+
+
+def encode(fields: Mapping[str, str | int | None]) -> bytes:
+    """Return the fields as one line of JSON of at most ``MAX_BYTES``. The longest texts are cut, and end in an ellipsis then."""
+    kept = {name: value[:MAX_BYTES] if isinstance(value, str) else value for name, value in fields.items()}
+    while len(line := json.dumps(kept, ensure_ascii=False).encode(errors="replace") + b"\n") > MAX_BYTES:
+        name, text = max(((name, value) for name, value in kept.items() if isinstance(value, str)), key=lambda item: len(item[1]))
+        kept[name] = text[: -2 - (len(line) - MAX_BYTES) // 6] + "…"  # a character takes at most six bytes
+    return line
+
+
+def write(fields: Mapping[str, str | int | None], environ: Mapping[str, str] = os.environ) -> str:
+    """Write the termination message where there is a file for it. Returns a line for people when that failed, else an empty one."""
+    to = path(environ)
+    if to is None:
+        return ""
+    trouble = [f"it took longer than {LIMIT:g} s"]
+
+    def try_it() -> None:
+        try:
+            _write(to, encode(fields), create=VARIABLE in environ)
+            trouble[0] = ""
+        except (OSError, ValueError) as error:
+            trouble[0] = getattr(error, "strerror", None) or str(error)
+
+    thread = threading.Thread(target=try_it, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # no thread is left
+        trouble[0] = str(error)
+    else:
+        thread.join(LIMIT)
+    return trouble[0] and f"cannot write the termination message to {to}: {trouble[0]}"
+
+
+def _write(to: str, line: bytes, create: bool) -> None:
+    """Replace the content of the file. Kubernetes makes its file before the container starts: where there is none, none is wanted."""
+    try:
+        fd = os.open(to, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+    except (FileNotFoundError, PermissionError):
+        if create:
+            raise
+        return
+    with open(fd, "wb", buffering=0) as file:
+        if file.write(line) != len(line):
+            file.truncate(0)  # half of a JSON object is none
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
