@@ -38,7 +38,7 @@ class ByValue(ForkingPickler):
 def launch_function(fn: Callable[..., Any], args: Sequence[object], options: Mapping[str, object]) -> dict[int, Any]:
     """Implement ``elastirun.launch``, which documents the arguments."""
     with tempfile.TemporaryDirectory(prefix="elastirun_launch_") as folder:  # 0700
-        line = [*command_line(options), WORKER, folder]
+        line = [*command_line({"detect": "off", **options}), WORKER, folder]  # a call on each node of a job is for that node
         cli.parse(line)  # a wrong option is an error of this process, not of the launcher
         Path(folder, "preparation").write_bytes(_preparation())
         Path(folder, "call").write_bytes(_pickled_call(fn, args))

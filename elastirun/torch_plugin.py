@@ -58,6 +58,7 @@ def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
     """Translate ``parameters`` into our options. Returns the configuration and warnings. Raises UsageError."""
     import uuid
 
+    from elastirun.cli.detected import Host
     from elastirun.cli.given_options import GivenOptions, MachineFacts
     from elastirun.cli.resolve import resolve
 
@@ -72,7 +73,7 @@ def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
         "restart_pause": "0",
     }
     options = GivenOptions(given, {})
-    facts = MachineFacts(cpus=lambda: 1, devices=lambda kind: None, new_id=lambda: str(uuid.uuid4()))
+    facts = MachineFacts(cpus=lambda: 1, devices=lambda kind: None, new_id=lambda: str(uuid.uuid4()), host=lambda: Host(""))
     return resolve(options, ["torchrun"], facts), options.warnings
 
 

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from elastirun.cli import parse
+from elastirun.cli.detected import Detected, Host
 from elastirun.cli.options import BY_DEST, OPTIONS
 from elastirun.errors import UsageError
 
@@ -20,8 +21,9 @@ class Origin(IntEnum):
     """The source of the value of an option. The higher one takes precedence."""
 
     DEFAULT = 0
-    ENVIRONMENT = 1
-    COMMAND_LINE = 2
+    DETECTED = 1
+    ENVIRONMENT = 2
+    COMMAND_LINE = 3
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class MachineFacts:
     cpus: Callable[[], int]  # CPUs this process may use
     devices: Callable[[str], int | None]  # number of "gpu", "xpu", "auto" or another kind; None: no such kind; ValueError: unknown
     new_id: Callable[[], str]  # a name that is unique in the world
+    host: Callable[[], Host]  # this machine's names; may ask a name server
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,22 @@ class GivenOptions:
     def __init__(self, given: Mapping[str, str], environ: Mapping[str, str]) -> None:
         self.environ = environ
         self.warnings: list[str] = []
+        self.detected = Detected()  # set once, by ``resolve``
         self._given = given
         self._derived: dict[str, tuple[str, str]] = {}  # by dest: the value that is used, and its source
 
     def origin(self, dest: str) -> Origin:
-        """Return where the option's value came from."""
-        if dest in self._given:
+        """Return where the option's value came from. Where a value was detected, an empty text counts as not given."""
+        env, detected = BY_DEST[dest].env, dest in self.detected.values
+        if dest in self._given and not (detected and not self._given[dest].strip()):
             return Origin.COMMAND_LINE
-        env = BY_DEST[dest].env
-        return Origin.ENVIRONMENT if env is not None and env in self.environ else Origin.DEFAULT
+        if env is not None and env in self.environ and not (detected and not self.environ[env].strip()):
+            return Origin.ENVIRONMENT
+        return Origin.DETECTED if detected else Origin.DEFAULT
 
     def is_given(self, dest: str) -> bool:
         """Tell whether the option is on the command line or in the environment."""
-        return self.origin(dest) > Origin.DEFAULT
+        return self.origin(dest) > Origin.DETECTED
 
     def label(self, dest: str) -> str:
         """Return the name under which the value was given: ``--nnodes`` or ``PET_NNODES``."""
@@ -71,11 +77,13 @@ class GivenOptions:
         return option.env if option.env and self.origin(dest) == Origin.ENVIRONMENT else option.name
 
     def text(self, dest: str) -> str | None:
-        """Return the option's text as it was given, or its default."""
-        option = BY_DEST[dest]
-        if dest in self._given:
+        """Return the option's text as it was given or detected, or its default."""
+        option, origin = BY_DEST[dest], self.origin(dest)
+        if origin == Origin.COMMAND_LINE:
             return self._given[dest]
-        return self.environ.get(option.env, option.default) if option.env else option.default
+        if origin == Origin.ENVIRONMENT:
+            return self.environ[str(option.env)]
+        return self.detected.values[dest][0] if origin == Origin.DETECTED else option.default
 
     def has_text(self, dest: str) -> bool:
         """Tell whether the option's text is more than white space."""
@@ -110,6 +118,7 @@ class GivenOptions:
         for option in OPTIONS:
             source = {
                 Origin.DEFAULT: DEFAULT_SOURCE,
+                Origin.DETECTED: f"detected: {self.detected.values.get(option.dest, ('', ''))[1]}",
                 Origin.ENVIRONMENT: f"environment {option.env}",
                 Origin.COMMAND_LINE: "command line",
             }[self.origin(option.dest)]

@@ -24,6 +24,7 @@ from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
 from elastirun.cli import command_line
+from elastirun.cli.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
 from elastirun.cli.options import GROUPS
 from elastirun.cli.parse import quote
@@ -80,7 +81,7 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     except OSError:
         raise UsageError("the working folder is gone; change to one that exists") from None
     options = GivenOptions(given, dict(os.environ))
-    config = resolve(options, script, MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4())))
+    config = resolve(options, script, MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4()), this_host))
     _check_command(config.command, os.environ.get("PYTHON_EXEC"))
     if importlib.util.find_spec("torch") is None:
         raise StartError(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
@@ -207,6 +208,15 @@ def count_devices(kind: str) -> int | None:
     raise ValueError(f"torch could not be asked for its devices ({last[:200]}); give a number, or cpu")
 
 
+def this_host() -> Host:
+    """Return the names of this machine. A name server is asked only if /etc/hosts has no longer name than the host name."""
+    from elastirun.agent.host import net
+
+    name = socket.gethostname()
+    longer = tuple(text for text in net.own_names()[0] if text.startswith(f"{name}."))
+    return Host(name, longer or (socket.getfqdn(name),))
+
+
 # --- --dry-run
 
 
@@ -225,6 +235,7 @@ def _dry_run(config: LaunchConfig, options: GivenOptions) -> str:
         lines += ["", f"{title}:"] if shown else []
         lines += [f"  {row.option:{option_width}}  {row.value:{value_width}}  {row.source}" for row in shown]
     lines += ["", "Every other option has its default; elastirun --help shows them."]
+    lines += [f"detected: {options.detected.why if options.detected.where else f'nothing; {options.detected.why}'}"]
     lines += [f"listens: {line}" for line in listening.describe(config)]
     lines += [f"keeps: checkpoints of its workers in memory, at most {checkpoint_memory.limit() / checkpoint_memory.GIB:.1f} GiB"]
     each = "1 worker would run" if config.nproc == 1 else f"{config.nproc} workers would each run"

@@ -36,6 +36,7 @@ class Option:
 
 
 _BACKEND_RULE = "static: fixed node ranks. Not given: c10d for MIN:MAX or an endpoint without --node-rank."
+_DETECT_RULE = "if no endpoint is given, take it and what else is missing from a Slurm step or a Kubernetes Job."
 _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
     f"{time:g}" for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
 )
@@ -69,6 +70,7 @@ GROUPS = {
         Option("store_grace", "SECONDS", _STORE, "How long workers go on while the rendezvous store cannot be reached.", new=True),
         Option("token_file", "FILE", None, "A secret of 16 bytes or more; only nodes that have it can take part.", new=True),
         Option("rdzv_conf", "KEY=VALUE,...", "", "torchrun's settings: join_timeout, last_call_timeout, is_host, ..."),
+        Option("detect", "auto|off", "auto", f"auto: {_DETECT_RULE}", new=True),
     ),
     "Failures and stopping": (
         Option("max_restarts", "N", "0", "How often all workers may be restarted because one of them failed."),

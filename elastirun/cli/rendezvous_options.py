@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastirun.cli import parse
+from elastirun.cli.detect import detect
+from elastirun.cli.detected import Detected, nothing
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.config import Endpoint, Etcd, RendezvousConfig
 from elastirun.errors import UsageError
@@ -32,7 +34,8 @@ class _Store:
 
 
 def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: MachineFacts) -> RendezvousConfig:
-    """Apply torchrun's rules. Raises ``UsageError``; adds to the warnings of ``options``."""
+    """Apply torchrun's rules, and first detect what is missing. Raises ``UsageError``; adds to the warnings of ``options``."""
+    options.detected = _detected(options, facts)
     asked = options.read("nnodes", parse.nodes)
     backend = _backend(options, *asked)
     store = _store(options, conf, backend, max_nodes=asked[1])
@@ -51,9 +54,31 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         meet_at_endpoint=store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1",
         fixed_ranks=static,
         node_rank=node_rank,
-        is_host=node_rank == 0 if conf.is_host is None and static else conf.is_host,
+        is_host=conf.is_host if conf.is_host is not None else node_rank == 0 if static else options.detected.is_host,
         run_id=_run_id(options, facts, store, static, max_nodes),
     )
+
+
+# --- detection
+
+
+def _detected(options: GivenOptions, facts: MachineFacts) -> Detected:
+    """Return what a scheduler says; nothing where the command says by itself how this node meets others, or that it meets none."""
+    named = [dest for dest in ("rdzv_endpoint", "master_addr", "master_port") if options.is_given(dest) and options.has_text(dest)]
+    named += ["standalone"] if options.flag("standalone") else []
+    several = options.read("nnodes", parse.nodes)[1] > 1
+    if options.is_given("nnodes") and not several:
+        named.append("nnodes")
+    if options.is_given("rdzv_backend") and options.text("rdzv_backend") != "c10d":  # static has fixed ranks; etcd is not of the job
+        named.append("rdzv_backend")
+    if options.read("detect", parse.choice("auto", "off")) == "off":
+        named = ["detect"]
+    if named:
+        return nothing(f"not looked for, {options.label(named[0])} is given")
+    found = detect(options.environ, facts.host, several)
+    if found.warning and not several:
+        options.warn(found.warning)
+    return found
 
 
 # --- the store
@@ -70,7 +95,9 @@ def _backend(options: GivenOptions, min_nodes: int, max_nodes: int) -> str:
         options.derive("rdzv_backend", "etcd", label)
         return "etcd"
     why = ""
-    if min_nodes < max_nodes:
+    if options.detected.where:
+        why = "the endpoint was detected"
+    elif min_nodes < max_nodes:
         why = "MIN:MAX nodes"
     elif max_nodes > 1 and options.has_text("rdzv_endpoint") and not options.is_given("node_rank"):
         why = "an endpoint and no --node-rank"
@@ -105,7 +132,8 @@ def _store(options: GivenOptions, conf: parse.RdzvConf, backend: str, max_nodes:
         endpoint, given_as = _master_endpoint(options)
     elif max_nodes > 1:
         how = "--rdzv-endpoint=HOST:29400, or --master-addr=HOST and each its own --node-rank"
-        raise UsageError(f"{options.label('nnodes')}: {max_nodes} nodes need a place to meet; give all the same {how}")
+        found = f" ({options.detected.why})" if options.detected.warning else ""
+        raise UsageError(f"{options.label('nnodes')}: {max_nodes} nodes need a place to meet; give all the same {how}{found}")
     else:
         options.derive("rdzv_endpoint", "private", "one node without an endpoint")
         return _Store(why_private="one node")
@@ -213,7 +241,10 @@ def _node_rank(options: GivenOptions, conf: parse.RdzvConf, static: bool, max_no
     if static and options.is_given("node_rank"):
         raise UsageError(f"{label}: there is no node {rank} among {max_nodes}; give 0 to {max_nodes - 1}, or raise --nnodes")
     why = f"there is no such place among {max_nodes}" if max_nodes > 1 else "this node runs alone"
-    options.warn(f"{label}={rank} is ignored: {why}" + ("" if options.is_given("nnodes") else "; is --nnodes missing?"))
+    if conf.rank is None and options.origin("node_rank") == Origin.DETECTED:
+        options.warn(f"{label}: {options.label('nnodes')} allows {max_nodes} nodes; this one is a spare until there is room")
+    else:
+        options.warn(f"{label}={rank} is ignored: {why}" + ("" if options.is_given("nnodes") else "; is --nnodes missing?"))
     options.derive("node_rank", "-" if default is None else default, why)
     return default
 
@@ -225,6 +256,8 @@ def _given_rank(options: GivenOptions, conf: parse.RdzvConf) -> tuple[int | None
     if rank is None:
         if conf.rank is not None:
             options.derive("node_rank", conf.rank, in_conf)
+        elif options.origin("node_rank") == Origin.DETECTED:
+            return options.read("node_rank", parse.integer(0)), options.detected.values["node_rank"][1]
         return conf.rank, in_conf
     if conf.rank not in (None, rank):
         options.warn(f"{options.label('rdzv_conf')}: rank={conf.rank} is ignored, {label}={rank} goes before it")

@@ -79,6 +79,7 @@ expire - PET_EXPIRE 5
 store-grace - PET_STORE_GRACE 60
 token-file - PET_TOKEN_FILE None
 rdzv-conf - PET_RDZV_CONF ''
+detect - PET_DETECT auto
 max-restarts - PET_MAX_RESTARTS 0
 restart-window - PET_RESTART_WINDOW 0
 fail-fast - PET_FAIL_FAST flag

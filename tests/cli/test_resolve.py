@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 
 from elastirun.cli import command_line
+from elastirun.cli.detected import Host
 from elastirun.cli.given_options import GivenOptions, MachineFacts
 from elastirun.cli.resolve import resolve
 from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Std, StdMap, Timing
 from elastirun.errors import UsageError
 
 NOBODY: Mapping[str, str] = {}
+LAPTOP = Host("laptop", ("laptop.example.org",))
 
 
-def resolved(line: str, environ: Mapping[str, str] = NOBODY) -> tuple[LaunchConfig, GivenOptions]:
+def resolved(line: str, environ: Mapping[str, str] = NOBODY, host: Host = LAPTOP) -> tuple[LaunchConfig, GivenOptions]:
     """Resolve a command line on a made-up machine with 6 CPUs, 2 GPUs and 3 devices of another kind."""
     given, script = command_line.parse(line.split())
     devices = {"gpu": 2, "auto": 2, "xpu": 0, "npu": 3}
     options = GivenOptions(given, environ)
-    return resolve(options, script, MachineFacts(lambda: 6, devices.get, lambda: "new-id")), options
+    return resolve(options, script, MachineFacts(lambda: 6, devices.get, lambda: "new-id", lambda: host)), options
 
 
 def config_of(line: str, environ: Mapping[str, str] = NOBODY, warnings: int = 0) -> LaunchConfig:
@@ -260,7 +262,7 @@ def test_workers(value: str, count: int) -> None:
 
 def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
     options = GivenOptions({"nproc_per_node": "auto"}, {})
-    assert resolve(options, ["t.py"], MachineFacts(lambda: 6, lambda kind: 0, lambda: "id")).nproc == 6
+    assert resolve(options, ["t.py"], MachineFacts(lambda: 6, lambda kind: 0, lambda: "id", lambda: LAPTOP)).nproc == 6
 
 
 def test_times() -> None:
