@@ -22,6 +22,7 @@ from elastirun.checkpoint.record import clip, is_file_name, parse
 from elastirun.errors import CheckpointError
 
 from .boxes import Box, common, overlapping, volume, within
+from .copying import copy_all
 from .garbage import no_collection
 from .layout import local_box
 from .sharded import is_sharded
@@ -145,9 +146,7 @@ def fill(saved: Mapping[str, SavedTensor], sources: Sources, targets: Mapping[st
     missing = check_targets(saved, targets, strict)
     with torch.no_grad(), no_collection():
         pairs = list(copies(saved, _Views(sources), targets))
-        for device in {to.device for to, _ in pairs}:
-            here = [(to, source) for to, source in pairs if to.device == device]
-            torch._foreach_copy_([to for to, _ in here], [source for _, source in here])
+        copy_all([to for to, _ in pairs], [source for _, source in pairs])
     return missing
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elastirun.checkpoint.image import Description, Image, round_up
 
+from .copying import copy_all
 from .layout import ImageFiles
 from .tree import Flat
 
@@ -79,10 +80,7 @@ class Staging:
         image, files, views = self.images[which], self._files, self._views[which]
         assert image is not None and files is not None and views is not None
         image.begin()
-        sources = files.sources(flat)
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(views, sources, non_blocking=True)
+        copy_all(views, files.sources(flat), non_blocking=True)
         image.memory[self._values_at : self._values_at + len(values)] = values
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
