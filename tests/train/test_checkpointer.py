@@ -417,7 +417,8 @@ def come_late(rank: int, world: int, folder: str) -> tuple[list[str], list[int]]
     waiting.LOOK, waiting.REPORT = 0.02, 0.1
     checkpoints = Checkpointer(folder)
     checkpoints.save(1, {"x": torch.ones(3)})
-    board, lines = checkpoints._ranks.board, []
+    board, mine, lines = checkpoints._ranks.board, checkpoints._ranks._waiting, list[str]()
+    assert mine is not None
 
     def emit(record: logging.LogRecord) -> None:
         lines.append(record.getMessage())
@@ -427,13 +428,12 @@ def come_late(rank: int, world: int, folder: str) -> tuple[list[str], list[int]]
     handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("elastirun.checkpoints").addHandler(handler)
     if rank == 0:
-        assert checkpoints._ranks._waiting is not None
-        board.get(checkpoints._ranks._waiting._key(checkpoints._ranks._waiting._number + 1, 2))  # rank 2 waits
+        board.get(mine._key(mine.exchanges + 1, 2))  # rank 2 waits
     elif rank == 1:
         board.get("told")
     checkpoints.save(2, {"x": torch.ones(3)})
     checkpoints.close()
-    checkpoints._ranks._waiting._thread.join(30)
+    mine._thread.join(30)
     return lines, [number for number in range(1, 99) if board.check([f"waiting/{number}/{rank}"])]
 
 

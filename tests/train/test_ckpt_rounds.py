@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +21,15 @@ from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up, size_for
 from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer, PerRank
-from elastirun.train.checkpoints import checkpointer, publishing, restoring
+from elastirun.train.checkpoints import checkpointer, opened, publishing, restoring
 from elastirun.train.checkpoints.memory import Part, SaveId, describe, together
+from elastirun.train.checkpoints.opened import Opened
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
 from tests.checkpoint.saves import stage, yes
 
 PATIENCE = 30.0  # seconds
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Writer:
@@ -130,11 +135,11 @@ def test_an_end_without_patience_does_not_wait_for_other_ranks() -> None:
 def test_the_end_after_an_exception_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     stub: Any = SimpleNamespace(pid=os.getpid(), close=limits.append)
-    monkeypatch.setattr(checkpointer, "_living", {stub.pid: stub}.values())
-    checkpointer._close_all()
+    monkeypatch.setattr(opened, "_living", {stub.pid: stub}.values())
+    opened._close_all()
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
-    checkpointer._close_all()
-    assert limits == [checkpointer.END_LIMIT, 0.0]
+    opened._close_all()
+    assert limits == [opened.END_LIMIT, 0.0]
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------------
@@ -241,3 +246,63 @@ def publish(path: Path, step: int) -> Directory:
     commit = stage(directory, claim.name, step, claim.sequence)
     directory.publish(claim.name, replace(commit, fence="store:1", round=1), yes)
     return directory
+
+
+# -- checkpointers that nobody closes -----------------------------------------------------------------------------------------
+
+
+def used() -> tuple[set[int], list[str], set[str]]:
+    """The children, the descriptors of memory and of the sockets, and the threads of this process."""
+    children = {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(fd))
+    mine = sorted(link for link in links if "memfd:elastirun" in link or link.endswith("/.lock"))
+    return children, mine, {thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")}
+
+
+def save_and_forget(path: Path, step: int) -> Opened:
+    made = Checkpointer(path)
+    made.save(step, {"x": torch.full((1000,), float(step))})
+    return made._opened
+
+
+def test_what_was_saved_and_dropped_is_published_and_nothing_is_left(tmp_path: Path) -> None:
+    before = used()
+    for step in (1, 2):  # the second one claims the directory when the first one is through
+        ending = save_and_forget(tmp_path, step)._ending
+    assert ending is not None
+    ending.join(PATIENCE)
+    assert used() == before
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["step-00000001", "step-00000002"]
+
+
+def test_one_that_was_never_used_leaves_nothing(tmp_path: Path) -> None:
+    before, living = used(), len(opened._living)
+    Checkpointer(tmp_path / "c")
+    Checkpointer(tmp_path / "c").close()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoints-end":
+            thread.join(PATIENCE)
+    assert used() == before and len(opened._living) == living and not (tmp_path / "c").exists()
+
+
+SCRIPT = """
+import sys, torch
+from elastirun.train import Checkpointer
+def save():
+    made = Checkpointer(sys.argv[1])
+    made.save(7, {"x": torch.ones(1_000_000)})
+    return made
+kept = save()
+if sys.argv[2] == "dropped":
+    del kept
+"""
+
+
+@pytest.mark.parametrize("how", ["kept", "dropped"])
+def test_the_end_of_the_interpreter_waits_for_what_was_saved(tmp_path: Path, how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path, how], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "step-00000007").is_dir()
+    assert {path.name for path in tmp_path.iterdir()} <= {"step-00000007", ".lock"}

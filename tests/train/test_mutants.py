@@ -866,7 +866,7 @@ MUTANTS = (
     ),
     mutant(
         "after an exception nobody is waited for",
-        *("checkpoints/checkpointer", "checkpointer.close(0.0 if failed else END_LIMIT)", "checkpointer.close(END_LIMIT)"),
+        *("checkpoints/opened", "opened.close(0.0 if failed else END_LIMIT)", "opened.close(END_LIMIT)"),
         *("ckpt_rounds", "the_end_after_an_exception_waits_for_nothing"),
     ),
     mutant(
@@ -883,8 +883,8 @@ MUTANTS = (
         "the writer gets images of an earlier round",
         *(
             "checkpoints/checkpointer",
-            "        if self._publisher is not None:\n            self._publisher.take_images(self._staging)\n        if found",
-            "        if found",
+            "            self._opened.publisher.take_images(self._staging)\n        if found",
+            "            pass\n        if found",
         ),
         *("ckpt_rounds", "images_of_an_earlier_round_are_filled_and_written_again"),
     ),
@@ -904,13 +904,23 @@ MUTANTS = (
         *("ckpt_rounds", "of_equal_ones_memory_counts_unless_it_has_lost_something"),
     ),
     mutant(
+        "a Checkpointer that nobody uses any more ends",
+        *("checkpoints/checkpointer", "weakref.finalize(self, self._opened.drop)", "weakref.finalize(self, lambda: None)"),
+        *("ckpt_rounds", "what_was_saved_and_dropped_is_published_and_nothing_is_left"),
+    ),
+    mutant(
+        "a claim waits for what was dropped before",
+        *("checkpoints/opened", "other._ending.join(END_LIMIT)", "pass"),
+        *("ckpt_rounds", "what_was_saved_and_dropped_is_published_and_nothing_is_left"),
+    ),
+    mutant(
         "one of those that wait writes who is missing",
         *("checkpoints/waiting", "if missing and all(rank in missing for rank in range(self._rank)):", "if missing:"),
         *("checkpointer", "who_is_missing_is_named_once_and_no_note_remains"),
     ),
     mutant(
         "a rank that waits leaves a note",
-        *("checkpoints/waiting", "self._board.set(self._key(number, self._rank), \"\")", "pass"),
+        *("checkpoints/waiting", 'self._board.set(self._key(number, self._rank), "")', "pass"),
         *("checkpointer", "who_is_missing_is_named_once_and_no_note_remains"),
     ),
     mutant(

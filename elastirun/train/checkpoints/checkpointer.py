@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import operator
 import os
-import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
@@ -18,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from elastirun.checkpoint.choose import open_directory
-from elastirun.checkpoint.directory import Claim
 from elastirun.checkpoint.image import Description
 from elastirun.checkpoint.record import MAX_NUMBER
 from elastirun.checkpoint.writer_process import WriterProcess
@@ -31,6 +29,7 @@ from .dcp import VALUES as DCP_VALUES
 from .due import due
 from .layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
 from .memory import Memory
+from .opened import END_LIMIT, Opened
 from .publishing import Publisher, Save
 from .ranks import Ranks
 from .restoring import on_every_rank
@@ -40,7 +39,6 @@ from .values import encode_values
 
 log = logging.getLogger("elastirun.checkpoints")
 
-END_LIMIT = 300.0  # seconds that the end of the process waits for the last checkpoint to be published
 MOST_VALUES = 16 << 20  # bytes of values.json: they are copied and sent as JSON, while training waits
 KEPT = 100  # saves whose durations ``stats`` reports
 
@@ -92,23 +90,23 @@ class Checkpointer:
         self._due = due(every)
         self._memory_every = memory_every or (every if isinstance(every, int) else 0)  # steps; 0: only what goes to the disk
         self._fence = os.environ.get(FENCE, "")
-        self._ranks = Ranks(group)
         self._directory = open_directory(self._url)
+        self._ranks = Ranks(group)
         self._memory = Memory(self._url)
         self._staging = Staging()
+        self._opened = Opened(self._url, self._ranks, self._directory, self._staging)
+        self._dropped = weakref.finalize(self, self._opened.drop)
+        self._dropped.atexit = False  # see opened.py
         self._plan: Plan | None = None
         self._dcp: DcpFiles | None = None
         self._pieces: list[Piece] = []  # what this rank holds of the state that the plan is for
         self._signature: Any = None  # of that state
-        self._claim: Claim | None = None  # rank 0's
-        self._publisher: Publisher | None = None
         self._by_image: list[Save | None] = [None] * IMAGES  # the last save in each image that goes to the disk
         self._filled = -1  # the image filled last
         self._number = 0  # of saves
         self._last: Save | None = None  # the last one that goes to the disk
         self._blocked: deque[float] = deque(maxlen=KEPT)
         self._closed = False
-        self._published: int | None = None  # as of ``close``
         self._waited = 0.0  # seconds in which both images were being written
 
     # -- saving -----------------------------------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ class Checkpointer:
         """Copy the state into an image; hand it to the writer if it goes to the disk."""
         flat, values, error = self._take_apart(state)
         which = self._prepare(step, flat, values, error)
-        assert self._plan is not None and self._publisher is not None and self._dcp is not None
+        assert self._plan is not None and self._opened.publisher is not None and self._dcp is not None
         if on_disk:
             self._due.begin()
         self._number += 1
@@ -179,7 +177,7 @@ class Checkpointer:
             log.warning("the agent does not keep the copy in memory: %s", why)
         if on_disk:
             self._last = self._by_image[which] = Save(self._number, step, which, partial(_files_for_dcp, self._dcp, flat.tree))
-            self._publisher.submit(self._last)
+            self._opened.publisher.submit(self._last)
 
     def _written_here(self) -> tuple[str, ...]:
         assert self._plan is not None
@@ -219,8 +217,8 @@ class Checkpointer:
             begun = time.perf_counter()
             save.written.wait()
             self._waited += time.perf_counter() - begun
-        if self._staging.prepare(which, len(values)) and self._publisher is not None:
-            self._publisher.take_images(self._staging)
+        if self._staging.prepare(which, len(values)) and self._opened.publisher is not None:
+            self._opened.publisher.take_images(self._staging)
         return which
 
     def _arrange(self, flat: Flat) -> None:
@@ -242,27 +240,21 @@ class Checkpointer:
 
     def _claim_directory(self) -> None:
         """Claim the directory for this round and start the writer, unless that is done. Every rank calls it at the same point."""
-        if self._publisher is not None:
+        if self._opened.publisher is not None:
             return
         if self._ranks.made_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TrainError("make the Checkpointer after torch.distributed.init_process_group(): this one was made for one process alone")
-        _living.add(self)
         if self._ranks.rank == 0:
-            on_every_rank(self._ranks, self._claim_here)
+            on_every_rank(self._ranks, partial(self._opened.claim_directory, self._fence))
         else:
             on_every_rank(self._ranks, lambda: None)
-        claim, sequence = json.loads(self._ranks.from_first(json.dumps(self._claim and [self._claim.name, self._claim.sequence])))
+        own = self._opened.claim
+        claim, sequence = json.loads(self._ranks.from_first(json.dumps(own and [own.name, own.sequence])))
         writer = WriterProcess()
         writer.start()
-        self._publisher = Publisher(self._ranks, writer, self._url, claim, sequence, self._keep, self._fence)
+        self._opened.publisher = Publisher(self._ranks, writer, self._url, claim, sequence, self._keep, self._fence)
         if self._ranks.rank == 0:
-            self._publisher.clean()
-
-    def _claim_here(self) -> None:
-        try:
-            self._claim = self._directory.claim(self._fence)
-        except OSError as error:
-            raise CheckpointError(f"{self._url} cannot be used for checkpoints: {error.strerror}") from None
+            self._opened.publisher.clean()
 
     # -- restoring --------------------------------------------------------------------------------------------------------
 
@@ -279,10 +271,10 @@ class Checkpointer:
         self._check_use()
         self._ranks.begin("restore")
         self._claim_directory()
-        if self._last is not None and self._publisher is not None:  # what was saved before counts, and may be saved again
-            self._publisher.outcome(self._last, END_LIMIT)
+        if self._last is not None and self._opened.publisher is not None:  # what was saved before counts, and may be saved again
+            self._opened.publisher.outcome(self._last, END_LIMIT)
             self._last = None
-        published = self._directory.scan() if self._claim is not None else []
+        published = self._directory.scan() if self._opened.claim is not None else []
         parts = self._memory.parts()
         try:
             found = restoring.find(self._directory, published, parts, self._fence, self._ranks, step)
@@ -290,12 +282,12 @@ class Checkpointer:
                 on_every_rank(self._ranks, partial(restoring.put, found, state, self._ranks.rank, strict))
         finally:
             self._staging.adopt(self._memory.adopt(parts))
-        if self._publisher is not None:
-            self._publisher.take_images(self._staging)
+        if self._opened.publisher is not None:
+            self._opened.publisher.take_images(self._staging)
         if found is None:
             if step is not None:
                 raise CheckpointError(f"{self._url} has no checkpoint of step {step} that can be used")
-            damaged = self._ranks.from_first(" ".join(self._directory.damaged()[-3:]) if self._claim is not None else "")
+            damaged = self._ranks.from_first(" ".join(self._directory.damaged()[-3:]) if self._opened.claim is not None else "")
             if damaged:  # to begin anew by itself would hide the loss
                 raise CheckpointError(f"{self._url} has only damaged checkpoints ({damaged}): delete these to begin anew")
             return None
@@ -308,28 +300,24 @@ class Checkpointer:
 
     def wait(self, timeout: float = END_LIMIT) -> None:
         """Wait until the last save that goes to the disk is published. Raises CheckpointError when it was not, with the reason."""
-        if self._last is None or self._publisher is None:
+        if self._last is None or self._opened.publisher is None:
             return
-        outcome = self._publisher.outcome(self._last, timeout)
+        outcome = self._opened.publisher.outcome(self._last, timeout)
         if outcome != "published":
             why = outcome or f"it is not on the disk after {timeout:g} s"
             raise CheckpointError(f"the checkpoint of step {self._last.step} was not published: {why}")
 
     def close(self, timeout: float = END_LIMIT) -> None:
-        """End the writer when it has written what was saved, or after ``timeout`` seconds. The end of the process calls it, too."""
+        """End the writer when it has written what was saved, or after ``timeout`` seconds.
+
+        The end of the process calls it, too. A Checkpointer that nobody uses any more ends in the same way, beside the program.
+        """
         if os.getpid() != self.pid:
             return  # a fork has the same writer, which its parent needs
         self._closed = True
-        _living.discard(self)
-        if self._publisher is not None:
-            self._publisher.close(timeout)
-            self._published = self._publisher.published
-            self._publisher = None
-        if self._claim is not None:
-            self._directory.release(self._claim)
-            self._claim = None
-        self._staging.close()
-        self._ranks.close()
+        if self._dropped.detach() is None:
+            return  # closed before
+        self._opened.close(timeout)
 
     def stats(self) -> dict[str, Any]:
         """Return what saving has cost, as a dict fit for JSON; times in seconds.
@@ -337,13 +325,12 @@ class Checkpointer:
         ``saves``; ``blocked``, how long each of the last calls took; ``waited``, in all, for the writer because both images were in use;
         ``memory``, bytes of shared memory of this rank; ``published``, the step of the newest checkpoint that this rank knows of.
         """
-        published = self._publisher.published if self._publisher is not None else self._published
         return {
             "saves": self._number,
             "blocked": list(self._blocked),
             "waited": self._waited,
             "memory": self._staging.nbytes,
-            "published": published,
+            "published": self._opened.published,
         }
 
 
@@ -359,15 +346,3 @@ def _whole(step: Any) -> int:
 
 def _files_for_dcp(files: DcpFiles, tree: Mapping[str, Any]) -> dict[str, bytes]:
     return dict(zip((METADATA, DCP_VALUES), files.encode(tree), strict=True))
-
-
-_living: set[Checkpointer] = set()  # until they are closed: what a function saved before it returned is published, too
-
-
-@atexit.register
-def _close_all() -> None:
-    """Publish what was saved before the interpreter ends; after an exception at once, for the others cannot be waited for."""
-    failed = hasattr(sys, "last_value")  # set when the interpreter has printed a traceback
-    for checkpointer in list(_living):
-        if checkpointer.pid == os.getpid():
-            checkpointer.close(0.0 if failed else END_LIMIT)

@@ -97,9 +97,12 @@ class Ranks:
         return c10d.PrefixStore(f"elastirun/checkpoints/{self._number}", c10d._get_default_store())
 
     def close(self) -> None:
-        """End the group, unless the program has ended all groups already."""
+        """End the group and the thread, unless the program has ended all groups already.
+
+        A group in which there was no exchange stays until the program ends all groups: a slower rank may still connect to this one.
+        """
         if self._waiting is not None:
             self._waiting.close()
-        if self._group is not None and self._group in c10d._world.pg_map:
-            dist.destroy_process_group(self._group)
-        self._group = None
+            if self._waiting.exchanges and self._group in c10d._world.pg_map:
+                dist.destroy_process_group(self._group)
+        self._group = self._waiting = None

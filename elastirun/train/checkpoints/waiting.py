@@ -26,7 +26,7 @@ class Waiting:
     def __init__(self, rank: int, world_size: int, board: Any) -> None:
         self.what = "use of a Checkpointer"  # what this rank is at, for people
         self._rank, self._world_size, self._board = rank, world_size, board
-        self._number = 0  # of exchanges
+        self.exchanges = 0
         self._begun: tuple[int, float] | None = None  # the number and the time of the one in which this rank waits
         self._noted = 0  # the number of the exchange of which there is a note in the store; 0: of none
         self._ended = threading.Event()
@@ -36,8 +36,8 @@ class Waiting:
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Watch what is done within, until it returns or raises."""
-        self._number += 1
-        self._begun = (self._number, time.monotonic())
+        self.exchanges += 1
+        self._begun = (self.exchanges, time.monotonic())
         try:
             yield
         finally:
