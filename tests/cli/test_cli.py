@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.cli import command_line, main, parse
+from elastirun.cli.detected import Host
 from elastirun.cli.options import GROUPS, OPTIONS
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import StartError, UsageError
@@ -437,6 +439,25 @@ def test_the_page_for_those_who_come_from_torchrun_names_every_option_and_key() 
     keys = page.partition("## Keys of")[2].partition("\n## ")[0]
     documented = {key for row in re.findall(r"^\|([^|]*`[^|]*)\|", keys, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
     assert documented == {*parse.KEYS, *parse.KEYS_WITHOUT_EFFECT, *parse.ETCD_KEYS, *parse.ETCD_ALIASES}
+
+
+def test_the_full_name_of_a_pod_is_read_from_its_hosts_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("train-1", "train-1.train.team.svc.cluster.local", "train-10.other")
+    monkeypatch.setattr(socket, "gethostname", lambda: "train-1")
+    monkeypatch.setattr("elastirun.agent.host.net.own_names", lambda: (names, ()))
+    assert main.this_host() == Host("train-1", names[1:2])
+    monkeypatch.setattr("elastirun.agent.host.net.own_names", lambda: (names[:1], ()))
+    monkeypatch.setattr(socket, "getfqdn", lambda name: f"{name}.example.org")
+    assert main.this_host() == Host("train-1", ("train-1.example.org",))
+
+
+def test_dry_run_says_what_was_detected_and_why(elastirun: Elastirun) -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+    result = elastirun("--dry-run", "t.py", SLURM_STEP_NODELIST="n[1-2]", **step)
+    assert (result.status, result.err) == (0, "")
+    assert re.search(r"^  --node-rank +1 +detected: SLURM_NODEID=1$", result.out, re.MULTILINE)
+    assert "\ndetected: a Slurm step with one task on each of 2 nodes (SLURM_STEP_ID=0 of SLURM_JOB_ID=7)\n" in result.out
+    assert "\ndetected: nothing; not looked for, --standalone is given\n" in elastirun("--dry-run", "--standalone", "t.py").out
 
 
 def test_version(elastirun: Elastirun) -> None:

@@ -85,6 +85,7 @@ def assert_alone(line: str, environ: Environment, host: Host = LAPTOP, warning: 
         ("--nnodes=3 t.py", {}, ("3:3", "gpu07:24711", "slurm-4711.0", 1, False)),
         ("t.py", {"PET_NNODES": "2:8", "PET_RDZV_ID": "mine"}, ("2:8", "gpu07:24711", "mine", 1, False)),
         ("--rdzv-id=mine --node-rank=2 t.py", {"PET_RDZV_ID": "theirs"}, ("1:3", "gpu07:24711", "mine", 2, False)),
+        ("--nnodes=3 --node-rank=2 t.py", {}, ("3:3", "gpu07:24711", "slurm-4711.0", 2, False)),
         ("--rdzv-backend=c10d --rdzv-conf=is_host=1,rank=0 t.py", {}, ("1:3", "gpu07:24711", "slurm-4711.0", 0, True)),
         ("--rdzv-endpoint= t.py", {"PET_STANDALONE": "0", "PET_RDZV_ID": " "}, ("1:3", "gpu07:24711", "slurm-4711.0", 1, False)),
         # A cluster on Kubernetes: the pods of slurmd are those of a StatefulSet.
@@ -194,6 +195,15 @@ def test_a_pod_with_an_index_and_a_name(line: str, environ: Environment, host: H
 )
 def test_pods_that_work_alone(environ: Environment, host: Host, warning: str) -> None:
     assert_alone("t.py", environ, host, warning=warning)
+
+
+def test_one_pod_of_a_job_set_hosts() -> None:
+    def host(job: int, index: int) -> bool | None:
+        name = f"exp-workers-{job}-{index}"
+        environ = {**JOB_SET, "JOB_COMPLETION_INDEX": str(index)}
+        return resolved("t.py", environ, Host(name, (f"{name}.exp.team.svc.cluster.local",)))[0].is_host
+
+    assert [host(job, index) for job in (0, 1) for index in (0, 1)] == [True, False, False, False]
 
 
 def test_an_index_beyond_the_most_nodes_is_a_spare() -> None:

@@ -1,0 +1,132 @@
+"""Every rule of the detection has a test that notices when the rule is broken in a copy of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.mutants import Mutant, copy, run, run_mutant
+
+__all__ = ["copy"]  # the fixture
+
+
+def mutant(rule: str, module: str, old: str, new: str, test: str) -> Mutant:
+    return Mutant(rule, module, old, new, f"tests/cli/test_detect.py::test_{test}")
+
+
+NAMED = "a_command_that_names_its_rendezvous_is_never_changed"
+ALONE_IN_SLURM = "slurm_without_a_step_of_one_task_per_node"
+ALONE_IN_KUBERNETES = "pods_that_work_alone"
+
+MUTANTS = (
+    # What names its rendezvous is left alone.
+    mutant(
+        "a port of the master names it",
+        "rendezvous_options",
+        '("rdzv_endpoint", "master_addr", "master_port")',
+        '("rdzv_endpoint", "master_addr")',
+        NAMED,
+    ),
+    mutant("standalone names it", "rendezvous_options", '["standalone"] if options.flag("standalone") else []', "[]", NAMED),
+    mutant("one node names it", "rendezvous_options", 'if options.is_given("nnodes") and not several:', "if False:", NAMED),
+    mutant("the static backend and etcd name it", "rendezvous_options", 'options.text("rdzv_backend") != "c10d"', "False", NAMED),
+    mutant("--detect=off", "rendezvous_options", 'parse.choice("auto", "off")) == "off"', 'parse.choice("auto", "off")) == "no"', NAMED),
+    mutant("a launcher inside a worker is for this node", "detect", "    if inside:", "    if False:", ALONE_IN_SLURM),
+    # What is given goes before what is detected.
+    mutant(
+        "what is detected is not given",
+        *("given_options", "self.origin(dest) > Origin.DETECTED", "self.origin(dest) > Origin.DEFAULT"),
+        "a_step_of_slurm_with_one_task_per_node",
+    ),
+    mutant(
+        "an empty text is not given",
+        *("given_options", "not (detected and not self.environ[env].strip())", "True"),
+        "a_step_of_slurm_with_one_task_per_node",
+    ),
+    mutant(
+        "a detected endpoint means c10d",
+        *("rendezvous_options", "    if options.detected.where:", "    if False:"),
+        "a_step_of_slurm_with_one_task_per_node",
+    ),
+    mutant(
+        "is_host of --rdzv-conf goes first",
+        *("rendezvous_options", "conf.is_host if conf.is_host is not None else", "None if False else"),
+        "a_step_of_slurm_with_one_task_per_node",
+    ),
+    mutant(
+        "an index beyond the most nodes is a spare",
+        *("rendezvous_options", "    if rank < max_nodes:", "    if rank < max_nodes or options.detected.where:"),
+        "an_index_beyond_the_most_nodes_is_a_spare",
+    ),
+    # Slurm.
+    mutant("one agent per node", "detect_slurm", "    if tasks > nodes:", "    if False:", ALONE_IN_SLURM),
+    mutant("a step of one node is for itself", "detect_slurm", "    if nodes == 1:", "    if False:", ALONE_IN_SLURM),
+    mutant("no part of a heterogeneous job", "detect_slurm", "HETEROGENEOUS) > 1:", "HETEROGENEOUS) > 9:", ALONE_IN_SLURM),
+    mutant("no step of other nodes", "detect_slurm", "if environ.get(NAME, hosts[0]) not in hosts:", "if False:", ALONE_IN_SLURM),
+    mutant("no step of another job", "detect_slurm", "if JOB_NODE_LIST in environ and not", "if False and not", ALONE_IN_SLURM),
+    mutant("a script alone is warned", "detect_slurm", "    if nodes < 2 or not in_script:", "    if True:", ALONE_IN_SLURM),
+    mutant(
+        "a requeued job is a new one",
+        *("detect_slurm", 'if restarts else ""', 'if False else ""'),
+        "a_step_of_slurm_with_one_task_per_node",
+    ),
+    mutant(
+        "the first node of the list hosts",
+        *("detect_slurm", "own == hosts[0] if own else index == 0", "index == 0"),
+        "a_step_of_slurm_with_one_task_per_node",
+    ),
+    mutant(
+        "steps side by side have ports of their own",
+        *("detect_slurm", "STEP_STRIDE = 1009", "STEP_STRIDE = 1"),
+        "steps_side_by_side_have_ports_and_names_of_their_own",
+    ),
+    mutant(
+        "a list of nodes is as long as their number",
+        "detect_slurm",
+        "if len(hosts) != nodes:",
+        "if False:",
+        "contradictions_name_both_and_what_to_do",
+    ),
+    mutant("numbers keep their width", "node_list", ".zfill(len(low))", "", "a_list_of_nodes"),
+    mutant(
+        "a list of nodes has a limit",
+        "node_list",
+        "if len(names) + math.prod(map(len, choices)) > MOST_NODES:",
+        "if False:",
+        "what_is_no_list_of_nodes",
+    ),
+    # Kubernetes.
+    mutant("a pod without a service is of a sweep", "detect_kubernetes", r"\.svc(?:", r"(?:\.svc)?(?:", ALONE_IN_KUBERNETES),
+    mutant("a name is of this pod", "detect_kubernetes", "if match and match[1] == own:", "if match:", ALONE_IN_KUBERNETES),
+    mutant(
+        "the index is that of the name",
+        "detect_kubernetes",
+        "if from_name != index:",
+        "if False:",
+        "contradictions_name_both_and_what_to_do",
+    ),
+    mutant("a StatefulSet needs a number of nodes", "detect_kubernetes", "    if not several:", "    if False:", ALONE_IN_KUBERNETES),
+    mutant(
+        "the manifest says what a JobSet is",
+        "detect_kubernetes",
+        "if not environ.get(JOB_SET) and int(match[2]) > 0:",
+        "if False:",
+        ALONE_IN_KUBERNETES,
+    ),
+    mutant("pods of later jobs have no rank", "detect_kubernetes", "    if job == 0:", "    if True:", "a_pod_with_an_index_and_a_name"),
+    mutant(
+        "one pod of a JobSet hosts", "detect_kubernetes", "is_host=job == index == 0", "is_host=index == 0", "one_pod_of_a_job_set_hosts"
+    ),
+)
+
+
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.rule.replace(" ", "_"))
+def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
+    found = run_mutant(copy, copy / "elastirun" / "cli" / f"{one.module}.py", one)
+    assert found.rule_is_missed, f"{one.test} passes without the rule, or the mutant cannot run\n{found.text[-2000:]}"
+
+
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path) -> None:
+    found = run(copy, *dict.fromkeys(one.test for one in MUTANTS))
+    assert found.code == 0, found.text[-2000:]
