@@ -9,7 +9,6 @@ and no process is left. What a new round finds when it claims the directory must
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,16 +18,19 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from elastirun.checkpoint.directory import Directory
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd
+from tests.support.tries import Try, parser, show, unless
 
-# Each step sets the weights to what nobody but this step has, so a restored state says whether it is whole. Commands come over the socket:
+# Each step sets the weights to what nobody but this step has, so a restored state says whether it is whole. The optimizer is none of
+# torch's, because making one imports the compiler, which takes longer than all else here. Commands come over the socket:
 #   train N   N steps, each saved if it is due       wait   until the last save is published, or why it is not
 #   run       until all ranks drain, or for ever     fail   raise an exception        end   return from main() without closing anything
 SCRIPT = """
@@ -52,6 +54,13 @@ def tell(**what):
 class Lines(logging.Handler):
     def emit(self, record):
         lines.append(record.getMessage())
+
+class Optimizer:
+    def state_dict(self):
+        return {"lr": 0.5}
+
+    def load_state_dict(self, state):
+        assert state == self.state_dict()
 
 def weights(step):
     return torch.randn(width, width, generator=torch.Generator().manual_seed(step))
@@ -77,7 +86,7 @@ def main():
     logging.getLogger("elastirun.checkpoints").addHandler(Lines())
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(nn.Linear(width, width, bias=False))
-    run = TrainState(model=ddp, optimizer=torch.optim.SGD(ddp.parameters(), lr=0.0, momentum=0.9))
+    run = TrainState(model=ddp, optimizer=Optimizer())
     checkpoints = Checkpointer(directory, **options)
     drain = Drain(ddp)
     found = checkpoints.restore(run)
@@ -203,12 +212,12 @@ def writer_of(pid: int) -> int | None:
     return None
 
 
-def await_that(condition: Any, what: str) -> None:
-    """Wait for something in the file system, which cannot be awaited, so that this function polls it."""
+def comes_true(condition: Callable[[], bool]) -> bool:
+    """Wait for something in the file system, which cannot be awaited, so that this function polls it. Return whether it came in time."""
     deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
+    while not (true := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return true
 
 
 def images_in(pid: int) -> int:
@@ -241,34 +250,36 @@ class Story:
         self.step = self.lines[0].until("step", self.step + self.random.randint(2, 8))
         time.sleep(self.random.random() * 0.03)
 
-    def check(self, workers: list[Worker], told: list[list[int]]) -> str:
-        """Check what the workers of a new round have found, before they train. ``told``: the steps that those before them have saved."""
+    def look(self, workers: list[Worker], told: list[list[int]]) -> Try:
+        """Look at what the workers of a new round have found, before they train. ``told``: the steps that those before them have saved."""
         step, source = restored(workers)
         lowest, highest = min(max(steps, default=0) for steps in told), max(max(steps, default=0) for steps in told)
-        assert step is not None and lowest <= step <= highest + 1, (step, lowest, highest, [worker.env["lines"] for worker in workers])
         names = os.listdir(self.job.directory)
-        assert sum(name.startswith(".staging-") for name in names) == 1, names
-        assert all(name.startswith((".staging-", "step-")) for name in names), names
         directory = Directory(str(self.job.directory))
-        assert [str(damage) for one in directory.scan() for damage in directory.verify(one)] == []
-        assert all(images_in(each.pid) <= 2 for each in (*self.agents.values(), *workers))
+        wrong = unless(
+            (step is not None and lowest <= step <= highest + 1, f"{step} is not from {lowest} on; {workers[0].env['lines']}"),
+            (sum(name.startswith(".staging-") for name in names) == 1, f"not one staging folder: {names}"),
+            (all(name.startswith((".staging-", "step-")) for name in names), f"debris: {names}"),
+            (all(images_in(each.pid) <= 2 for each in (*self.agents.values(), *workers)), "a process has more than two images"),
+        )
+        wrong += [str(damage) for one in directory.scan() for damage in directory.verify(one)]
         where = "memory" if source == "memory" else "disk"
         self.sources[where] += 1
-        self.step = step
-        return f"step {step} of {lowest} to {highest} from {where}"
+        self.step = step or 0
+        return Try(f"step {step} of {lowest} to {highest} from {where}", wrong)
 
-    def end(self) -> None:
-        """End the job: nothing is left of it."""
+    def end(self) -> list[str]:
+        """End the job; return what is wrong then, such as processes that are left of it."""
         for agent in self.agents.values():
             agent.send_signal(signal.SIGTERM)
-        assert {self.nodes.ends(agent) for agent in self.agents.values()} == {143}, self.nodes.everything()
+        codes = {self.nodes.ends(agent) for agent in self.agents.values()}
         mine = f"TEST_SOCKET={self.nodes.env['TEST_SOCKET']}".encode()
         left = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if mine in (path / "environ").read_bytes():
-                    left.append((path / "cmdline").read_bytes())
-        assert not left, left
+                    left.append(f"left: {(path / 'cmdline').read_bytes()!r}")
+        return [*unless((codes == {143}, f"exit codes {codes}\n{self.nodes.everything()}")), *left]
 
 
 class Kills(Story):
@@ -277,38 +288,38 @@ class Kills(Story):
     def __init__(self, nodes: Cluster, seed: int) -> None:
         super().__init__(nodes, seed, "2", 1, every=2, memory_every=1, pause=0.005)
 
-    def once(self, way: str) -> str:
+    def once(self, way: str) -> Try:
+        """Kill one process; return what follows. ``way``: a method below."""
         self.moment()
-        return f"{way}: {getattr(self, way)()}"
+        done: Try = getattr(self, way)()
+        return replace(done, text=f"{way}: {done.text}")
 
-    def worker(self) -> str:
-        chosen = self.random.choice(self.workers)
-        os.kill(chosen.pid, signal.SIGKILL)
-        return f"rank {chosen.rank}: {self.next_round()}"
+    def worker(self) -> Try:
+        os.kill(self.random.choice(self.workers).pid, signal.SIGKILL)
+        return self.next_round()
 
-    def agent(self) -> str:
+    def agent(self) -> Try:
         self.agents[2].kill()
         self.agents[2].wait()
         self.agents[2] = self.job.start(2)
         return self.next_round()
 
-    def writer(self) -> str:
+    def writer(self) -> Try:
         """Nothing ends but the writer, and a later step is published all the same."""
-        chosen = self.random.choice(self.workers)
-        pid = writer_of(chosen.pid)
+        pid = writer_of(self.random.choice(self.workers).pid)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         told = max(self.lines[0].all("step"))
-        await_that(lambda: max(self.job.steps(), default=0) > told + 1, f"no checkpoint after step {told}\n{self.nodes.everything()}")
-        return f"rank {chosen.rank}: a step after {told} is published"
+        later = comes_true(lambda: max(self.job.steps(), default=0) > told + 1)
+        return Try(f"a step after {told} is published", unless((later, f"nothing after {told} is\n{self.nodes.everything()}")))
 
-    def next_round(self) -> str:
+    def next_round(self) -> Try:
         for lines in self.lines:
             lines.end()
         workers = self.nodes.round(2, after=self.workers[0].round)
-        line = self.check(workers, [lines.all("step") for lines in self.lines])
+        found = self.look(workers, [lines.all("step") for lines in self.lines])
         self.begin(workers)
-        return line
+        return found
 
 
 class Freezes(Story):
@@ -317,7 +328,7 @@ class Freezes(Story):
     def __init__(self, nodes: Cluster, seed: int) -> None:
         super().__init__(nodes, seed, "1:2", 2, every=1, keep=50, pause=0.02)
 
-    def once(self) -> str:
+    def once(self) -> Try:
         stale, fence = self.workers[0], self.workers[0].env["ELASTIRUN_FENCE"]
         agent = next(each for each in self.agents.values() if stale.pid in descendants(each.pid))
         writer = writer_of(stale.pid)
@@ -328,19 +339,20 @@ class Freezes(Story):
         try:
             (alone,) = self.nodes.round(1, after=stale.round)
             before = self.published(fence)
-            line = self.check([alone], [self.lines[1].all("step")])
+            first = self.look([alone], [self.lines[1].all("step")])
             self.begin([alone])
             self.lines[0].until("step", self.step + 2)
         finally:
             self.resume(node)
         both = self.nodes.round(2, after=alone.round)
         after = self.published(fence)
-        assert after <= before, f"published by a round that was over: {after - before}"
         self.lines[0].end()
         stopped = self.lines[0].all("stop") + self.lines[0].all("step")
-        line += f", then {self.check(both, [stopped])}"
+        then = self.look(both, [stopped])
         self.begin(both)
-        return f"round {stale.round} frozen with {len(before)} published: {line}"
+        late = unless((after <= before, f"published by a round that was over: {after - before}"))
+        text = f"round {stale.round} frozen with {len(before)} published: {first.text}, then {then.text}"
+        return Try(text, [*first.wrong, *late, *then.wrong])
 
     def resume(self, node: list[int]) -> None:
         """Let all go on; at times the writer before its agent, which therefore cannot end it."""
@@ -361,11 +373,9 @@ def stop(pids: list[int]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=100, metavar="N")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--freeze", action="store_true", help="freeze, instead of killing; needs etcd, because any node may be frozen")
-    arguments = parser.parse_args()
+    options = parser(__doc__, tries=100)
+    options.add_argument("--freeze", action="store_true", help="freeze, instead of killing; needs etcd, because any node may be frozen")
+    arguments = options.parse_args()
     begun, tries = time.monotonic(), arguments.tries
     sources = freeze(tries, arguments.seed) if arguments.freeze else kill(tries, arguments.seed)
     what = "freezes: nothing was published after a later claim" if arguments.freeze else "kills: nothing torn, nothing lost, nothing left"
@@ -377,8 +387,8 @@ def kill(tries: int, seed: int) -> Counter[str]:
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, cluster(Path(folder)) as nodes:
         story = Kills(nodes, seed)
         for number in range(tries):
-            print(number + 1, story.once(story.random.choice(("worker", "worker", "writer", "agent"))), flush=True)
-        story.end()
+            show(number + 1, story.once(story.random.choice(("worker", "worker", "writer", "agent"))))
+        show(tries, Try("the end", story.end()))
         return story.sources
 
 
@@ -391,8 +401,8 @@ def freeze(tries: int, seed: int) -> Counter[str]:
                 nodes.etcd = servers.endpoints
                 story = Freezes(nodes, seed + first)
                 for number in range(first, min(first + TRIES, tries)):
-                    print(number + 1, story.once(), flush=True)
-                story.end()
+                    show(number + 1, story.once())
+                show(number + 1, Try("the end", story.end()))
                 sources += story.sources
     return sources
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elastirun.train import Checkpointer, DeterministicShards, DistributedDataParallel, Drain, ElasticDataLoader, TrainState
+from tests.support.tries import parser
 from tests.support.worlds import run
 
 SAMPLES, BATCH, EPOCHS = 97, 16, 3  # the last batch of an epoch has one sample, for which most ranks have nothing to do
@@ -163,10 +163,7 @@ def schedule(seed: int) -> list[Leg]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=20, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, tries=20, seed=0).parse_args()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="schedules-") as place:
         (whole := Path(place, "whole")).mkdir()
