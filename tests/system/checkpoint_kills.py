@@ -220,6 +220,12 @@ def comes_true(condition: Callable[[], bool]) -> bool:
     return true
 
 
+def settled(directory: Path) -> list[str]:
+    """Return the names in ``directory`` when the writer of a new round has deleted what earlier rounds left."""
+    comes_true(lambda: not any(name.startswith(".dead-") for name in os.listdir(directory)))
+    return os.listdir(directory)
+
+
 def images_in(pid: int) -> int:
     """Return how many images a process has open. The worker and the mapping have a descriptor each."""
     found = set()
@@ -254,7 +260,7 @@ class Story:
         """Look at what the workers of a new round have found, before they train. ``told``: the steps that those before them have saved."""
         step, source = restored(workers)
         lowest, highest = min(max(steps, default=0) for steps in told), max(max(steps, default=0) for steps in told)
-        names = os.listdir(self.job.directory)
+        names = settled(self.job.directory)
         directory = Directory(str(self.job.directory))
         wrong = unless(
             (step is not None and lowest <= step <= highest + 1, f"{step} is not from {lowest} on; {workers[0].env['lines']}"),
