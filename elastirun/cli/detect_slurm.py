@@ -23,7 +23,8 @@ def step(environ: Mapping[str, str]) -> Detected:
     if nodes == 1:
         return nothing(f"this Slurm step has one node ({NODES}=1)")
     if number({HETEROGENEOUS: "0", **environ}, HETEROGENEOUS) > 1:
-        raise UnclearError(f"{source(environ, HETEROGENEOUS)}: this is a heterogeneous Slurm job, of which only a part is visible here")
+        why = "this is a heterogeneous Slurm job, which does not say whose nodes belong together"
+        raise UnclearError(f"{source(environ, HETEROGENEOUS)}: {why}")
     tasks = number(environ, TASKS)
     if tasks > nodes:
         why = f"this Slurm step has {tasks} tasks on {nodes} nodes ({TASKS}, {NODES}), and a job of several nodes needs one agent on each"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -141,6 +143,43 @@ def test_steps_side_by_side_have_ports_and_names_of_their_own() -> None:
 )
 def test_slurm_without_a_step_of_one_task_per_node(environ: Environment, warning: str) -> None:
     assert_alone("--nproc-per-node=2 t.py", environ, warning=warning)
+
+
+# Processes of a real Slurm, see tests/deploy/slurm_environments.py: what each is taken for.
+ALONE = {
+    "batch_script": "start one agent on each with srun",
+    "batch_script_requeued": "start one agent on each with srun",
+    "salloc_shell": "",
+    "salloc_shell_on_a_node": "",
+    "srun_alone_on_one_node": "",
+    "srun_alone_with_three_tasks_on_two_nodes": "3 tasks on 2 nodes",
+    "srun_alone_with_two_tasks_per_node": "6 tasks on 3 nodes",
+    "step_of_heterogeneous_job": "heterogeneous",
+    "step_on_one_node_of_three": "",
+    "step_with_two_tasks_per_node": "6 tasks on 3 nodes",
+}
+TOGETHER = {
+    "srun_alone": "h0",
+    "step_of_array": "h0",
+    "step_of_batch": "h0",
+    "step_of_batch_requeued": "h0",
+    "step_of_salloc": "h0",
+    "step_on_two_nodes_of_three": "h1",
+}
+RECORDED: dict[str, list[dict[str, str]]] = json.loads(Path(__file__).with_name("slurm_environments.json").read_text())["environments"]
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_processes_of_a_real_slurm(kind: str) -> None:
+    if kind in ALONE:
+        for environ in RECORDED[kind]:
+            assert_alone("t.py", environ, warning=ALONE[kind])
+        return
+    found = [values("t.py", environ) for environ in RECORDED[kind]]
+    ((nodes, endpoint, run_id),) = {one[:3] for one in found}
+    assert (nodes, endpoint.partition(":")[0]) == (f"1:{len(found)}", TOGETHER[kind])
+    assert run_id.endswith("-restart1") == ("SLURM_RESTART_COUNT" in RECORDED[kind][0])
+    assert [one[3:] for one in found] == [(i, i == 0) for i in range(len(found))]
 
 
 # --- Kubernetes
