@@ -1,0 +1,41 @@
+"""Jobs of Kubernetes in real containers: the short form of ``python -m tests.deploy.containers``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.containers import images, scenarios
+from tests.deploy.containers.jobs import Cluster, cluster
+from tests.deploy.containers.podman import Podman, podman, why_not
+from tests.deploy.manifests import needs_kubectl
+
+WHY_NOT = why_not()
+pytestmark = [needs_kubectl, pytest.mark.skipif(bool(WHY_NOT), reason=f"no containers here: {WHY_NOT}")]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    with podman(tmp_path_factory.mktemp("containers")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def image(engine: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
+    try:
+        return images.build(engine, tmp_path_factory.mktemp("wheels"))
+    except images.NoImage as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def pods(engine: Podman, image: str, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(engine, tmp_path / "cluster", image, images.volumes()) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", scenarios.SHORT)
+def test_a_job_ends_as_the_scenario_promises(pods: Cluster, name: str) -> None:
+    scenarios.SHORT[name](pods)
