@@ -33,7 +33,7 @@ from elastirun.agent.output.lines import LAST_LINE_BYTES, LAST_LINES, MAX_LINE, 
 from elastirun.checkpoint import record as commit_record
 from elastirun.checkpoint.image import _AT_COMPLETE, _AT_PLACE, _COMPLETE, _PLACE, PAGE, Description, Image
 from elastirun.checkpoint.record import Commit, FileSum
-from elastirun.checkpoint.tensors import decode_tensors
+from elastirun.checkpoint.tensors import NAMES, decode_tensors
 from elastirun.cli import parse
 from elastirun.errors import BadRecord, BadSignature, CheckpointError, StoreError
 from elastirun.rendezvous import events
@@ -442,7 +442,7 @@ def check_checkpoint(given: tuple[str, bytes]) -> bool:
         return check_image(data)
     try:
         if kind == "tensors":
-            for tensor in decode_tensors(data).values():
+            for tensor in decode_tensors(data, NAMES).values():
                 assert tensor.dtype.isidentifier() and all(commit_record.is_file_name(chunk.file) for chunk in tensor.chunks)
         else:
             commit = commit_record.decode(data)

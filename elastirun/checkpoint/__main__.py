@@ -18,7 +18,7 @@ from elastirun.checkpoint.claims import Found, is_step_name
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.export import export_file
 from elastirun.checkpoint.record import clip, parse
-from elastirun.checkpoint.tensors import MAX_BYTES, TENSORS, VALUES, decode_tensors
+from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, decode_tensors
 from elastirun.errors import CheckpointError
 
 DAMAGED, BAD_INPUT = 1, 2  # exit statuses
@@ -83,7 +83,10 @@ def verify(directory: str, step: int | None) -> None:
 def show(directory: str, step: int | None) -> None:
     """Show the record, the tensors and the values of one checkpoint."""
     place, one = _choose(directory, step)
-    tensors, values = _read(place, one, TENSORS, decode_tensors), _read(place, one, VALUES, lambda data: parse(data, MAX_BYTES))
+    tensors, values = (
+        _read(place, one, TENSORS, lambda data: decode_tensors(data, NAMES)),
+        _read(place, one, VALUES, lambda data: parse(data, MAX_BYTES)),
+    )
     commit = one.commit
     assert commit
     when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(commit.time))

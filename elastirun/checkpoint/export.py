@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from elastirun.checkpoint.boxes import volume
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import clip
-from elastirun.checkpoint.tensors import MAX_BYTES, TENSORS, VALUES, SavedTensor, assemble, decode_tensors
+from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, SavedTensor, assemble, decode_tensors
 from elastirun.errors import CheckpointError
 
 SAFETENSORS = ".safetensors"
@@ -28,7 +28,7 @@ def export_file(place: Directory, found: Found, to: str) -> str:
     for damage in place.verify(found, look="sha256"):
         raise CheckpointError(f"{place.path}/{found.name} is damaged, and is not exported: {damage}")
     try:
-        tensors = decode_tensors(place.read(found, TENSORS, MAX_BYTES))
+        tensors = decode_tensors(place.read(found, TENSORS, MAX_BYTES), NAMES)
     except CheckpointError as error:
         raise CheckpointError(f"{place.file(found, TENSORS)}: {error}") from None
     partial = f"{to}.{os.getpid()}.partial"
@@ -45,7 +45,7 @@ def export_file(place: Directory, found: Found, to: str) -> str:
     return f"{to}: {found.name}, {len(tensors)} tensors, {os.path.getsize(to)} bytes{left_out}"
 
 
-def _write_safetensors(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, SavedTensor]) -> str:
+def _write_safetensors(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, SavedTensor[str]]) -> str:
     """Write the tensors by name: the header's length, the header (JSON), the data of one tensor after the other."""
     assert found.commit
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(found.commit.step)}}
@@ -63,13 +63,13 @@ def _write_safetensors(file: BinaryIO, place: Directory, found: Found, tensors: 
     return "; other values are left out"
 
 
-def _save(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, SavedTensor]) -> str:
+def _save(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, SavedTensor[str]]) -> str:
     """Write the whole state with torch.save. Tensors that share their memory still do."""
     import torch
 
     from elastirun.train.checkpoints.values import decode_values, to_value
 
-    made: dict[SavedTensor, torch.Tensor] = {}
+    made: dict[SavedTensor[str], torch.Tensor] = {}
 
     def tensor(name: str) -> torch.Tensor:
         if name not in tensors:
@@ -77,7 +77,9 @@ def _save(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, 
         saved = tensors[name]
         if saved not in made:
             dtype = getattr(torch, saved.dtype, None)
-            if not isinstance(dtype, torch.dtype) or any(chunk.nbytes != dtype.itemsize * math.prod(chunk.sizes) for chunk in saved.chunks):
+            if not isinstance(dtype, torch.dtype) or any(
+                chunk.nbytes != dtype.itemsize * volume(chunk.box.sizes) for chunk in saved.chunks
+            ):
                 raise CheckpointError(f"the tensor {clip(name)} is of type {clip(saved.dtype)}, which this torch does not have")
             data = assemble(saved, lambda file: place.content(found, file))
             made[saved] = (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(saved.shape)

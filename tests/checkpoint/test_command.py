@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from elastirun.checkpoint.__main__ import main
+from elastirun.checkpoint.boxes import Box
 from elastirun.checkpoint.choose import open_directory
-from elastirun.checkpoint.tensors import Chunk, SavedTensor, assemble, decode_tensors
+from elastirun.checkpoint.tensors import NAMES, Chunk, SavedTensor, assemble, decode_tensors
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import FENCE, commit_of, yes
 
@@ -253,9 +254,9 @@ def test_boxes_of_any_shape_are_put_together() -> None:
             for k, depth in ((0, 2), (2, 3)):
                 box = [at[a, b, c] for a in range(i, i + rows) for b in range(j, j + columns) for c in range(k, k + depth)]
                 files[f"f{len(files)}"] = memoryview(bytes(box))
-                chunks.append(Chunk((i, j, k), (rows, columns, depth), f"f{len(files) - 1}", 0, len(box)))
+                chunks.append(Chunk(Box((i, j, k), (rows, columns, depth)), f"f{len(files) - 1}", 0, len(box)))
     assert assemble(SavedTensor("uint8", shape, tuple(chunks)), files.__getitem__) == whole
-    short = SavedTensor("uint8", (2,), (Chunk((0,), (2,), "f", 7, 2),))
+    short = SavedTensor("uint8", (2,), (Chunk(Box((0,), (2,)), "f", 7, 2),))
     with pytest.raises(CheckpointError, match="f does not hold the 2 bytes at 7"):
         assemble(short, lambda name: memoryview(b"12345678"))
 
@@ -274,10 +275,11 @@ def test_boxes_of_any_shape_are_put_together() -> None:
         {"chunks": [{"offsets": [0], "sizes": [2], "file": "../f", "at": 0, "nbytes": 8}]},
         {"chunks": [{"offsets": [0], "sizes": [2], "file": "f", "at": -1, "nbytes": 8}]},
         {"chunks": []},
+        {"chunks": [{"offsets": [0], "sizes": [1], "file": "f", "at": 0, "nbytes": 4}] * 2},
     ],
 )
 def test_a_tensor_that_is_out_of_range_is_refused(bad: dict[str, Any]) -> None:
     good = {"dtype": "float32", "shape": [2], "chunks": [{"offsets": [0], "sizes": [2], "file": "f", "at": 0, "nbytes": 8}]}
-    assert decode_tensors(json.dumps({"a": good}).encode())["a"].shape == (2,)
+    assert decode_tensors(json.dumps({"a": good}).encode(), NAMES)["a"].shape == (2,)
     with pytest.raises(CheckpointError, match="its entry of the tensor a is wrong"):
-        decode_tensors(json.dumps({"a": {**good, **bad}}).encode())
+        decode_tensors(json.dumps({"a": {**good, **bad}}).encode(), NAMES)

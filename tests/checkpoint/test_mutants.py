@@ -133,6 +133,16 @@ MUTANTS = (
         *("directory", "os.unlink(os.path.join(staged, name))", "os.path.join(staged, name)"),
         *("directory", "what_no_rank_has_reported_is_not_published"),
     ),
+    mutant(
+        "chunks lie within their tensor",
+        *("tensors", "if not within(box, shape) or", "if"),
+        *("command", "a_tensor_that_is_out_of_range_is_refused"),
+    ),
+    mutant(
+        "chunks do not overlap",
+        *("tensors", " or (len(boxes) > 1 and overlapping(boxes)):", ":"),
+        *("command", "a_tensor_that_is_out_of_range_is_refused"),
+    ),
     # images and the writer
     mutant(
         "an image that changes is not complete",

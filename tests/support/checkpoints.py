@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elastirun.train.checkpoints.layout import Plan, decode, encode, image_files, pieces, plan
 from elastirun.train.checkpoints.loading import load, targets
-from elastirun.train.checkpoints.reading import Folder, decode_tensors, fill
+from elastirun.train.checkpoints.reading import Folder, fill, tensors_in
 from elastirun.train.checkpoints.tree import flatten
 from elastirun.train.checkpoints.values import decode_values, encode_values
 
@@ -46,7 +46,7 @@ def read(folder: Path, state: Mapping[str, Any], strict: bool = True) -> dict[st
     """Restore ``state`` from ``folder``."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     tree = decode_values((folder / "values.json").read_bytes())
-    saved = decode_tensors((folder / "tensors.json").read_bytes())
+    saved = tensors_in((folder / "tensors.json").read_bytes())
     found = targets(state, tree, saved, rank, strict)
     fill(saved, Folder(folder), found, strict)
     return load(state, tree, found, rank, strict)

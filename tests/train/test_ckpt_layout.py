@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from elastirun.checkpoint.boxes import Box, common, overlapping, volume, within
 from elastirun.train import TrainError
 from elastirun.train.checkpoints import layout
-from elastirun.train.checkpoints.boxes import Box, common, overlapping, volume, within
 from elastirun.train.checkpoints.layout import FILE, PAGE, Piece, Plan, decode, encode, image_files, pieces, plan, signature
 from elastirun.train.checkpoints.shells import ALIGNMENT, shell
 from elastirun.train.checkpoints.tree import Flat, flatten

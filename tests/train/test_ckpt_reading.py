@@ -20,7 +20,7 @@ from elastirun.train import TrainError
 from elastirun.train.checkpoints import layout
 from elastirun.train.checkpoints.layout import pieces
 from elastirun.train.checkpoints.per_rank import PerRank
-from elastirun.train.checkpoints.reading import Folder, decode_tensors, fill
+from elastirun.train.checkpoints.reading import Folder, fill, tensors_in
 from elastirun.train.checkpoints.tree import Flat, flatten
 from tests.support.checkpoints import read, write
 from tests.support.worlds import run
@@ -153,7 +153,7 @@ def test_every_placement_comes_back_in_every_other(tmp_path: Path) -> None:
 
 def saved_in(folder: Path, **tensors: Tensor) -> Any:
     write(folder, tensors)
-    return decode_tensors((folder / "tensors.json").read_bytes())
+    return tensors_in((folder / "tensors.json").read_bytes())
 
 
 def test_floats_are_converted_and_nothing_else_is(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_data_at_any_byte_are_read(tmp_path: Path) -> None:
     data = torch.arange(6.0).view(2, 3)
     (tmp_path / "file").write_bytes(b"abc" + bytes(data.numpy()))
     chunk = {"offsets": [0, 0], "sizes": [2, 3], "file": "file", "at": 3, "nbytes": 24}
-    saved = decode_tensors(json.dumps({"a": {"dtype": "float32", "shape": [2, 3], "chunks": [chunk]}}).encode())
+    saved = tensors_in(json.dumps({"a": {"dtype": "float32", "shape": [2, 3], "chunks": [chunk]}}).encode())
     target = torch.zeros(2, 3)
     fill(saved, Folder(tmp_path), {"a": target})
     assert torch.equal(target, data)
@@ -220,7 +220,7 @@ def test_tensors_that_cannot_exist_are_refused(shape: list[int]) -> None:
     nbytes = 1 if len(shape) > 2 else 1 << 56
     chunk = {"offsets": [0] * len(shape), "sizes": shape, "file": "file", "at": 0, "nbytes": nbytes}
     with pytest.raises(TrainError, match=r"it is too large"):
-        decode_tensors(json.dumps({"a": {"dtype": "uint8", "shape": shape, "chunks": [chunk]}}).encode())
+        tensors_in(json.dumps({"a": {"dtype": "uint8", "shape": shape, "chunks": [chunk]}}).encode())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_description_that_lies_is_refused(lie: Callable[[Any], None], tmp_path
     lie(plain)
     target = torch.zeros(3, 4)
     with pytest.raises((TrainError, FileNotFoundError)):
-        fill(decode_tensors(json.dumps(plain).encode()), Folder(tmp_path), {"a": target})
+        fill(tensors_in(json.dumps(plain).encode()), Folder(tmp_path), {"a": target})
     assert not target.any()
 
 
@@ -262,7 +262,7 @@ def test_random_bytes_are_refused_or_read(tmp_path: Path) -> None:
             broken[rng.randrange(len(broken))] = rng.choice(b'0123456789-.[]{}",:ex\xff')
         target = torch.zeros(3, 4)
         try:
-            fill(decode_tensors(bytes(broken)), Folder(tmp_path), {"a": target})
+            fill(tensors_in(bytes(broken)), Folder(tmp_path), {"a": target})
         except (TrainError, OSError):
             assert not target.any()
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastirun.checkpoint.boxes import Box, volume
 from elastirun.checkpoint.record import clip, is_file_name, number
+from elastirun.checkpoint.tensors import Chunk, SavedTensor, check_chunks
 from elastirun.errors import CheckpointError
 
-from .boxes import Box, volume
 from .layout import Plan
 from .loading import PREFIXES, items_of
-from .reading import Folder, SavedChunk, SavedTensor, check_chunks, check_targets, copies
+from .reading import Folder, Saved, check_targets, copies
 from .shells import shell
 from .values import DTYPES, MAX_DEPTH, TAG, Fixed, Node, join, leaves, to_node, to_value
 
@@ -123,7 +124,7 @@ class Foreign:
 
     def __init__(self) -> None:
         self.tree: dict[str, Node] = {}
-        self.tensors: dict[str, SavedTensor] = {}
+        self.tensors: dict[str, Saved] = {}
         self.skipped: list[str] = []
         self._memory: dict[str, Tensor] = {}  # tensors that are in memory, or mapped
         self._folder: Folder | None = None
@@ -152,7 +153,7 @@ class Foreign:
         shape = tuple(tensor.shape)
         key = f"memory:{name}"  # which is the name of no file
         self._memory[key] = tensor.detach()
-        self.tensors[name] = SavedTensor(tensor.dtype, shape, (SavedChunk(Box((0,) * len(shape), shape), key, 0, 0),))
+        self.tensors[name] = SavedTensor(tensor.dtype, shape, (Chunk(Box((0,) * len(shape), shape), key, 0, 0),))
 
     def read_from(self, folder: Folder) -> None:
         """Take the chunks of the tensors that are not in memory from ``folder``."""
@@ -163,7 +164,7 @@ class Foreign:
         self.tree = {key: self._whole if self._whole is not None else self.tree}
         self.tensors = {join(key, name): tensor for name, tensor in self.tensors.items()}
 
-    def _read(self, saved: SavedTensor, chunk: SavedChunk) -> Tensor:
+    def _read(self, saved: Saved, chunk: Chunk) -> Tensor:
         if chunk.file in self._memory:
             return self._memory[chunk.file]
         assert self._folder is not None
@@ -291,7 +292,7 @@ def _file_name(name: Any) -> str:
     return name
 
 
-def _tensor(name: str, described: Any, stored: Mapping[tuple[str, Any], tuple[str, int, int]]) -> SavedTensor:
+def _tensor(name: str, described: Any, stored: Mapping[tuple[str, Any], tuple[str, int, int]]) -> Saved:
     fields = described.state
     shape, properties = _sizes(fields["size"]), fields["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
@@ -301,7 +302,7 @@ def _tensor(name: str, described: Any, stored: Mapping[tuple[str, Any], tuple[st
     for one in fields["chunks"]:
         box = Box(_sizes(one.state["offsets"]), _sizes(one.state["sizes"]))
         if volume(box.sizes):
-            chunks.append(SavedChunk(box, *stored[name, box.offsets]))
+            chunks.append(Chunk(box, *stored[name, box.offsets]))
     check_chunks(shape, [chunk.box for chunk in chunks])
     return SavedTensor(dtype, shape, tuple(chunks))
 
@@ -352,7 +353,7 @@ def _with_lists(node: Node) -> Node:
     return {str(key): each for key, each in nodes.items()}
 
 
-def _with_groups(node: Node, path: str, tensors: dict[str, SavedTensor]) -> Node:
+def _with_groups(node: Node, path: str, tensors: dict[str, Saved]) -> Node:
     """Return ``node`` with optimizers as other state dicts have them, where DCP's option ``flatten_optimizer_state_dict`` has changed that.
 
     It puts the options of each parameter under ``param_groups.<name>.<option>``, and its state under ``state.<name>.<key>``.

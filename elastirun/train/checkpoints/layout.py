@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from elastirun.checkpoint.boxes import Box, overlapping, volume
 from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
 
-from .boxes import Box, overlapping, volume
 from .garbage import no_collection
 from .sharded import is_sharded, is_sharded_type, local_part
 from .shells import ALIGNMENT, shell

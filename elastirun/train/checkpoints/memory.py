@@ -19,7 +19,7 @@ from elastirun.errors import CheckpointError
 
 from .loading import items_of
 from .ranks import Ranks
-from .reading import decode_tensors
+from .reading import tensors_in
 from .staging import TENSORS, VALUES
 from .values import PER_RANK, Node, decode_values, join
 
@@ -135,7 +135,7 @@ def describe(parts: Iterable[Part]) -> str:
 
 def _files_of(part: Part) -> tuple[list[str], list[str]]:
     """Return the files that every rank needs, and those that only hold the values of one rank. Raises CheckpointError and KeyError."""
-    tensors = decode_tensors(bytes(part.read(TENSORS)))
+    tensors = tensors_in(bytes(part.read(TENSORS)))
     marked = {name for name in tensors if "@" in name}
     if marked:
         paths = set(_per_rank(decode_values(bytes(part.read(VALUES))), ""))

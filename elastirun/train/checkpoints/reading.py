@@ -10,47 +10,25 @@ import functools
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from elastirun.checkpoint.record import clip, is_file_name, parse
+from elastirun.checkpoint.boxes import Box, common, volume
+from elastirun.checkpoint.record import clip, is_file_name
+from elastirun.checkpoint.tensors import TENSORS, Chunk, SavedTensor, decode_tensors
 from elastirun.errors import CheckpointError
 
-from .boxes import Box, common, overlapping, volume, within
 from .copying import copy_all
 from .garbage import no_collection
 from .layout import local_box
 from .sharded import is_sharded
 from .values import DTYPES
 
-MAX_BYTES = 1 << 30  # of tensors.json
-MAX_DIMENSIONS = 64  # as torch
-MOST = 1 << 56  # elements, bytes, offsets: far beyond what exists, and products of two still fit into 128 bits
-MAX_CHUNKS = 1 << 16  # of one tensor: as many ranks
-
-
-@dataclass(frozen=True)
-class SavedChunk:
-    """A box of a tensor: ``nbytes`` bytes from ``at`` on in ``file``."""
-
-    box: Box
-    file: str
-    at: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor in a checkpoint. The chunks are the whole of it, and do not overlap."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[SavedChunk, ...]
+Saved = SavedTensor[torch.dtype]
 
 
 class Sources(Protocol):
@@ -84,59 +62,21 @@ def map_file(path: str | os.PathLike[str]) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
 
 
-def decode_tensors(data: bytes) -> dict[str, SavedTensor]:
+def tensors_in(data: bytes) -> dict[str, Saved]:
     """Return the tensors by name that tensors.json lists. Raises ``CheckpointError`` with what is wrong."""
-    found = {}
-    with no_collection():
-        for name, plain in parse(data, MAX_BYTES).items():
-            try:
-                found[name] = _tensor(plain)
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"tensors.json: {clip(name)}: {clip(str(error))}") from None
-    return found
-
-
-def _tensor(plain: Any) -> SavedTensor:
-    dtype, shape = DTYPES[plain["dtype"]], _numbers(plain["shape"])
-    if len(plain["chunks"]) > MAX_CHUNKS or len(shape) > MAX_DIMENSIONS or volume(shape) > MOST:
-        raise ValueError("it is too large")
-    chunks = tuple([_chunk(each, dtype, shape) for each in plain["chunks"]])
-    if len(chunks) != 1 or chunks[0].box.sizes != shape:
-        check_chunks(shape, [chunk.box for chunk in chunks])
-    return SavedTensor(dtype, shape, chunks)
-
-
-def _chunk(plain: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> SavedChunk:
-    box, file = Box(_numbers(plain["offsets"]), _numbers(plain["sizes"])), plain["file"]
-    at, nbytes = _numbers([plain["at"], plain["nbytes"]])
-    if type(file) is not str or not is_file_name(file):
-        raise ValueError(f"{clip(repr(file))} is not the name of a file of a checkpoint")
-    if not within(box, shape) or nbytes != volume(box.sizes) * dtype.itemsize:
-        raise ValueError(f"a chunk of {nbytes} bytes at {list(box.offsets)} with sizes {list(box.sizes)} is no part of {list(shape)}")
-    return SavedChunk(box, file, at, nbytes)
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    if type(values) is not list or (values and not (_INTEGERS.issuperset(map(type, values)) and 0 <= min(values) and max(values) <= MOST)):
-        raise ValueError(f"{clip(repr(values))} is not a list of sizes")
-    return tuple(values)
-
-
-_INTEGERS = frozenset({int})
-
-
-def check_chunks(shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Raise ValueError unless ``boxes`` are the whole of a tensor with ``shape``, without overlaps."""
-    if sum(volume(box.sizes) for box in boxes) != volume(shape) or (len(boxes) > 1 and overlapping(boxes)):
-        raise ValueError(f"its chunks are not the whole of {list(shape)}, or overlap")
+    try:
+        with no_collection():
+            return decode_tensors(data, DTYPES)
+    except CheckpointError as error:
+        raise CheckpointError(f"{TENSORS}: {error}") from None
 
 
 # -- fill -----------------------------------------------------------------------------------------------------------------
 
-Read = Callable[[SavedTensor, SavedChunk], Tensor]
+Read = Callable[[Saved, Chunk], Tensor]
 
 
-def fill(saved: Mapping[str, SavedTensor], sources: Sources, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
+def fill(saved: Mapping[str, Saved], sources: Sources, targets: Mapping[str, Tensor], strict: bool = True) -> list[str]:
     """Copy the checkpoint's tensors into ``targets``, each into its own or, of a DTensor, into the shard of this rank.
 
     Floating point numbers are converted to the target's width. Raises ``CheckpointError``, before anything is changed, for other types,
@@ -150,7 +90,7 @@ def fill(saved: Mapping[str, SavedTensor], sources: Sources, targets: Mapping[st
     return missing
 
 
-def check_targets(saved: Mapping[str, SavedTensor], targets: Mapping[str, Tensor], strict: bool) -> list[str]:
+def check_targets(saved: Mapping[str, Saved], targets: Mapping[str, Tensor], strict: bool) -> list[str]:
     """Return the names of the targets that the checkpoint does not have. Raises ``CheckpointError`` for targets that do not fit."""
     missing = [name for name in targets if name not in saved]
     if missing and strict:
@@ -161,7 +101,7 @@ def check_targets(saved: Mapping[str, SavedTensor], targets: Mapping[str, Tensor
     return missing
 
 
-def copies(saved: Mapping[str, SavedTensor], read: Read, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def copies(saved: Mapping[str, Saved], read: Read, targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (part of a target, what is to be copied there). ``read`` gives the content of a chunk."""
     for name, target in targets.items():
         if name not in saved:
@@ -177,7 +117,7 @@ def copies(saved: Mapping[str, SavedTensor], read: Read, targets: Mapping[str, T
                 yield _part(local, box, both), _part(read(saved[name], chunk), chunk.box, both)
 
 
-def _check_target(name: str, saved: SavedTensor, target: Tensor) -> None:
+def _check_target(name: str, saved: Saved, target: Tensor) -> None:
     if tuple(target.shape) != saved.shape:
         raise CheckpointError(f"{clip(name)} has the shape {list(saved.shape)} in the checkpoint, and {list(target.shape)} here")
     if target.dtype != saved.dtype and not (target.dtype.is_floating_point and saved.dtype.is_floating_point):
@@ -202,7 +142,7 @@ class _Views:
         self._files: dict[str, memoryview] = {}
         self._whole: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def __call__(self, saved: SavedTensor, chunk: SavedChunk) -> Tensor:
+    def __call__(self, saved: Saved, chunk: Chunk) -> Tensor:
         if chunk.file not in self._files:
             self._files[chunk.file] = self._sources.open(chunk.file).cast("B")
         data, width = self._files[chunk.file], saved.dtype.itemsize

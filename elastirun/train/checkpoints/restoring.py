@@ -21,7 +21,7 @@ from .dcp import open_foreign
 from .loading import load, targets, unused
 from .memory import Part, describe, fetch, together
 from .ranks import Ranks
-from .reading import Sources, decode_tensors, fill
+from .reading import Sources, fill, tensors_in
 from .staging import TENSORS, VALUES
 from .values import decode_values
 
@@ -133,7 +133,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
 def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: bool) -> None:
     """Put the checkpoint into ``state``. Raises CheckpointError where it does not fit."""
     tree = decode_values(bytes(found.sources.open(VALUES)))
-    saved = decode_tensors(bytes(found.sources.open(TENSORS)))
+    saved = tensors_in(bytes(found.sources.open(TENSORS)))
     if found.lost:
         saved = {name: tensor for name, tensor in saved.items() if not any(chunk.file in found.lost for chunk in tensor.chunks)}
     wanted = targets(state, tree, saved, rank, strict)
