@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.digits import without_sklearn
 from tests.system.test_hostile import Trap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +27,7 @@ ELASTIRUN = ("-m", "elastirun", "--standalone")
 
 def train(cwd: Path, *arguments: str | Path, launcher: tuple[str, ...] = (), script: Path = TRAIN) -> str:
     """What the example prints when run in ``cwd``."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((without_sklearn(cwd), str(ROOT))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,6 +69,13 @@ def example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_images_without_sklearn_are_those_of_sklearn(tmp_path: Path, example: ModuleType) -> None:
+    own = runpy.run_path(f"{without_sklearn(tmp_path)}/sklearn/datasets.py")["load_digits"]()
+    theirs = example.load_digits()
+    assert own.images.dtype == theirs.images.dtype and own.target.dtype == theirs.target.dtype
+    assert (own.images == theirs.images).all() and (own.target == theirs.target).all()
 
 
 def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.digits import without_sklearn
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_node_is_lost_and_replaced_and_the_training_ends_undisturbed(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "failover.py"), "--epochs=10", "--pause=0.06", f"--svg={tmp_path / 'run.svg'}"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": without_sklearn(tmp_path)}
     done = subprocess.run(command, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
     progress, _, table = done.stdout.partition("what happened")
