@@ -73,5 +73,12 @@ def podman(directory: Path, keep: bool = False) -> Iterator[Podman]:
             made("rm", "--all", "--force", "--time", "0", check=False)
             made("network", "prune", "--force", check=False)
             made("rmi", "--all", "--force", check=False)
-            made("unshare", "true", check=False)
-            shutil.rmtree(directory, ignore_errors=True)
+            unmount(directory)
+            shutil.rmtree(directory)
+
+
+def unmount(directory: Path) -> None:
+    """Unmount what podman has mounted below ``directory`` and keeps mounted."""
+    points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for point in sorted((point for point in points if point.startswith(f"{directory}/")), reverse=True):
+        subprocess.run(["umount", point], capture_output=True, timeout=60)
