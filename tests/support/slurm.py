@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support import hosts
@@ -50,7 +51,7 @@ InactiveLimit=0
 MinJobAge=300
 KillWait={kill_wait}
 UnkillableStepTimeout=120
-SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0
+SchedulerParameters=sched_interval=1,sched_min_interval=100000,batch_sched_delay=0,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={nodes} CPUs=2 RealMemory=1000 State=UNKNOWN
@@ -65,7 +66,7 @@ FIRST = '"$@" & wait; exec sleep infinity'
 class Slurm:
     """The cluster. Its nodes are ``h0``, ``h1``, ...; the controller runs on a host of its own behind them."""
 
-    def __init__(self, folder: Path, count: int = 3, silence: int = 10, kill_wait: int = 10, more: str = "") -> None:
+    def __init__(self, folder: Path, count: int = 3, silence: int = 60, kill_wait: int = 10, more: str = "") -> None:
         self.folder, self.count = folder, count
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._started: dict[str, subprocess.Popen[str]] = {}
@@ -93,17 +94,41 @@ class Slurm:
             self._started[name] = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, text=True)
 
     def start_node(self, number: int) -> None:
+        """Start a node, again if it has been started before."""
+        self.kill_node(number)
         self.start(f"node{number}", number, "slurmd", "-D", "-N", f"h{number}")
 
     def kill_node(self, number: int) -> None:
         """Kill every process of a node at once: slurmd, its steps, the agent and the workers."""
-        node = self._started.pop(f"node{number}")
-        node.kill()
-        node.wait()
+        node = self._started.pop(f"node{number}", None)
+        if node is not None:
+            node.kill()  # this is unshare; the kernel kills the first process of the namespace with it
+            node.wait()
 
-    def run(self, *command: str) -> str:
+    def pids(self, number: int, program: str) -> list[int]:
+        """Return the processes on a node that have ``program`` as a word of their command line."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # the process has ended meanwhile
+                words = [os.path.basename(word) for word in (process / "cmdline").read_text().split("\0")]
+                if program in words and os.readlink(process / "ns/net") == self._hosts[number].inode:
+                    found.append(int(process.name))
+        return found
+
+    def kill(self, number: int, program: str) -> None:
+        """Kill every process on a node that has ``program`` as a word of its command line, as by the kernel for memory."""
+        for pid in self.pids(number, program):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def submit(self, *arguments: str, env: Mapping[str, str]) -> str:
+        """Run sbatch with these arguments and return the job's number."""
+        return self.run("sbatch", "--parsable", *arguments, env={**self.env, **env}).strip()
+
+    def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         """Run a client on the controller's host and return its output. Raises AssertionError when it fails."""
-        done = subprocess.run(self._hosts[self.count].inside(*command), env=self.env, capture_output=True, text=True, timeout=PATIENCE)
+        command = tuple(self._hosts[self.count].inside(*command))
+        done = subprocess.run(command, env=env or self.env, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
@@ -155,7 +180,7 @@ def missing() -> str:
 
 
 @contextmanager
-def slurm(folder: Path, count: int = 3, silence: int = 10, kill_wait: int = 10, more: str = "") -> Iterator[Slurm]:
+def slurm(folder: Path, count: int = 3, silence: int = 60, kill_wait: int = 10, more: str = "") -> Iterator[Slurm]:
     made = Slurm(folder, count, silence, kill_wait, more)
     try:
         yield made
