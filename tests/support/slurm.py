@@ -59,6 +59,8 @@ PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE PriorityTier=1 Sta
 PartitionName=urgent Nodes={nodes} MaxTime=INFINITE PriorityTier=2 State=UP
 """
 
+OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
 # The first process of a namespace: it outlives the daemon, so that a node whose slurmd has died goes on.
 FIRST = '"$@" & wait; exec sleep infinity'
 
@@ -88,8 +90,7 @@ class Slurm:
 
     def start(self, name: str, number: int, *command: str) -> None:
         """Start a daemon on a host, in a process namespace of its own that ends with this process."""
-        space = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", FIRST, name]
-        command = ("setpriv", "--pdeathsig=KILL", *self._hosts[number].inside(*space, *command))
+        command = ("setpriv", "--pdeathsig=KILL", *self._hosts[number].inside(*OWN_PROCESSES, "sh", "-c", FIRST, name, *command))
         with open(self.folder / f"{name}.out", "a") as out:
             self._started[name] = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, text=True)
 
@@ -175,8 +176,12 @@ def missing() -> str:
     """Return why this machine cannot run such a cluster; empty when it can."""
     if os.geteuid():
         return "Slurm's daemons are started as root"
-    absent = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"{', '.join(absent)} missing (Debian: {PACKAGES})" if absent else hosts.missing()
+    if absent := [name for name in PROGRAMS if shutil.which(name) is None]:
+        return f"{', '.join(absent)} missing (Debian: {PACKAGES})"
+    if reason := hosts.missing():
+        return reason
+    tried = subprocess.run([*OWN_PROCESSES, "true"], capture_output=True, text=True, timeout=60)
+    return tried.stderr.strip() or "no namespace of processes can be made" if tried.returncode else ""
 
 
 @contextmanager

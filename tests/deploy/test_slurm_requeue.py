@@ -1,0 +1,48 @@
+"""When deploy/slurm/elastirun.sbatch is queued again in a real Slurm, and that it then resumes."""
+
+from __future__ import annotations
+
+import re
+
+from tests.deploy.slurm_job import ROOT, Job, needs_slurm
+from tests.support.cluster import Cluster
+from tests.support.slurm import Slurm, wait
+
+# The first run is slow enough to be stopped, the second one quick.
+TRAINING = """
+import os, runpy, sys
+pause = 0 if "SLURM_RESTART_COUNT" in os.environ else 0.3
+sys.argv[1:] = ["--checkpoint=saved", "--every=1000", "--epochs=4", f"--pause={{pause}}", "--device=cpu"]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@needs_slurm
+def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is_not(cluster: Slurm, nodes: Cluster) -> None:
+    job = Job(cluster, nodes)
+    nodes.round(3)
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)  # as before the time limit
+    job.says("exit code 143: the job is queued again")
+    workers = nodes.round(3)
+    assert job.has("Restarts") == "1"
+    assert {worker.env["TORCHELASTIC_RUN_ID"] for worker in workers} == {f"slurm-{job.number}.1"}
+    cluster.run("scancel", job.number)
+    for worker in workers:
+        worker.await_death()
+    assert job.ends()[0] == "CANCELLED"
+    wait(lambda: cluster.nodes_in("idle") == cluster.count, cluster.log)
+    assert job.has("JobState") == "CANCELLED" and job.has("Restarts") == "1"
+
+
+@needs_slurm
+def test_a_preempted_job_goes_on_where_it_stopped(cluster: Slurm, nodes: Cluster) -> None:
+    nodes.script.write_text(TRAINING.format(script=str(ROOT / "examples/train.py")))
+    job = Job(cluster, nodes, nnodes=2, OMP_NUM_THREADS="1")
+    job.says("epoch   1/4")
+    urgent = cluster.submit("--partition=urgent", "--nodes=3", f"--output={nodes.tmp_path}/urgent.out", "--wrap=true", env=cluster.env)
+    stopped = re.search(r"all workers stop after step (\d+)", job.says("all workers stop after step"))
+    wait(lambda: cluster.job(urgent)["JobState"] == "COMPLETED", job.explain)
+    assert job.ends() == ("COMPLETED", "0:0"), job.out()
+    assert job.has("Restarts") == "1"
+    assert stopped and f"2 workers on cpu: going on after step {stopped[1]} of saved" in job.out()
+    assert "epoch   4/4" in job.out() and "test accuracy" in job.out()
