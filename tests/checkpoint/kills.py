@@ -17,6 +17,7 @@ from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import claimed, content, entries, image_of
+from tests.support.tries import unless
 
 KEEP = 2
 SIZE = 2 << 20  # bytes of the largest file, so that a save takes a few milliseconds
@@ -24,17 +25,23 @@ LONGEST = 0.05  # seconds until a kill, at most
 LONGEST_COMMIT = 0.01  # seconds until a stop, at most
 
 
-def kills(path: Path, count: int, rng: random.Random) -> None:
-    """Kill ``count`` writers. After each the directory must have whole checkpoints only, of them the newest that was reported."""
-    directory, step, reported = Directory(str(path)), 0, 0
+def kills(path: Path, count: int, rng: random.Random) -> list[str]:
+    """Kill ``count`` writers. After each the directory must have whole checkpoints only, of them the newest that was reported.
+
+    Return what is wrong.
+    """
+    directory, step, reported, wrong = Directory(str(path)), 0, 0, list[str]()
     images = {number: image_of(number, files=content(number, SIZE)) for number in (0, 1)}
     for round in range(1, count + 1):
         claim = claimed(directory, f"store:{round}")
         names = [one.name for one in claim.found]
-        assert entries(path) == sorted([f".staging-{claim.name}", *names]), "something is left"
         steps = [one.commit.step for one in claim.found if one.commit]
-        assert len(steps) == len(names) and max([0, *steps]) in (reported, reported + 1), (steps, reported)
-        assert [str(damage) for one in claim.found for damage in directory.verify(one, look="sha256")] == []
+        wrong += unless(
+            (entries(path) == sorted([f".staging-{claim.name}", *names]), f"{round}: something is left: {entries(path)}"),
+            (len(steps) == len(names), f"{round}: {names} are not all published"),
+            (max([0, *steps]) in (reported, reported + 1), f"{round}: {steps}, but {reported} was reported"),
+        )
+        wrong += [f"{round}: {damage}" for one in claim.found for damage in directory.verify(one, look="sha256")]
         reported = step = max([0, *steps])
         sequence = claim.sequence
         writer = WriterProcess()
@@ -55,6 +62,7 @@ def kills(path: Path, count: int, rng: random.Random) -> None:
         writer.close()
     for one in images.values():
         one.close()
+    return wrong
 
 
 def _save(writer: WriterProcess, path: str, claim: str, step: int, sequence: int, fd: int, end: float) -> None:
@@ -75,12 +83,12 @@ def _reply(writer: WriterProcess, end: float) -> dict[str, object]:
     return writer.reply()
 
 
-def freezes(path: Path, count: int, rng: random.Random) -> int:
+def freezes(path: Path, count: int, rng: random.Random) -> tuple[int, list[str]]:
     """Stop ``count`` writers while they publish, and let them go on when a later round has claimed the directory.
 
-    Whatever that claim has found must be what is there in the end. Return how many were stopped too early to publish.
+    Whatever that claim has found must be what is there in the end. Return how many were stopped too early to publish, and what is wrong.
     """
-    directory, lost = Directory(str(path)), 0
+    directory, lost, wrong = Directory(str(path)), 0, list[str]()
     for number in range(1, count + 1):
         claim = claimed(directory, f"store:{2 * number}")
         image, writer = image_of(number), WriterProcess()
@@ -100,24 +108,32 @@ def freezes(path: Path, count: int, rng: random.Random) -> int:
         reply = writer.reply()
         writer.close()
         image.close()
-        assert directory.scan() == new.found, reply
-        assert entries(path) == sorted([f".staging-{new.name}", *(one.name for one in new.found)])
         published = number in [one.commit.step for one in new.found if one.commit]
-        assert published or reply.get("lost"), reply
+        names = sorted([f".staging-{new.name}", *(one.name for one in new.found)])
+        wrong += unless(
+            (directory.scan() == new.found, f"{number}: other checkpoints than a later claim has found; {reply}"),
+            (entries(path) == names, f"{number}: {entries(path)} instead of {names}"),
+            (published or bool(reply.get("lost")), f"{number}: neither published nor lost: {reply}"),
+        )
         lost += not published
-    return lost
+    return lost, wrong
 
 
-def main() -> None:
+def main() -> int:
     counts = [int(argument) for argument in sys.argv[1:3]]
     with tempfile.TemporaryDirectory() as killed, tempfile.TemporaryDirectory() as frozen:
         begun = time.monotonic()
-        kills(Path(killed), counts[0], random.Random(counts[0]))
-        print(f"{counts[0]} kills: no torn checkpoint, none lost, nothing left; {time.monotonic() - begun:.0f} s")
+        wrong = kills(Path(killed), counts[0], random.Random(counts[0]))
+        found = f"{len(wrong)} wrong" if wrong else "no torn checkpoint, none lost, nothing left"
+        print(f"{counts[0]} kills: {found}; {time.monotonic() - begun:.0f} s")
         begun = time.monotonic()
-        lost = freezes(Path(frozen), counts[1], random.Random(counts[1]))
-        print(f"{counts[1]} stops, {lost} of them before the publish: none published later; {time.monotonic() - begun:.0f} s")
+        lost, late = freezes(Path(frozen), counts[1], random.Random(counts[1]))
+        found = f"{len(late)} wrong" if late else "none published later"
+        print(f"{counts[1]} stops, {lost} of them before the publish: {found}; {time.monotonic() - begun:.0f} s")
+    for line in (*wrong, *late):
+        print(line)
+    return bool(wrong or late)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

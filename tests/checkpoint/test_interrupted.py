@@ -20,7 +20,7 @@ from elastirun.checkpoint.writer import answer
 from elastirun.errors import ClaimLost
 from tests.checkpoint.kills import freezes, kills
 from tests.checkpoint.saves import FENCE, claimed, content, entries, image_of, save
-from tests.checkpoint.system_calls import die, failing, forked, freeze, recorded
+from tests.checkpoint.system_calls import Act, die, failing, forked, freeze, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 KEEP = 2
@@ -74,6 +74,25 @@ def a_claim(directory: Directory, claim: str) -> object:
     return claimed(directory, FENCE.format(2))
 
 
+def a_claim_and_a_save(directory: Directory, claim: str) -> None:
+    """Exits with 7 if the claim is lost."""
+    try:
+        own: Any = a_claim(directory, claim)
+        save(directory, own.name, 4, own.sequence)
+    except ClaimLost:
+        os._exit(7)
+
+
+def started(work: Callable[[Directory, str], object], directory: Directory, claim: str, at: int, then: Act) -> int:
+    """Do ``work`` in a child, which dies or freezes (``then``) at its system call number ``at``. Return the child's process number."""
+
+    def child() -> None:
+        with recorded(directory.path, at, then):
+            work(directory, claim)
+
+    return forked(child)
+
+
 @pytest.fixture(autouse=True)
 def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A killed process loses nothing of what the kernel has; only the order of the calls counts here."""
@@ -89,12 +108,7 @@ def test_killed_at_any_system_call_the_previous_or_the_new_checkpoint_is_whole(
     outcomes = set()
     for at in range(1, number + 1):
         directory, claim = prepared(tmp_path / str(at))
-
-        def killed(directory: Directory = directory, claim: str = claim, at: int = at) -> None:
-            with recorded(directory.path, at, die):
-                work(directory, claim)
-
-        assert os.waitpid(forked(killed), 0)[1] == signal.SIGKILL
+        assert os.waitpid(started(work, directory, claim, at, die), 0)[1] == signal.SIGKILL
         steps = whole_steps(directory)
         assert steps in ([2, 1], [3, 2, 1], [3, 2])
         outcomes.add(steps[0])
@@ -107,7 +121,7 @@ def test_killed_at_any_system_call_the_previous_or_the_new_checkpoint_is_whole(
 
 
 def test_killed_at_random_moments_the_previous_or_the_new_checkpoint_is_whole(tmp_path: Path) -> None:
-    kills(tmp_path, 12, random.Random(1))
+    assert kills(tmp_path, 12, random.Random(1)) == []
 
 
 def test_frozen_at_any_system_call_nothing_is_published_or_deleted_after_a_later_claim(tmp_path: Path) -> None:
@@ -115,12 +129,7 @@ def test_frozen_at_any_system_call_nothing_is_published_or_deleted_after_a_later
     outcomes = set()
     for at in range(1, number + 1):
         directory, claim = prepared(tmp_path / str(at))
-
-        def frozen(directory: Directory = directory, claim: str = claim, at: int = at) -> None:
-            with recorded(directory.path, at, freeze):
-                a_save(directory, claim)
-
-        child = forked(frozen)
+        child = started(a_save, directory, claim, at, freeze)
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
         new = claimed(directory, FENCE.format(2))
         steps = [one.commit.step for one in new.found if one.commit]
@@ -138,16 +147,7 @@ def test_a_frozen_claim_gives_way_to_a_later_one(tmp_path: Path) -> None:
     number = calls_of(tmp_path / "all", a_claim)
     for at in range(1, number + 1):
         directory, claim = prepared(tmp_path / str(at))
-
-        def frozen(directory: Directory = directory, claim: str = claim, at: int = at) -> None:
-            with recorded(directory.path, at, freeze):
-                try:
-                    own: Any = a_claim(directory, claim)
-                    save(directory, own.name, 4, own.sequence)
-                except ClaimLost:
-                    os._exit(7)
-
-        child = forked(frozen)
+        child = started(a_claim_and_a_save, directory, claim, at, freeze)
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
         new = claimed(directory, FENCE.format(3))
         os.kill(child, signal.SIGCONT)
@@ -265,4 +265,5 @@ def test_a_writer_that_waits_for_space_finds_it(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_writer_that_is_frozen_at_random_moments_publishes_nothing_later(tmp_path: Path) -> None:
-    freezes(tmp_path, 6, random.Random(2))
+    _, wrong = freezes(tmp_path, 6, random.Random(2))
+    assert wrong == []

@@ -99,19 +99,21 @@ def test_a_run_goes_on_in_another_world(saved: tuple[str, int], loaded: tuple[st
         assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def shard_and_back(rank: int, world: int, folder: str) -> None:
-    """Every placement on a 2 x 2 mesh, written as it is, read into every other."""
+def shard_and_back(rank: int, world: int, folder: str) -> list[Tensor]:
+    """Write a tensor in every placement on a 2 x 2 mesh, and read each into every placement; return what was read."""
     mesh = init_device_mesh("cpu", (2, 2))
     tensor = torch.arange(35.0).view(5, 7)
     placements = [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
     made = {str(at): distribute_tensor(tensor, mesh, both) for at, both in enumerate(placements)}
     write(Path(folder), made, (0, 0, 1, 1))
+    found = []
     for at in range(5):
         state = {str(other): distribute_tensor(torch.zeros(5, 7), mesh, placements[(other + at) % 5]) for other in range(5)}
         read(Path(folder), state)
-        assert all(torch.equal(each.full_tensor(), tensor) for each in state.values())
+        found += [each.full_tensor() for each in state.values()]
     with pytest.raises(TrainError, match=r"x is a DTensor with a partial placement"):
         pieces(Flat({"x": DTensor.from_local(tensor, mesh, (Partial(), Replicate()))}, {}))
+    return found
 
 
 def shard_both_ways(rank: int, world: int, folder: str) -> dict[str, Tensor]:
@@ -145,7 +147,9 @@ def test_tensor_parallel_layers_within_fsdp_come_back(tmp_path: Path) -> None:
 
 
 def test_every_placement_comes_back_in_every_other(tmp_path: Path) -> None:
-    run(4, shard_and_back, str(tmp_path))
+    found = run(4, shard_and_back, str(tmp_path))
+    assert [len(each) for each in found] == [25] * 4
+    assert all(torch.equal(tensor, torch.arange(35.0).view(5, 7)) for each in found for tensor in each)
 
 
 # -- what does not fit ----------------------------------------------------------------------------------------------------
