@@ -25,7 +25,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is
     job.says("exit code 143: the job is queued again")
     workers = nodes.round(3)
     assert job.has("Restarts") == "1"
-    assert {worker.env["TORCHELASTIC_RUN_ID"] for worker in workers} == {f"slurm-{job.number}.1"}
+    assert {worker.env["TORCHELASTIC_RUN_ID"] for worker in workers} == {f"slurm-{job.number}.0-restart1"}
     cluster.run("scancel", job.number)
     for worker in workers:
         worker.await_death()
