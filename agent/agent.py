@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from elastirun import clock
-from elastirun.agent import ending, events
+from elastirun.agent import ending, events, health
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
@@ -109,6 +109,8 @@ class Agent:
             self._tree.remove_folder_at_end(etcd.folder)
             self._tree.exclude(etcd.pid)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
+        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory)
+        stack.callback(health.serve(parts, self._selector, self._console.say))
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 

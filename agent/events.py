@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -163,9 +164,14 @@ class EventLog:
 
 
 class RoundEvents:
-    """Writes the events of rounds to ``log``, and remembers when the last round ended: their durations count from that moment."""
+    """Writes the events of rounds to ``log``, and remembers when the last round ended: their durations count from that moment.
+
+    ``ended``: how many rounds have ended before their work was done, by cause. ``started_at``: when this node's workers were started last.
+    """
 
     def __init__(self, log: EventLog, node: str) -> None:
+        self.ended: Counter[str] = Counter()
+        self.started_at: float | None = None
         self._log = log
         self._node = node  # id of this node
         self._seen: RoundRecord | None = None  # the record whose changes are written
@@ -181,13 +187,14 @@ class RoundEvents:
                 if record.broken and record.broken.by == self._node and record.broken.lost:
                     event = BrokenByLoss(**vars(event), detected_after=round(silent_for(record.broken.lost[0]), 3))
             self._log.write(event)
+        self.ended.update(ended_rounds(self._seen, record))
         self._seen = record
 
     def start(self, record: RoundRecord, node_rank: int, ranks: Sequence[int], now: float) -> None:
         """The workers with these ranks are started on this node."""
         after = None if self._over_since is None else round(now - self._over_since, 3)
         self._log.write(Round(record.round, record.reason, len(record.members), record.world_size, node_rank, ranks, after))
-        self._over_since = None
+        self._over_since, self.started_at = None, now
 
     def stop(self, number: int, planned: bool, reason: str, grace: float, now: float) -> None:
         """The workers of round ``number`` get the stop signal, and have ``grace`` seconds."""
@@ -198,6 +205,16 @@ class RoundEvents:
         """The last worker of round ``number`` has ended. Writes nothing where the round itself was not over before."""
         if self._over_since is not None:
             self._log.write(Stopped(number, round(now - self._over_since, 3)))
+
+
+def ended_rounds(old: RoundRecord | None, new: RoundRecord) -> list[str]:
+    """Return the cause of each round that ended between two reads of the round record; "unknown" where no read showed it. Pure."""
+    if old is None or not old.round:
+        return []
+    if new.round == old.round:
+        return [new.broken.cause.value] if new.broken and not old.broken else []
+    unseen = new.round - old.round - (old.broken is not None)
+    return ["unknown"] * unseen + ([new.broken.cause.value] if new.broken else [])
 
 
 def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:

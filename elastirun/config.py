@@ -126,6 +126,7 @@ class LaunchConfig(RendezvousConfig):
     forward_signals: tuple[str, ...] = ()  # these are passed on to the workers while training goes on
     numa_binding: str | None = None
     virtual_local_rank: bool = False
+    health: Endpoint | None = None  # where to serve the health port; an empty host: on every interface; None: nowhere
 
     @property
     def standalone(self) -> bool:

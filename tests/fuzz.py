@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from elastirun.agent import http_port
 from elastirun.agent.events import changes
 from elastirun.agent.failures.classify import exit_code
 from elastirun.agent.failures.report import read_error_file, report
@@ -291,6 +292,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "needles": (parse.needles, ["a,b", ",,", "a,,b,"]),
     "byte_size": (parse.byte_size(1), ["500000", "10M", "2gib", "0"]),
     "choice": (parse.choice("c10d", "static"), ["c10d", "statc", "etcd"]),
+    "port_to_serve": (parse.port_to_serve, ["8080", ":0", "127.0.0.1:80", "[::1]:80"]),
 }
 CHARACTERS = [*" \t,:;=-+._%/[]{}()0123456789abcxyzEK\0\n\r\x1b\x7f\x85\u2028\u202e\ud800é語🎉²Ⅷ１٣", "://", "%eth0\n", "fe80::", "0x"]
 
@@ -313,7 +315,7 @@ def check_parse(given: tuple[str, str]) -> bool:
     except ValueError as error:
         one_line(str(error), 1000)
         return False
-    assert name not in ("endpoint", "host", "name") or str(value).isprintable(), f"{value!r} would be printed"
+    assert name not in ("endpoint", "host", "name", "port_to_serve") or str(value).isprintable(), f"{value!r} would be printed"
     return True
 
 
@@ -467,6 +469,28 @@ def check_image(data: bytes) -> bool:
     return found is not None
 
 
+PAGES = {"/healthz": None, "/metrics": None}
+REQUESTS = [b"GET /healthz HTTP/1.1\r\nHost: node0:8080\r\nAccept: */*\r\n\r\n", b"HEAD http://h/metrics?x=1 HTTP/1.0\n\n"]
+REQUESTS += [b"GET /metrics\r\n"]
+
+
+def make_http(rng: random.Random) -> bytes:
+    return mutated(rng, rng.choice(REQUESTS))
+
+
+def check_http(data: bytes) -> bool:
+    """A request for a page that exists, an answer in ASCII that refuses it, or nothing as long as more may come."""
+    found = http_port.parse(data, PAGES)
+    if isinstance(found, http_port.Response):
+        assert 400 <= found.status < 600
+        one_line(found.encode(False).decode("ascii").rpartition("\r\n")[2].removesuffix("\n"), 200)
+    elif isinstance(found, http_port.Request):
+        assert found.path in PAGES and b"\n" in data
+    else:
+        assert len(data) < http_port.MAX_REQUEST, "this client would be waited for"
+    return isinstance(found, http_port.Request)
+
+
 TARGETS = {
     "codec": Target(make_codec, check_codec, 400),
     "exchange": Target(make_exchange, check_exchange, 100),
@@ -476,6 +500,7 @@ TARGETS = {
     "report": Target(make_report, check_report, 50),
     "machine": Target(make_machine, check_machine, 20),
     "checkpoint": Target(make_checkpoint, check_checkpoint, 100),
+    "http": Target(make_http, check_http, 50),
 }
 
 

@@ -11,6 +11,24 @@ _ROUTE = "a free port of the address that leads to the other nodes"
 
 def describe(config: LaunchConfig) -> list[str]:
     """Return one line for each socket of this node's agent. Resolves the endpoint's name, which may take as long as DNS takes."""
+    return [*_stores(config), *_health(config)]
+
+
+def _health(config: LaunchConfig) -> list[str]:
+    if config.health is None:
+        return []
+    host, port = config.health.host, config.health.port
+    own = net.host_address(config.health, None) if host else ""
+    if own is None:
+        where = f"nowhere, {host} is no address of this machine"
+    elif own and port:
+        where = str(Endpoint(own, port))
+    else:
+        where = f"{f'port {port}' if port else 'a free port'} of {own or EVERYWHERE}"
+    return [f"the health port: {where}"]
+
+
+def _stores(config: LaunchConfig) -> list[str]:
     if config.standalone:
         local = config.endpoint and net.local_address(config.endpoint.host)
         return [f"the workers' store: {Endpoint(local, config.endpoint.port) if local and config.endpoint else 'a free port of 127.0.0.1'}"]

@@ -100,6 +100,21 @@ def open_local_socket(endpoint: Endpoint, option: str) -> socket.socket:
     raise StartError(f"cannot listen on {endpoint}: this machine has no such address, and no loopback")
 
 
+def open_port(endpoint: Endpoint, option: str) -> socket.socket:
+    """Return a socket that listens on the first address of ``endpoint`` that is ours, or on every interface if its host is empty.
+
+    ``option`` gave the endpoint, for messages. Raises StartError.
+    """
+    try:
+        listener = _listen_as(endpoint.host, endpoint.port) if endpoint.host else _listen_everywhere((), endpoint.port)
+    except OSError as error:
+        raise StartError(_why_not(error, option)) from error
+    if listener is None:
+        why = "is no address of this machine" if resolve(endpoint.host) else "does not resolve on this machine"
+        raise StartError(f"{option}: {endpoint.host} {why}; give an address of it, or the port alone for every interface")
+    return listener
+
+
 def listens_everywhere(listener: socket.socket) -> bool:
     """Return whether the socket listens on every interface."""
     return ipaddress.ip_address(listener.getsockname()[0].split("%")[0]).is_unspecified

@@ -93,7 +93,7 @@ def _beginnings(name: str, new: bool = False) -> list[str]:
 
     A new option does not make an abbreviation ambiguous that torchrun accepts.
     """
-    others = [option.name for option in OPTIONS if option.name != name and (new or not option.new)]
+    others = [option.name for option in OPTIONS if option.name != name and (new or not option.new)] + ["--help"] * new
     abbreviations = [name[:end] for end in range(len("--x"), len(name))]
     return [name, *(text for text in abbreviations if not any(other.startswith(text) for other in others))]
 

@@ -95,6 +95,7 @@ GROUPS = {
         Option("duplicate_stdout_filters", "TEXT,...", "", "Teed lines with one of these go to filtered_stdout.log, too; ,, is a comma."),
         Option("duplicate_stderr_filters", "TEXT,...", "", "The same for stderr and filtered_stderr.log."),
         Option("event_log_handler", "null|console|jsonl", "null", "Where events go; with --log-dir always to events.jsonl there."),
+        Option("health_port", "[HOST:]PORT", None, "Serve /healthz, /status, /metrics by HTTP; PORT alone: on every interface.", new=True),
     ),
     "Placement": (
         Option("numa_binding", "MODE", None, "CPUs near each worker's GPU: node, socket, exclusive or core-complex."),

@@ -150,6 +150,17 @@ def endpoint(text: str, default_port: int) -> Endpoint:
     return Endpoint(host(where), int(port))
 
 
+def port_to_serve(text: str) -> Endpoint:
+    """Parse ``PORT``, for every interface (the host is empty then), or ``HOST:PORT``. Port 0 stands for any free port."""
+    if bare := re.fullmatch(r"\s*:?([0-9]{1,9})\s*", text):
+        if int(bare[1]) > 65535:
+            raise ValueError(f"there is no port {int(bare[1])}; give one from 1 to 65535")
+        return Endpoint("", int(bare[1]))
+    if not re.search(r":[0-9]+\s*$", text):
+        raise ValueError(f"{quote(text)} has no port; give PORT or HOST:PORT, such as 8080 or 127.0.0.1:8080")
+    return endpoint(text, 8080)
+
+
 def etcd_endpoints(text: str) -> tuple[bool | None, tuple[Endpoint, ...]]:
     """Parse ``a:2379,b:2379``, all with the same scheme or all without, into (whether it is https, the endpoints).
 

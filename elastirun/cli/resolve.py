@@ -14,7 +14,7 @@ from pathlib import Path
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.cli.rendezvous_options import resolve_rendezvous
-from elastirun.config import Command, LaunchConfig, LogPolicy, StdMap, Timing
+from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, StdMap, Timing
 from elastirun.errors import UsageError
 
 STATIC_JOIN_TIMEOUT = 900.0  # seconds; torchrun's default for its static backend
@@ -55,6 +55,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         forward_signals=forward_signals,
         numa_binding=options.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=options.flag("virtual_local_rank"),
+        health=_health(options),
         **vars(rendezvous),
     )
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
@@ -197,6 +198,16 @@ def _logs(options: GivenOptions) -> LogPolicy:
         limit=limit,
         mode=options.read("log_mode", parse.file_mode),
     )
+
+
+def _health(options: GivenOptions) -> Endpoint | None:
+    """Return where to serve the health port; None: nowhere."""
+    if not options.has_text("health_port"):
+        return None
+    if options.origin("health_port") == Origin.ENVIRONMENT and options.environ.get("ELASTIRUN_AGENT"):
+        options.warn(f"{options.label('health_port')} is ignored: the agent whose worker started this launcher serves that port")
+        return None
+    return options.read("health_port", parse.port_to_serve)
 
 
 def _signals(options: GivenOptions, dest: str) -> tuple[str, ...]:

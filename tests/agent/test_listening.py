@@ -14,6 +14,7 @@ from tests.cli.test_resolve import config_of
 from tests.support.cluster import cluster
 
 FOREIGN = "203.0.113.250"  # an address for documentation, which no machine has
+PRIVATE = "the workers' store: a free port of 127.0.0.1"
 BY_ROUTE = "the workers' store: a free port of the address that leads to the other nodes, while this node has rank 0"
 
 
@@ -38,6 +39,11 @@ BY_ROUTE = "the workers' store: a free port of the address that leads to the oth
         ),
         ("--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7", ["the rendezvous store: 127.0.0.3:7 if no other agent does", BY_ROUTE]),
         ("--rdzv-backend=etcd --rdzv-endpoint=h", ["the rendezvous store: not here, it is etcd", BY_ROUTE]),
+        ("--health-port=8080", [PRIVATE, "the health port: port 8080 of every interface of this machine"]),
+        ("--health-port=0", [PRIVATE, "the health port: a free port of every interface of this machine"]),
+        ("--health-port=127.0.0.3:8080", [PRIVATE, "the health port: 127.0.0.3:8080"]),
+        ("--health-port=[::1]:0", [PRIVATE, "the health port: a free port of ::1"]),
+        (f"--health-port={FOREIGN}:80", [PRIVATE, f"the health port: nowhere, {FOREIGN} is no address of this machine"]),
     ],
 )
 def test_a_dry_run_says_where_this_node_would_listen(line: str, lines: list[str]) -> None:

@@ -102,6 +102,7 @@ log-mode - PET_LOG_MODE 600
 duplicate-stdout-filters - PET_DUPLICATE_STDOUT_FILTERS ''
 duplicate-stderr-filters - PET_DUPLICATE_STDERR_FILTERS ''
 event-log-handler - PET_EVENT_LOG_HANDLER null
+health-port - PET_HEALTH_PORT None
 numa-binding - PET_NUMA_BINDING None
 virtual-local-rank - PET_VIRTUAL_LOCAL_RANK flag
 monitor-interval - PET_MONITOR_INTERVAL 0.1
@@ -162,6 +163,8 @@ print(json.dumps([(a.dest, a.option_strings, isinstance(a, (env, check_env)), a.
         ("--vers t.py", {"version": "1"}),
         ("-h t.py", {"help": "1"}),
         ("--he t.py", {"help": "1"}),
+        ("--h t.py", {"help": "1"}),
+        ("--hea 8080 t.py", {"health_port": "8080"}),
         ("-- t.py", {}),
     ],
 )

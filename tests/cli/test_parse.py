@@ -132,6 +132,17 @@ def test_byte_sizes() -> None:
     assert complaint(read, "99") == "'99' is too little; give 100 bytes or more"
 
 
+def test_ports_to_serve() -> None:
+    found = {" 8080 ": ("", 8080), ":0": ("", 0), "127.0.0.1:80": ("127.0.0.1", 80), "[::1]:80": ("::1", 80), "h:0": ("h", 0)}
+    for text, endpoint in found.items():
+        assert parse.port_to_serve(text) == Endpoint(*endpoint)
+    for text in ("", "h", "h:", "127.0.0.1", "[::1]", "8080x", "-1", "1.5", "http://h"):
+        assert "has no port; give PORT or HOST:PORT" in complaint(parse.port_to_serve, text)
+    for text in ("65536", "99999999", "h:65536"):
+        assert "there is no port" in complaint(parse.port_to_serve, text)
+    assert "write [::1]:8080" in complaint(parse.port_to_serve, "::1")
+
+
 def test_needles() -> None:
     assert parse.needles("") == ()
     assert parse.needles("apple,orange") == ("apple", "orange")

@@ -318,6 +318,20 @@ def test_the_rest_is_taken_over() -> None:
     assert config_of("t.py", {"PET_LOCAL_ADDR": "", "PET_LOG_DIR": ""}).local_addr is None
 
 
+def test_where_the_health_port_is() -> None:
+    assert config_of("t.py", {"PET_HEALTH_PORT": ""}).health is None
+    assert config_of("t.py", {"PET_HEALTH_PORT": "8080"}).health == Endpoint("", 8080)
+    assert config_of("--health-port=[::1]:1 t.py", {"PET_HEALTH_PORT": "8080"}).health == Endpoint("::1", 1)
+    assert error_of("t.py", {"PET_HEALTH_PORT": "tcp://10.0.0.1:80"}).startswith("PET_HEALTH_PORT: ")
+
+
+def test_a_worker_that_is_a_launcher_leaves_the_health_port_of_its_agent_alone() -> None:
+    environ = {"PET_HEALTH_PORT": "8080", "ELASTIRUN_AGENT": "a:1"}
+    assert config_of("t.py", environ, warnings=1).health is None
+    assert warning_of("t.py", environ).startswith("PET_HEALTH_PORT is ignored")
+    assert config_of("--health-port=8081 t.py", environ).health == Endpoint("", 8081)
+
+
 def test_virtual_local_ranks_need_a_gpu_each() -> None:
     line = "--virtual-local-rank --nproc-per-node=2 t.py"
     assert "CUDA_VISIBLE_DEVICES lists 1" in error_of(line, {"CUDA_VISIBLE_DEVICES": "3"})

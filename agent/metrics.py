@@ -1,0 +1,53 @@
+"""The metrics of an agent in the text format of Prometheus, by prometheus-client (``pip install 'elastirun[metrics]'``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
+    """Return the metrics and their content type. ``now``: the fields of ``health.Snapshot``; ``states``: all that its state may be.
+
+    Raises ImportError without prometheus-client.
+
+    The values come from one snapshot, so nothing is kept in a registry between two requests.
+    """
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+    def gauge(name: str, help: str, value: float) -> Any:
+        return GaugeMetricFamily(f"elastirun_{name}", help, value)
+
+    def by_label(family: Any, values: Mapping[str, int]) -> Any:
+        for label, value in values.items():
+            family.add_metric([label], value)
+        return family
+
+    restarts = CounterMetricFamily("elastirun_restarts", "Rounds that ended before their work was done, by cause.", labels=["cause"])
+    workers = GaugeMetricFamily("elastirun_workers", "Workers of this node.", labels=["state"])
+    state = GaugeMetricFamily("elastirun_state", "1 for the state that this node is in.", labels=["state"])
+    families = [
+        InfoMetricFamily("elastirun", "This agent.", {"version": now["version"], "node": now["node"], "job": now["job"]}),
+        by_label(state, {name: name == now["state"] for name in states}),
+        gauge("round", "Number of the newest round that this node knows; 0: none.", now["round"]),
+        gauge("world_size", "Workers in that round, over all nodes.", now["world_size"]),
+        gauge("nodes", "Nodes in that round.", len(now["nodes"])),
+        by_label(restarts, now["restarts"]),
+        gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", now["joins_waiting"]),
+        by_label(workers, now["workers"]),
+        gauge("seconds_since_keep_alive", "Seconds since the store last acknowledged a keep-alive.", now["seconds_since_keep_alive"]),
+        gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", now["checkpoints_held_bytes"]),
+    ]
+    if (seconds := now["seconds_since_round_start"]) is not None:
+        families.append(gauge("seconds_since_round_start", "Seconds since workers were last started on this node.", seconds))
+
+    class Collector:
+        def collect(self) -> list[Any]:
+            return families
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    body: bytes = generate_latest(registry)
+    content_type: str = CONTENT_TYPE_LATEST
+    return body, content_type

@@ -1,0 +1,119 @@
+"""The pages of the health port, made from snapshots, and what a snapshot shows of an agent's parts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastirun.agent.events import ended_rounds
+from elastirun.agent.health import CAUSES, PAGES, STATES, Snapshot
+from elastirun.rendezvous.records import Broken, Cause, RoundRecord, Status
+
+NOW = Snapshot(
+    state="running",
+    version="1.2.3",
+    job='job "7"\n',
+    node="node0",
+    address="10.0.0.1",
+    node_rank=1,
+    round=3,
+    reason="node2 joined",
+    world_size=16,
+    nodes=("node1", "node0"),
+    min_nodes=1,
+    max_nodes=4,
+    joins_waiting=1,
+    failures=1,
+    max_restarts=3,
+    restarts={**dict.fromkeys(CAUSES, 0), "failure": 2},
+    seconds_since_round_start=12.5,
+    seconds_since_keep_alive=0.25,
+    hosts_store=False,
+    workers={"running": 7, "stopping": 0, "ended": 1},
+    checkpoints_held_bytes=1 << 30,
+)
+
+
+def metrics(now: Snapshot) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """The samples of /metrics by name and labels, as Prometheus' own client reads them."""
+    page = PAGES["/metrics"](now)
+    assert page.status == 200 and page.content_type.startswith("text/plain; version=")
+    families = text_string_to_metric_families(page.body.decode())
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for family in families for sample in family.samples}
+
+
+def test_metrics_are_what_prometheus_reads() -> None:
+    found = metrics(NOW)
+    assert found[("elastirun_info", (("job", 'job "7"\n'), ("node", "node0"), ("version", "1.2.3")))] == 1
+    for state in set(STATES.values()):
+        assert found.pop(("elastirun_state", (("state", state),))) == (state == "running")
+    for cause in CAUSES:
+        assert found.pop(("elastirun_restarts_total", (("cause", cause),))) == 2 * (cause == "failure")
+    for state, count in NOW.workers.items():
+        assert found.pop(("elastirun_workers", (("state", state),))) == count
+    assert {name: value for (name, labels), value in found.items() if not labels} == {
+        "elastirun_round": 3,
+        "elastirun_world_size": 16,
+        "elastirun_nodes": 2,
+        "elastirun_joins_waiting": 1,
+        "elastirun_seconds_since_round_start": 12.5,
+        "elastirun_seconds_since_keep_alive": 0.25,
+        "elastirun_checkpoints_held_bytes": 1 << 30,
+    }
+
+
+def test_before_the_first_round_there_is_no_time_since_its_start() -> None:
+    found = metrics(replace(NOW, seconds_since_round_start=None))
+    assert "elastirun_seconds_since_round_start" not in [name for name, _ in found]
+
+
+def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("prometheus_client")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    page = PAGES["/metrics"](NOW)
+    assert page.status == 501 and b"pip install 'elastirun[metrics]'" in page.body and page.body.count(b"\n") == 1
+
+
+def test_status_is_the_snapshot() -> None:
+    page = PAGES["/status"](NOW)
+    assert page.status == 200 and page.content_type == "application/json"
+    assert json.loads(page.body) == {**vars(NOW), "nodes": list(NOW.nodes)}
+
+
+@pytest.mark.parametrize("state", dict.fromkeys(STATES.values()))
+def test_an_agent_is_healthy_in_each_state_and_ready_when_a_round_runs(state: str) -> None:
+    now = replace(NOW, state=state)
+    assert (PAGES["/healthz"](now).status, PAGES["/healthz"](now).body) == (200, f"{state}\n".encode())
+    assert (PAGES["/readyz"](now).status, PAGES["/readyz"](now).body) == (200 if state == "running" else 503, f"{state}\n".encode())
+
+
+def test_each_status_of_a_row_has_a_state() -> None:
+    assert set(STATES) == set(Status)
+
+
+ONE, TWO, FIVE = (RoundRecord("s", round=number) for number in (1, 2, 5))
+BROKEN = Broken(Cause.LOST, "silent", "n1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "causes"),
+    [
+        (None, ONE, []),
+        (None, replace(TWO, broken=BROKEN), []),  # what was before this agent does not count
+        (RoundRecord("s"), ONE, []),
+        (ONE, ONE, []),
+        (ONE, replace(ONE, broken=BROKEN), ["lost"]),
+        (replace(ONE, broken=BROKEN), replace(ONE, broken=BROKEN, version=9), []),
+        (replace(ONE, broken=BROKEN), TWO, []),
+        (ONE, TWO, ["unknown"]),
+        (ONE, replace(TWO, broken=BROKEN), ["unknown", "lost"]),
+        (ONE, FIVE, ["unknown"] * 4),
+        (replace(TWO, broken=BROKEN), FIVE, ["unknown"] * 2),
+    ],
+)
+def test_each_round_that_ended_is_counted_once(old: RoundRecord | None, new: RoundRecord, causes: list[str]) -> None:
+    assert ended_rounds(old, new) == causes
