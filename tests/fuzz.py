@@ -35,7 +35,7 @@ from elastirun.checkpoint import record as commit_record
 from elastirun.checkpoint.image import _AT_COMPLETE, _AT_PLACE, _COMPLETE, _PLACE, PAGE, Description, Image
 from elastirun.checkpoint.record import Commit, FileSum
 from elastirun.checkpoint.tensors import NAMES, decode_tensors
-from elastirun.cli import parse
+from elastirun.cli import node_list, parse
 from elastirun.errors import BadRecord, BadSignature, CheckpointError, StoreError
 from elastirun.rendezvous import events
 from elastirun.rendezvous.actions import Put, Start, Sync
@@ -293,6 +293,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "byte_size": (parse.byte_size(1), ["500000", "10M", "2gib", "0"]),
     "choice": (parse.choice("c10d", "static"), ["c10d", "statc", "etcd"]),
     "port_to_serve": (parse.port_to_serve, ["8080", ":0", "127.0.0.1:80", "[::1]:80"]),
+    "node_list": (node_list.expand, ["node[01-03,7],gpu-a[1-2]", "n1", "a[1-9][0-9],b[001-999]"]),
 }
 CHARACTERS = [*" \t,:;=-+._%/[]{}()0123456789abcxyzEK\0\n\r\x1b\x7f\x85\u2028\u202e\ud800é語🎉²Ⅷ１٣", "://", "%eth0\n", "fe80::", "0x"]
 

@@ -9,7 +9,7 @@ import re
 LONGEST_LIST = 1 << 18  # characters; Slurm writes the nodes of the largest clusters in far fewer
 MOST_NODES = 1 << 16  # as many as Slurm manages
 
-_NAMES = re.compile(r"(?:[\w.-]|\[[0-9,-]+\])+")  # what stands between two commas outside of brackets
+_NAMES = re.compile(r"(?:[\w.-]|\[[0-9,-]+\])+", re.ASCII)  # what stands between two commas outside of brackets
 _NUMBERS = re.compile(r"\[([0-9,-]+)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 

@@ -126,3 +126,16 @@ def test_the_start_method_of_the_caller_stays_unchosen() -> None:
 def test_options_are_those_of_the_command_line() -> None:
     line = command_line({"nproc_per_node": 2, "standalone": True, "fail_fast": False, "log_dir": None, "show": [0, -1]})
     assert line == ["--nproc-per-node=2", "--standalone", "--show=0,-1"]
+
+
+@pytest.mark.parametrize(("options", "alone"), [("", True), (", detect='auto', join_timeout=0.1", False)])
+def test_a_call_on_each_node_of_a_scheduler_is_for_that_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, alone: bool
+) -> None:
+    script = f"import elastirun\ndef work(): pass\nif __name__ == '__main__':\n    print(elastirun.launch(work{options}))\n"
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+    for name, value in {**step, "SLURM_STEP_NODELIST": "n[1-2].invalid"}.items():
+        monkeypatch.setenv(name, value)
+    done = run(tmp_path, script=script)
+    assert (done.stdout == "{0: None}\n") is alone, done.stderr
+    assert ("n1.invalid" in done.stderr) is not alone
