@@ -106,6 +106,25 @@ def test_survivors_keep_their_place_and_newcomers_take_holes(previous: str, pres
 @pytest.mark.parametrize(
     ("previous", "wishes", "expected"),
     [
+        ("", {"c": 0, "a": 1, "b": 2}, "cab"),  # an Indexed Job begins in the order of its indexes
+        ("abc", {"a": 0, "c": 2, "x": 1}, "axc"),  # one pod was replaced
+        ("abcd", {"a": 0, "d": 3, "x": 2, "y": 1}, "ayxd"),  # two were, and came back in another order
+        ("ab", {"a": 0, "b": 1, "d": 3, "c": 2}, "abcd"),  # the Job has grown
+        ("abcd", {"a": 0, "b": 1}, "ab"),  # and shrunk
+        ("ac", {"a": 0, "c": 2, "x": 1}, "acx"),  # a round ran without the pod that was replaced: survivors stay where they are
+    ],
+)
+def test_pods_that_wish_for_their_index_get_it_at_first_and_back_when_they_are_replaced(
+    previous: str, wishes: dict[str, int], expected: str
+) -> None:
+    members = [ranks.member(row(i)) for i in previous]
+    found = ranks.choose(members, [row(i, node_rank=wish) for i, wish in wishes.items()], 4, fixed=False)
+    assert "".join(r.id for r in found) == expected
+
+
+@pytest.mark.parametrize(
+    ("previous", "wishes", "expected"),
+    [
         ("", {"a": 2, "b": 0, "c": 1}, "bca"),  # the wish decides, not the address
         ("", {"a": 0, "b": 0, "c": 1}, "ac"),  # one place, two wishes: the first by address
         ("b", {"a": 0, "b": 0, "c": 1}, "bc"),  # ... unless the other had the place
