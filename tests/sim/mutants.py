@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.rendezvous.test_mutants import MUTANTS, source
+from tests.rendezvous.test_mutants import MUTANTS
 from tests.support.mutants import Mutant, copy_to
 
 HEAD = "| rule taken out | in | the test that misses it | first seed that does |\n|---|---|---|---|\n"
@@ -23,7 +23,7 @@ HEAD = "| rule taken out | in | the test that misses it | first seed that does |
 
 def histories(copy: Path, one: Mutant, seeds: str) -> str:
     """Return what ``python -m tests.sim`` says about the mutant, in the copy of the package."""
-    path = source(copy, one)
+    path = one.path(copy)
     original = path.read_text()
     path.write_text(original.replace(one.old, one.new))
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -28,13 +28,31 @@ TIMEOUT = 170.0  # seconds for the tests of one mutant
 
 @dataclass(frozen=True)
 class Mutant:
-    """``rule`` is broken when ``old``, which stands once in ``<module>.py``, becomes ``new``; then ``test`` fails."""
+    """``rule`` is broken when ``old``, which stands once in ``<folder>/<module>.py``, becomes ``new``; then ``test`` fails."""
 
     rule: str
-    module: str  # below the folder that the list of mutants is about
+    module: str
     old: str
     new: str
     test: str  # pytest's name of it
+    folder: str = ""
+
+    def path(self, root: Path) -> Path:
+        return root / self.folder / f"{self.module}.py"
+
+
+def mutants_in(folder: str, tests: str) -> Callable[[str, str, str, str, str, str], Mutant]:
+    """Return a function that makes mutants of modules in ``folder``, each with a test in ``tests``."""
+
+    def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
+        return Mutant(rule, module, old, new, f"{tests}/test_{file}.py::test_{test}", folder)
+
+    return mutant
+
+
+def each(mutants: Sequence[Mutant]) -> pytest.MarkDecorator:
+    """Return a decorator of a test that takes each of ``mutants`` in turn as ``one``."""
+    return pytest.mark.parametrize("one", mutants, ids=[one.rule.replace(" ", "_") for one in mutants])
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,21 @@ def copy_to(folder: Path) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         compileall.compile_dir(folder / name, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def unnoticed(copy: Path, one: Mutant) -> str:
+    """Run the test of ``one`` without the rule, in ``copy``. Return empty text if the test has noticed that, else what it has printed."""
+    found = run_mutant(copy, one.path(copy), one)
+    return "" if found.rule_is_missed else f"{one.test} passes without the rule, or the mutant cannot run\n{found.text[-2000:]}"
+
+
+def failing(copy: Path, mutants: Sequence[Mutant], part: int = 0, parts: int = 1) -> str:
+    """Run the tests of ``mutants`` with all rules in place. Return empty text if all pass, else what they have printed.
+
+    ``part`` of ``parts``: run some of the tests only, so that a run takes less time.
+    """
+    found = run(copy, *list(dict.fromkeys(one.test for one in mutants))[part::parts])
+    return found.text[-2000:] if found.code else ""
 
 
 def run_mutant(copy: Path, path: Path, one: Mutant) -> Outcome:
