@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from elastirun.agent.host.cpus import Read, own_groups, read_file
+from elastirun.agent.host.memory import fields, limit_and
 
 GIB = 1 << 30
-UNLIMITED = 1 << 60  # bytes; cgroup version 1 writes "no limit" as a number near 2^63
+_PEAKS = "memory.peak", "memory.max_usage_in_bytes"  # of a control group, version 2 (since Linux 5.19) and 1
 NEAR_LIMIT = 0.9  # fraction of a group's limit; a group whose peak is below it was not killed for that limit
 
 
@@ -16,7 +17,7 @@ def oom_kills(read: Read = read_file) -> int | None:
     """
     own = [f"{folder}/{name}" for folder in own_groups("memory", read)[:1] for name in ("memory.events", "memory.oom_control")]
     for path in (*own, "/proc/vmstat"):
-        found = _fields(path, read).get("oom_kill")
+        found = fields(path, read).get("oom_kill")
         if found is not None:
             return found
     return None
@@ -32,27 +33,8 @@ def explain(before: int | None, read: Read = read_file) -> str | None:
         return None
     if now <= before:
         return ""
-    groups = [found for folder in own_groups("memory", read) if (found := _peak_and_limit(folder, read))]
-    peak, limit = max(groups, key=lambda group: group[0] / group[1], default=(0, 1))
+    groups = [found for folder in own_groups("memory", read) if (found := limit_and(_PEAKS, folder, read)) and found[0] > 0]
+    limit, peak = max(groups, key=lambda group: group[1] / group[0], default=(1, 0))
     if peak < NEAR_LIMIT * limit:  # the machine ran out of memory, not a group
         return "OOM-killed"
     return f"OOM-killed, {peak / GIB:.1f} of {limit / GIB:.1f} GiB"
-
-
-def _peak_and_limit(folder: str, read: Read) -> tuple[int, int] | None:
-    """Return a group's peak use and limit in bytes; None without a limit or without a record of the peak (version 2 before Linux 5.19)."""
-    for limit, peak in (("memory.max", "memory.peak"), ("memory.limit_in_bytes", "memory.max_usage_in_bytes")):
-        try:
-            size = int(read(f"{folder}/{limit}"))
-            return (int(read(f"{folder}/{peak}")), size) if 0 < size < UNLIMITED else None
-        except (OSError, ValueError):  # no such file, or the word "max"
-            continue
-    return None
-
-
-def _fields(path: str, read: Read) -> dict[str, int]:
-    try:
-        pairs = [line.split() for line in read(path).splitlines()]
-    except OSError:
-        return {}
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
