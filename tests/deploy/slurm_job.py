@@ -19,15 +19,15 @@ needs_slurm = pytest.mark.skipif(bool(reason), reason=reason)
 
 
 class Job:
-    """A job of the script. Its workers report to ``nodes``, see tests.support.cluster."""
+    """A job of ``script``. Its workers report to ``nodes``, see tests.support.cluster."""
 
-    def __init__(self, cluster: Slurm, nodes: Cluster, *command: str, nnodes: int = 3, **variables: str) -> None:
+    def __init__(self, cluster: Slurm, nodes: Cluster, *command: str, nnodes: int = 3, script: Path = SCRIPT, **variables: str) -> None:
         self.cluster, self.path = cluster, nodes.tmp_path / "job.out"
         wait(lambda: cluster.nodes_in("idle") == cluster.count, cluster.log)  # the node of an earlier test is back
         env = {**nodes.env, "PATH": f"{Path(sys.executable).parent}:{nodes.env['PATH']}", "PET_NPROC_PER_NODE": "1", **variables}
         command = command or (str(nodes.script),)
         where = (f"--nodes={nnodes}", f"--output={self.path}", f"--chdir={nodes.tmp_path}")
-        self.number = cluster.submit(*where, str(SCRIPT), *command, env={**env, "SLURM_CONF": cluster.env["SLURM_CONF"]})
+        self.number = cluster.submit(*where, str(script), *command, env={**env, "SLURM_CONF": cluster.env["SLURM_CONF"]})
 
     def out(self) -> str:
         return self.path.read_text() if self.path.exists() else ""

@@ -25,6 +25,18 @@ def test_a_job_runs_on_all_its_nodes_to_the_end(cluster: Slurm, nodes: Cluster) 
 
 
 @needs_slurm
+def test_the_plain_command_in_a_step_is_one_job(cluster: Slurm, nodes: Cluster) -> None:
+    script = nodes.tmp_path / "plain.sh"
+    script.write_text('#!/bin/bash\nexec srun --ntasks-per-node=1 elastirun "$@"\n')
+    job = Job(cluster, nodes, script=script)
+    workers = nodes.round(3)
+    assert [worker.env["SLURMD_NODENAME"] for worker in workers] == ["h0", "h1", "h2"], "ranks are Slurm's"
+    assert workers[0].env["TORCHELASTIC_RUN_ID"] == f"slurm-{job.number}.0"
+    say(workers, "exit 0")
+    assert job.ends() == ("COMPLETED", "0:0")
+
+
+@needs_slurm
 @pytest.mark.parametrize("how", ["the node dies", "slurmd and the agent are killed", "the node is set down"])
 def test_a_job_goes_on_without_a_node(cluster: Slurm, nodes: Cluster, how: str) -> None:
     job = Job(cluster, nodes)
