@@ -156,21 +156,46 @@ def _read(place: Directory, found: Found, name: str, decode: Callable[[bytes], d
 
 def _leaves(node: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of each value in the tree of values.json; tensors have been shown."""
-    tag = node.get(TAG) if isinstance(node, dict) else None
-    items = node.get("items") if tag is not None else node
-    if tag in ("tensor", "array"):
+    if _tag(node) in ("tensor", "array"):
         return
-    if tag == "dict" and isinstance(items, list):
-        items = {str(pair[0]): pair[1] for pair in items if isinstance(pair, list) and len(pair) == 2}
-    if isinstance(items, dict) and (items or tag is None) and depth < MAX_DEPTH:
-        for key, each in items.items():
-            yield from _leaves(each, f"{path}.{key}" if path else str(key), depth + 1)
-    elif isinstance(items, list) and any(isinstance(each, (dict, list)) for each in items) and depth < MAX_DEPTH:
-        for at, each in enumerate(items):
-            yield from _leaves(each, f"{path}.{at}", depth + 1)
-    else:
-        plain = json.dumps(node.get("value", items) if tag is not None else node)
-        yield path, plain if tag is None else f"{tag} {plain}"
+    children = _children(node) if depth < MAX_DEPTH else None
+    if children is None:
+        yield path, _text(node)
+        return
+    for key, each in children:
+        yield from _leaves(each, f"{path}.{key}" if path else str(key), depth + 1)
+
+
+def _tag(node: Any) -> Any:
+    """Return the tag of a node; None if JSON has what the node stands for."""
+    return node.get(TAG) if isinstance(node, dict) else None
+
+
+def _items(node: Any) -> Any:
+    """Return what a node contains, without its tag."""
+    if _tag(node) is None:
+        return node
+    items = node.get("items")
+    if _tag(node) == "dict" and isinstance(items, list):
+        return {str(pair[0]): pair[1] for pair in items if isinstance(pair, list) and len(pair) == 2}
+    return items
+
+
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    """Return (key, node) of what is shown on lines of its own; None if ``node`` takes one line, as a list of numbers does."""
+    items = _items(node)
+    if isinstance(items, dict) and (items or _tag(node) is None):
+        return list(items.items())
+    if isinstance(items, list) and any(isinstance(each, (dict, list)) for each in items):
+        return list(enumerate(items))
+    return None
+
+
+def _text(node: Any) -> str:
+    """Return a node on one line: as JSON, after its tag if it has one."""
+    if _tag(node) is None:
+        return json.dumps(node)
+    return f"{_tag(node)} {json.dumps(node.get('value', _items(node)))}"
 
 
 def _size(size: float) -> str:
