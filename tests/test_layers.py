@@ -17,7 +17,7 @@ PACKAGES = {"elastirun": ROOT / "elastirun", "elastirun.agent": ROOT / "agent", 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BANNED_SUFFIXES = ("Manager", "Handler", "Executor", "Holder", "Helper", "Util", "Utils", "Impl", "Base")
 SPAWNERS = ("elastirun.functions", "elastirun.function_worker")  # the standard library's spawn, between processes of one user; no agent
-METADATA = "elastirun.train.checkpoints.dcp"  # writes the pickle that torch reads, and reads torch's, with names on a list and no code
+METADATA = "elastirun.train.checkpoints.dcp"  # writes the pickle that torch reads, and reads torch's by a list: docs/decisions/0017
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

@@ -264,6 +264,57 @@ def test_a_description_made_by_hand_is_refused(code: bytes, tmp_path: Path) -> N
     assert (dict(vars(OrderedDict)), dict(vars(torch.Size))) == before
 
 
+def nested(depth: int = 64) -> Any:
+    """A tuple of a few bytes whose text would fill every disk."""
+    value: Any = ("x",)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.planner_data.update(x=nested()),
+        *(
+            lambda m, name=name: [setattr(info, name, nested()) for info in m.storage_data.values()]
+            for name in ("relative_path", "offset", "length")
+        ),
+        lambda m: setattr(m.state_dict_metadata["x"].chunks[0], "sizes", nested()),
+        lambda m: setattr(m.state_dict_metadata["x"], "size", nested()),
+        lambda m: m.state_dict_metadata.update(x=nested()),
+    ],
+    ids=range(7),
+)
+def test_a_small_description_of_endless_values_is_refused_at_once(change: Callable[[Any], None], tmp_path: Path) -> None:
+    saved_by_dcp(tmp_path, x=torch.ones(2, 3))
+    lie(tmp_path, change)
+    with pytest.raises(TrainError):
+        open_foreign(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ctorch\nSize\n", "ccollections\nOrderedDict\n"], ids=["size", "dict"])
+def test_a_call_in_a_description_copies_nothing_large(name: str, tmp_path: Path) -> None:
+    pair, before = b"](NNe", vars(dcp.metadata).copy()
+    (tmp_path / METADATA).write_bytes(name.encode() + b"](" + pair * 65 + b"e\x85R.")
+    with pytest.raises(TrainError, match=r"\.metadata is damaged: TypeError"):
+        open_foreign(tmp_path)
+    assert vars(dcp.metadata) == before
+
+
+def test_what_a_description_changes_in_a_permitted_name_is_changed_in_that_name_alone(tmp_path: Path) -> None:
+    good = (saved_by_dcp(tmp_path / "good", x=torch.ones(2)) / METADATA).read_bytes()
+    for name in ("torch\nSize", "collections\nOrderedDict", "torch.distributed.checkpoint.metadata\nMetadata"):
+        for attribute in ("__defaults__", "__setstate__", "__init__", "state", "kind", "fromkeys", "__code__"):
+            code = f"c{name}\n(N}}X".encode() + bytes([len(attribute), 0, 0, 0]) + attribute.encode() + b"Nstb."
+            (tmp_path / METADATA).write_bytes(code)
+            with pytest.raises(TrainError, match=METADATA):
+                open_foreign(tmp_path)
+            (tmp_path / METADATA).write_bytes(good)
+    (tmp_path / "good" / METADATA).write_bytes(good)
+    assert set(open_foreign(tmp_path / "good").tensors) == {"x"}
+
+
 def test_a_damaged_folder_is_refused_or_read(tmp_path: Path) -> None:
     folder = saved_by_dcp(tmp_path, x=torch.arange(6.0).view(2, 3), y={"z": [torch.ones(1), 3]}, n=5)
     data = (folder / METADATA).read_bytes()

@@ -768,6 +768,11 @@ MUTANTS = (
         *("ckpt_dcp", "a_pickle_that_would_run_code_does_not[0]"),
     ),
     mutant(
+        "a call in a pickle copies nothing large",
+        *("checkpoints/dcp", "return lambda *args: _sizes(*args)", "return tuple"),
+        *("ckpt_dcp", "a_call_in_a_description_copies_nothing_large[size]"),
+    ),
+    mutant(
         "values that do not fit into their place have a new description",
         *("checkpoints/dcp", "all(len(d) <= self._slots[name][1] for", "all(len(d) <= 1 << 20 for"),
         *("ckpt_dcp", "values_may_change_without_a_new_description_until_they_do_not_fit"),

@@ -1,7 +1,8 @@
 """The form of ``torch.distributed.checkpoint`` (DCP): what it needs beside our files to read them, and folders that it wrote.
 
 Our own checkpoints are never read this way. The description of a foreign folder, ``.metadata``, is a pickle. It is read by an unpickler
-that knows the names of a few classes, imports nothing, calls nothing of torch, and puts plain records in their place.
+that knows the names of a few classes, imports nothing, calls nothing of torch, and puts plain records in their place: see
+docs/decisions/0017.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 
 from elastirun.checkpoint.boxes import Box, volume
 from elastirun.checkpoint.record import clip, is_file_name, number
-from elastirun.checkpoint.tensors import Chunk, SavedTensor, check_chunks
+from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Chunk, SavedTensor, check_chunks
 from elastirun.errors import CheckpointError
 
 from .layout import Plan
 from .loading import PREFIXES, items_of
 from .reading import Folder, Saved, check_targets, copies
 from .shells import shell
-from .values import DTYPES, MAX_DEPTH, TAG, Fixed, Node, join, leaves, to_node, to_value
+from .values import DTYPES, MAX_DEPTH, PLAIN, TAG, Fixed, Node, join, leaves, to_node, to_value
 
 METADATA, VALUES = ".metadata", "values.distcp"  # the names of the files
 MAX_METADATA = 256 << 20  # bytes: hundreds of thousands of tensors
@@ -267,7 +268,7 @@ def _open_folder(path: Path) -> Foreign:
                     found.skipped.append(name)
                     continue
             _put(tree, place, node)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{METADATA} does not describe a checkpoint: {type(error).__name__}: {clip(str(error))}") from None
     found.tree = {key: _with_groups(_with_lists(node), key, found.tensors) for key, node in tree.items()}
     return found
@@ -280,15 +281,17 @@ def _parts(whole: Any) -> tuple[dict[str, Any], dict[str, Any], dict[tuple[str, 
     for index, info in fields["storage_data"].items():
         if info.state.get("transform_descriptors"):
             raise CheckpointError("its files are compressed; they can be read by torch.distributed.checkpoint only")
-        offset = index.state.get("offset")
-        place = _file_name(info.state["relative_path"]), number(info.state["offset"]), number(info.state["length"])
-        stored[index.state["fqn"], None if offset is None else tuple(offset)] = place
+        name, offset = index.state["fqn"], index.state.get("offset")
+        if type(name) is not str:
+            raise TypeError(f"the name of a tensor is a {type(name).__name__}")
+        place = _file_name(info.state["relative_path"]), _number(info.state["offset"]), _number(info.state["length"])
+        stored[name, None if offset is None else _sizes(offset)] = place
     return fields["state_dict_metadata"], fields.get("planner_data") or {}, stored
 
 
 def _file_name(name: Any) -> str:
     if type(name) is not str or not is_file_name(name):
-        raise CheckpointError(f"{clip(repr(name))} is not the name of a file of a checkpoint")
+        raise CheckpointError(f"{_shown(name)} is not the name of a file of a checkpoint")
     return name
 
 
@@ -308,7 +311,20 @@ def _tensor(name: str, described: Any, stored: Mapping[tuple[str, Any], tuple[st
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    return tuple(number(value) for value in values)
+    if not isinstance(values, (tuple, list)) or len(values) > MAX_DIMENSIONS:
+        raise TypeError(f"{MAX_DIMENSIONS} sizes at most were expected, not a {type(values).__name__}")
+    return tuple(map(_number, values))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"a number was expected, not a {type(value).__name__}")
+    return number(value)
+
+
+def _shown(value: Any) -> str:
+    """Return a value from a pickle for a message. Of a container its type: a small pickle can hold one whose text has no end."""
+    return clip(repr(value)) if type(value) in PLAIN else f"a {type(value).__name__}"
 
 
 def _slice(folder: Folder, file: str, offset: int, length: int) -> memoryview:
@@ -325,7 +341,7 @@ def _checked_path(name: Any, path: Any) -> tuple[str | int, ...]:
     """Return the path of a tensor or value in the tree, whose parts joined with dots are its name."""
     good = type(name) is str and isinstance(path, (tuple, list)) and path and all(type(key) in (str, int) and key != TAG for key in path)
     if not good or len(path) > MAX_DEPTH or ".".join(map(str, path)) != name or type(path[0]) is not str:
-        raise ValueError(f"{clip(repr(name))} has the path {clip(repr(path))}")
+        raise ValueError(f"{_shown(name)} has a path that does not lead to it, or is no path")
     return tuple(path)
 
 
@@ -407,16 +423,20 @@ MODULES = ("torch.distributed.", "torch.serialization", "pathlib")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickle of a few known classes as records, and nothing else."""
+    """Reads a pickle of a few known classes as records, and nothing else.
+
+    What ``find_class`` returns can be called with any arguments, and attributes can be set on it. So each pickle gets objects of its own,
+    whose calls only make a record, and copy nothing large. See docs/decisions/0017 before you add a name.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for ``module.name``. Raises ``CheckpointError`` for names that are not on the list."""
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         if (module, name) == ("torch", "Size"):
-            return tuple
+            return lambda *args: _sizes(*args)
         if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
+            return lambda *args: _empty(*args)
         if name in KINDS and module.startswith(MODULES):
             return type(name, (Record,), {"kind": name})
         raise CheckpointError(
@@ -426,6 +446,11 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Refuse references to what is outside of the pickle."""
         raise CheckpointError(f"{METADATA} refers to something outside of it")
+
+
+def _empty() -> OrderedDict[Any, Any]:
+    """Return a dict into which the pickle puts its items one by one. A call with items could copy the same ones again and again."""
+    return OrderedDict()
 
 
 def _unpickle(data: bytes) -> Any:
