@@ -30,6 +30,9 @@ def main() -> None:
     device = join_workers(args.device)
     training, held_out = digits()
     torch.manual_seed(0)
+    if args.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without, cuBLAS refuses to be deterministic
+        torch.use_deterministic_algorithms(True)
     module = make_model().to(device)
     model = DeterministicShards(module) if args.deterministic else DistributedDataParallel(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)

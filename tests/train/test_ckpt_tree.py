@@ -62,6 +62,14 @@ def trained(seed: int = 0, steps: int = 2, build: Any = torch.optim.AdamW, **opt
     return model, optimizer
 
 
+def data_parallel(model: nn.Module) -> nn.Module:
+    """Wrap ``model`` as where there is no GPU, to which torch would move it."""
+    wrapped = nn.DataParallel.__new__(nn.DataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = model
+    return wrapped
+
+
 def restore(state: dict[str, Any], flat: Flat, rank: int = 0, strict: bool = True) -> dict[str, Any]:
     """Put ``flat`` into ``state``, by way of JSON."""
     tree = decode_values(encode_values(flat.tree))
@@ -104,10 +112,10 @@ def test_names_of_wrappers_are_left_out(wrap: str) -> None:
     model, _ = trained()
     expected = list(flatten({"model": model}).tensors)
     wrapped = {
-        "data parallel": lambda: nn.DataParallel(model),
+        "data parallel": lambda: data_parallel(model),
         "compiled": lambda: torch.compile(model, backend="eager"),
         "recomputed": lambda: checkpoint_wrapper(model),
-        "deep": lambda: nn.DataParallel(torch.compile(model, backend="eager")),
+        "deep": lambda: data_parallel(torch.compile(model, backend="eager")),
     }[wrap]()
     assert list(flatten({"model": wrapped}).tensors) == expected
     model.block[0] = checkpoint_wrapper(model.block[0])
@@ -399,7 +407,7 @@ def test_an_optimizer_of_plain_tensors_goes_by_numbers() -> None:
 def test_the_state_dicts_of_torch_are_taken_as_they_are() -> None:
     """Files that were saved with ``optimizer.state_dict()`` have numbers, and modules within a wrapper its prefix."""
     model, optimizer = trained()
-    saved = {"model": nn.DataParallel(model).state_dict(), "optimizer": optimizer.state_dict()}
+    saved = {"model": data_parallel(model).state_dict(), "optimizer": optimizer.state_dict()}
     other, theirs = trained(1, 0)
     restore({"model": other, "optimizer": theirs}, flatten(saved))
     assert same(other.state_dict(), model.state_dict()) and same(theirs.state_dict(), optimizer.state_dict())
@@ -419,7 +427,7 @@ def test_versions_of_layers_are_kept() -> None:
     restore({"m": nn.Sequential(Old(1, 1), nn.BatchNorm1d(1))}, flat)
     assert Old.seen == 3
     Old._version = 4
-    restore({"m": nn.DataParallel(nn.Sequential(Old(1, 1), nn.BatchNorm1d(1)))}, flat)
+    restore({"m": data_parallel(nn.Sequential(Old(1, 1), nn.BatchNorm1d(1)))}, flat)
     assert Old.seen == 3
 
 
@@ -433,7 +441,7 @@ def test_modules_with_a_way_of_their_own_are_loaded_in_that_way(at: str) -> None
             return super().load_state_dict(*args, **kwargs)
 
     layer = Own(1, 1) if at == "method" else nn.Linear(1, 1)
-    model = layer if at == "method" else nn.DataParallel(nn.Sequential(layer))
+    model = layer if at == "method" else data_parallel(nn.Sequential(layer))
     if at != "method":
         (layer if at == "layer" else model).register_load_state_dict_post_hook(lambda *_: called.append(at))
     flat = flatten({"m": nn.Linear(1, 1) if at == "method" else nn.Sequential(nn.Linear(1, 1))})
