@@ -105,11 +105,11 @@ def show(directory: str, step: int | None) -> None:
 @command.command()
 @_DIR
 @_STEP
-@click.option("--to", required=True, metavar="FILE", help="The file to make: safetensors if it is called so, else one for torch.load.")
+@click.option("--to", required=True, metavar="FILE", help="The file to make, which must not exist yet.")
 def export(directory: str, step: int | None, to: str) -> None:
     """Write one checkpoint as a single file.
 
-    FILE.safetensors gets the tensors by name; any other FILE the whole state, as torch.save writes it.
+    FILE.safetensors gets the tensors by name. FILE.pt (also .pth, .bin, .ckpt or no ending) gets the whole state, as torch.save writes it.
     """
     place, one = _choose(directory, step)
     click.echo(export_file(place, one, to))
@@ -215,8 +215,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         command.main(None if argv is None else list(argv), prog_name="python -m elastirun.checkpoint", standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message())
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     sys.exit(0)

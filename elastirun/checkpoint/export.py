@@ -16,6 +16,7 @@ from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, Save
 from elastirun.errors import CheckpointError
 
 SAFETENSORS = ".safetensors"
+FOR_TORCH = ("", ".pt", ".pth", ".bin", ".ckpt")  # other ends of names: a file for torch.load
 _SAFE = "float64 F64 float32 F32 float16 F16 bfloat16 BF16 float8_e4m3fn F8_E4M3 float8_e5m2 F8_E5M2 complex64 C64 bool BOOL"
 _SAFE += " int64 I64 int32 I32 int16 I16 int8 I8 uint64 U64 uint32 U32 uint16 U16 uint8 U8"
 SAFE_NAMES = dict(zip(_SAFE.split()[::2], _SAFE.split()[1::2], strict=True))  # torch's types by the names that safetensors has for them
@@ -23,6 +24,12 @@ SAFE_NAMES = dict(zip(_SAFE.split()[::2], _SAFE.split()[1::2], strict=True))  # 
 
 def export_file(place: Directory, found: Found, to: str) -> str:
     """Write the checkpoint ``found`` as the new file ``to``; return one line about it. Raises ``CheckpointError`` and OSError."""
+    folder, (_, suffix) = os.path.dirname(to), os.path.splitext(to)
+    if suffix not in (SAFETENSORS, *FOR_TORCH):
+        forms = f"{SAFETENSORS} for safetensors; {', '.join(FOR_TORCH[1:])} or nothing for a file of torch.save"
+        raise CheckpointError(f"{to}: the form {suffix} is not known; the name may end in {forms}")
+    if not os.path.isdir(folder or "."):
+        raise CheckpointError(f"{to} cannot be made: there is no folder {folder}")
     if os.path.lexists(to):
         raise CheckpointError(f"{to} exists already: choose another name")
     for damage in place.verify(found, look="sha256"):

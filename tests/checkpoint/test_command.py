@@ -160,7 +160,9 @@ def test_an_object_store_is_shown_as_a_folder_is(tmp_path: Path, capsys: pytest.
         (["show", "{}/odd"], "{}/odd/step-00000001/tensors.json: its entry of the tensor a is wrong: 'dtype'"),
         (["export", "{}"], "Missing option '--to'."),
         (["export", "{}", "--to", "{}/file"], "{}/file exists already: choose another name"),
-        (["export", "{}", "--to", "{}/no/file.pt"], "[Errno 2] No such file or directory: '{}/no/file.pt"),
+        (["export", "{}", "--to", "{}/no/file.pt"], "{}/no/file.pt cannot be made: there is no folder {}/no"),
+        (["export", "{}", "--to", "/proc/file.pt"], "/proc/file.pt."),
+        (["export", "{}", "--to", "{}/x.onnx"], "{}/x.onnx: the form .onnx is not known; the name may end in .safetensors "),
         (["export", "{}/hurt", "--to", "{}/new"], "{}/hurt/step-00000001 is damaged, and is not exported: tensors.json: has 3 bytes"),
     ],
 )

@@ -187,11 +187,42 @@ def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> N
         Checkpointer(tmp_path, **wrong)
 
 
+def test_memory_of_one_process_is_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"memory://runs/1 is the memory of one process: no other rank, and no writer, can use it"):
+        Checkpointer("memory://runs/1")
+
+
+@pytest.mark.parametrize("state", [None, [], 3])
+def test_what_is_no_dict_cannot_be_restored(tmp_path: Path, state: Any) -> None:
+    expected = f"restored into a dict like the one that was saved, not into {type(state).__name__}"
+    checkpoints = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match=expected):
+        checkpoints.restore(state)
+    with pytest.raises(CheckpointError, match=expected):
+        load_checkpoint(tmp_path, state)
+    checkpoints.close()
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, 2**70])
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
     with pytest.raises(TrainError, match="step must be a whole number"):
         Checkpointer(tmp_path / "c").save(step, {})
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("jagged", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named_also_in_a_later_save(tmp_path: Path, jagged: bool) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged if jagged else torch.strided)
+    checkpoints = Checkpointer(tmp_path)
+    for step, value in enumerate((nested, torch.ones(2), nested)):
+        if value is nested:
+            with pytest.raises(CheckpointError, match=r"a\.b: a checkpoint cannot hold a nested tensor; save the list that its unbind"):
+                checkpoints.save(step, {"a": {"b": value}})
+        else:
+            checkpoints.save(step, {"a": {"b": value}})
+            checkpoints.wait()
+    checkpoints.close()
 
 
 def test_plain_values_have_a_limit(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import sys
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -186,6 +187,12 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
         result = restore(other, flatten(state))
         assert same(result["v"].state if other["v"] is wheel else result["v"], value)
     assert same(wheel.state, value) and same(plain["v"], value)
+
+
+@pytest.mark.parametrize("dtype", [">i4", ">f8"] if sys.byteorder == "little" else ["<i4", "<f8"])
+def test_an_array_of_another_byte_order_is_named(dtype: str) -> None:
+    with pytest.raises(TrainError, match=r"a\.b: a checkpoint cannot hold a NumPy array of another byte order; save array\.astype"):
+        flatten({"a": {"b": np.arange(3, dtype=dtype)}})
 
 
 def test_numpy_arrays_and_scalars_come_back() -> None:

@@ -85,6 +85,8 @@ class Checkpointer:
                 raise TrainError(f"{name} must be a whole number, 1 or more, not {value!r}")
         if not os.fspath(directory):
             raise TrainError("directory is empty: where are the checkpoints to be?")
+        if os.fspath(directory).startswith("memory://"):
+            raise TrainError(f"{directory} is the memory of one process: no other rank, and no writer, can use it; take a path or a store")
         self.pid = os.getpid()
         self._url, self._keep = os.fspath(directory), keep
         self._due = due(every)
@@ -269,6 +271,7 @@ class Checkpointer:
         directory cannot be used.
         """
         self._check_use()
+        restoring.check_state(state)
         self._ranks.begin("restore")
         self._claim_directory()
         if self._last is not None and self._opened.publisher is not None:  # what was saved before counts, and may be saved again

@@ -30,7 +30,7 @@ from elastirun.errors import CheckpointError
 from .garbage import no_collection
 from .sharded import is_sharded, is_sharded_type, local_part
 from .shells import ALIGNMENT, shell
-from .tree import Flat
+from .tree import NESTED, Flat
 from .values import DTYPES
 
 FILE = 64 << 20  # bytes of a file, unless one chunk has more: large enough for a disk, small enough to spread over ranks
@@ -148,6 +148,8 @@ def pieces(flat: Flat) -> list[Piece]:
     for name, tensor in flat.tensors.items():
         if is_lazy(tensor):
             raise CheckpointError(f"{name} has no shape yet: call the module once before the first checkpoint")
+        if tensor.is_nested:  # which has no shape
+            raise CheckpointError(f"{name}: {NESTED}")
         box, local = local_box(name, tensor)
         kind = str(tensor.dtype).removeprefix("torch.")
         odd = local.layout != torch.strided or local.is_quantized or local.device.type == "meta" or is_traceable_wrapper_subclass(local)

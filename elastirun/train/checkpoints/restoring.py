@@ -106,6 +106,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
     Each rank reads what it needs; no rank waits for another. Nothing is unpickled but by ``torch.load(weights_only=True)``. Raises
     CheckpointError.
     """
+    check_state(state)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if os.path.isfile(os.path.join(path, COMMIT)):
         folder, name = os.path.split(os.path.abspath(path))
@@ -128,6 +129,12 @@ def load_checkpoint(path: str | os.PathLike[str], state: MutableMapping[str, Any
         log.warning("%s does not have %s: the state keeps its own", path, ", ".join(sorted(others)))
     if foreign.skipped and rank == 0:
         log.warning("%s: left out, because reading it could run code: %s", path, ", ".join(foreign.skipped[:5]))
+
+
+def check_state(state: object) -> None:
+    """Raise CheckpointError unless ``state`` is a dict, which a checkpoint can be put into."""
+    if not isinstance(state, MutableMapping):
+        raise CheckpointError(f"a checkpoint is restored into a dict like the one that was saved, not into {type(state).__name__}")
 
 
 def put(found: Restorable, state: MutableMapping[str, Any], rank: int, strict: bool) -> None:

@@ -22,6 +22,7 @@ from .per_rank import PerRank, is_stateful
 from .sharded import is_sharded_type
 from .values import PER_RANK, PLAIN, TAG, TENSOR, Fixed, Node, join, to_node
 
+NESTED = "a checkpoint cannot hold a nested tensor; save the list that its unbind() returns"
 _TENSORS = {Tensor, nn.Parameter, nn.Buffer}  # the exact types of nearly all tensors, beside DTensor
 
 
@@ -81,6 +82,8 @@ class _Flattening:
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Add a tensor. Raises ``CheckpointError`` if its name is there already, as with {"a": {"b.c": …}, "a.b": {"c": …}}."""
+        if tensor.is_nested:
+            raise CheckpointError(f"{name}: {NESTED}")
         if self.tensors.setdefault(name, tensor) is not tensor:
             raise CheckpointError(f"two tensors of the state have the name {clip(name)}: give one of the dicts another key")
 

@@ -76,6 +76,7 @@ def to_node(value: Any, path: str, take: Take, depth: int = 0) -> Node:
     raise CheckpointError(f"{path or 'the state'}: a checkpoint cannot hold {kind.__module__}.{kind.__qualname__}; {_ADVICE}")
 
 
+_FOREIGN_BYTES = "a checkpoint cannot hold a NumPy array of another byte order; save array.astype(array.dtype.newbyteorder('='))"
 _ADVICE = "give it the methods state_dict and load_state_dict, or leave it out"
 
 
@@ -117,6 +118,8 @@ def _numpy(value: Any, path: str, take: Take, depth: int) -> Node:
     """Return the node of an array, whose memory becomes a tensor's, or of a scalar, which becomes Python's."""
     try:
         if type(value).__name__ == "ndarray":
+            if not value.dtype.isnative:
+                raise CheckpointError(f"{path}: {_FOREIGN_BYTES}")
             take(path, torch.from_numpy(value if value.flags.writeable and value.flags.c_contiguous else value.copy("C")))
             return ARRAY
         plain = value.item()
