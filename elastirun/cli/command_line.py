@@ -38,7 +38,8 @@ _NOTES = """\
 Options come before SCRIPT. What follows SCRIPT is passed to it; ${local_rank} there becomes the
 worker's local rank. Names may be written with _ for - and abbreviated where that is unambiguous.
 In [brackets]: the environment variable that sets the same option, and its default. The command line
-takes precedence over the environment. --dry-run shows where each value came from.
+takes precedence over the environment, and the environment over what is detected (--detect).
+--dry-run shows where each value came from.
 """
 
 
