@@ -192,7 +192,7 @@ class Machine:
             self._end(Outcome.TIMEOUT, event.why)
         since = self._contact.unreadable_since
         if since is not None and event.now - since >= self.rules.unreadable_limit:
-            self._end(Outcome.DISAGREES, event.why)  # this newcomer has waited longer than the host of an earlier run lingers
+            self._end(Outcome.DISAGREES, event.why)  # a host of an earlier run would have ended by now
 
     def _on_failed(self, event: events.WorkersFailed) -> None:
         if self.state is not RUNNING:

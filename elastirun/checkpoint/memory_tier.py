@@ -1,6 +1,6 @@
 """Memory that outlives a worker: the agent of this node holds images for the workers of the next round (``agent/checkpoint_memory.py``).
 
-Every failure means "not held" here: memory saves the way to the disk, and nothing depends on it. Without an agent nothing is held.
+Every failure means "not held": a copy in memory only makes a restart faster. Without an agent nothing is held.
 """
 
 from __future__ import annotations

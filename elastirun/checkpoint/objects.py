@@ -119,7 +119,7 @@ class ObjectDirectory(Directory):
         """Publish as the base class does, but under the next number of the log, whatever ``commit.sequence`` is."""
         entries, name = self._entries(), f"{step_name(commit.step)}.{claim}"
         last = max(entries, default=0)
-        if entries.get(last) == encode(replace(commit, sequence=last)):  # put by a request whose answer was lost
+        if entries.get(last) == encode(replace(commit, sequence=last)):  # the put has succeeded; only its answer was lost
             return name
         self._check_holder(claim, entries)
         self._check_sizes(claim, commit)

@@ -30,7 +30,7 @@ class LocalReport:
     """The values that this rank reports to the others in its next reduction."""
 
     samples: float = 1.0  # weight of its gradients
-    backwards: float = 1.0  # its gradients are divided by this number: a sum of so many means
+    backwards: float = 1.0  # its gradients are sums of this many means, and are divided by the number
     more: bool = False  # this rank has data for the reduction after this one
     requests: set[str] = field(default_factory=set)
     reads_first: bool = False  # this rank reads the words of each step before the gradients are used, and asks all ranks to do so
@@ -73,7 +73,7 @@ class Agreement:
     step: int
     samples: float  # over all ranks
     with_data: int  # ranks that had data
-    more: int  # ranks that have data for the next reduction, too
+    more: int  # number of ranks that also have data for the next reduction
     lacking: int  # ranks that had data, and parameters without a gradient
     looking: int  # ranks that have read the words of this step before its gradients were used, and asked all ranks to do so
     requests: frozenset[str]  # of REQUESTS: what at least one rank asked for

@@ -95,7 +95,7 @@ def started(work: Callable[[Directory, str], object], directory: Directory, clai
 
 @pytest.fixture(autouse=True)
 def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A killed process loses nothing of what the kernel has; only the order of the calls counts here."""
+    """A process that is killed loses nothing that the kernel has, so these tests need no fsync, except those about the order of calls."""
     if "order" not in request.node.name:
         monkeypatch.setattr(os, "fsync", lambda fd: None)
 

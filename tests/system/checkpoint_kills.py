@@ -361,7 +361,7 @@ class Freezes(Story):
         return Try(text, [*first.wrong, *late, *then.wrong])
 
     def resume(self, node: list[int]) -> None:
-        """Let all go on; at times the writer before its agent, which therefore cannot end it."""
+        """Continue all processes. In half of the cases the writer goes on 0.2 s before its agent, which cannot end it then."""
         for number, pid in enumerate(node):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
