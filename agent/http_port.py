@@ -25,7 +25,6 @@ LOOP_LIMIT = 5.0  # seconds for the loop to answer; it answers in milliseconds, 
 FRESH = 0.1  # seconds for which a snapshot serves further requests, so that no number of them wakes the loop more often
 READ_LIMIT = 5.0  # seconds until a request must be complete
 WRITE_LIMIT = 5.0  # seconds until its answer must have been taken
-LINGER = 1.0  # seconds for the client to close: closing before it has read the answer would destroy the answer
 MAX_REQUEST = 8192  # bytes of a request with all its headers
 MAX_CONNECTIONS = 64  # at once; one more closes the oldest that does not wait for the loop
 MAX_RATE = 200  # connections accepted in a second; at 0.2 ms each they take 4 % of a CPU
@@ -145,7 +144,6 @@ class Phase(enum.Enum):
     READING = "its request"
     WAITING = "a snapshot"
     WRITING = "the client to take the answer"
-    LINGERING = "the client to close"
 
 
 @dataclass(eq=False)
@@ -273,10 +271,6 @@ class HttpPort(Generic[T]):
 
     def _read(self, connection: Connection) -> None:
         data = connection.socket.recv(MAX_REQUEST)
-        if connection.phase is Phase.LINGERING:
-            if not data:
-                self._drop(connection)
-            return
         connection.received += data
         found = parse(connection.received, self._pages)
         if isinstance(found, Response):
@@ -336,9 +330,7 @@ class HttpPort(Generic[T]):
     def _write(self, connection: Connection) -> None:
         connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
         if not connection.unsent:
-            connection.socket.shutdown(socket.SHUT_WR)
-            self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
-            connection.phase, connection.due = Phase.LINGERING, clock.now() + LINGER
+            self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
         self._connections.remove(connection)

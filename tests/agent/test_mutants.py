@@ -1,4 +1,7 @@
-"""Rules of the agent about checkpoints in memory: a test notices each one that is taken out, as in tests/rendezvous/test_mutants.py."""
+"""Rules of the agent about checkpoints in memory, the health port and the termination message, as in tests/rendezvous/test_mutants.py.
+
+A test notices each rule that is taken out.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ __all__ = ["copy"]  # the fixture
 mutant = mutants_in("elastirun/agent", "tests/agent")
 LIMIT = "memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count"
 STRANGERS = "strangers_neither_hang_nor_fill_the_agent"
+SERVED = "self._selector.unregister(connection.socket)\n        if self._is_served(connection, FRESH):"
 OTHERS = "other users are not answered"
 MUTANTS = (
     mutant(
@@ -76,6 +80,111 @@ MUTANTS = (
         "an event waits until the amount has settled",
         *("checkpoint_memory", 'clock.now() + SETTLE\n        return ""', 'clock.now()\n        return ""'),
         *("checkpoint_memory", "events_tell_the_amount_when_it_has_settled"),
+    ),
+    mutant(
+        "a loop that stands still is told",
+        *("http_port", "is Phase.WAITING:\n                since", "is None:\n                since"),
+        *("http_port", "a_loop_that_stands_still_is_503_and_answers_again_when_it_goes_on"),
+    ),
+    mutant(
+        "a standstill is counted from the first question",
+        *("http_port", "now - (self._snapshots.asked_at or connection.asked_at)", "now - connection.asked_at"),
+        *("http_port", "how_long_it_has_stood_still_counts_from_the_first_question"),
+    ),
+    mutant(
+        "an answer is no older than its request",
+        *("http_port", "newest[0] >= connection.asked_at - age", "True"),
+        *("http_port", "an_answer_is_no_older_than_the_request"),
+    ),
+    mutant(
+        "requests share a snapshot",
+        *("http_port", SERVED, SERVED.replace("self._is_served(connection, FRESH)", "False")),
+        *("http_port", "requests_that_wait_together_cost_one_snapshot"),
+    ),
+    mutant(
+        "nobody wakes while nobody asks",
+        *("http_port", "- clock.now()) if times else None", "- clock.now()) if times else 0.05"),
+        *("http_port", "nobody_wakes_while_nobody_asks"),
+    ),
+    mutant(
+        "a snapshot with a bug does not end the agent",
+        *("http_port", "        except Exception as error:  # training", "        except ValueError as error:  # training"),
+        *("http_port", "a_bug_of_ours_is_500_and_the_port_goes_on[/a]"),
+    ),
+    mutant(
+        "a page with a bug does not end the port",
+        *("http_port", "Exception as error:\n            return text", "ValueError as error:\n            return text"),
+        *("http_port", "a_bug_of_ours_is_500_and_the_port_goes_on[/b]"),
+    ),
+    mutant(
+        "a request has a time limit",
+        *("http_port", "if now >= connection.due]", "if now >= connection.due and connection.request]"),
+        *("http_port", "a_client_that_sends_half_of_it_is_told_so_and_holds_nobody_up"),
+    ),
+    mutant(
+        "the time limit is for the whole request",
+        *("http_port", "connection.received += data\n", "connection.received += data\n        connection.due += READ_LIMIT\n"),
+        *("http_port", "who_sends_bytes_for_ever_is_not_waited_for"),
+    ),
+    mutant(
+        "headers are limited",
+        *("http_port", "if too_long else None\n", "if False else None\n"),
+        *("http_port", "a_request_is_understood_or_refused"),
+    ),
+    mutant(
+        "connections are limited",
+        *("http_port", "if len(self._connections) >= MAX_CONNECTIONS:", "if False:"),
+        *("http_port", "a_thousand_idle_connections_leave_room_for_one_that_asks"),
+    ),
+    mutant(
+        "who waits for the loop is not the one that is dropped",
+        *("http_port", "key=lambda other: other.phase is Phase.WAITING)", "key=lambda other: 0)"),
+        *("http_port", "a_request_that_waits_for_the_loop_outlives_newer_idle_connections"),
+    ),
+    mutant(
+        "the rate of connections is limited",
+        *("http_port", "if self._accepted >= MAX_RATE:", "if False:"),
+        *("http_port", "the_rate_of_connections_is_limited"),
+    ),
+    mutant(
+        "without a free descriptor the port pauses",
+        *("http_port", "                self._pause(now + RETRY)\n", ""),
+        *("http_port", "without_a_free_descriptor_it_tries_again_later_and_does_not_spin"),
+    ),
+    mutant(
+        "an answer that is not taken has a time limit",
+        *("http_port", "Phase.WRITING, clock.now() + WRITE_LIMIT", "Phase.WRITING, clock.now() + 1000.0"),
+        *("http_port", "a_client_that_does_not_read_is_dropped"),
+    ),
+    mutant(
+        "a node that waits is healthy and not ready",
+        *("health", "text(HTTPStatus.OK if now.state == RUNNING else", "text(HTTPStatus.OK if now.state != STOPPING else"),
+        *("health", "an_agent_is_healthy_in_each_state_and_ready_when_a_round_runs"),
+    ),
+    mutant(
+        "a message fits",
+        *("termination_log", "len(line) - MAX_BYTES) // 6]", "len(line) - MAX_BYTES) * 2]"),
+        *("termination_log", "it_is_one_line_of_json_that_fits_and_begins_with_what_matters"),
+    ),
+    mutant(
+        "a file that hangs does not hold the end up",
+        *("termination_log", "thread.join(LIMIT)", "thread.join(4)"),
+        *("termination_log", "a_file_that_hangs_delays_the_end_by_the_limit"),
+    ),
+    mutant(
+        "half a message is none",
+        *("termination_log", "            file.truncate(0)  # half", "            pass  # half"),
+        *("termination_log", "a_file_that_takes_half_of_it_gets_nothing"),
+    ),
+    mutant(
+        "a launcher below an agent writes no message",
+        *("termination_log", "if environ.get(marks.VARIABLE):", "if False:"),
+        *("termination_log", "it_is_written_in_a_pod_or_where_told_and_not_below_another_agent"),
+    ),
+    mutant(
+        "a worker's own exit code is no verdict on its node",
+        *("ending", "if code == ExitCode.SICK and self.sick:", "if code == ExitCode.SICK:"),
+        *("termination_log", "a_workers_own_code_is_no_verdict_on_this_node"),
     ),
     mutant(
         "why a worker is stopped needs no store",

@@ -159,7 +159,7 @@ def test_a_file_that_hangs_delays_the_end_by_the_limit(tmp_path: Path, monkeypat
         monkeypatch.setattr(os, "O_NONBLOCK", 0)
         began = clock.now()
         assert "longer than 0.1 s" in write(FIELDS, {VARIABLE: f"/proc/self/fd/{writing}"})
-        assert clock.now() - began < 10
+        assert clock.now() - began < 3
     finally:
         os.close(reading)  # ends the thread's write with EPIPE
         os.close(writing)
