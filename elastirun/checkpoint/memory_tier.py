@@ -23,15 +23,19 @@ def put(name: str, fd: int, timeout: float = TIMEOUT) -> str:
     return "" if answer == "ok" else answer.removeprefix("no ")
 
 
-def found(prefix: str = "", timeout: float = TIMEOUT) -> dict[str, int]:
-    """Return a descriptor of everything whose name begins with ``prefix``, by name. The caller closes them."""
+def names(prefix: str = "", timeout: float = TIMEOUT) -> list[str]:
+    """Return the names that begin with ``prefix`` of all that the agent holds."""
     answer, _ = _ask("list", timeout)
     try:
-        names = [name for name in json.loads(answer) if name.startswith(prefix)]
+        return [name for name in json.loads(answer) if name.startswith(prefix)]
     except (ValueError, TypeError, AttributeError):
-        return {}
+        return []
+
+
+def found(prefix: str = "", timeout: float = TIMEOUT) -> dict[str, int]:
+    """Return a descriptor of everything whose name begins with ``prefix``, by name. The caller closes them."""
     held = {}
-    for name in names:
+    for name in names(prefix, timeout):
         _, fd = _ask(f"get {name}", timeout)
         if fd is not None:
             held[name] = fd

@@ -17,15 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastirun.checkpoint import memory_tier
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up, size_for
 from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer, PerRank
 from elastirun.train.checkpoints import checkpointer, opened, publishing, restoring
-from elastirun.train.checkpoints.memory import Part, SaveId, describe, together
+from elastirun.train.checkpoints.memory import Memory, Part, SaveId, describe, together
 from elastirun.train.checkpoints.opened import Opened
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
+from tests.agent.test_checkpoint_memory import Agent
 from tests.checkpoint.saves import stage, yes
 
 PATIENCE = 30.0  # seconds
@@ -185,6 +187,45 @@ def test_images_of_an_earlier_round_are_filled_and_written_again(tmp_path: Path,
     again.wait()
     assert {part.save.step for part in parts_of(again)} == {2, 3} and (tmp_path / "step-00000003").is_dir()
     again.close()
+
+
+def test_images_of_local_ranks_that_are_gone_stay_until_all_ranks_have_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sockets").mkdir()
+    agent = Agent(tmp_path / "sockets", 1 << 30)
+    for name, value in (("ELASTIRUN_SOCKET", f"{tmp_path}/sockets/agent"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    made = Checkpointer(tmp_path / "c")
+    prefix = made._memory._prefix
+    others = {f"{prefix}.{local}.{which}" for local in (2, 3, 11) for which in (0, 1)}
+    stay = {f"{prefix}.1.0", f"{prefix}.1.1", "0123456789abcdef.7.0"}
+    image = Image.create(PAGE)
+    for name in others | stay:
+        assert memory_tier.put(name, image.fd) == ""
+    image.close()
+    found = []
+    for step in range(1, 4):
+        made.save(step, {"x": torch.zeros(4)})
+        made.wait()
+        found.append({*memory_tier.names()} - {f"{prefix}.0.0", f"{prefix}.0.1"})
+    made.close()
+    agent.close()
+    assert found == [others | stay, stay, stay]
+
+
+def test_what_the_agent_had_no_room_for_is_offered_again_when_there_is_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Memory("d")
+    made.there, image, room = True, Image.create(PAGE), False
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(memory_tier, "put", lambda name, fd: "" if room else "full")
+    monkeypatch.setattr(memory_tier, "names", lambda prefix: [f"{prefix}1.0"])
+    monkeypatch.setattr(memory_tier, "drop", lambda name: False)  # another rank was quicker
+    assert [made.keep(0, image), made.keep(0, image)] == ["full", ""]  # said once
+    made.drop_others()
+    assert made.keep(0, image) == "full"
+    room = True
+    made.drop_others()
+    assert made.keep(0, image) == "" and not made._refused
+    image.close()
 
 
 def held(step: int, fence: str, files: Mapping[str, bytes], rank: int = 0) -> Part:

@@ -896,6 +896,16 @@ MUTANTS = (
         *("ckpt_rounds", "of_equal_ones_memory_counts_unless_it_has_lost_something"),
     ),
     mutant(
+        "images of local ranks that are gone stay until all have saved",
+        *("checkpoints/checkpointer", "        if self._number == 2:  #", "        if self._number == 1:  #"),
+        *("ckpt_rounds", "images_of_local_ranks_that_are_gone_stay_until_all_ranks_have_saved"),
+    ),
+    mutant(
+        "images of local ranks of this round stay",
+        *("checkpoints/memory", 'if int(name.split(".")[1]) >= int(workers):', "if True:"),
+        *("ckpt_rounds", "images_of_local_ranks_that_are_gone_stay_until_all_ranks_have_saved"),
+    ),
+    mutant(
         "a Checkpointer that nobody uses any more ends",
         *("checkpoints/checkpointer", "weakref.finalize(self, self._opened.drop)", "weakref.finalize(self, lambda: None)"),
         *("ckpt_rounds", "what_was_saved_and_dropped_is_published_and_nothing_is_left"),

@@ -156,6 +156,8 @@ class Checkpointer:
         if on_disk:
             self._due.begin()
         self._number += 1
+        if self._number == 2:  # all ranks have come here, so all have filled an image in this round
+            self._opened.publisher.submit(self._memory.drop_others)
         round = self._fence.rpartition(":")[2]
         self._staging.fill(
             which,

@@ -80,7 +80,8 @@ class Memory:
         where = directory if "://" in directory else os.path.abspath(directory)
         self._prefix = hashlib.sha256(where.encode()).hexdigest()[:16]
         self._local_rank = os.environ.get("LOCAL_RANK", "0")
-        self._kept: dict[int, Image] = {}  # by the image's number
+        self._kept: dict[int, Image] = {}  # by the image's number: what the agent has been offered
+        self._refused: set[int] = set()  # those of them that the agent does not hold
         self.there = bool(os.environ.get("ELASTIRUN_SOCKET"))
 
     def keep(self, which: int, image: Image) -> str:
@@ -88,7 +89,25 @@ class Memory:
         if not self.there or self._kept.get(which) is image:
             return ""
         self._kept[which] = image
-        return memory_tier.put(f"{self._prefix}.{self._local_rank}.{which}", image.fd)
+        why = memory_tier.put(f"{self._prefix}.{self._local_rank}.{which}", image.fd)
+        if why:
+            self._refused.add(which)
+        return why
+
+    def drop_others(self) -> None:
+        """Let the agent give up the images of local ranks that an earlier round had and this one does not.
+
+        To be called when all ranks have a newer save in their images: until then a restore needs the files that those ranks have staged.
+        What the agent had no room for is offered again by the next ``keep``.
+        """
+        workers = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not self.there or not workers.isdecimal():
+            return
+        for name in memory_tier.names(f"{self._prefix}."):
+            if int(name.split(".")[1]) >= int(workers):
+                memory_tier.drop(name)
+        while self._refused:
+            self._kept.pop(self._refused.pop(), None)
 
     def parts(self) -> list[Part]:
         """Return the complete images of this node."""
