@@ -443,6 +443,26 @@ def test_a_checkpointer_that_was_made_before_the_process_group_is_refused(tmp_pa
     assert all("after torch.distributed.init_process_group()" in text for text in run(2, made_too_early, str(tmp_path)))
 
 
+def save_without_close(folder: str, step: int) -> None:
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(step, {"x": torch.full((3,), float(step))})
+
+
+def drop_and_restore(rank: int, world: int, folder: str) -> list[Any]:
+    """Go on with what a function has saved that did not close its Checkpointer."""
+    found = []
+    for step in (1, 2):
+        save_without_close(folder, step)
+        state, checkpoints = {"x": torch.zeros(3)}, Checkpointer(folder)
+        found += [checkpoints.restore(state), state["x"].tolist()]
+        del checkpoints
+    return found
+
+
+def test_ranks_restore_what_they_saved_and_did_not_close(tmp_path: Path) -> None:
+    assert run(2, drop_and_restore, str(tmp_path)) == [[1, [1.0] * 3, 2, [2.0] * 3]] * 2
+
+
 def come_late(rank: int, world: int, folder: str) -> tuple[list[str], list[int]]:
     """Save on three ranks, of which the second comes when another one has written a line about it."""
     waiting.LOOK, waiting.REPORT = 0.02, 0.1
