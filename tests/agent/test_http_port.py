@@ -395,6 +395,7 @@ def test_without_a_free_descriptor_it_tries_again_later_and_does_not_spin(monkey
     monkeypatch.setattr(Exhausted, "tries", 0)
     listening = Exhausted()
     listening.bind(("127.0.0.1", 0))
+    listening.listen()
     served = Served(listening)
     try:
         began = clock.now()

@@ -111,6 +111,20 @@ def test_an_agent_is_healthy_in_every_state_and_ready_while_a_round_runs(nodes: 
     assert nodes.ends(a) == 143
 
 
+def test_an_agent_that_stays_for_another_job_is_healthy(nodes: Cluster) -> None:
+    port = free_port()
+    where = ("--nnodes=1:2", QUICK, f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--local-addr=127.0.0.1")
+    host = nodes.launch(1, *where, "--rdzv-id=a", "--rdzv-conf=is_host=1", f"--health-port=127.0.0.1:{port}", str(nodes.script))
+    (first,) = nodes.round(1)
+    other = nodes.launch(2, *where, "--rdzv-id=b", "--rdzv-conf=is_host=0", str(nodes.script))
+    (second,) = nodes.round(1)
+    first.tell("exit 0")
+    nodes.says(1, "its store stays up for the nodes of job")
+    assert get(port, "/healthz") == (200, "finishing\n")
+    second.tell("exit 0")
+    assert [nodes.ends(agent) for agent in (other, host)] == [0, 0]
+
+
 def test_a_loop_that_stands_still_is_503(nodes: Cluster) -> None:
     port = free_port()
     options = (f"--health-port=127.0.0.1:{port}", "--forward-signals=USR1")
