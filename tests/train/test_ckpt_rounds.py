@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -132,6 +133,19 @@ def test_an_end_without_patience_does_not_wait_for_other_ranks() -> None:
     assert one.written.wait(PATIENCE)
     made.close(0.0)
     assert not made._thread.is_alive() and one.error
+
+
+def test_an_end_that_does_not_wait_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    made, _ = publisher(Writer())
+    begun, end = threading.Event(), threading.Event()
+    made.submit(lambda: (begun.set(), end.wait(PATIENCE)))  # as mapping the pages of a large state
+    made.submit(one_save())
+    assert begun.wait(PATIENCE)
+    with caplog.at_level(logging.WARNING):
+        made.close(0.0)
+    assert caplog.messages == ["d: what was saved last was not published before the end"]
+    end.set()
+    made._thread.join(PATIENCE)
 
 
 def test_the_end_after_an_exception_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ class Opened:
             return
         self._ending.join(timeout)
         if self._ending.is_alive():
-            log.warning("%s: the last checkpoint was not published before the end of the process", self._url)
+            log.warning("%s: what was saved last was not published before the end", self._url)
 
     def drop(self) -> None:
         """End all as ``close`` does, in a thread: the Checkpointer is gone, and whoever had it goes on."""

@@ -95,6 +95,8 @@ class Publisher:
             self._ending.set()
             self._writer.close(patience=0.0)  # the thread then learns that the writer has ended
             self._thread.join(1.0)
+            if self._thread.is_alive():  # else it has said what became of each save
+                log.warning("%s: what was saved last was not published before the end", self._target["directory"])
         else:
             self._writer.close()
 
