@@ -12,7 +12,7 @@ encoded() { base64 <"$1" | tr -d '\n'; }
 
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout ca.key -out ca.crt -days "$days" -subj "/CN=etcd" 2>/dev/null
 # A member is a client of the others, so a server's certificate serves both ways.
-echo "subjectAltName=DNS:*.etcd,DNS:etcd,DNS:localhost,IP:127.0.0.1" >server.ext
+echo "subjectAltName=DNS:etcd-0.etcd,DNS:etcd-1.etcd,DNS:etcd-2.etcd,DNS:localhost,IP:127.0.0.1" >server.ext
 echo "extendedKeyUsage=serverAuth,clientAuth" >>server.ext
 echo "extendedKeyUsage=clientAuth" >client.ext
 for name in server client; do

@@ -40,7 +40,8 @@ def build(podman: Podman, wheels: Path) -> str:
     if not podman("images", "--quiet", BASE):
         make_base(podman)
     get_setuptools(wheels)
-    values = {"BASE_IMAGE": BASE, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels", "EXTRAS": "etcd,examples"}
+    extras = "etcd,examples,metrics" if (site_packages() / "prometheus_client").exists() else "etcd,examples"
+    values = {"BASE_IMAGE": BASE, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels", "EXTRAS": extras}
     options = [part for key, value in values.items() for part in ("--build-arg", f"{key}={value}")]
     podman(
         "build", "--pull-never", "--isolation", "chroot", "--file", str(ROOT / "deploy/docker/Dockerfile"), *options, *volumes(),

@@ -59,6 +59,12 @@ class Cluster:
         job.begin()
         return job
 
+    def serve(self, documents: list[Manifest], options: list[str]) -> StatefulSet:
+        """Take the documents, of which one is a StatefulSet, and start its pods. ``options``: more of podman."""
+        self.documents += copy.deepcopy(documents)
+        (manifest,) = [document for document in documents if document["kind"] == "StatefulSet"]
+        return StatefulSet(self, manifest, options)
+
     def claim(self, name: str) -> Path:
         """Return the folder of a PersistentVolumeClaim. fsGroup lets every pod write to it."""
         folder = self.folder / f"claim-{name}"
@@ -87,14 +93,50 @@ def cluster(podman: Podman, folder: Path, image: str, options: list[str]) -> Ite
         made.close()
 
 
+class StatefulSet:
+    """Pods that are started once, all at the same time."""
+
+    indexed = False
+
+    def __init__(self, cluster: Cluster, manifest: Manifest, options: list[str]) -> None:
+        spec = manifest["spec"]
+        self.cluster, self.name = cluster, manifest["metadata"]["name"]
+        self.pod: Manifest = spec["template"]["spec"] | {"subdomain": spec["serviceName"]}
+        self.pod_labels: dict[str, str] = spec["template"]["metadata"]["labels"]
+        (self.container,) = self.pod["containers"]
+        self._claims = [claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", [])]
+        self.pods = [Pod(self, index) for index in range(spec["replicas"])]
+        for pod in self.pods:
+            pod.start(cluster.image, [*cluster.options, *options])
+
+    def at(self, index: int) -> Pod:
+        return self.pods[index]
+
+    def tell(self, pod: Pod) -> None:
+        """Leave pods that have ended as they are."""
+
+    def selected(self, labels: dict[str, str]) -> bool:
+        return labels.items() <= self.pod_labels.items()
+
+    def volumes(self, hostname: str) -> list[Manifest]:
+        claims = [{"name": name, "persistentVolumeClaim": {"claimName": f"{name}-{hostname}"}} for name in self._claims]
+        return [*self.pod.get("volumes", []), *claims]
+
+    def story(self) -> str:
+        return "\n".join(f"--- {pod.hostname} {pod.code}\n" + "\n".join(pod.lines[-12:]) for pod in self.pods)
+
+
 class Job:
     """An Indexed Job. A thread of its own is the controller: it alone changes what is below ``# state``."""
+
+    indexed = True
 
     def __init__(self, cluster: Cluster, manifest: Manifest, extra: Callable[[int], list[str]] | None) -> None:
         self.cluster, self.spec, self.name = cluster, copy.deepcopy(manifest["spec"]), manifest["metadata"]["name"]
         self.uid, self._extra = str(uuid.uuid4()), extra or (lambda index: [])
         self.pod: Manifest = self.spec["template"]["spec"]
-        self.pod_labels: dict[str, str] = self.spec["template"].get("metadata", {}).get("labels", {})
+        own = {"batch.kubernetes.io/job-name": self.name, "batch.kubernetes.io/controller-uid": self.uid}
+        self.pod_labels: dict[str, str] = {**self.spec["template"].get("metadata", {}).get("labels", {}), **own}
         (self.container,) = self.pod["containers"]
         assert self.spec["completionMode"] == "Indexed" and self.pod["restartPolicy"] == "Never"
         # state
@@ -130,8 +172,11 @@ class Job:
         self._thread.join(PATIENCE)
 
     def selected(self, labels: dict[str, str]) -> bool:
-        own = {**self.pod_labels, "batch.kubernetes.io/job-name": self.name, "batch.kubernetes.io/controller-uid": self.uid}
-        return labels.items() <= own.items()
+        return labels.items() <= self.pod_labels.items()
+
+    def volumes(self, hostname: str) -> list[Manifest]:
+        found: list[Manifest] = self.pod.get("volumes", [])
+        return found
 
     def at(self, index: int, which: int = 0) -> Pod:
         """Wait for a pod of this index and return it. ``which``: 0 is the first, 1 its replacement."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
@@ -14,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.deploy.containers.jobs import Job
+    from tests.deploy.containers.jobs import Job, StatefulSet
 
 PATIENCE = 180.0  # seconds for what takes some at most, on a machine with other work
 GRACE = 30  # seconds between SIGTERM and SIGKILL where the manifest says nothing
 
 
 class Pod:
-    """A pod of an Indexed Job. ``code`` is None while its container runs."""
+    """A pod of an Indexed Job or a StatefulSet. ``code`` is None while its container runs."""
 
-    def __init__(self, job: Job, index: int) -> None:
+    def __init__(self, job: Job | StatefulSet, index: int) -> None:
         self.job, self.index, self.uid = job, index, str(uuid.uuid4())
-        self.name, self.hostname = f"{job.name}-{index}-{self.uid[:5]}", f"{job.name}-{index}"
+        self.name, self.hostname = f"{job.name}-{index}-{self.uid[:5]}", f"{job.name}-{index}"  # the pod of a StatefulSet is its hostname
         self.address = job.cluster.new_address()
         self.folder = job.cluster.folder / self.name
         self.folder.mkdir()
@@ -93,10 +94,10 @@ class Pod:
         """Call podman for this container: ``do("pause")``."""
         self.job.cluster.podman(*command, self.name)
 
-    def get(self, path: str, port: int) -> tuple[int, str]:
+    def get(self, path: str, port: int = 8080, patience: float = 30) -> tuple[int, str]:
         """Ask the pod by HTTP, as a probe of the kubelet does; 0 when nobody answers."""
         try:
-            with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=patience) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -125,16 +126,11 @@ class Pod:
         self.job.tell(self)
 
     def _field(self, path: str) -> str:
-        labels = {
-            **self.job.pod_labels,
-            "batch.kubernetes.io/job-name": self.job.name,
-            "batch.kubernetes.io/controller-uid": self.job.uid,
-            "batch.kubernetes.io/job-completion-index": str(self.index),
-        }
+        labels = {**self.job.pod_labels, "batch.kubernetes.io/job-completion-index": str(self.index)}
         if found := re.match(r"metadata\.(?:labels|annotations)\['(.+)'\]", path):
             return labels.get(found[1], "")
         known = {
-            "metadata.name": self.name, "metadata.namespace": "default", "metadata.uid": self.uid,
+            "metadata.name": self.name if self.job.indexed else self.hostname, "metadata.namespace": "default", "metadata.uid": self.uid,
             "spec.nodeName": f"machine-{self.index}", "status.podIP": self.address, "status.hostIP": self.job.cluster.gateway,
         }  # fmt: skip
         return known[path]
@@ -145,7 +141,7 @@ class Pod:
         for entry in self.job.container.get("env", []):
             value = entry["valueFrom"]["fieldRef"]["fieldPath"] if "valueFrom" in entry else entry.get("value", "")
             made[entry["name"]] = self._field(value) if "valueFrom" in entry else expand(value, made)
-        return made | {"JOB_COMPLETION_INDEX": str(self.index)}
+        return made | ({"JOB_COMPLETION_INDEX": str(self.index)} if self.job.indexed else {})
 
     def _expand(self, text: str) -> str:
         return expand(text, self._variables())
@@ -206,7 +202,7 @@ class Pod:
         return options
 
     def _mounts(self) -> list[str]:
-        volumes = {volume["name"]: volume for volume in self.job.pod.get("volumes", [])}
+        volumes = {volume["name"]: volume for volume in self.job.volumes(self.hostname)}
         options = []
         for mount in self.job.container.get("volumeMounts", []):
             volume, where = volumes[mount["name"]], mount["mountPath"]
@@ -234,8 +230,8 @@ class Pod:
         folder = cluster.folder / f"{kind}-{name}"
         folder.mkdir(exist_ok=True)
         (found,) = [doc for doc in cluster.kind("ConfigMap" if kind == "configMap" else "Secret") if doc["metadata"]["name"] == name]
-        for key, text in {**found.get("data", {}), **found.get("stringData", {})}.items():
-            (folder / key).write_text(text)
+        for key, text in found.get("data", {}).items():
+            (folder / key).write_bytes(base64.b64decode(text) if kind == "secret" else text.encode())
         return folder
 
 

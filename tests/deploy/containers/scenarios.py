@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import time
 from collections.abc import Callable
+
+import yaml
 
 from tests.deploy import manifests
 from tests.deploy.containers.jobs import Cluster, Job
+from tests.deploy.containers.pods import PATIENCE
 from tests.deploy.manifests import Manifest
+from tests.support.etcd_server import BINARY
 
 RIGHT = 95.0  # percent of the held-out images; an undisturbed training reaches 97 to 98
 EPOCHS = 12  # of 21 steps each
@@ -16,21 +23,45 @@ EPOCHS = 12  # of 21 steps each
 SLOWLY = """
 import os, runpy, sys, time
 sleep, SLOW = time.sleep, "/checkpoints/slow"
-time.sleep = lambda seconds: sleep(seconds) if seconds != 0.125 or os.path.exists(SLOW) else None
-sys.argv = ["examples/train.py", "--checkpoint=/checkpoints/digits", "--pause=0.125", "--every=5", *sys.argv[1:]]
+time.sleep = lambda seconds: sleep(seconds) if seconds != 1.0 or os.path.exists(SLOW) else None
+sys.argv = ["examples/train.py", "--checkpoint=/checkpoints/digits", "--pause=1.0", "--every=2", *sys.argv[1:]]
 runpy.run_path("examples/train.py", run_name="__main__")
 """
 
 Scenario = Callable[[Cluster], Job]
 
 
+def overlay(name: str) -> list[Manifest]:
+    """Return an overlay. ``etcd-smoke`` is cpu-smoke with what the overlay etcd changes in the base."""
+    documents = manifests.overlay("cpu-smoke")
+    if name == "etcd-smoke":
+        etcd, own = container_of(manifests.overlay("etcd")), container_of(documents)
+        variables = {entry["name"]: entry["value"] for entry in etcd["env"] if "value" in entry}
+        set_variables(own, **{name: variables[name] for name in ("PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_CONF")})
+        own["volumeMounts"] = etcd["volumeMounts"]
+        pod, other = (manifests.only(found, "Job")["spec"]["template"]["spec"] for found in (documents, manifests.overlay("etcd")))
+        pod["volumes"] += [volume for volume in other["volumes"] if volume["name"] == "etcd-tls"]
+    return documents
+
+
 def smoke(size: int = 3, name: str = "cpu-smoke", **variables: str) -> list[Manifest]:
     """Return the manifests of the overlay cpu-smoke with another number of pods and more variables."""
-    documents = manifests.overlay(name)
+    documents = overlay(name)
     spec = manifests.only(documents, "Job")["spec"]
     spec["completions"] = spec["parallelism"] = size
     set_variables(container_of(documents), PET_LAST_CALL="2", **variables)
     return documents
+
+
+def serve_etcd(cluster: Cluster) -> None:
+    """Start the three members of deploy/kubernetes/etcd, with its script's certificates and this machine's etcd."""
+    folder = manifests.FOLDER / "etcd"
+    script = subprocess.run(["sh", str(folder / "make-certificates.sh"), "1"], capture_output=True, text=True, timeout=60)
+    assert script.returncode == 0, script.stderr
+    secrets = [document for document in yaml.safe_load_all(script.stdout) if document]
+    members = cluster.serve([*manifests.render(folder), *secrets], ["--volume", f"{BINARY}:/usr/bin/etcd:ro"])
+    for index in range(3):
+        members.at(index).says("serving client traffic|ready to serve client requests")
 
 
 def slow(size: int = 3, name: str = "cpu-smoke", **variables: str) -> list[Manifest]:
@@ -43,6 +74,14 @@ def slow(size: int = 3, name: str = "cpu-smoke", **variables: str) -> list[Manif
 def start_slowly(cluster: Cluster, documents: list[Manifest]) -> Job:
     (cluster.claim("smoke-train") / "slow").touch()
     return cluster.apply(documents)
+
+
+def saved(cluster: Cluster) -> None:
+    """Wait until there is a checkpoint that counts."""
+    deadline = time.monotonic() + PATIENCE
+    while not list((cluster.claim("smoke-train") / "digits").glob("step-*/commit.json")):
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.1)
 
 
 def hurry(cluster: Cluster) -> None:
@@ -82,9 +121,10 @@ def plain(cluster: Cluster) -> Job:
 
 
 def eviction(cluster: Cluster) -> Job:
-    """An evicted pod ends with 143, uses up no retry, and its replacement joins under the same name. The others go on meanwhile."""
+    """An evicted pod ends with 143, uses up no retry, and its replacement joins under the same name. Probes are green all the time."""
     job = start_slowly(cluster, slow())
-    job.at(0).says("epoch +1/.* world size 3")
+    job.at(0).says("3 workers on cpu")
+    assert [job.at(1).get(path)[0] for path in ("/healthz", "/readyz", "/status")] == [200, 200, 200]
     job.at(1).terminate(disruption=True)
     assert job.at(1).ends() == 143, job.story()
     job.at(0).says("3 workers on cpu: going on after step")
@@ -102,9 +142,189 @@ def raising_script(cluster: Cluster) -> Job:
     job = cluster.apply(documents)
     assert job.ends().startswith("Failed: PodFailurePolicy"), job.story()
     failed = [pod for pod in job.pods if pod.code == 1]
-    assert failed and all("no such corpus" in pod.termination_message for pod in failed), job.story()
+    assert failed, job.story()
+    for pod in failed:
+        said = json.loads(pod.termination_message)
+        assert (said["verdict"], said["error"]) == ("failed", "ValueError: no such corpus"), pod.termination_message
+    return job
+
+
+def killed_agent(cluster: Cluster) -> Job:
+    """A killed agent ends the whole pod with 137, which counts; the others go on, and the replacement joins."""
+    job = start_slowly(cluster, slow())
+    job.at(0).says("3 workers on cpu")
+    job.at(2).do("kill", "--signal", "KILL")
+    assert job.at(2).ends() == 137, job.story()
+    job.at(2, which=1).says("round .* nodes")
+    hurry(cluster)
+    trained(job)
+    assert job.retries(2) == 1 and len(job.pods) == 4, job.story()
+    return job
+
+
+def paused(cluster: Cluster) -> Job:
+    """A pod that falls silent does not answer its probes; the others go on without it. When it wakes up it is a new node of the job."""
+    job = start_slowly(cluster, slow())
+    job.at(0).says("3 workers on cpu")
+    saved(cluster)
+    job.at(2).do("pause")
+    job.at(0).says("2 workers on cpu: going on after step")
+    assert job.at(2).get("/healthz", patience=2)[0] == 0
+    assert job.at(0).get("/healthz")[0] == 200
+    job.at(2).do("unpause")
+    job.at(0).says("3 workers on cpu: going on after step")
+    hurry(cluster)
+    trained(job)
+    assert len(job.pods) == 3, job.story()
+    return job
+
+
+def scaled(cluster: Cluster) -> Job:
+    """Two pods become four, then three: the number of workers follows, and the pod with the highest index leaves with 143."""
+    job = start_slowly(cluster, slow(size=2))
+    job.at(0).says("2 workers on cpu")
+    job.scale(4)
+    job.at(0).says("4 workers on cpu: going on after step")
+    job.scale(3)
+    assert job.at(3).ends() == 143, job.story()
+    job.at(0).says("3 workers on cpu: going on after step")
+    hurry(cluster)
+    trained(job)
+    assert len(job.pods) == 4 and not any(job.retries(index) for index in range(4)), job.story()
+    return job
+
+
+def lost_store(cluster: Cluster) -> Job:
+    """Without etcd the loss of index 0 ends the round of all; what ended starts again, and training goes on after its checkpoint."""
+    job = start_slowly(cluster, slow())
+    saved(cluster)
+    job.at(0).do("kill", "--signal", "KILL")
+    assert job.at(0).ends() == 137, job.story()
+    job.at(0, which=1).says("workers on cpu: going on after step")
+    hurry(cluster)
+    trained(job)
+    assert all(code in (0, 143) for pod in job.pods[-2:] if (code := pod.code) is not None), job.story()
+    return job
+
+
+def lost_first_index(cluster: Cluster) -> Job:
+    """With etcd index 0 is a pod like any other: when it is killed the others go on, and its replacement joins."""
+    serve_etcd(cluster)
+    job = start_slowly(cluster, slow(name="etcd-smoke"))
+    job.at(0).says("3 workers on cpu")
+    job.at(0).do("kill", "--signal", "KILL")
+    assert job.at(0).ends() == 137, job.story()
+    job.at(0, which=1).says("round .* 3 nodes")
+    hurry(cluster)
+    trained(job)
+    assert job.codes(0)[0] == 137 and len(job.pods) == 4 and job.retries(0) == 1, job.story()
+    return job
+
+
+# A worker without torch, which ends when a file is there. The agent of a sick machine is a real one that cannot kill a worker.
+PATIENT = """
+import os, signal, time
+if os.environ.get("DEAF"): signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("at work, world size", os.environ["WORLD_SIZE"], flush=True)
+while not os.path.exists("/checkpoints/done"): time.sleep(0.1)
+"""
+SICK = """
+import os
+if os.environ["JOB_COMPLETION_INDEX"] == "2" and os.path.exists("/checkpoints/sick"):
+    os.unlink("/checkpoints/sick")  # the replacement runs on another machine
+    os.environ["DEAF"] = "1"
+    from elastirun.agent.processes import process, workers
+    process.Process.kill_group = lambda self: None  # as if the worker hung in the kernel
+    workers.GIVE_UP = 1.0
+from elastirun.cli.main import main
+main()
+"""
+
+
+def patient(**variables: str) -> list[Manifest]:
+    documents = smoke(**variables)
+    container_of(documents)["args"] = ["--no-python", "python3", "-c", PATIENT]
+    return documents
+
+
+def sick_machine(cluster: Cluster) -> Job:
+    """An agent whose machine cannot kill a worker ends with 202, which counts; its replacement joins, and the message names the cause."""
+    documents = patient(PET_GRACE="1")
+    container_of(documents)["command"] = ["python3", "-c", SICK]
+    (cluster.claim("smoke-train") / "sick").touch()
+    job = cluster.apply(documents)
+    job.at(2).says("at work, world size 3")
+    job.at(1).do("kill", "--signal", "KILL")
+    assert job.at(2).ends() == 202, job.story()
+    assert json.loads(job.at(2).termination_message)["verdict"] == "sick", job.at(2).termination_message
+    job.at(2, which=1).says("at work, world size 3")
+    (cluster.claim("smoke-train") / "done").touch()
+    assert job.ends() == "Complete" and job.retries(2) == 1, job.story()
+    return job
+
+
+def excluded(cluster: Cluster) -> Job:
+    """A pod whose fixed rank another one holds ends with 204: its index has failed for good, and the job succeeds without it."""
+    documents = patient(PET_RDZV_BACKEND="static", PET_NNODES="2")
+    job = cluster.apply(documents, lambda index: ["--env", f"PET_NODE_RANK={min(index, 1)}"])
+    job.at(0).says("at work, world size 2")
+    one, other = job.at(1), job.at(2)
+    while one.code is None and other.code is None:
+        time.sleep(0.1)
+    (cluster.claim("smoke-train") / "done").touch()
+    assert job.ends() == "Complete" and len(job.failed) == 1 and len(job.pods) == 3, job.story()
+    assert sorted({one.code, other.code} - {143}) == [0, 204], job.story()
+    return job
+
+
+def strange_surroundings(cluster: Cluster) -> Job:
+    """Another user than the image's, no HOME, 64 MB of shared memory and a /proc that hides other users' processes: it trains as well."""
+    documents = smoke()
+    container = container_of(documents)
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "shm"]
+    pod = manifests.only(documents, "Job")["spec"]["template"]["spec"]
+    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] != "shm"]
+    pod["securityContext"] |= {"runAsUser": 12345, "runAsGroup": 12345}
+    options = ["--unsetenv", "HOME", "--shm-size", "64m", "--security-opt", "proc-opts=hidepid=2"]
+    job = cluster.apply(documents, lambda index: options)
+    trained(job)
+    assert len(job.pods) == 3, job.story()
+    return job
+
+
+# Leaves orphans, which process 1 must reap, and looks for dead ones that nobody reaped.
+ORPHANS = """
+import os, time
+for _ in range(20): os.system("(setsid sleep 0.1 &)")
+time.sleep(1)
+def state(pid):
+    try: return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+    except OSError: return ""
+print("process 1 is", open("/proc/1/cmdline").read().split(chr(0))[1], flush=True)
+print("zombies:", sum(state(pid) == "Z" for pid in os.listdir("/proc") if pid.isdecimal()), flush=True)
+while True: time.sleep(1)
+"""
+
+
+def process_one(cluster: Cluster) -> Job:
+    """The agent is process 1: it reaps what workers leave, passes SIGTERM on, and all pods end with 143 within their grace."""
+    documents = smoke()
+    container_of(documents)["args"] = ["--no-python", "python3", "-c", ORPHANS]
+    job = cluster.apply(documents)
+    for index in range(3):
+        assert job.at(index).says("zombies").endswith("zombies: 0"), job.story()
+        assert "elastirun" in job.at(index).says("process 1 is"), job.story()
+    job.scale(0)
+    begun = time.monotonic()
+    assert [job.at(index).ends() for index in range(3)] == [143] * 3, job.story()
+    assert time.monotonic() - begun < 90, job.story()
     return job
 
 
 SHORT: dict[str, Scenario] = {"plain": plain, "eviction": eviction, "raising-script": raising_script}
-ALL: dict[str, Scenario] = {**SHORT}
+ALL: dict[str, Scenario] = {
+    **SHORT,
+    "killed-agent": killed_agent, "paused": paused, "scaled": scaled, "sick-machine": sick_machine, "excluded": excluded,
+    "lost-store": lost_store, "lost-first-index": lost_first_index,
+    "strange-surroundings": strange_surroundings, "process-one": process_one,
+}
