@@ -229,10 +229,14 @@ def test_nobody_wakes_while_nobody_asks(served: Served) -> None:
         lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
         return next(line for line in lines if line.startswith("voluntary_ctxt_switches"))
 
-    select.select([], [], [], 0.1)  # until it sleeps again after the end of the last connection
-    taken, before = served.taken, wakes()
-    select.select([], [], [], 0.5)
-    assert (served.taken, wakes()) == (taken, before)
+    def sleeps_for_half_a_second() -> bool:
+        before = wakes()
+        select.select([], [], [], 0.5)
+        return wakes() == before
+
+    taken = served.taken
+    assert any(sleeps_for_half_a_second() for _ in range(10))  # it may not have been back in its poll at the beginning
+    assert served.taken == taken
 
 
 @pytest.mark.parametrize("path", [b"/a", b"/b"])
@@ -341,14 +345,14 @@ def test_who_does_not_hang_up_costs_nothing(served: Served) -> None:
         until(lambda: not served.port._connections)
 
 
-def test_a_thousand_idle_connections_leave_room_for_one_that_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_idle_connections_leave_room_for_one_that_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "MAX_RATE", 10**6)
     monkeypatch.setattr(http_port, "READ_LIMIT", PATIENCE)
     clients = []
     try:
-        for number in range(1000):
+        for number in range(300):
             clients.append(served.connect())
-            if number % 200 == 0:
+            if number % 100 == 0:
                 assert ask(served, GET) == (200, b"a\n")
         assert ask(served, GET) == (200, b"a\n")
         assert len(served.port._connections) <= MAX_CONNECTIONS

@@ -134,7 +134,7 @@ MUTANTS = (
     mutant(
         "connections are limited",
         *("http_port", "if len(self._connections) >= MAX_CONNECTIONS:", "if False:"),
-        *("http_port", "a_thousand_idle_connections_leave_room_for_one_that_asks"),
+        *("http_port", "many_idle_connections_leave_room_for_one_that_asks"),
     ),
     mutant(
         "who waits for the loop is not the one that is dropped",

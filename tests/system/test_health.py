@@ -6,11 +6,14 @@ import http.client
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import struct
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastirun.agent.host import descriptors
+from elastirun.agent.http_port import MAX_CONNECTIONS
 from tests.support.cluster import PATIENCE, WORKER, Cluster, free_port
 from tests.system.test_endings import DEAF, with_change
 
@@ -188,6 +193,22 @@ def connections(agent: subprocess.Popen[str], port: int) -> int:
     return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in held)
 
 
+@contextmanager
+def thousand_connections(port: int) -> Iterator[None]:
+    """Hold a thousand connections that send nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors.raise_limit()
+    held = []
+    try:
+        for _ in range(1000):
+            held.append(socket.create_connection(("127.0.0.1", port), PATIENCE))
+        yield
+    finally:
+        for client in held:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def disturb(port: int, rng: random.Random) -> None:
     """Do what a careless or hostile client does."""
     way = rng.randrange(6)
@@ -217,10 +238,9 @@ def test_strangers_leave_nothing_behind_and_do_not_disturb_the_job(nodes: Cluste
     rng = random.Random(16)
     for _ in range(150):
         disturb(port, rng)
-    held = [socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(100)]
-    assert get(port, "/healthz") == (200, "running\n")
-    for client in held:
-        client.close()
+    with thousand_connections(port):
+        assert get(port, "/healthz") == (200, "running\n")
+        assert connections(agent, port) <= MAX_CONNECTIONS
     deadline = time.monotonic() + PATIENCE
     while connections(agent, port):
         assert time.monotonic() < deadline
