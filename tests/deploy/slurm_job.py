@@ -12,6 +12,7 @@ from tests.support.slurm import Slurm, missing, wait
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy/slurm/elastirun.sbatch"
+LONGEST = 150.0  # seconds; below the time after which pytest ends a test that hangs
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 
 reason = missing()
@@ -33,7 +34,7 @@ class Job:
         return self.path.read_text() if self.path.exists() else ""
 
     def says(self, text: str) -> str:
-        wait(lambda: text in self.out(), self.explain)
+        wait(lambda: text in self.out(), self.explain, LONGEST)
         return self.out()
 
     def has(self, name: str) -> str:
@@ -41,7 +42,7 @@ class Job:
 
     def ends(self) -> tuple[str, str]:
         """Wait for the end and return the state and exit code that Slurm has for the job."""
-        wait(lambda: self.has("JobState") in OVER, self.explain)
+        wait(lambda: self.has("JobState") in OVER, self.explain, LONGEST)
         return self.has("JobState"), self.has("ExitCode")
 
     def explain(self) -> str:

@@ -22,6 +22,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scan
 PACKAGES = "slurmctld slurmd slurm-client munge util-linux"
 
 # Short times: a requeued job may begin after cred_expire (5 s, the least), and a node that does not answer is down after SlurmdTimeout.
+# KillOnBadExit and JobRequeue are not Slurm's defaults: what a job needs, its script has to ask for.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={controller}
@@ -52,6 +53,8 @@ MinJobAge=300
 KillWait={kill_wait}
 UnkillableStepTimeout=120
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,batch_sched_delay=0,bf_interval=1
+KillOnBadExit=1
+JobRequeue=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={nodes} CPUs=2 RealMemory=1000 State=UNKNOWN
@@ -68,7 +71,7 @@ FIRST = '"$@" & wait; exec sleep infinity'
 class Slurm:
     """The cluster. Its nodes are ``h0``, ``h1``, ...; the controller runs on a host of its own behind them."""
 
-    def __init__(self, folder: Path, count: int = 3, silence: int = 60, kill_wait: int = 10, more: str = "") -> None:
+    def __init__(self, folder: Path, count: int = 3, silence: int = 60, kill_wait: int = 30, more: str = "") -> None:
         self.folder, self.count = folder, count
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._started: dict[str, subprocess.Popen[str]] = {}
@@ -185,7 +188,7 @@ def missing() -> str:
 
 
 @contextmanager
-def slurm(folder: Path, count: int = 3, silence: int = 60, kill_wait: int = 10, more: str = "") -> Iterator[Slurm]:
+def slurm(folder: Path, count: int = 3, silence: int = 60, kill_wait: int = 30, more: str = "") -> Iterator[Slurm]:
     made = Slurm(folder, count, silence, kill_wait, more)
     try:
         yield made
