@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -93,6 +94,22 @@ def test_what_one_rank_could_not_write_is_not_published_and_all_learn_of_it() ->
     assert made.outcome(one, PATIENCE) == "rank 1: disk full" == board.get("1/outcome").decode()
     assert writer.asked() == ["write", "discard"] and made.published is None
     made.close(PATIENCE)
+
+
+def test_an_end_that_cannot_wait_for_the_disk_waits_for_the_call_that_the_thread_is_in() -> None:
+    """Inside torch, as in an import, it would abort the process."""
+    made, _ = publisher(Writer())
+    inside, returned = threading.Event(), threading.Event()
+
+    def call() -> None:
+        inside.set()
+        time.sleep(1.5)
+        returned.set()
+
+    made.submit(call)
+    assert inside.wait(PATIENCE)
+    made.close(0.0)
+    assert returned.is_set()
 
 
 @pytest.mark.parametrize("dies", ["write", "commit"])

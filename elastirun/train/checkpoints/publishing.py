@@ -23,6 +23,7 @@ from elastirun.errors import CheckpointError
 
 from .ranks import Ranks
 from .staging import Staging
+from .waiting import LAST_CALL
 
 log = logging.getLogger("elastirun.checkpoints")
 
@@ -94,7 +95,7 @@ class Publisher:
         if self._thread.is_alive():
             self._ending.set()
             self._writer.close(patience=0.0)  # the thread then learns that the writer has ended
-            self._thread.join(1.0)
+            self._thread.join(LAST_CALL)
             if self._thread.is_alive():  # else it has said what became of each save
                 log.warning("%s: what was saved last was not published before the end", self._target["directory"])
         else:

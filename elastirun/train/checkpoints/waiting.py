@@ -15,6 +15,9 @@ log = logging.getLogger("elastirun.checkpoints")
 
 LOOK = 2.0  # seconds between two looks of the thread; a rank that waits for longer leaves a note in the store
 REPORT = 15.0  # seconds of waiting until there is a line: a rank that claims a slow directory has mostly come by then
+# Seconds that the end waits for the last call of a thread. A thread that is inside torch when the interpreter ends aborts the process: its
+# exit code is then SIGABRT's and not that of its exception. Calls take milliseconds; on an overloaded machine an import takes seconds.
+LAST_CALL = 20.0
 
 
 class Waiting:
@@ -44,8 +47,9 @@ class Waiting:
             self._begun = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and wait for that."""
         self._ended.set()
+        self._thread.join(LAST_CALL)
 
     def _run(self) -> None:
         told = 0
