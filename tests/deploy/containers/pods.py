@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import subprocess
 import threading
@@ -231,7 +232,10 @@ class Pod:
         folder.mkdir(exist_ok=True)
         (found,) = [doc for doc in cluster.kind("ConfigMap" if kind == "configMap" else "Secret") if doc["metadata"]["name"] == name]
         for key, text in found.get("data", {}).items():
-            (folder / key).write_bytes(base64.b64decode(text) if kind == "secret" else text.encode())
+            path = folder / key
+            path.write_bytes(base64.b64decode(text) if kind == "secret" else text.encode())
+            path.chmod(volume[kind].get("defaultMode", 0o644))
+            os.chown(path, 0, self.job.pod.get("securityContext", {}).get("fsGroup", 0))
         return folder
 
 
