@@ -5,9 +5,18 @@ from __future__ import annotations
 import re
 
 from tests.deploy.slurm_job import ROOT, Job, needs_slurm
-from tests.support.cluster import Cluster
+from tests.support.cluster import WORKER, Cluster
 from tests.support.slurm import Slurm, wait
 
+# A worker that takes some time to save when it is told to stop.
+SAVING = """
+import os, signal, time
+def save(*_):
+    time.sleep(1)
+    os.write(1, b"saved\\n")
+    os._exit(143)
+signal.signal(signal.SIGTERM, save)
+"""
 # The first run is slow enough to be stopped, the second one quick.
 TRAINING = """
 import os, runpy, sys
@@ -19,10 +28,11 @@ runpy.run_path({script!r}, run_name="__main__")
 
 @needs_slurm
 def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is_not(cluster: Slurm, nodes: Cluster) -> None:
-    job = Job(cluster, nodes)
+    nodes.script.write_text(SAVING + WORKER)
+    job = Job(cluster, nodes, MAX_REQUEUES="0")  # it holds for other ends
     nodes.round(3)
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)  # as before the time limit
-    job.says("exit code 143: the job is queued again")
+    assert job.says("exit code 143: the job is queued again").count("saved") == 3
     workers = nodes.round(3)
     assert job.has("Restarts") == "1"
     assert {worker.env["TORCHELASTIC_RUN_ID"] for worker in workers} == {f"slurm-{job.number}.0-restart1"}
@@ -45,4 +55,5 @@ def test_a_preempted_job_goes_on_where_it_stopped(cluster: Slurm, nodes: Cluster
     assert job.ends() == ("COMPLETED", "0:0"), job.out()
     assert job.has("Restarts") == "1"
     assert stopped and f"2 workers on cpu: going on after step {stopped[1]} of saved" in job.out()
+    assert "from scratch" in job.out(), "the output of the first run is gone"
     assert "epoch   4/4" in job.out() and "test accuracy" in job.out()
