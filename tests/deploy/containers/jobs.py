@@ -210,8 +210,11 @@ class Job:
 
     def story(self) -> str:
         """Return what happened and what each pod said last, for people."""
-        ends = "".join(f"\n--- {pod.name} {pod.phase} {pod.code}\n" + "\n".join(pod.lines[-12:]) for pod in self.pods)
-        return "\n".join([f"job {self.name}: {self.status or 'runs'}", *self.events]) + ends
+        told = [f"job {self.name}: {self.status or 'runs'}", *self.events]
+        for pod in self.pods:
+            said = list(zip(pod.times, pod.lines, strict=False))[-12:]
+            told += [f"--- {pod.name} {pod.phase} {pod.code}", *(f"{moment - self._begun:6.1f} s  {line}" for moment, line in said)]
+        return "\n".join(told)
 
     def _note(self, text: str) -> None:
         self.events.append(f"{time.monotonic() - self._begun:6.1f} s  {text}")

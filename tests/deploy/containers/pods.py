@@ -34,6 +34,7 @@ class Pod:
         self.disrupted = self.deleted = self.oom_killed = False
         self.code: int | None = None
         self.lines: list[str] = []
+        self.times: list[float] = []  # when each line came
         self.message_file = self.folder / "termination-log"
         self.message_file.touch()
         self.message_file.chmod(0o666)
@@ -65,11 +66,11 @@ class Pod:
         self._process = self.job.cluster.podman.start("run", "--sig-proxy=false", *options, image, *args)
         threading.Thread(target=self._follow, daemon=True).start()
 
-    def says(self, text: str, patience: float = PATIENCE) -> str:
-        """Wait until the pod has printed a line with ``text``, a regular expression, and return the line."""
+    def says(self, text: str, after: int = 0, patience: float = PATIENCE) -> str:
+        """Wait until the pod has printed a line with ``text``, a regular expression, and return the line. ``after``: of its first lines."""
 
         def found() -> str | None:
-            return next((line for line in self.lines if re.search(text, line)), None)
+            return next((line for line in self.lines[after:] if re.search(text, line)), None)
 
         with self._changed:
             self._changed.wait_for(lambda: found() or self.code is not None, patience)
@@ -118,6 +119,7 @@ class Pod:
             for line in process.stdout:
                 with self._changed:
                     self.lines.append(line.rstrip("\n"))
+                    self.times.append(time.monotonic())
                     self._changed.notify_all()
             code = process.wait()
         state = self.job.cluster.podman("inspect", "--format", "{{.State.ExitCode}} {{.State.OOMKilled}}", self.name, check=False).split()
@@ -229,13 +231,16 @@ class Pod:
         (kind,) = volume.keys() & {"configMap", "secret"}
         name = volume[kind]["name" if kind == "configMap" else "secretName"]
         folder = cluster.folder / f"{kind}-{name}"
-        folder.mkdir(exist_ok=True)
+        inner = folder / "..2026"  # as the kubelet does, so that all files change at once
+        inner.mkdir(parents=True, exist_ok=True)
         (found,) = [doc for doc in cluster.kind("ConfigMap" if kind == "configMap" else "Secret") if doc["metadata"]["name"] == name]
         for key, text in found.get("data", {}).items():
-            path = folder / key
+            path = inner / key
             path.write_bytes(base64.b64decode(text) if kind == "secret" else text.encode())
             path.chmod(volume[kind].get("defaultMode", 0o644))
             os.chown(path, 0, self.job.pod.get("securityContext", {}).get("fsGroup", 0))
+            if not (folder / key).is_symlink():
+                (folder / key).symlink_to(f"..2026/{key}")
         return folder
 
 

@@ -49,7 +49,8 @@ def smoke(size: int = 3, name: str = "cpu-smoke", **variables: str) -> list[Mani
     documents = overlay(name)
     spec = manifests.only(documents, "Job")["spec"]
     spec["completions"] = spec["parallelism"] = size
-    set_variables(container_of(documents), PET_LAST_CALL="2", **variables)
+    # The first round waits for all pods. A longer wait than the default, for a busy machine.
+    set_variables(container_of(documents), **{"PET_NNODES": f"1:{size}", "PET_LAST_CALL": "30", **variables})
     return documents
 
 
@@ -125,9 +126,11 @@ def eviction(cluster: Cluster) -> Job:
     job = start_slowly(cluster, slow())
     job.at(0).says("3 workers on cpu")
     assert [job.at(1).get(path)[0] for path in ("/healthz", "/readyz", "/status")] == [200, 200, 200]
+    saved(cluster)
+    before = len(job.at(0).lines)
     job.at(1).terminate(disruption=True)
     assert job.at(1).ends() == 143, job.story()
-    job.at(0).says("3 workers on cpu: going on after step")
+    job.at(0).says("3 workers on cpu: going on after step", before)
     hurry(cluster)
     trained(job)
     assert len(job.pods) == 4 and all(succeeded(job, index, which) for index, which in ((0, 0), (1, 1), (2, 0))), job.story()
@@ -171,8 +174,9 @@ def paused(cluster: Cluster) -> Job:
     job.at(0).says("2 workers on cpu: going on after step")
     assert job.at(2).get("/healthz", patience=2)[0] == 0
     assert job.at(0).get("/healthz")[0] == 200
+    before = len(job.at(0).lines)
     job.at(2).do("unpause")
-    job.at(0).says("3 workers on cpu: going on after step")
+    job.at(0).says("3 workers on cpu: going on after step", before)
     hurry(cluster)
     trained(job)
     assert len(job.pods) == 3, job.story()
@@ -181,13 +185,15 @@ def paused(cluster: Cluster) -> Job:
 
 def scaled(cluster: Cluster) -> Job:
     """Two pods become four, then three: the number of workers follows, and the pod with the highest index leaves with 143."""
-    job = start_slowly(cluster, slow(size=2))
+    job = start_slowly(cluster, slow(size=2, PET_NNODES="2:4", PET_LAST_CALL="0.5"))
     job.at(0).says("2 workers on cpu")
+    saved(cluster)
     job.scale(4)
     job.at(0).says("4 workers on cpu: going on after step")
+    before = len(job.at(0).lines)
     job.scale(3)
     assert job.at(3).ends() == 143, job.story()
-    job.at(0).says("3 workers on cpu: going on after step")
+    job.at(0).says("3 workers on cpu: going on after step", before)
     hurry(cluster)
     trained(job)
     assert len(job.pods) == 4 and not any(job.retries(index) for index in range(4)), job.story()
@@ -265,7 +271,7 @@ def sick_machine(cluster: Cluster) -> Job:
 
 def excluded(cluster: Cluster) -> Job:
     """A pod whose fixed rank another one holds ends with 204: its index has failed for good, and the job succeeds without it."""
-    documents = patient(PET_RDZV_BACKEND="static", PET_NNODES="2")
+    documents = patient(PET_RDZV_BACKEND="static", PET_NNODES="2", PET_LAST_CALL="0.5")
     job = cluster.apply(documents, lambda index: ["--env", f"PET_NODE_RANK={min(index, 1)}"])
     job.at(0).says("at work, world size 2")
     one, other = job.at(1), job.at(2)
