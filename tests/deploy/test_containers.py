@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,15 @@ WHY_NOT = why_not()
 pytestmark = [needs_kubectl, pytest.mark.skipif(bool(WHY_NOT), reason=f"no containers here: {WHY_NOT}")]
 
 
+@pytest.fixture(autouse=True)
+def no_time_limit() -> None:
+    """Take pytest's limit for a test off: on a busy machine the image alone may take longer, and each wait here has a limit of its own."""
+    faulthandler.cancel_dump_traceback_later()
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    faulthandler.cancel_dump_traceback_later()  # begins before the fixture above
     with podman(tmp_path_factory.mktemp("containers")) as made:
         yield made
 

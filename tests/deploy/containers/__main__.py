@@ -7,6 +7,7 @@ again, which saves most of the time of the images; else nothing is left behind.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ def main() -> int:
     args = parser.parse_args()
     if reason := why_not():
         parser.error(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that containers and images are removed
     failed = []
     with tempfile.TemporaryDirectory(prefix="elastirun-pods-") as scratch:
         with podman((args.keep or Path(scratch)) / "podman", keep=bool(args.keep)) as engine:

@@ -58,9 +58,13 @@ def make_base(podman: Podman) -> None:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=500)
     if done.returncode:
         raise NoImage(f"mmdebstrap cannot make a base image: {done.stderr.strip()[-300:]}")
-    podman("import", str(archive), BASE)
-    archive.unlink()
-    found = podman("run", "--rm", "--network", "none", BASE, "python3", "-c", "import sys; print(*sys.version_info[:2])")
+    try:
+        podman("import", str(archive), BASE)
+        found = podman("run", "--rm", "--network", "none", BASE, "python3", "-c", "import sys; print(*sys.version_info[:2])")
+    except RuntimeError as error:
+        raise NoImage(f"podman cannot run a container on this machine: {error}") from error
+    finally:
+        archive.unlink()
     if found != f"{sys.version_info[0]} {sys.version_info[1]}":
         raise NoImage(f"the python of Debian {release} is {found.replace(' ', '.')}, the torch here is for another one")
 

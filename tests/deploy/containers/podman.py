@@ -40,7 +40,7 @@ class Podman:
         names = {"CONTAINERS_STORAGE_CONF": "storage.conf", "CONTAINERS_CONF": "containers.conf"}
         self.env = os.environ | {key: str(directory / name) for key, name in names.items()}
 
-    def __call__(self, *args: str, check: bool = True, timeout: float = 300) -> str:
+    def __call__(self, *args: str, check: bool = True, timeout: float = 600) -> str:
         done = subprocess.run(["podman", *args], env=self.env, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
         if check and done.returncode:
             raise RuntimeError(f"podman {' '.join(args[:4])} …: {(done.stderr or done.stdout).strip()[-1500:]}")
