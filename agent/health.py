@@ -143,7 +143,8 @@ def metrics_page(now: Snapshot) -> Response:
     try:
         body, content_type = metrics.render(asdict(now), dict.fromkeys(STATES.values()))
     except ImportError:
-        return text(HTTPStatus.NOT_IMPLEMENTED, "prometheus-client is not installed where elastirun runs; pip install 'elastirun[metrics]'")
+        why = "prometheus-client is not installed where elastirun runs; pip install '.[metrics]' in its folder"
+        return text(HTTPStatus.NOT_IMPLEMENTED, why)
     return Response(HTTPStatus.OK, body, content_type)
 
 

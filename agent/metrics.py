@@ -1,4 +1,4 @@
-"""The metrics of an agent in the text format of Prometheus, by prometheus-client (``pip install 'elastirun[metrics]'``)."""
+"""The metrics of an agent in the text format of Prometheus, by prometheus-client (``pip install '.[metrics]'``)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
             family.add_metric([label], value)
         return family
 
+    # Prometheus itself adds labels named job and instance, and often node: the names here are others.
+    info = {"version": now["version"], "host": now["node"], "run_id": now["job"]}
     restarts = CounterMetricFamily("elastirun_restarts", "Rounds that ended before their work was done, by cause.", labels=["cause"])
     workers = GaugeMetricFamily("elastirun_workers", "Workers of this node.", labels=["state"])
     state = GaugeMetricFamily("elastirun_state", "1 for the state that this node is in.", labels=["state"])
     families = [
-        InfoMetricFamily("elastirun", "This agent.", {"version": now["version"], "node": now["node"], "job": now["job"]}),
+        InfoMetricFamily("elastirun", "This agent.", info),
         by_label(state, {name: name == now["state"] for name in states}),
         gauge("round", "Number of the newest round that this node knows; 0: none.", now["round"]),
         gauge("world_size", "Workers in that round, over all nodes.", now["world_size"]),
@@ -36,11 +38,11 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
         by_label(restarts, now["restarts"]),
         gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", now["joins_waiting"]),
         by_label(workers, now["workers"]),
-        gauge("seconds_since_keep_alive", "Seconds since the store last acknowledged a keep-alive.", now["seconds_since_keep_alive"]),
+        gauge("keep_alive_age_seconds", "Seconds since the store last acknowledged a keep-alive.", now["seconds_since_keep_alive"]),
         gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", now["checkpoints_held_bytes"]),
     ]
     if (seconds := now["seconds_since_round_start"]) is not None:
-        families.append(gauge("seconds_since_round_start", "Seconds since workers were last started on this node.", seconds))
+        families.append(gauge("round_age_seconds", "Seconds since workers were last started on this node.", seconds))
 
     class Collector:
         def collect(self) -> list[Any]:

@@ -97,12 +97,17 @@ def _values(found: _Pod, first: str, name: str) -> dict[str, tuple[str, str]]:
 def _in_job_set(environ: Mapping[str, str], found: _Pod, prefix: str) -> tuple[str, int]:
     """Return the name that the jobs of the JobSet's group have in common, and this job's index in the group; "" for a Job of its own.
 
+    Raises ``UsageError`` where the JobSet that was given is not in the host name.
+
     Jobs of a JobSet are named ``<set>-<group>-<job>``, and their Service as the set, by default. A Job of its own may be named alike:
     only the manifest can say.
     """
     name = environ.get(JOB_SET) or found.service
     match = re.fullmatch(rf"({re.escape(name)}-.+)-([0-9]{{1,9}})", prefix)
     if match is None:
+        if environ.get(JOB_SET):
+            both = f"{source(environ, JOB_SET)} and the host name {found.host_name}"
+            raise UsageError(f"{both} contradict each other: a pod of a JobSet is named <set>-<group>-<job>-<index>; {OVERRIDE}")
         return "", 0
     if not environ.get(JOB_SET) and int(match[2]) > 0:
         could = f"the host name {found.host_name} could be of job {match[2]} of JobSet {name}, or of a Job of its own"

@@ -14,6 +14,7 @@ from elastirun.errors import UsageError
 
 T = TypeVar("T")
 
+EMPTY_COUNTS = ("rdzv_id", "role", "signals_to_handle", "token_file")  # an empty variable is a value, or a mistake that must be seen
 DEFAULT_SOURCE = "default"  # ``Row.source`` of an option that was not given
 
 
@@ -59,11 +60,15 @@ class GivenOptions:
         self._derived: dict[str, tuple[str, str]] = {}  # by dest: the value that is used, and its source
 
     def origin(self, dest: str) -> Origin:
-        """Return where the option's value came from. Where a value was detected, an empty text counts as not given."""
-        env, detected = BY_DEST[dest].env, dest in self.detected.values
+        """Return where the option's value came from. An empty variable counts as not given, apart from flags and ``EMPTY_COUNTS``.
+
+        Where a value was detected, any empty text counts as not given.
+        """
+        option, detected = BY_DEST[dest], dest in self.detected.values
         if dest in self._given and not (detected and not self._given[dest].strip()):
             return Origin.COMMAND_LINE
-        if env is not None and env in self.environ and not (detected and not self.environ[env].strip()):
+        empty_counts = not detected and (option.flag or dest in EMPTY_COUNTS)
+        if option.env is not None and option.env in self.environ and (empty_counts or self.environ[option.env].strip()):
             return Origin.ENVIRONMENT
         return Origin.DETECTED if detected else Origin.DEFAULT
 

@@ -15,7 +15,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def expand(text: str) -> list[str]:
-    """Return the names in the order of the list. Raises ValueError for a list that is malformed or beyond the limits."""
+    """Return the names in the order of the list. Raises ValueError for one that is malformed, beyond the limits or names a node twice."""
     if len(text) > LONGEST_LIST:
         raise ValueError(f"it has more than {LONGEST_LIST} characters")
     names: list[str] = []
@@ -24,12 +24,16 @@ def expand(text: str) -> list[str]:
         item = _NAMES.match(text, end + 1)
         if item is None or text[item.end() : item.end() + 1] not in ("", ","):
             raise ValueError("it is no list of nodes, such as node[01-03,7],gpu-a[1-2]")
+        if item[0][0] in "-.":
+            raise ValueError(f"it names {item[0][:40]}, and no node is named so")
         pieces = _NUMBERS.split(item[0])  # text, numbers, text, numbers, ..., text
         choices = [_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
         if len(names) + math.prod(map(len, choices)) > MOST_NODES:
             raise ValueError(f"it names more than {MOST_NODES} nodes")
         names += map("".join, itertools.product(*choices))
         end = item.end()
+    if len({*names}) < len(names):
+        raise ValueError("it names a node twice")
     return names
 
 

@@ -152,13 +152,15 @@ def endpoint(text: str, default_port: int) -> Endpoint:
 
 def port_to_serve(text: str) -> Endpoint:
     """Parse ``PORT``, for every interface (the host is empty then), or ``HOST:PORT``. Port 0 stands for any free port."""
-    if bare := re.fullmatch(r"\s*:?([0-9]{1,9})\s*", text):
-        if int(bare[1]) > 65535:
-            raise ValueError(f"there is no port {int(bare[1])}; give one from 1 to 65535")
-        return Endpoint("", int(bare[1]))
-    if not re.search(r":[0-9]+\s*$", text):
+    match = re.fullmatch(r"\s*(?:(.*):)?([0-9]+)\s*", text, re.ASCII | re.DOTALL)
+    if match is None:
         raise ValueError(f"{quote(text)} has no port; give PORT or HOST:PORT, such as 8080 or 127.0.0.1:8080")
-    return endpoint(text, 8080)
+    where, port = match[1] or "", match[2]
+    if _is_ipv6(where):
+        raise ValueError(f"{quote(text)} does not say where the address ends and the port begins; write [{where}]:{port}")
+    if not _is_ipv6(text.strip()) and (len(port) > 9 or int(port) > 65535):
+        raise ValueError(f"there is no port {quote(port)[1:-1]}; give one from 1 to 65535, or 0 for any free one")
+    return endpoint(text, 8080) if where else Endpoint("", int(port))
 
 
 def etcd_endpoints(text: str) -> tuple[bool | None, tuple[Endpoint, ...]]:

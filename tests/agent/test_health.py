@@ -48,7 +48,7 @@ def metrics(now: Snapshot) -> dict[tuple[str, tuple[tuple[str, str], ...]], floa
 
 def test_metrics_are_what_prometheus_reads() -> None:
     found = metrics(NOW)
-    assert found[("elastirun_info", (("job", 'job "7"\n'), ("node", "node0"), ("version", "1.2.3")))] == 1
+    assert found[("elastirun_info", (("host", "node0"), ("run_id", 'job "7"\n'), ("version", "1.2.3")))] == 1
     for state in set(STATES.values()):
         assert found.pop(("elastirun_state", (("state", state),))) == (state == "running")
     for cause in CAUSES:
@@ -60,22 +60,22 @@ def test_metrics_are_what_prometheus_reads() -> None:
         "elastirun_world_size": 16,
         "elastirun_nodes": 2,
         "elastirun_joins_waiting": 1,
-        "elastirun_seconds_since_round_start": 12.5,
-        "elastirun_seconds_since_keep_alive": 0.25,
+        "elastirun_round_age_seconds": 12.5,
+        "elastirun_keep_alive_age_seconds": 0.25,
         "elastirun_checkpoints_held_bytes": 1 << 30,
     }
 
 
 def test_before_the_first_round_there_is_no_time_since_its_start() -> None:
     found = metrics(replace(NOW, seconds_since_round_start=None))
-    assert "elastirun_seconds_since_round_start" not in [name for name, _ in found]
+    assert "elastirun_round_age_seconds" not in [name for name, _ in found]
 
 
 def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("prometheus_client")]:
         monkeypatch.setitem(sys.modules, name, None)
     page = PAGES["/metrics"](NOW)
-    assert page.status == 501 and b"pip install 'elastirun[metrics]'" in page.body and page.body.count(b"\n") == 1
+    assert page.status == 501 and b"pip install '.[metrics]'" in page.body and page.body.count(b"\n") == 1
 
 
 def test_status_is_the_snapshot() -> None:

@@ -206,7 +206,6 @@ def test_processes_of_a_real_slurm(kind: str) -> None:
             IN_SET_JOB_2,
             ("6:6", "exp-workers-0-0.exp.team.svc.cluster.local:29400", "team.exp-workers", None, False),
         ),
-        ("t.py", JOB_SET, IN_JOB, ("1:1024", "train-0.train.team.svc.cluster.local:29400", "team.train", 1, False)),
         # a StatefulSet: only where a number of nodes was given
         ("--nnodes=1:4 t.py", POD, IN_STATEFUL, ("1:4", "ddp-0.ddp-peers.team.svc.k8s.example.org:29400", "team.ddp", 2, False)),
         ("t.py", {**POD, "PET_NNODES": "3"}, IN_STATEFUL, ("3:3", "ddp-0.ddp-peers.team.svc.k8s.example.org:29400", "team.ddp", 2, False)),
@@ -300,6 +299,8 @@ def test_what_kubeflow_sets_is_taken_as_it_is(environ: Environment, endpoint: En
         ),
         ({**STEP, "SLURM_NODEID": "3"}, ["SLURM_NODEID=3", "SLURM_STEP_NUM_NODES=3"]),
         ({**INDEXED, "JOB_COMPLETION_INDEX": "2"}, ["JOB_COMPLETION_INDEX=2", "host name train-1"]),
+        (JOB_SET, ["JOBSET_NAME=exp", "host name train-1"]),
+        ({**INDEXED, "JOBSET_NAME": "train"}, ["JOBSET_NAME=train", "host name train-1"]),
     ],
 )
 def test_contradictions_name_both_and_what_to_do(environ: Environment, parts: list[str]) -> None:
@@ -455,7 +456,8 @@ def test_a_list_of_nodes(text: str, names: list[str]) -> None:
         "n[1-999999999999999999]",
         "a," * 140000,
     ]
-    + ["n[1-40000],m[1-40000]", "n[1-40000,1-40000]", "(null)", "n[1],\n"],
+    + ["n[1-40000],m[1-40000]", "n[1-40000,1-40000]", "(null)", "n[1],\n"]
+    + ["--help", "n1,-n2", ".n1", "n1,n1", "n[1-3],n2", "n[1,1]"],
 )
 def test_what_is_no_list_of_nodes(text: str) -> None:
     with pytest.raises(ValueError, match=r"(it|\[).* "):

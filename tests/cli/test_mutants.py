@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     mutant(
         "an empty text is not given",
-        *("given_options", "not (detected and not self.environ[env].strip())", "True"),
+        *("given_options", "empty_counts or self.environ[option.env].strip()", "True"),
         "a_step_of_slurm_with_one_task_per_node",
     ),
     mutant(
@@ -94,6 +94,7 @@ MUTANTS = (
         "if False:",
         "what_is_no_list_of_nodes",
     ),
+    mutant("a list names each node once", "node_list", "if len({*names}) < len(names):", "if False:", "what_is_no_list_of_nodes"),
     # Kubernetes.
     mutant("a pod without a service is of a sweep", "detect_kubernetes", r"\.svc(?:", r"(?:\.svc)?(?:", ALONE_IN_KUBERNETES),
     mutant("a name is of this pod", "detect_kubernetes", "if match and match[1] == own:", "if match:", ALONE_IN_KUBERNETES),
@@ -111,6 +112,13 @@ MUTANTS = (
         "if not environ.get(JOB_SET) and int(match[2]) > 0:",
         "if False:",
         ALONE_IN_KUBERNETES,
+    ),
+    mutant(
+        "a pod is of the JobSet that is given",
+        "detect_kubernetes",
+        "        if environ.get(JOB_SET):\n            both",
+        "        if False:\n            both",
+        "contradictions_name_both_and_what_to_do",
     ),
     mutant("pods of later jobs have no rank", "detect_kubernetes", "    if job == 0:", "    if True:", "a_pod_with_an_index_and_a_name"),
     mutant(

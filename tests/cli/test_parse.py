@@ -138,9 +138,10 @@ def test_ports_to_serve() -> None:
         assert parse.port_to_serve(text) == Endpoint(*endpoint)
     for text in ("", "h", "h:", "127.0.0.1", "[::1]", "8080x", "-1", "1.5", "http://h"):
         assert "has no port; give PORT or HOST:PORT" in complaint(parse.port_to_serve, text)
-    for text in ("65536", "99999999", "h:65536"):
-        assert "there is no port" in complaint(parse.port_to_serve, text)
-    assert "write [::1]:8080" in complaint(parse.port_to_serve, "::1")
+    for text in ("65536", "99999999", "9" * 5000, "h:65536", "[::1]:70000"):
+        assert "there is no port" in (message := complaint(parse.port_to_serve, text)) and message.endswith("or 0 for any free one")
+    for text, right in {"::1": "[::1]:8080", "::1:80": "[::1]:80", "fd00::1:8080": "[fd00::1]:8080"}.items():
+        assert complaint(parse.port_to_serve, text).endswith(f"write {right}")
 
 
 def test_needles() -> None:

@@ -10,6 +10,7 @@ import pytest
 from elastirun.cli import command_line
 from elastirun.cli.detected import Host
 from elastirun.cli.given_options import GivenOptions, MachineFacts
+from elastirun.cli.options import OPTIONS
 from elastirun.cli.resolve import resolve
 from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Std, StdMap, Timing
 from elastirun.errors import UsageError
@@ -250,6 +251,15 @@ def test_the_command_line_goes_before_the_environment() -> None:
     config = config_of("--nnodes=1 --role=line t.py", environ)
     assert (config.role, config.max_restarts) == ("line", 3)
     assert config_of("--grace=5 t.py", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}).timing.grace == 5.0
+
+
+def test_an_empty_variable_is_not_given_unless_that_means_something() -> None:
+    empty = {str(option.env): i % 2 * " " for i, option in enumerate(OPTIONS) if not option.flag}
+    means = ("PET_RDZV_ID", "PET_ROLE", "PET_SIGNALS_TO_HANDLE", "PET_TOKEN_FILE")
+    assert config_of("t.py", {name: text for name, text in empty.items() if name not in means}) == config_of("t.py")
+    config = config_of("t.py", {"PET_ROLE": "", "PET_SIGNALS_TO_HANDLE": ""})
+    assert (config.role, config.signals) == ("", ())
+    assert error_of("--nnodes= t.py").startswith("--nnodes: ''")
 
 
 # --- the rest

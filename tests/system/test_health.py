@@ -97,7 +97,7 @@ def test_an_agent_is_healthy_in_every_state_and_ready_while_a_round_runs(nodes: 
     samples = metrics(first)
     assert samples[("elastirun_restarts_total", "failure")] == 1
     assert (samples[("elastirun_round",)], samples[("elastirun_world_size",)], samples[("elastirun_nodes",)]) == (2, 4, 2)
-    assert 0 <= samples[("elastirun_seconds_since_round_start",)] < PATIENCE
+    assert 0 <= samples[("elastirun_round_age_seconds",)] < PATIENCE
 
     for worker in workers[:2]:
         worker.tell("exit 0")
