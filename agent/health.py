@@ -155,7 +155,13 @@ def serve(parts: Parts, selector: selectors.BaseSelector, say: Callable[[str], N
     """Serve the health port if there is to be one. Returns what closes it. Raises StartError when the port cannot be had."""
     if parts.config.health is None:
         return lambda: None
-    listening = net.open_port(parts.config.health, OPTION)
+    try:
+        listening = net.open_port(parts.config.health, OPTION)
+    except StartError as error:
+        if not parts.config.health_optional:
+            raise
+        say(f"warning: PET_HEALTH_PORT is ignored with --standalone: {error}")
+        return lambda: None
     address, port = listening.getsockname()[:2]
     say(f"health port: {f'port {port} of {EVERYWHERE}' if net.listens_everywhere(listening) else Endpoint(address, port)}")
     snapshots = Snapshots(selector, lambda: snapshot(parts, clock.now()))

@@ -10,7 +10,8 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from elastirun.agent.failures.classify import last_words
 from elastirun.agent.processes import marks
@@ -24,16 +25,35 @@ MAX_BYTES = 4096  # Kubernetes cuts off what is longer, and half of a JSON objec
 LIMIT = 1.0  # seconds to write the message; the file is on a local file system, so that it takes less than a millisecond
 
 
+def parent(pid: int) -> int:
+    """Return the parent of a process; 0: it is outside of the container. Raises OSError."""
+    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+
+
+def descends_from_first(pid: int, parent: Callable[[int], int] = parent) -> bool:
+    """Tell whether a process is process 1 of the container or descends from it. What ``kubectl exec`` starts has no parent in there."""
+    while pid > 1:
+        try:
+            pid = parent(pid)
+        except OSError:  # hidden (hidepid): of another user, as only the first process may be
+            return True
+    return pid == 1
+
+
+STARTED_BY_CONTAINER = descends_from_first(os.getpid())  # found out at once: when its parent ends, a process gets another
+
+
 def path(environ: Mapping[str, str]) -> str | None:
     """Return the file for the termination message; None: there is none to write.
 
-    A launcher that runs in a worker of another agent writes none: the agent above it does.
+    A launcher that runs in a worker of another agent writes none: the agent above it does. A second agent in the container, which
+    ``kubectl exec`` has started, leaves the file of Kubernetes to the first.
     """
     if environ.get(marks.VARIABLE):
         return None
     if VARIABLE in environ:
         return environ[VARIABLE] or None
-    return DEFAULT if environ.get(IN_POD) else None
+    return DEFAULT if environ.get(IN_POD) and STARTED_BY_CONTAINER else None
 
 
 def message(

@@ -127,6 +127,7 @@ class LaunchConfig(RendezvousConfig):
     numa_binding: str | None = None
     virtual_local_rank: bool = False
     health: Endpoint | None = None  # where to serve the health port; an empty host: on every interface; None: nowhere
+    health_optional: bool = False  # go on without it when another process has the port
 
     @property
     def standalone(self) -> bool:

@@ -5,6 +5,8 @@ has no handler. A signal that arrives while Python itself starts, before these l
 ``_signal`` is imported in place of ``signal``, which would cost 8 ms more.
 """
 
+from __future__ import annotations
+
 import os
 from _signal import (  # type: ignore[import-not-found,unused-ignore]
     SIG_DFL,
@@ -20,7 +22,13 @@ from _signal import (  # type: ignore[import-not-found,unused-ignore]
     signal,
 )
 
+TYPE_CHECKING = False  # typing's own costs an import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 EARLY = {"SIGTERM": SIGTERM, "SIGINT": SIGINT, "SIGHUP": SIGHUP, "SIGQUIT": SIGQUIT}  # the default of --signals-to-handle
+
+_before_exit: Callable[[int], object] | None = None
 
 
 def install() -> None:
@@ -41,5 +49,17 @@ def restrict_to(names: tuple[str, ...]) -> None:
             signal(signum, default_int_handler if signum == SIGINT else SIG_DFL)
 
 
+def call_before_exit(function: Callable[[int], object]) -> None:
+    """Call ``function`` with the number of the signal before one ends this process. It must return soon, whatever was interrupted."""
+    global _before_exit
+    _before_exit = function
+
+
 def _exit(signum: int, frame: object) -> None:
-    os._exit(128 + signum)
+    global _before_exit
+    function, _before_exit = _before_exit, None
+    try:
+        if function is not None:
+            function(signum)
+    finally:
+        os._exit(128 + signum)

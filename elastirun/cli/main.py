@@ -80,6 +80,7 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
         os.getcwd()
     except OSError:
         raise UsageError("the working folder is gone; change to one that exists") from None
+    _tell_scheduler_of_signals()
     options = GivenOptions(given, dict(os.environ))
     config = resolve(options, script, MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4()), this_host))
     _check_command(config.command, os.environ.get("PYTHON_EXEC"))
@@ -104,6 +105,17 @@ def _tell_scheduler(status: ExitCode, reason: str) -> None:
 
     if trouble := termination_log.write(termination_log.message(status.name.lower(), status, reason, node=socket.gethostname())):
         _say(trouble)
+
+
+def _tell_scheduler_of_signals() -> None:
+    """Write the termination message, too, when a signal ends this process before the agent handles it: counting devices takes long."""
+    from elastirun.agent import termination_log  # imported here, because a signal may interrupt any import
+
+    def tell(signum: int) -> None:
+        reason = f"{signal.Signals(signum).name} before anything was started"
+        termination_log.write(termination_log.message("left", ExitCode.signalled(signum), reason, node=socket.gethostname()))
+
+    early_signals.call_before_exit(tell)
 
 
 def _show(text: str) -> int:

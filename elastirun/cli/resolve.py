@@ -56,6 +56,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         numa_binding=options.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=options.flag("virtual_local_rank"),
         health=_health(options),
+        health_optional=_is_beside_another_agent(options),
         **vars(rendezvous),
     )
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
@@ -208,6 +209,12 @@ def _health(options: GivenOptions) -> Endpoint | None:
         options.warn(f"{options.label('health_port')} is ignored: the agent whose worker started this launcher serves that port")
         return None
     return options.read("health_port", parse.port_to_serve)
+
+
+def _is_beside_another_agent(options: GivenOptions) -> bool:
+    """Tell whether this may be a second agent in a container (``kubectl exec``), which has the variables of the first."""
+    origins = (options.origin("standalone"), options.origin("health_port"))
+    return options.flag("standalone") and origins == (Origin.COMMAND_LINE, Origin.ENVIRONMENT)
 
 
 def _signals(options: GivenOptions, dest: str) -> tuple[str, ...]:

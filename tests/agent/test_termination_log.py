@@ -15,7 +15,7 @@ from elastirun import clock
 from elastirun.agent import termination_log
 from elastirun.agent.ending import Ending
 from elastirun.agent.exit_codes import ExitCode
-from elastirun.agent.termination_log import DEFAULT, IN_POD, MAX_BYTES, VARIABLE, encode, message, path, write
+from elastirun.agent.termination_log import DEFAULT, IN_POD, MAX_BYTES, VARIABLE, descends_from_first, encode, message, path, write
 from elastirun.rendezvous.actions import Finish, Outcome
 from elastirun.rendezvous.records import Blame, Closed, ExitRecord, Verdict
 
@@ -101,8 +101,49 @@ def test_it_is_one_line_of_json_that_fits_and_begins_with_what_matters(text: str
         ({VARIABLE: "/tmp/x", "ELASTIRUN_AGENT": "a:1"}, None),
     ],
 )
-def test_it_is_written_in_a_pod_or_where_told_and_not_below_another_agent(environ: dict[str, str], found: str | None) -> None:
+def test_it_is_written_in_a_pod_or_where_told_and_not_below_another_agent(
+    environ: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(termination_log, "STARTED_BY_CONTAINER", True)
     assert path(environ) == found
+
+
+def test_an_agent_that_kubectl_exec_has_started_writes_only_where_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(termination_log, "STARTED_BY_CONTAINER", False)
+    assert path({IN_POD: "10.0.0.1"}) is None
+    assert path({IN_POD: "10.0.0.1", VARIABLE: "/tmp/x"}) == "/tmp/x"
+
+
+@pytest.mark.parametrize(
+    ("parents", "descends"),
+    [({}, True), ({9: 1}, True), ({9: 5, 5: 1}, True), ({9: 0}, False), ({9: 5, 5: 0}, False), ({9: 5, 5: -1}, True)],
+    ids=["first", "child", "grandchild", "exec", "shell of exec", "hidden"],
+)
+def test_who_descends_from_the_first_process_of_the_container(parents: dict[int, int], descends: bool) -> None:
+    def parent(pid: int) -> int:
+        if parents[pid] < 0:
+            raise FileNotFoundError
+        return parents[pid]
+
+    assert descends_from_first(max(parents, default=1), parent) == descends
+
+
+def test_the_parent_of_this_process() -> None:
+    assert termination_log.parent(os.getpid()) == os.getppid()
+
+
+def test_a_signal_while_devices_are_counted_is_told(tmp_path: Path) -> None:
+    (tmp_path / "t.py").touch()
+    code = "import time; from elastirun import early_signals; early_signals.install(); from elastirun.cli import main\n"
+    code += "main.count_devices = lambda kind: print('asked', flush=True) or time.sleep(600)\n"
+    code += "main.main(['--nproc-per-node=auto', 't.py'])"
+    environ = {**os.environ, VARIABLE: str(tmp_path / "log")}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None and agent.stdout.readline() == "asked\n"
+        agent.terminate()
+        assert agent.wait(60) == 143
+    found = json.loads((tmp_path / "log").read_text())
+    assert (found["verdict"], found["exit_code"], found["reason"]) == ("left", 143, "SIGTERM before anything was started")
 
 
 def test_the_last_message_stands_alone_in_the_file(tmp_path: Path) -> None:
@@ -112,6 +153,7 @@ def test_the_last_message_stands_alone_in_the_file(tmp_path: Path) -> None:
 
 
 def test_the_file_of_kubernetes_is_filled_and_never_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(termination_log, "STARTED_BY_CONTAINER", True)
     file = tmp_path / "log"
     monkeypatch.setattr(termination_log, "DEFAULT", str(file))
     assert write(FIELDS, {IN_POD: "1"}) == ""

@@ -335,6 +335,14 @@ def test_where_the_health_port_is() -> None:
     assert error_of("t.py", {"PET_HEALTH_PORT": "tcp://10.0.0.1:80"}).startswith("PET_HEALTH_PORT: ")
 
 
+def test_a_second_agent_in_a_container_goes_on_without_the_port_of_the_first() -> None:
+    variable = {"PET_HEALTH_PORT": "8080"}
+    assert config_of("--standalone t.py", variable).health_optional
+    assert not config_of("t.py", variable).health_optional
+    assert not config_of("t.py", {**variable, "PET_STANDALONE": "1"}).health_optional
+    assert not config_of("--standalone --health-port=8080 t.py", variable).health_optional
+
+
 def test_a_worker_that_is_a_launcher_leaves_the_health_port_of_its_agent_alone() -> None:
     environ = {"PET_HEALTH_PORT": "8080", "ELASTIRUN_AGENT": "a:1"}
     assert config_of("t.py", environ, warnings=1).health is None

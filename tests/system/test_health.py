@@ -155,6 +155,16 @@ def test_a_port_in_use_is_one_line_and_3_and_nothing_was_started(nodes: Cluster)
     assert (nodes.message(1)["verdict"], nodes.message(1)["reason"]) == ("environment", line)
 
 
+def test_a_second_agent_in_a_container_runs_without_the_port_of_the_first(nodes: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        nodes.env["PET_HEALTH_PORT"] = f"127.0.0.1:{other.getsockname()[1]}"
+        agent = nodes.launch(1, "--standalone", str(nodes.script))
+        (worker,) = nodes.round(1)
+        worker.tell("exit 0")
+        assert nodes.ends(agent) == 0
+    assert nodes.out(1).count("warning: PET_HEALTH_PORT is ignored with --standalone: cannot listen on 127.0.0.1:") == 1
+
+
 @has_ipv6
 @pytest.mark.parametrize("where", ["[::1]:{}", "{}"])
 def test_it_listens_on_ipv6_and_on_every_interface(nodes: Cluster, where: str) -> None:
