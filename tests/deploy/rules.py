@@ -232,7 +232,7 @@ def meeting_point(found: Workload) -> Iterator[str]:
         return
     variables = expanded(found)
     endpoint = variables.get("PET_RDZV_ENDPOINT", "")
-    if variables.get("PET_RDZV_BACKEND") == "c10d" and endpoint != f"{found.name}-0.{found.pod.get('subdomain')}:29400":
+    if variables.get("PET_RDZV_BACKEND") != "etcd" and endpoint not in ("", f"{found.name}-0.{found.pod.get('subdomain')}:29400"):
         yield f"PET_RDZV_ENDPOINT is {endpoint}, and should name index 0, which is never removed"
     if "controller-uid" not in variables.get("PET_RDZV_ID", ""):
         yield "PET_RDZV_ID is not the Job's uid: a job made again under its name would meet rows of the one before"
@@ -259,8 +259,14 @@ def disruption_budget(found: Workload) -> Iterator[str]:
     if not budgets:
         yield "no PodDisruptionBudget selects its pods"
     for budget in budgets:
-        if budget.get("maxUnavailable") != 1 or budget.get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
-            yield "the PodDisruptionBudget has another maxUnavailable than 1, or keeps unhealthy pods from being drained"
+        if budget.get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
+            yield "the PodDisruptionBudget keeps unhealthy pods from being drained"
+        # A Job has no scale subresource, from which Kubernetes would know how many pods it should have.
+        least = int(found.variables.get("PET_NNODES", "1:1").partition(":")[0])
+        if found.kind == "Job" and (budget.get("minAvailable") != least or "maxUnavailable" in budget):
+            yield f"the PodDisruptionBudget of a Job needs minAvailable, the number {least} of PET_NNODES: else no pod can be evicted"
+        if found.kind == "StatefulSet" and budget.get("maxUnavailable") != 1:
+            yield "the PodDisruptionBudget has another maxUnavailable than 1"
 
 
 def network_policy(found: Workload) -> Iterator[str]:

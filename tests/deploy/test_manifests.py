@@ -96,6 +96,8 @@ def swap(items: list[Any], one: int, other: int) -> None:
     items[one], items[other] = items[other], items[one]
 
 
+LAST_INDEX = {"name": "PET_RDZV_ENDPOINT", "value": "train-2.train:29400"}
+
 # Each is a mistake that is easily made, with a part of the line that names it.
 MISTAKES: dict[str, tuple[Callable[[list[Manifest]], Any], str]] = {
     "disruption is not first": (lambda d: swap(policy(d), 0, 1), "first failure rule"),
@@ -117,12 +119,12 @@ MISTAKES: dict[str, tuple[Callable[[list[Manifest]], Any], str]] = {
     "a Service with an address": (lambda d: spec("Service")(d).pop("clusterIP"), "not headless"),
     "names only when ready": (lambda d: spec("Service")(d).pop("publishNotReadyAddresses"), "not ready"),
     "Service of others": (lambda d: spec("Service")(d)["selector"].update({"batch.kubernetes.io/job-name": "x"}), "selects other pods"),
-    "the store on the last index": (lambda d: env(d)["PET_RDZV_ENDPOINT"].update(value="$(JOB_NAME)-2.train:29400"), "index 0"),
-    "the job's name as its id": (lambda d: env(d)["PET_RDZV_ID"].update(value="$(JOB_NAME)"), "uid"),
-    "variable used above its value": (lambda d: swap(container(d)["env"], 1, 8), "is not above it"),
+    "the store on the last index": (lambda d: container(d)["env"].append(dict(LAST_INDEX)), "index 0"),
+    "the job's name as its id": (lambda d: env(d)["PET_RDZV_ID"].update(value="train"), "uid"),
+    "variable used above its value": (lambda d: swap(container(d)["env"], 0, 3), "is not above it"),
     "no time to stop": (lambda d: pod(d).pop("terminationGracePeriodSeconds"), "kills the agent before"),
     "no disruption budget": (lambda d: d.remove(manifests.only(d, "PodDisruptionBudget")), "no PodDisruptionBudget"),
-    "all may be drained at once": (lambda d: spec("PodDisruptionBudget")(d).update(maxUnavailable="100%"), "maxUnavailable"),
+    "a budget without a number": (lambda d: spec("PodDisruptionBudget")(d).update(maxUnavailable=1), "no pod can be evicted"),
     "pods cannot reach each other": (lambda d: spec("NetworkPolicy")(d)["ingress"].pop(0), "reach each other"),
     "root": (lambda d: pod(d)["securityContext"].pop("runAsNonRoot"), "runAsNonRoot"),
     "capabilities": (lambda d: container(d)["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]), "capabilities"),
