@@ -7,6 +7,10 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
+# The default arguments of its functions are the default group of the moment at which it is first imported, and torch.optim imports it. Had
+# the group been made before, it would stay for ever, and its threads, too. With this import before there is a group they keep nothing.
+import torch.distributed.nn.functional  # noqa: F401
+
 if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
 

@@ -157,9 +157,10 @@ class DistributedDataParallel(TorchNames):
         with reduction_errors("comparing and copying the replicas"):
             verify_same(self._describe(copied, init_sync), "parameters, buffers and options", self.process_group, devices[0])
             self._group = make_own_group(self.process_group, devices[0])
-            self._end_own_group = partial(end_own_group, self._group, self.process_group)
+            self._end_own_group: Callable[[], object] = partial(end_own_group, self._group, self.process_group)
             if devices[0].type == "cpu":  # on a GPU the last reduction may still be under way when the module is gone
-                weakref.finalize(self, self._end_own_group).atexit = False  # see ``at_exit``
+                self._end_own_group = weakref.finalize(self, end_own_group, self._group, self.process_group)  # keeps no group once called
+                self._end_own_group.atexit = False  # see ``at_exit``
             if init_sync:
                 copy_from_first([tensor.detach() for _, tensor in copied], self._group)
             step = max(theirs for (theirs,) in gather([step], self._group, devices[0]))  # a new rank begins at the step of the others
@@ -477,7 +478,7 @@ class DistributedDataParallel(TorchNames):
         if not self._without_reducer:
             self._reducer.close()
             self._end_own_group()
-            del self.__dict__["_made"], self._transport, self._group
+            del self.__dict__["_made"], self._transport, self._group, self._end_own_group
         del self.process_group
 
 
