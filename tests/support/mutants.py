@@ -99,7 +99,8 @@ def failing(copy: Path, mutants: Sequence[Mutant], part: int = 0, parts: int = 1
     ``part`` of ``parts``: run some of the tests only, so that a run takes less time.
     """
     found = run(copy, *list(dict.fromkeys(one.test for one in mutants))[part::parts])
-    return found.text[-2000:] if found.code else ""
+    failed = [line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "\n".join([*failed, found.text[-2000:]]) if found.code else ""
 
 
 def run_mutant(copy: Path, path: Path, one: Mutant) -> Outcome:
