@@ -48,6 +48,11 @@ from elastirun.checkpoint.retry import LIMIT, repeat
 from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
 
+# Ten steps of niceness are a tenth of a busy processor. At 19 (a seventieth), or with SCHED_IDLE and an idle I/O class, trainers that keep
+# every processor busy would starve the writer, and the newest checkpoint would be minutes old. SCHED_BATCH: a request that arrives does not
+# preempt a trainer. The I/O priority follows the niceness: level 6 of 7 among best-effort. Not before Python has started: the first save
+# would find the memory unprepared.
+NICE = 10
 MAX_KEEP = 1_000_000  # checkpoints
 MAX_LINE = 500  # characters of an error
 
@@ -57,6 +62,7 @@ def main(fd: int, parent: int) -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a trainer that is asked to stop saves first
         signal.signal(signum, signal.SIG_IGN)
     with suppress(OSError):
+        os.nice(NICE)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with socket.socket(fileno=fd) as trainer:
         if os.getppid() == parent:

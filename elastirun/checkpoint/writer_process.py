@@ -17,11 +17,6 @@ from elastirun.errors import CheckpointError
 # -I -S: nothing but the standard library and this package is found, whatever the script's folder or PYTHONPATH holds, and the
 # start takes a few ten milliseconds. Storage libraries are found later (see objects.py).
 CODE = "import sys; sys.path.append(sys.argv[1]); from elastirun.checkpoint import writer; writer.main(*map(int, sys.argv[2:]))"
-# Ten steps of niceness are a tenth of a busy processor, from the first instruction on: a writer starts while the trainers of a new round
-# restore their state. At 19 (a seventieth), or with SCHED_IDLE and an idle I/O class, trainers that keep every processor busy would starve
-# the writer, and the newest checkpoint would be minutes old. SCHED_BATCH, which the writer sets: a request that arrives does not preempt a
-# trainer. The I/O priority follows the niceness: level 6 of 7 among best-effort.
-NICE = 10
 PATIENCE = 10.0  # seconds at the end for the request that the writer is at
 
 
@@ -44,8 +39,6 @@ class WriterProcess:
             ours.close()
             raise CheckpointError(f"the process that writes checkpoints cannot be started: {error}") from None
         self._socket = ours
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when an answer, or the end of the process, is there."""

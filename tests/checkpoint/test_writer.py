@@ -24,8 +24,8 @@ from elastirun.checkpoint.files import CHUNK, check_file, write_file
 from elastirun.checkpoint.image import PAGE, Image
 from elastirun.checkpoint.record import FileSum, Look
 from elastirun.checkpoint.retry import repeat
-from elastirun.checkpoint.writer import answer, serve
-from elastirun.checkpoint.writer_process import NICE, WriterProcess
+from elastirun.checkpoint.writer import NICE, answer, serve
+from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import FENCE, claimed, content, entries, image_of, stage, yes
 from tests.support.cluster import dies
@@ -110,7 +110,7 @@ def test_the_end_of_the_writer_is_reported(writer: WriterProcess, code: int) -> 
 
 TRAINER = """
 import os, signal, sys, time
-from elastirun.checkpoint.writer_process import NICE, WriterProcess
+from elastirun.checkpoint.writer_process import WriterProcess
 writer = WriterProcess()
 writer.start()
 writer.request({"do": "images"})
