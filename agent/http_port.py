@@ -70,7 +70,7 @@ def parse(received: bytes, paths: Mapping[str, object]) -> Request | Response | 
     """Return the request for one of ``paths``, or the answer that refuses it; None: it is not complete. Never raises."""
     line, newline, _ = received.partition(b"\n")
     if not newline and len(received) < MAX_REQUEST:
-        # What does not begin like a method, such as a TLS handshake, has no end to wait for.
+        # A TLS handshake, or anything else that does not begin with a method, may never send a newline.
         return None if received[:1].isupper() or not received else text(HTTPStatus.BAD_REQUEST, "this port speaks HTTP/1.1")
     found = _REQUEST_LINE.fullmatch(line.removesuffix(b"\r"))
     if found is None:

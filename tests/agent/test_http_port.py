@@ -335,6 +335,7 @@ def test_a_client_that_does_not_read_is_dropped(served: Served, monkeypatch: pyt
         client.sendall(GET)
         until(lambda: len(served.port._connections) == 1)
         until(lambda: not served.port._connections)
+        assert 0 < len(everything(client)) < 20_000_000, "the rest was not sent"
         served.body = b"a\n"
 
 

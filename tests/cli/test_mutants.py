@@ -18,7 +18,7 @@ ALONE_IN_SLURM = "slurm_without_a_step_of_one_task_per_node"
 ALONE_IN_KUBERNETES = "pods_that_work_alone"
 
 MUTANTS = (
-    # What names its rendezvous is left alone.
+    # A command that names its rendezvous is not changed.
     mutant(
         "a port of the master names it",
         "rendezvous_options",
@@ -31,7 +31,7 @@ MUTANTS = (
     mutant("the static backend and etcd name it", "rendezvous_options", 'options.text("rdzv_backend") != "c10d"', "False", NAMED),
     mutant("--detect=off", "rendezvous_options", 'parse.choice("auto", "off")) == "off"', 'parse.choice("auto", "off")) == "no"', NAMED),
     mutant("a launcher inside a worker is for this node", "detect", "    if inside:", "    if False:", ALONE_IN_SLURM),
-    # What is given goes before what is detected.
+    # Given values take precedence over detected ones.
     mutant(
         "what is detected is not given",
         *("given_options", "self.origin(dest) > Origin.DETECTED", "self.origin(dest) > Origin.DEFAULT"),

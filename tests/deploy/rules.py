@@ -1,4 +1,4 @@
-"""What the schemas of Kubernetes do not know: which manifests the API server refuses, and which do not do what an elastic job needs.
+"""Rules for manifests that the schemas of Kubernetes do not have: what the API server refuses, and what an elastic job needs.
 
 ``check`` gets the rendered documents of an overlay and returns what is wrong, one line for each. Pod templates inside of the resources
 of other projects (JobSet, TrainingRuntime, PyTorchJob) are found too.
@@ -19,7 +19,7 @@ HIGHEST = 255  # the highest exit code
 GRACE_BEYOND = 15  # seconds for the agent to kill workers, leave and end, beyond --grace for the workers
 WORKLOADS = ("Job", "JobSet", "TrainingRuntime", "PyTorchJob", "StatefulSet")
 
-# What the failure policy is to do with each exit code of the agent.
+# The action of the failure policy for each exit code of the agent.
 ACTIONS = {
     **{int(code): "FailJob" for code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.ENVIRONMENT)},
     **{ExitCode.signalled(signum): "Ignore" for signum in (2, 15)},

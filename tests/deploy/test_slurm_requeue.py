@@ -8,7 +8,7 @@ from tests.deploy.slurm_job import ROOT, Job, needs_slurm
 from tests.support.cluster import WORKER, Cluster
 from tests.support.slurm import Slurm, wait
 
-# A worker that takes some time to save when it is told to stop.
+# A worker that needs some time to save after SIGTERM.
 SAVING = """
 import os, signal, time
 def save(*_):

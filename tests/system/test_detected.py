@@ -10,7 +10,7 @@ from tests.support.cluster import Cluster, Worker
 
 DOMAIN = "train.team.svc.localhost"  # names below .localhost may stand for loopback addresses
 
-# What a pod has: a host name, a full name in /etc/hosts, and a name server that knows all pods.
+# Gives the agent the names of a pod: a host name, a full name in /etc/hosts, and a name server that knows all pods.
 POD = f"""
 import os, socket
 own, look_up = "train-" + os.environ["JOB_COMPLETION_INDEX"], socket.getaddrinfo

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0  # seconds
 
-# What is registered first is called last. The optimizer imports torch.distributed.nn.functional, which must not keep the default group.
+# ``show`` is registered first, so it runs last. The optimizer imports torch.distributed.nn.functional, which must not keep the group.
 SCRIPT = """
 import atexit, os, sys
 
