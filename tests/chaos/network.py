@@ -36,6 +36,7 @@ class Host(Space):
     def __init__(self, number: int, hosts_file: Path) -> None:
         self.number = number
         self.name, self.address = f"h{number}", f"{NET}.{FIRST + number}"
+        self.plugged = True
         super().__init__(self.name, hosts_file)
         try:
             self.wire = self._open_wire()
@@ -61,7 +62,8 @@ class Host(Space):
                 os.kill(pid, signum)
 
     def carrier(self, up: bool) -> None:
-        """Whether the cable is plugged in, as the host sees it."""
+        """Plug the cable in, or out. The host's kernel may act on it up to a second later (its link watch); packets stop at once."""
+        self.plugged = up
         fcntl.ioctl(self.wire, TUNSETCARRIER, struct.pack("i", up))
 
     def _open_wire(self) -> int:
@@ -142,7 +144,7 @@ class Network:
             except OSError:  # nothing more
                 return
             to = packet[19] - FIRST if packet[0] >> 4 == 4 else -1
-            if not 0 <= to < len(self.hosts) or (sender, to) in self.dropped:
+            if not 0 <= to < len(self.hosts) or (sender, to) in self.dropped or not self.hosts[sender].plugged:
                 continue
             noise = [self.noisy[i] for i in (sender, to) if i in self.noisy]
             if any(self._random.random() < loss for loss, _ in noise):
@@ -155,7 +157,9 @@ class Network:
                 self._give(to, packet)
 
     def _give(self, to: int, packet: bytes) -> None:
-        with suppress(OSError):  # its cable is out, or its queue full: the packet is lost
+        if not self.hosts[to].plugged:
+            return
+        with suppress(OSError):  # its queue is full: the packet is lost
             os.write(self.hosts[to].wire, packet)
 
 
