@@ -57,8 +57,14 @@ class Workload:
 
     @property
     def labels(self) -> dict[str, str]:
+        """The labels of its pods: those of the template, and those that controllers add."""
         own: dict[str, str] = self.template.get("metadata", {}).get("labels", {})
-        return {**own, "batch.kubernetes.io/job-name": self.name} if self.job else own
+        added = {"batch.kubernetes.io/job-name": self.name} if self.job else {}
+        if self.kind == "JobSet":
+            added["jobset.sigs.k8s.io/jobset-name"] = self.kinds("JobSet")[0]["metadata"]["name"]
+        if self.kind == "PyTorchJob":
+            added["training.kubeflow.org/job-name"] = self.name
+        return own | added
 
     @property
     def is_agent(self) -> bool:
@@ -253,7 +259,7 @@ def time_to_stop(found: Workload) -> Iterator[str]:
 
 
 def disruption_budget(found: Workload) -> Iterator[str]:
-    if found.kind not in ("Job", "StatefulSet"):
+    if found.kind == "TrainingRuntime":  # the pods are of TrainJobs, whose names are not known here
         return
     budgets = [budget["spec"] for budget in found.kinds("PodDisruptionBudget") if found.selected(budget["spec"]["selector"]["matchLabels"])]
     if not budgets:
@@ -263,14 +269,14 @@ def disruption_budget(found: Workload) -> Iterator[str]:
             yield "the PodDisruptionBudget keeps unhealthy pods from being drained"
         # A Job has no scale subresource, from which Kubernetes would know how many pods it should have.
         least = int(found.variables.get("PET_NNODES", "1:1").partition(":")[0])
-        if found.kind == "Job" and (budget.get("minAvailable") != least or "maxUnavailable" in budget):
-            yield f"the PodDisruptionBudget of a Job needs minAvailable, the number {least} of PET_NNODES: else no pod can be evicted"
+        if found.kind != "StatefulSet" and (budget.get("minAvailable") != least or "maxUnavailable" in budget):
+            yield f"the PodDisruptionBudget of a {found.kind} needs minAvailable, the number {least} of PET_NNODES: else no pod can be evicted"
         if found.kind == "StatefulSet" and budget.get("maxUnavailable") != 1:
             yield "the PodDisruptionBudget has another maxUnavailable than 1"
 
 
 def network_policy(found: Workload) -> Iterator[str]:
-    if found.kind != "Job":
+    if found.kind not in ("Job", "JobSet", "PyTorchJob"):
         return
     policies = [policy["spec"] for policy in found.kinds("NetworkPolicy") if found.selected(policy["spec"]["podSelector"]["matchLabels"])]
     peers = [

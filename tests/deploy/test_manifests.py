@@ -56,8 +56,9 @@ def test_each_overlay_is_valid_in_every_version_of_kubernetes_and_does_what_an_e
     assert rules.check(documents) == []
 
 
-def test_a_prefix_and_a_suffix_rename_a_job_in_all_places(tmp_path: Path) -> None:
-    base = os.path.relpath(FOLDER / "overlays" / "gpu", tmp_path.resolve())
+@pytest.mark.parametrize("name", ["gpu", "jobset", "pytorchjob"])
+def test_a_prefix_and_a_suffix_rename_a_job_in_all_places(tmp_path: Path, name: str) -> None:
+    base = os.path.relpath(FOLDER / "overlays" / name, tmp_path.resolve())
     (tmp_path / "kustomization.yaml").write_text(f"resources: [{base}]\nnamePrefix: digits-\nnameSuffix: '-2'\n")
     documents = manifests.render(tmp_path)
     assert {document["metadata"]["name"] for document in documents} == {"digits-train-2"}
