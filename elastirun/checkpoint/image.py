@@ -120,10 +120,6 @@ class Image:
         except (CheckpointError, KeyError):
             return None
 
-    def allocate(self) -> None:
-        """Allocate every page, so that a first write need not. Raises OSError when memory does not suffice. The content stays."""
-        os.posix_fallocate(self.fd, 0, self.size)
-
     def close(self) -> None:
         """Close the descriptor and unmap the memory. Where views of ``memory`` exist, it is unmapped when the last one goes."""
         with suppress(BufferError):

@@ -15,7 +15,7 @@ messages.py) and are answered in order, one at a time:
     {"do": "discard", "directory": D, "claim": C, "step": 100}                                   rank 0, when a rank could not write
     {"did": "discard"}
 
-    {"do": "clean", "directory": D, "claim": C}                                                  rank 0, first of all
+    {"do": "clean", "directory": D, "claim": C}                                                  rank 0, once
     {"did": "clean"}
 
 "commit" has the fields of ``record.Commit`` (without "time": now), with files as in the answers of all ranks. "limit" (seconds, optional)
@@ -50,8 +50,7 @@ from elastirun.errors import CheckpointError, ClaimLost, TrainError
 
 # Ten steps of niceness are a tenth of a busy processor. At 19 (a seventieth), or with SCHED_IDLE and an idle I/O class, trainers that keep
 # every processor busy would starve the writer, and the newest checkpoint would be minutes old. SCHED_BATCH: a request that arrives does not
-# preempt a trainer. The I/O priority follows the niceness: level 6 of 7 among best-effort. Not before Python has started: the first save
-# would find the memory unprepared.
+# preempt a trainer. The I/O priority follows the niceness: level 6 of 7 among best-effort.
 NICE = 10
 MAX_KEEP = 1_000_000  # checkpoints
 MAX_LINE = 500  # characters of an error
@@ -121,8 +120,6 @@ def _replace(images: list[Image], fds: list[int]) -> None:
     while fds:
         images.append(Image.of(fds[0]))
         del fds[0]
-    for image in images:
-        image.allocate()
 
 
 def _write(message: Mapping[str, Any], images: list[Image]) -> dict[str, Any]:

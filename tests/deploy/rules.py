@@ -270,7 +270,7 @@ def disruption_budget(found: Workload) -> Iterator[str]:
         # A Job has no scale subresource, from which Kubernetes would know how many pods it should have.
         least = int(found.variables.get("PET_NNODES", "1:1").partition(":")[0])
         if found.kind != "StatefulSet" and (budget.get("minAvailable") != least or "maxUnavailable" in budget):
-            yield f"the PodDisruptionBudget of a {found.kind} needs minAvailable, the number {least} of PET_NNODES: else no pod can be evicted"
+            yield f"the PodDisruptionBudget of a {found.kind} needs minAvailable: {least}, as in PET_NNODES: else no pod can be evicted"
         if found.kind == "StatefulSet" and budget.get("maxUnavailable") != 1:
             yield "the PodDisruptionBudget has another maxUnavailable than 1"
 

@@ -257,8 +257,6 @@ class Checkpointer:
         writer = WriterProcess()
         writer.start()
         self._opened.publisher = Publisher(self._ranks, writer, self._url, claim, sequence, self._keep, self._fence)
-        if self._ranks.rank == 0:
-            self._opened.publisher.clean()
 
     # -- restoring --------------------------------------------------------------------------------------------------------
 

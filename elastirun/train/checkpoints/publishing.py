@@ -71,22 +71,23 @@ class Publisher:
         """Write and publish a save, or call a function, in the thread."""
         self._queue.put(work)
 
-    def clean(self) -> None:
-        """Delete what earlier rounds have written and not published. May take long: training does not wait for it."""
-        self.submit(lambda: self._ask({"do": "clean"}))
-
     def take_images(self, staging: Staging) -> None:
-        """Give the images to the writer, which allocates their memory, in the thread."""
+        """Have the pages of the images mapped, and give them to the writer, in the thread.
+
+        Rank 0 then deletes what earlier rounds have written and not published.
+        """
         fds = [os.dup(image.fd) for image in staging.images if image is not None]  # the thread may come to it when others have their place
         self.submit(lambda: self._hand_over(staging, fds))
 
     def _hand_over(self, staging: Staging, fds: list[int]) -> None:
         _close_all(self._images)
         self._images = fds
+        staging.make_resident()  # first: the writer takes a moment to start, and the training may save right away
         reply = self._ask({"do": "images"}, fds)
         if "error" in reply:
             log.warning("the writer cannot use the shared memory: %s", reply["error"])
-        staging.make_resident()
+        if fds and self._ranks.rank == 0:  # may take long, and the memory is there by now
+            self._ask({"do": "clean"})
 
     def close(self, timeout: float) -> None:
         """End when everything submitted is done, or after ``timeout`` seconds."""

@@ -6,6 +6,7 @@ An image holds whole files: see docs/decisions/0015.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +25,7 @@ DESCRIPTION, PER_FILE = 1024, 128  # bytes of an image's description, about: wit
 ROOM = 64 << 10  # bytes for values.json to grow before an image is made anew
 TENSORS, VALUES = "tensors.json", "values.json"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, madvise(2), Linux 5.14
+AT_ONCE = 4 << 20  # bytes to map at once, in a millisecond or two: no other thread of the process can get memory meanwhile
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of the process
 
 
@@ -41,6 +43,8 @@ class Staging:
         self._views: list[list[Tensor] | None] = [None] * IMAGES  # where the raw data go; None: not prepared
         self._gpu: torch.device | None = None
         self._pinned: list[bool] = [False] * IMAGES
+        self._not_filling = threading.Event()
+        self._not_filling.set()
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +84,11 @@ class Staging:
         image, files, views = self.images[which], self._files, self._views[which]
         assert image is not None and files is not None and views is not None
         image.begin()
-        copy_all(views, files.sources(flat), non_blocking=True)
+        self._not_filling.clear()
+        try:
+            copy_all(views, files.sources(flat), non_blocking=True)
+        finally:
+            self._not_filling.set()
         image.memory[self._values_at : self._values_at + len(values)] = values
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
@@ -90,17 +98,28 @@ class Staging:
     def make_resident(self) -> None:
         """Have the kernel map all pages now, and let the GPU copy straight into them, so that the first save waits for neither.
 
-        Takes half a second per GB, in which other threads go on.
+        To be called in a thread. Takes half a second per GB, in which other threads go on; pauses while ``fill`` copies, which then has
+        the processor for itself. The image that is filled first comes first.
         """
         for which, image in enumerate(self.images):
             if image is None:
                 continue
             with suppress(OSError, ValueError):
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(_address(image)), ctypes.c_size_t(image.size), _POPULATE_WRITE)
+                self._map(image)
                 if self._gpu is not None and not self._pinned[which]:
                     with torch.cuda.device(self._gpu):
                         torch.cuda.cudart().cudaHostRegister(_address(image), image.size, _PORTABLE)  # type: ignore[no-untyped-call]
                     self._pinned[which] = True
+
+    def _map(self, image: Image) -> None:
+        """Map every page of an image, piece by piece. Where memory does not suffice, ``fill`` finds out."""
+        begin = ctypes.c_char.from_buffer(image.memory)  # keeps the memory mapped
+        madvise = ctypes.CDLL(None).madvise
+        for at in range(0, image.size, AT_ONCE):
+            self._not_filling.wait()
+            where, size = ctypes.c_void_p(ctypes.addressof(begin) + at), ctypes.c_size_t(min(AT_ONCE, image.size - at))
+            if madvise(where, size, _POPULATE_WRITE):
+                return
 
     def close(self) -> None:
         """Unmap the images. Whoever else has them keeps them."""
