@@ -862,6 +862,16 @@ MUTANTS = (
         *("ckpt_rounds", "the_end_after_an_exception_waits_for_nothing"),
     ),
     mutant(
+        "memory is there before the first save",
+        *("checkpoints/staging", "            if madvise(where, size, _POPULATE_WRITE):", "            if True:"),
+        *("ckpt_staging", "every_page_is_mapped_before_the_first_save"),
+    ),
+    mutant(
+        "it is not prepared beside a copy",
+        *("checkpoints/staging", "            self._not_copying.wait()\n", ""),
+        *("ckpt_staging", "no_page_is_mapped_beside_a_copy_and_the_rest_after_it"),
+    ),
+    mutant(
         "the newest copy is not the next to be filled",
         *("checkpoints/checkpointer", "older = (self._filled + 1) % IMAGES", "older = max(self._filled, 0)"),
         *("ckpt_rounds", "the_newest_copy_stays_until_the_next_one_is_complete"),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -43,8 +43,8 @@ class Staging:
         self._views: list[list[Tensor] | None] = [None] * IMAGES  # where the raw data go; None: not prepared
         self._gpu: torch.device | None = None
         self._pinned: list[bool] = [False] * IMAGES
-        self._not_filling = threading.Event()
-        self._not_filling.set()
+        self._not_copying = threading.Event()
+        self._not_copying.set()
 
     @property
     def nbytes(self) -> int:
@@ -84,22 +84,28 @@ class Staging:
         image, files, views = self.images[which], self._files, self._views[which]
         assert image is not None and files is not None and views is not None
         image.begin()
-        self._not_filling.clear()
-        try:
+        with self.copying():
             copy_all(views, files.sources(flat), non_blocking=True)
-        finally:
-            self._not_filling.set()
         image.memory[self._values_at : self._values_at + len(values)] = values
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
         small = {TENSORS: (files.end, len(self._tensors_json)), VALUES: (self._values_at, len(values))}
         image.finish(replace(description, files={**files.files, **small}))
 
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Leave the processor and the memory to a copy: ``make_resident`` waits meanwhile."""
+        self._not_copying.clear()
+        try:
+            yield
+        finally:
+            self._not_copying.set()
+
     def make_resident(self) -> None:
         """Have the kernel map all pages now, and let the GPU copy straight into them, so that the first save waits for neither.
 
-        To be called in a thread. Takes half a second per GB, in which other threads go on; pauses while ``fill`` copies, which then has
-        the processor for itself. The image that is filled first comes first.
+        To be called in a thread. Takes half a second per GB, in which other threads go on; pauses while ``fill`` copies. The image that
+        is filled first comes first.
         """
         for which, image in enumerate(self.images):
             if image is None:
@@ -116,7 +122,7 @@ class Staging:
         begin = ctypes.c_char.from_buffer(image.memory)  # keeps the memory mapped
         madvise = ctypes.CDLL(None).madvise
         for at in range(0, image.size, AT_ONCE):
-            self._not_filling.wait()
+            self._not_copying.wait()
             where, size = ctypes.c_void_p(ctypes.addressof(begin) + at), ctypes.c_size_t(min(AT_ONCE, image.size - at))
             if madvise(where, size, _POPULATE_WRITE):
                 return
