@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -30,15 +31,17 @@ class Launcher:
     name: str
     module: str
     env: tuple[tuple[str, str], ...] = ()
+    options: tuple[str, ...] = ()
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", self.module, *arguments]
+        return [sys.executable, "-m", self.module, *self.options, *arguments]
 
 
 ELASTIRUN = Launcher("elastirun", "elastirun")
+PRELOAD = Launcher("elastirun, preload", "elastirun", options=("--preload=torch",))
 TORCHRUN = Launcher("torchrun", "torch.distributed.run")
 UNSHARED = Launcher("torchrun, unshared", "torch.distributed.run", (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),))
-LAUNCHERS = {"elastirun": ELASTIRUN, "torchrun": TORCHRUN, "torchrun-unshared": UNSHARED}
+LAUNCHERS = {"elastirun": ELASTIRUN, "elastirun-preload": PRELOAD, "torchrun": TORCHRUN, "torchrun-unshared": UNSHARED}
 
 
 @dataclass
@@ -54,13 +57,18 @@ class Worker:
     first_step: float | None = None
     last_step: float | None = None
     steps: int = 0
-    alive: bool = True
+    ended: float | None = None  # when its process had ended
+
+    @property
+    def alive(self) -> bool:
+        return self.ended is None
 
 
 @dataclass
 class Agent:
     node: str
     process: subprocess.Popen[bytes]
+    ended: float | None = None  # when its process had ended, in seconds of the monotonic clock
 
 
 @dataclass
@@ -101,6 +109,7 @@ class Bench:
                 cwd=ROOT,
             )
         agent = Agent(node, process)
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, agent)
         self.agents.append(agent)
         return agent
 
@@ -131,7 +140,7 @@ class Bench:
         self.listen(0.0)
         self.kill_workers(lambda w: True)  # torchrun's workers outlive their agent
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+            os.close(key.fileobj) if isinstance(key.fileobj, int) else key.fileobj.close()  # type: ignore[attr-defined]
         self._selector.close()
         self.folder.cleanup()
 
@@ -148,12 +157,22 @@ class Bench:
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
+    def end_workers(self) -> None:
+        """Tell the workers to end after their next step."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Line):
+                key.fileobj.send(b"\n")  # type: ignore[union-attr]
+
     def listen(self, timeout: float) -> None:
         """Read the workers' reports, waiting up to ``timeout`` seconds for the first."""
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._listening:
                 connection, _ = self._listening.accept()
                 self._selector.register(connection, selectors.EVENT_READ, _Line())
+            elif isinstance(key.data, Agent):
+                key.data.ended = time.monotonic()
+                self._selector.unregister(key.fileobj)
+                os.close(key.fd)
             else:
                 self._hear(key.fileobj, key.data)
 
@@ -166,7 +185,7 @@ class Bench:
             self._selector.unregister(connection)
             connection.close()
             if line.worker is not None:
-                line.worker.alive = False
+                line.worker.ended = time.monotonic()
             return
         *whole, line.rest = (line.rest + data).split(b"\n")
         for message in map(json.loads, whole):
@@ -213,19 +232,20 @@ class _Line:
 
 def machine() -> str:
     """Return one line about the machine and the versions."""
-    import torch
-
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        platform.machine(),
+    )
     load = os.getloadavg()[0]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    python = f"Python {platform.python_version()}, torch {torch.__version__}, elastirun {commit or '?'}"
+    python = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, elastirun {commit or '?'}"
     return f"{len(os.sched_getaffinity(0))} x {model}, Linux {platform.release()}, {python}; load before the run {load:.1f}"
 
 
 def shown(launcher: Launcher, arguments: Sequence[str]) -> str:
     """Return the command as a user types it."""
-    name = "elastirun" if launcher is ELASTIRUN else "torchrun"
-    return shlex.join([*(f"{k}={v}" for k, v in launcher.env), name, *arguments])
+    name = "elastirun" if launcher.module == ELASTIRUN.module else "torchrun"
+    return shlex.join([*(f"{k}={v}" for k, v in launcher.env), name, *launcher.options, *arguments])
 
 
 def seconds(values: Sequence[float]) -> str:

@@ -1,18 +1,22 @@
-"""A worker that only all-reduces over gloo, and reports its start and each step to the bench.
+"""A worker that only all-reduces over gloo, and reports its start and each step to the bench. It ends when the bench says so, or is gone.
 
 Variables: ``BENCH_SOCKET`` (the bench's Unix socket), ``BENCH_NODE`` (the name of its agent), ``BENCH_TIMEOUT`` (seconds for the process
-group; unset: torch's default), ``BENCH_DELAY`` (enter ``init_process_group`` up to this many seconds late), ``BENCH_SEED`` (of the delay).
+group; unset: torch's default), ``BENCH_DELAY`` (enter ``init_process_group`` up to this many seconds late), ``BENCH_SEED`` (of the delay),
+``BENCH_OPTIMIZER`` (if set: each step includes one of an optimizer, the first of which imports about as much as torch itself),
+``BENCH_IDLE`` (if set: sleep after the first step).
 """
 
 import json
 import os
 import random
+import select
 import socket
 import time
 
 started = time.monotonic()  # the same clock for every process of a machine, and of its network namespaces
 bench = socket.socket(socket.AF_UNIX)
 bench.connect(os.environ["BENCH_SOCKET"])
+os.dup(bench.fileno())  # the interpreter closes ``bench`` at its end; the bench sees the connection's end when the process has ended
 
 
 def say(**fields: object) -> None:
@@ -32,9 +36,19 @@ delay = random.Random(f"{os.environ.get('BENCH_SEED', 0)} {rank} {attempt}").uni
 time.sleep(delay)
 limit = os.environ.get("BENCH_TIMEOUT")
 dist.init_process_group("gloo", timeout=timedelta(seconds=float(limit)) if limit else None)
+parameter = torch.zeros(1, requires_grad=True)
+optimizer = torch.optim.SGD([parameter], lr=0.1) if "BENCH_OPTIMIZER" in os.environ else None
+pause = None if "BENCH_IDLE" in os.environ else 0.05  # seconds between two steps; None: until the bench says something
+to_end = False
 while True:
-    x = torch.ones(1)
+    x = torch.tensor([1.0, float(to_end)])
     dist.all_reduce(x)
-    assert x.item() == world, f"{x.item()} workers took part, not {world}"
+    assert x[0].item() == world, f"{x[0].item()} workers took part, not {world}"
+    if optimizer:
+        parameter.grad = x[:1]
+        optimizer.step()
     say(at=time.monotonic())
-    time.sleep(0.05)
+    if x[1].item():  # all workers end after the same step
+        break
+    to_end = bool(select.select([bench], [], [], pause)[0])
+dist.destroy_process_group()
