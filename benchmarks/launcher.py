@@ -268,9 +268,8 @@ def available(names: Sequence[str]) -> list[Launcher]:
 
 def new_run(options: argparse.Namespace, launchers: Sequence[Launcher]) -> Run:
     """Describe the run before it begins. The files that every start reads are in the page cache afterwards."""
-    commands = {
-        launcher.name: [shown(launcher, on_one_node("N")), shown(launcher, on_nodes(1, "MIN:MAX", "PORT"))] for launcher in launchers
-    }
+    ways = [on_one_node("N"), on_nodes(1, "MIN:MAX", "PORT")]
+    commands = {launcher.name: [shown(launcher, way).replace(f"{ROOT}/", "") for way in ways] for launcher in launchers}
     run = Run(machine(), time.strftime("%Y-%m-%d"), [launcher.name for launcher in launchers], commands, options.idle_workers)
     subprocess.run([sys.executable, "-c", WARM_UP], cwd=ROOT, check=True)
     return run
