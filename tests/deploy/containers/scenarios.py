@@ -271,7 +271,7 @@ def sick_machine(cluster: Cluster) -> Job:
 
 def excluded(cluster: Cluster) -> Job:
     """A pod whose fixed rank another one holds ends with 204: its index has failed for good, and the job succeeds without it."""
-    documents = patient(PET_RDZV_BACKEND="static", PET_NNODES="2", PET_LAST_CALL="0.5")
+    documents = patient(PET_RDZV_BACKEND="static", PET_MASTER_ADDR="smoke-train-0.smoke-train", PET_NNODES="2", PET_LAST_CALL="0.5")
     job = cluster.apply(documents, lambda index: ["--env", f"PET_NODE_RANK={min(index, 1)}"])
     job.at(0).says("at work, world size 2")
     one, other = job.at(1), job.at(2)
