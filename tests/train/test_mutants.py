@@ -867,9 +867,9 @@ MUTANTS = (
         *("ckpt_staging", "every_page_is_mapped_before_the_first_save"),
     ),
     mutant(
-        "it is not prepared beside a copy",
-        *("checkpoints/staging", "            self._not_copying.wait()\n", ""),
-        *("ckpt_staging", "no_page_is_mapped_beside_a_copy_and_the_rest_after_it"),
+        "it is not prepared beside a copy into another image",
+        *("checkpoints/staging", "            self._may_map[which].wait()\n", ""),
+        *("ckpt_staging", "an_image_is_not_mapped_beside_a_copy_into_the_other_one"),
     ),
     mutant(
         "the newest copy is not the next to be filled",

@@ -43,8 +43,9 @@ class Staging:
         self._views: list[list[Tensor] | None] = [None] * IMAGES  # where the raw data go; None: not prepared
         self._gpu: torch.device | None = None
         self._pinned: list[bool] = [False] * IMAGES
-        self._not_copying = threading.Event()
-        self._not_copying.set()
+        self._may_map = [threading.Event() for _ in range(IMAGES)]
+        for each in self._may_map:
+            each.set()
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +85,7 @@ class Staging:
         image, files, views = self.images[which], self._files, self._views[which]
         assert image is not None and files is not None and views is not None
         image.begin()
-        with self.copying():
+        with self.copying(which):
             copy_all(views, files.sources(flat), non_blocking=True)
         image.memory[self._values_at : self._values_at + len(values)] = values
         if self._gpu is not None:
@@ -93,36 +94,39 @@ class Staging:
         image.finish(replace(description, files={**files.files, **small}))
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Leave the processor and the memory to a copy: ``make_resident`` waits meanwhile."""
-        self._not_copying.clear()
+    def copying(self, which: int) -> Iterator[None]:
+        """Leave the processor and the memory to a copy into image number ``which``: ``make_resident`` goes on with that one only."""
+        others = [each for number, each in enumerate(self._may_map) if number != which]
+        for each in others:
+            each.clear()
         try:
             yield
         finally:
-            self._not_copying.set()
+            for each in others:
+                each.set()
 
     def make_resident(self) -> None:
         """Have the kernel map all pages now, and let the GPU copy straight into them, so that the first save waits for neither.
 
-        To be called in a thread. Takes half a second per GB, in which other threads go on; pauses while ``fill`` copies. The image that
-        is filled first comes first.
+        To be called in a thread. Takes half a second per GB, in which other threads go on. The image that is filled first comes
+        first, and while ``fill`` copies into one image the other is not mapped.
         """
         for which, image in enumerate(self.images):
             if image is None:
                 continue
             with suppress(OSError, ValueError):
-                self._map(image)
+                self._map(which, image)
                 if self._gpu is not None and not self._pinned[which]:
                     with torch.cuda.device(self._gpu):
                         torch.cuda.cudart().cudaHostRegister(_address(image), image.size, _PORTABLE)  # type: ignore[no-untyped-call]
                     self._pinned[which] = True
 
-    def _map(self, image: Image) -> None:
+    def _map(self, which: int, image: Image) -> None:
         """Map every page of an image, piece by piece. Where memory does not suffice, ``fill`` finds out."""
         begin = ctypes.c_char.from_buffer(image.memory)  # keeps the memory mapped
         madvise = ctypes.CDLL(None).madvise
         for at in range(0, image.size, AT_ONCE):
-            self._not_copying.wait()
+            self._may_map[which].wait()
             where, size = ctypes.c_void_p(ctypes.addressof(begin) + at), ctypes.c_size_t(min(AT_ONCE, image.size - at))
             if madvise(where, size, _POPULATE_WRITE):
                 return
