@@ -14,6 +14,7 @@ launcher did not manage three jobs of three is not tried again with it.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -245,7 +246,7 @@ def given_up(results: Sequence[Result]) -> bool:
 
 
 def measure(run: Run, rows: Sequence[str], launchers: Sequence[Launcher], settings: Settings, rounds: int) -> Iterator[None]:
-    """Add the results of ``rounds`` to the run. Yields after each round."""
+    """Add the results of ``rounds`` to the run. Yields after each scenario."""
     for turn in range(rounds):
         for all_rows, scenario in SCENARIOS.items():
             first = turn % len(launchers)
@@ -254,7 +255,7 @@ def measure(run: Run, rows: Sequence[str], launchers: Sequence[Launcher], settin
                 for row, result in run_job(wanted, scenario, launcher, settings).items() if wanted else ():
                     run.add(row, launcher.name, result)
                     print(f"{turn + 1}/{rounds} {row}, {launcher.name}: {result}", file=sys.stderr, flush=True)
-        yield
+            yield
 
 
 def available(names: Sequence[str]) -> list[Launcher]:
@@ -267,20 +268,19 @@ def available(names: Sequence[str]) -> list[Launcher]:
 
 
 def new_run(options: argparse.Namespace, launchers: Sequence[Launcher]) -> Run:
-    """Describe the run before it begins. The files that every start reads are in the page cache afterwards."""
+    """Describe the run before it begins."""
     ways = [on_one_node("N"), on_nodes(1, "MIN:MAX", "PORT")]
     commands = {launcher.name: [shown(launcher, way).replace(f"{ROOT}/", "") for way in ways] for launcher in launchers}
-    run = Run(machine(), time.strftime("%Y-%m-%d"), [launcher.name for launcher in launchers], commands, options.idle_workers)
-    subprocess.run([sys.executable, "-c", WARM_UP], cwd=ROOT, check=True)
-    return run
+    return Run(machine(), time.strftime("%Y-%m-%d"), [launcher.name for launcher in launchers], commands, options.idle_workers)
 
 
 def new_results(options: argparse.Namespace) -> Run:
-    """Run what the options select. An interrupted run returns what it has; ``--json`` is written after each round."""
+    """Run what the options select. A run that SIGINT or SIGTERM ends returns what it has; ``--json`` is written after each scenario."""
     launchers = available(options.launchers)
     run = new_run(options, launchers)
     settings = Settings(options.cap, options.watch, options.idle_workers)
     try:
+        subprocess.run([sys.executable, "-c", WARM_UP], cwd=ROOT, check=True)  # what every start reads is in the page cache afterwards
         for _ in measure(run, options.rows, launchers, settings, options.rounds):
             if options.json:
                 options.json.write_text(run.to_json())
@@ -321,4 +321,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is stopped ends its job, and reports what it has
     main()
