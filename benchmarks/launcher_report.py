@@ -32,15 +32,15 @@ ROWS = {
     "kill-nodes": Row("`kill -9` of a worker → first step, 2 nodes x 1 worker"),
     "agent": Row("`kill -9` of an agent → first step of the other 2 nodes"),
     "node": Row("`kill -9` of an agent and its worker → first step of the other 2 nodes"),
-    "replaced": Row("this node started again → first step of all 3"),
+    "replaced": Row("the killed node started again → first step of all 3"),
     "alone": Row("one node of `--nnodes=1:2` alone: command → first step"),
-    "join": Row("the second node's command → first step of both"),
-    "stall": Row("pause of the first node's steps meanwhile"),
+    "join": Row("a second node joins: its command → first step of both"),
+    "stall": Row("a second node joins: pause of the first one's steps"),
     "leave": Row("SIGTERM of an agent → next step of the other 2 nodes"),
-    "idle-cpu": Row("idle agent with all but its worker: CPU seconds per minute", "s/min"),
-    "idle-wake-ups": Row("the same: wake-ups per second", "1/s"),
+    "idle-cpu": Row("idle agent and what it runs beside workers: CPU seconds per minute", "s/min"),
+    "idle-wake-ups": Row("idle agent and what it runs beside workers: wake-ups per second", "1/s"),
     "memory": Row("memory (PSS) of {idle_workers} idle workers with torch, MiB", "MiB"),
-    "memory-launcher": Row("memory (PSS) of their launcher, MiB", "MiB"),
+    "memory-launcher": Row("memory (PSS) of the launcher of {idle_workers} idle workers, MiB", "MiB"),
 }
 
 
@@ -122,7 +122,7 @@ def is_ours(launcher: str) -> bool:
 
 def figure(value: float) -> str:
     """Return the number with three digits or more."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def conditions(run: Run) -> str:

@@ -44,19 +44,19 @@ def run() -> Run:
 
 
 def test_ratios_are_those_of_medians_to_the_better_torchrun(run: Run) -> None:
-    assert cell(run, "kill", "elastirun") == "2 (0.50)"
-    assert cell(run, "kill", "elastirun, preload") == "0.2 (0.05)"
-    assert cell(run, "kill", "torchrun, unshared") == "5"
+    assert cell(run, "kill", "elastirun") == "2.00 (0.50)"
+    assert cell(run, "kill", "elastirun, preload") == "0.200 (0.05)"
+    assert cell(run, "kill", "torchrun, unshared") == "5.00"
     assert json.loads(run.to_json())["summary"]["kill"]["elastirun"] == {"n": 3, "happened": 3, "median": 2.0, "ratio": 0.5}
 
 
 def test_what_did_not_happen_counts_as_longer_than_everything_else(run: Run) -> None:
     assert cell(run, "node", "torchrun") == "job lost after 65–74 s, 2 of 4; not within 120 s, 1 of 4"
-    assert cell(run, "node", "elastirun") == "6", "there is nothing to compare with"
+    assert cell(run, "node", "elastirun") == "6.00", "there is nothing to compare with"
     run.add("node", "torchrun", Result(50.0))
     run.add("node", "torchrun", Result(40.0))
     run.add("node", "torchrun", Result(45.0))
-    assert cell(run, "node", "torchrun").startswith("60; job lost")
+    assert cell(run, "node", "torchrun").startswith("60.0; job lost")
     assert cell(run, "node", "torchrun, unshared") == "-"
 
 
@@ -73,7 +73,7 @@ def test_a_page_gets_the_rows_that_it_names_and_keeps_the_rest(run: Run, tmp_pat
 def test_the_picture_has_each_row_that_is_seconds_and_says_what_never_came(run: Run) -> None:
     drawn = "|".join(ElementTree.fromstring(picture(run)).itertext())
     assert ROWS["kill"].title.replace("`", "") in drawn and "PSS" not in drawn
-    assert "|never|" in drawn and "|0.2|" in drawn
+    assert "|never|" in drawn and "|0.200|" in drawn
 
 
 @pytest.mark.parametrize(("values", "expected"), [([None, None], False), ([None] * 3, True), ([1.0, None, None, None], False)])
