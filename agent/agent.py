@@ -20,6 +20,7 @@ from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
+from elastirun.agent.processes.parked_forks import ParkedForks
 from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.signals import Signals
@@ -27,7 +28,7 @@ from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit, Workers
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.session import STANDSTILL, Session
-from elastirun.agent.spec import NodeEnvironment, cpu_sets, worker_specs
+from elastirun.agent.spec import NodeEnvironment, cpu_sets, worker_like, worker_specs
 from elastirun.agent.store_access import new_row
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
@@ -100,9 +101,11 @@ class Agent:
         self._memory = CheckpointMemory(self._round_check.folder, self._selector, self._events_log.write, self._console.say)
         stack.callback(self._memory.close)
         self._tracker = FailureTracker(row.name, self._logs)
-        self._workers = Workers(
-            self._selector, self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._tree.owns, self._tree.worker_reaped
-        )
+        like = worker_like(config, replace(self._node, cpus=cpus.usable_cpus()))
+        self._forks = ParkedForks(config.preload, like, config.nproc, self._selector, self._tree, self._console.say)
+        stack.callback(self._forks.close)
+        callbacks = (self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._tree.owns, self._tree.worker_reaped)
+        self._workers = Workers(self._selector, *callbacks, starts=self._forks.spawn)
         self._session = Session.of(config, row, self._worker_store_failed)
         stack.callback(self._session.close)
         if etcd := self._session.access.private_etcd:
@@ -116,6 +119,8 @@ class Agent:
 
     def run(self) -> int:
         try:
+            while self._forks.loading and not self._signum:  # this node joins when its workers can start at once
+                self._turn()
             return self._loop()
         except Exception:
             self._stop_after_a_bug()
@@ -156,7 +161,10 @@ class Agent:
     def _check_standstill(self, waited: float) -> None:
         """Report a standstill to the machine before any other event: a worker that the guard has killed meanwhile did not fail."""
         now = clock.now()
-        ended = bool(self._workers.running) and self._tree.lease_is_over(now)
+        over = self._tree.lease_is_over(now)
+        if over:
+            self._forks.drop()  # the guard may be killing them; none of them may become a worker meanwhile
+        ended = bool(self._workers.running) and over
         seconds = self._session.check_standstill(now, waited, ended)
         if seconds is not None:
             if ended or seconds > self._config.timing.expire / 2:
@@ -249,7 +257,7 @@ class Agent:
         self._workers.forward(signum)
 
     def _on_child(self) -> None:
-        self._tree.reap_orphans(self._workers.pids)
+        self._tree.reap_orphans((*self._workers.pids, *self._forks.pids))
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
         self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
@@ -298,6 +306,7 @@ class Agent:
             store.end_round()
             self._workers.start(specs, logs)
             self._tree.add_workers(self._workers.pids)
+            self._forks.refill()
             self._started = True
             if node_rank == 0:  # after the workers: importing torch would delay them, and the kernel keeps their connections
                 self._session.serve_workers()

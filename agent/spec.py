@@ -38,7 +38,7 @@ def worker_specs(
     config: LaunchConfig, record: RoundRecord, node_rank: int, node: NodeEnvironment, error_file: Callable[[int], str]
 ) -> list[WorkerSpec]:
     """Return the workers of node ``node_rank`` in the round. ``error_file``: local rank to the path for torch's ``@record``."""
-    shared = _shared(config, record, node_rank, node)
+    shared = _same_always(config, node) | _shared(config, record, node_rank, node)
     argv = command_line(config.command, node.environ)
     specs = []
     for place in places(record, node_rank):
@@ -49,6 +49,13 @@ def worker_specs(
         env.setdefault("OMP_NUM_THREADS", str(_threads(node.cpus, record.members[node_rank].slots, cpus)))
         specs.append(WorkerSpec(place.local_rank, place.rank, _for_rank(argv, place.local_rank), env, cpus, node.group, node.files))
     return specs
+
+
+def worker_like(config: LaunchConfig, node: NodeEnvironment) -> WorkerSpec:
+    """Return a worker as each round has them, without what differs between workers or rounds (``forkserver.ROUND_NAMES``)."""
+    env = {marks.VARIABLE: node.mark, **node.environ, **_same_always(config, node)}
+    env.setdefault("OMP_NUM_THREADS", str(_threads(node.cpus, config.nproc, None)))
+    return WorkerSpec(0, 0, command_line(config.command, node.environ), env, None, node.group, node.files)
 
 
 def command_line(command: Command, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -83,8 +90,24 @@ def _threads(usable: int, workers: int, cpus: frozenset[int] | None) -> int:
     return max(1, share if cpus is None else min(share, len(cpus)))
 
 
+def _same_always(config: LaunchConfig, node: NodeEnvironment) -> dict[str, str]:
+    """Return the variables that are the same for all workers of this node in all rounds."""
+    env = {
+        "ROLE_NAME": config.role,
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),
+        marks.VARIABLE: node.mark,
+        "ELASTIRUN_SOCKET": node.socket,
+        "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
+    }
+    unless_set = {} if "TORCH_NCCL_ASYNC_ERROR_HANDLING" in node.environ else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    return env | unless_set
+
+
 def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, node: NodeEnvironment) -> dict[str, str]:
-    """Return the variables that are the same for all workers of this node."""
+    """Return the variables that are the same for all workers of this node in the round."""
     member = record.members[node_rank]
     master_addr, master_port = record.members[0].address, record.members[0].port
     if node.store and master_port == node.store[1]:  # the workers use the rendezvous store, see agent/worker_store.py
@@ -94,22 +117,14 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, node: Nod
         "LOCAL_WORLD_SIZE": str(member.slots),
         "GROUP_RANK": str(node_rank),
         "GROUP_WORLD_SIZE": str(len(record.members)),
-        "ROLE_NAME": config.role,
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(record.round - 1),  # the same on every node, and new in every round
-        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),
-        marks.VARIABLE: node.mark,
         "ELASTIRUN_ROUND": str(record.round),
         "ELASTIRUN_ROUND_REASON": record.reason,
         "ELASTIRUN_FENCE": record.fence,
-        "ELASTIRUN_SOCKET": node.socket,
-        "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
-    unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    unless_set = {}
     if len(record.members) == 1 and node.loopback:
         unless_set["GLOO_SOCKET_IFNAME"] = node.loopback  # else gloo listens on the address that the host name resolves to
     elif len(record.members) > 1 and node.interface:

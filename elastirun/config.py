@@ -124,6 +124,7 @@ class LaunchConfig(RendezvousConfig):
     token: bytes | None = field(default=None, repr=False)  # the secret that signs every record in the store
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # these stop this node
     forward_signals: tuple[str, ...] = ()  # these are passed on to the workers while training goes on
+    preload: tuple[str, ...] = ()  # modules that a fork server imports for the workers; empty: there is none
     numa_binding: str | None = None
     virtual_local_rank: bool = False
     health: Endpoint | None = None  # where to serve the health port; an empty host: on every interface; None: nowhere

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastirun.agent.host.descriptors import ready
-from elastirun.agent.processes.spawn import WorkerSpec, spawn
+from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
 from elastirun.errors import StartError
 
 
@@ -37,7 +37,7 @@ class Process:
 
     ``code`` is the exit status, or minus the number of the signal that ended the worker. For ``spec``, ``stdout``, ``stderr``, the
     thread to call from and OSError see ``spawn``. An ended worker stays a zombie until ``reap`` is called, so that no other process
-    gets the number of its process group.
+    gets the number of its process group. ``starts`` is ``spawn``, or another function that does what ``spawn`` promises.
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class Process:
         on_exit: Callable[[Process, int], None],
         stdout: int | None = None,
         stderr: int | None = None,
+        starts: Callable[[WorkerSpec, int | None, int | None], Spawned] = spawn,
     ) -> None:
         self.spec = spec
         self._selector = selector
         self._on_exit = on_exit
-        started = spawn(spec, stdout, stderr)
+        started = starts(spec, stdout, stderr)
         self.pid, self._pidfd = started.pid, started.pidfd
         self._reaped = False
         selector.register(self._pidfd, selectors.EVENT_READ, self._ready)

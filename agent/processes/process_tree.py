@@ -109,6 +109,14 @@ class ProcessTree:
         if all(process.session != worker for process in proc.descendants(os.getpid()).values()):
             self._forget(worker)
 
+    def spare(self, session: int) -> None:
+        """Leave the processes of a session alone as long as this agent lives. The guard kills them with everything else."""
+        self._evidence.outside.add(session)
+
+    def spare_no_longer(self, session: int) -> None:
+        """Undo ``spare``. Call it when the session is empty, because a worker may then get its number."""
+        self._evidence.outside.discard(session)
+
     def owns(self, pid: int) -> bool:
         """Return whether a worker of this agent started that process, directly or not."""
         return pid in kills.owned(self._evidence, proc.descendants(os.getpid()), os.getpid())

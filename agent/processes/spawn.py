@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +34,10 @@ class Spawned:
     pidfd: int
 
 
-def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None) -> Spawned:
+def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None, keep: Collection[int] = ()) -> Spawned:
     """Start a worker. ``stdout`` and ``stderr`` are descriptors for it (None: this process's own); the caller closes its copies.
+
+    It has the descriptors in ``keep``, too, by the same numbers.
 
     Call it in the thread that lives as long as the worker may: the parent-death signal is tied to the *thread* that forked.
     Raises OSError when no process can be made. A command that cannot be executed is the worker's exit code 126 or 127.
@@ -43,7 +45,7 @@ def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None
     cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else _NONE
     command = [sys.executable, "-I", "-S", _EXEC_WORKER, str(os.getpid()), cpus, spec.group or _NONE]
     command += [_NONE if spec.files is None else str(spec.files), *spec.argv]
-    child = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True)
+    child = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=keep)
     try:
         pidfd = os.pidfd_open(child.pid)
     except OSError:

@@ -11,7 +11,7 @@ from elastirun import clock
 from elastirun.agent.output.round_logs import RoundLogs
 from elastirun.agent.processes.left_running import LeftRunning
 from elastirun.agent.processes.process import Process
-from elastirun.agent.processes.spawn import WorkerSpec
+from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
 
 DRAIN = 0.5  # seconds to wait, after the last exit, for the end of a pipe that some other process may hold open
 GIVE_UP = 10.0  # seconds for a process to die of SIGKILL; one that takes longer hangs in the kernel, usually in a driver
@@ -46,6 +46,8 @@ class Workers:
     A worker may leave processes running (``owns(pid)`` tells which children belong to workers). While the workers are being stopped,
     these get the signal when their worker has ended, and the rest of the grace. When the workers ended by themselves, they go on after
     ``on_idle`` (``left_running``), with their output, until ``stop`` or ``start``.
+
+    ``starts`` starts one worker, as ``spawn`` does.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Workers:
         owns: Callable[[int], bool] = lambda pid: False,
         on_reaped: Callable[[int], None] = lambda pid: None,
         clock: Callable[[], float] = clock.now,
+        starts: Callable[[WorkerSpec, int | None, int | None], Spawned] = spawn,
     ) -> None:
         self._selector = selector
         self._on_exit, self._on_idle, self._on_stuck = on_exit, on_idle, on_stuck
-        self._clock = clock
+        self._clock, self._starts = clock, starts
         self._logs: RoundLogs | None = None  # of the running workers
         self._alive: dict[int, Process] = {}  # by local rank
         self._left_running = LeftRunning(selector, owns, self._on_left_running_ended, on_reaped)
@@ -115,7 +118,7 @@ class Workers:
         try:
             for spec in specs:
                 out, err = logs.descriptors(spec.local_rank)
-                self._alive[spec.local_rank] = Process(spec, self._selector, self._ended, out, err)
+                self._alive[spec.local_rank] = Process(spec, self._selector, self._ended, out, err, self._starts)
         except OSError as exc:
             self._kill_all()
             among = f"{len(specs)} worker{'s' * (len(specs) > 1)}"

@@ -256,6 +256,15 @@ def needles(text: str) -> tuple[str, ...]:
     return tuple(part for part in parts if part)
 
 
+def modules(text: str) -> tuple[str, ...]:
+    """Parse ``torch,package.module`` into names of modules. Empty text gives none."""
+    names = [item.strip() for item in text.split(",")] if text.strip() else []
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{quote(name)} is no name of a module; give names with commas, such as torch,transformers")
+    return tuple(dict.fromkeys(names))
+
+
 def signals(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Parse ``SIGTERM,USR1`` into (names that this system knows, in full; names that it does not know)."""
     known: list[str] = []

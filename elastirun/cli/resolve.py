@@ -53,6 +53,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         logs=logs,
         signals=signals,
         forward_signals=forward_signals,
+        preload=_preload(options, command),
         numa_binding=options.optional("numa_binding", parse.choice("node", "socket", "exclusive", "core-complex")),
         virtual_local_rank=options.flag("virtual_local_rank"),
         health=_health(options),
@@ -77,6 +78,19 @@ def _command(options: GivenOptions, script: Sequence[str]) -> Command:
         both = f"{options.label('module')} and {options.label('no_python')}"
         raise UsageError(f"{both} contradict each other (a module needs python); leave one out")
     return Command(script[0], tuple(script[1:]), module and not run_path, no_python and not run_path, run_path)
+
+
+def _preload(options: GivenOptions, command: Command) -> tuple[str, ...]:
+    """Return the modules of --preload; none, with a warning, where workers cannot be forks of a Python with the same settings."""
+    modules = options.read("preload", parse.modules)
+    against = [options.label("no_python")] if command.no_python else [options.label("run_path")] if command.run_path else []
+    against += [options.label("numa_binding")] if options.is_given("numa_binding") else []
+    against += [options.label("virtual_local_rank")] if options.flag("virtual_local_rank") else []
+    against += ["PYTHON_EXEC"] if options.environ.get("PYTHON_EXEC") else []
+    if modules and against:
+        options.warn(f"{options.label('preload')} has no effect: with {against[0]} workers are executed")
+        return ()
+    return modules
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ FROZEN = """
 module m PET_MODULE flag
 no-python - PET_NO_PYTHON flag
 run-path - PET_RUN_PATH flag
+preload - PET_PRELOAD ''
 dry-run - PET_DRY_RUN flag
 version - - flag
 nnodes - PET_NNODES 1:1

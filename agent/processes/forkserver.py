@@ -1,0 +1,345 @@
+"""The fork server: imports modules once; its forks become workers without importing them again (see docs/decisions/0018).
+
+    python -u forkserver.py AGENT_PID CONTROL GROUP MODULE,... COMMAND...
+
+The agent executes this program like a worker, with the environment of the workers but for ``ROUND_NAMES``, so that everything that
+is read at import takes effect. COMMAND is the command of a worker without ``python -u``: people see it in ps, and its length is the
+room for a fork's own command line. CONTROL is a stream socket to the agent.
+
+- When the modules are imported, the server writes one line of JSON: what went wrong, if anything. If forks would not be as good as
+  executed workers, the server then ends.
+- The agent writes one byte with one end of a socket pair for each fork that it wants. The fork is a child of the agent: the process
+  between it and the server ends at once, and the agent is the subreaper. The parent-death signal is armed then, not before, because
+  the change of the parent would fire it. The fork writes its pid into the socket and waits. It stays in the server's session, by
+  which the agent knows it, until it gets work.
+- The agent sends one line of JSON with the descriptors for stdout and stderr. The fork makes a session of its own, restores the
+  signals, writes an empty line, and runs the script. End of file: the fork is not wanted any more.
+
+A script that cannot run in a fork as ``python -u`` would run it is executed by the fork instead; the reason goes to the agent.
+This program imports nothing of ours, and the standard library only inside functions: the folder of the script comes first in
+sys.path of the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from socket import socket
+    from typing import Any
+
+ROUND_NAMES = frozenset(
+    "RANK LOCAL_RANK ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
+    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_ERROR_FILE ELASTIRUN_ROUND ELASTIRUN_ROUND_REASON ELASTIRUN_FENCE "
+    "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME".split()
+)  # variables that differ between the workers of a node, or between its rounds
+ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which takes as long as torch itself
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/accel")  # a driver whose device file is open is in use
+LINE_LIMIT = 16 << 20  # bytes of one message from the agent; the kernel allows 6 MiB of arguments and environment
+TORCH_FIXED_SEED = 67280421310721  # torch's default generator begins with it where it is not seeded from the system
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+_FRESH = {name: value for name, value in globals().items() if name.startswith("__")}  # what the interpreter puts into __main__
+_LOADED = frozenset(sys.modules)  # what the interpreter imports before any script
+_ENVIRON = dict(os.environ)
+
+
+# -- the server
+
+
+def serve(agent: int, control: socket, group: str, modules: list[str]) -> Callable[[], object]:
+    """Import ``modules``, then make forks. Returns in each fork that got work: the function that runs the script."""
+    from signal import SIG_IGN, SIGHUP, SIGINT, SIGQUIT, SIGTERM, getsignal, signal
+
+    stopping = (SIGTERM, SIGINT, SIGHUP, SIGQUIT)
+    before = {signum: signal(signum, SIG_IGN) for signum in stopping}  # a signal to the agent's group is for the agent alone
+    trouble = load(modules)
+    for signum in stopping:
+        if getsignal(signum) is not SIG_IGN:  # a module has set a handler: so it would in the worker
+            before[signum] = signal(signum, SIG_IGN)
+    report(control, trouble)
+    while True:
+        job = next_job(control)
+        if job and be_parked(agent, job):
+            control.close()
+            return work(job, group, before)
+
+
+def load(modules: list[str]) -> dict[str, Any]:
+    """Import ``modules`` and return what went wrong, see ``report``. Modules must not be in use by a thread or a device at a fork."""
+    import gc
+    import importlib
+
+    read: set[str] = set()
+
+    class Watching(type(os.environ)):  # type: ignore[misc]
+        def __getitem__(self, name: str) -> Any:
+            read.update({name} & ROUND_NAMES)
+            return super().__getitem__(name)
+
+    trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
+    os.environ.__class__ = Watching
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that asks for GPUs must not initialise CUDA
+    for name in modules:
+        read.clear()
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # what a module may raise: anything
+            trouble["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+        if read:
+            trouble["reads"][name] = sorted(read)
+        if found := obstacle():
+            trouble["obstacle"] = f"importing {name} left {found}"
+            break
+    os.environ.__class__ = Watching.__base__
+    if "PYTORCH_NVML_BASED_CUDA_CHECK" not in _ENVIRON:
+        os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    gc.collect()
+    gc.freeze()  # a collection in a fork then does not write to, and so copy, the memory of all that was imported
+    return trouble
+
+
+def obstacle() -> str:
+    """Return what stands in the way of forks of this process; empty: nothing. Some libraries end their threads at the first fork."""
+    child = os.fork()
+    if child == 0:
+        asks = getattr(sys.modules.get("torch._C"), "_cuda_isInBadFork", None)  # missing where torch was built without CUDA
+        os._exit(int(asks()) if asks else 0)
+    if os.waitpid(child, 0)[1]:
+        return "CUDA initialised"
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"{threads - 1} thread{'s' * (threads > 2)}"
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            device = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if device.startswith(DEVICES):
+            return f"the device {device} open"
+    return ""
+
+
+def report(control: socket, trouble: dict[str, Any]) -> None:
+    """Tell the agent that the modules are imported, and what went wrong; end where forks would not be as executed workers.
+
+    ``failed``: modules that cannot be imported, with the reason. ``reads``: modules that have read variables of ``ROUND_NAMES``, which
+    have no value here. ``obstacle``: a thread, or a device in use.
+    """
+    import json
+
+    control.sendall(json.dumps(trouble).encode() + b"\n")
+    if trouble["reads"] or trouble["obstacle"]:
+        os._exit(0)
+
+
+def next_job(control: socket) -> socket | None:
+    """Wait for the agent to ask for a fork. Return the fork's socket in the fork, None in the server. Ends with the agent."""
+    import socket
+
+    data, fds, _, _ = socket.recv_fds(control, 1, 1)
+    if not data:
+        os._exit(0)
+    with socket.socket(fileno=fds[0]) as job:
+        try:
+            between = os.fork()
+        except OSError:  # no process can be made: the agent sees the end of the socket, and executes a worker
+            return None
+        if between == 0:
+            return socket.socket(fileno=job.detach())
+        os.waitpid(between, 0)
+    return None
+
+
+# -- a fork
+
+
+def be_parked(agent: int, job: socket) -> bool:
+    """Make a child of the agent that waits. Called between it and the server; returns in the fork only."""
+    import time
+    from ctypes import CDLL, c_ulong
+    from signal import SIGKILL
+
+    between = os.getpid()
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    while (parent := os.getppid()) == between:
+        time.sleep(0.0005)
+    CDLL(None).prctl(PR_SET_PDEATHSIG, c_ulong(SIGKILL), c_ulong(0), c_ulong(0), c_ulong(0))
+    if parent != agent or os.getppid() != agent:  # the agent has died, before the signal was armed or after
+        os._exit(1)
+    job.sendall(b"%d\n" % os.getpid())
+    return True
+
+
+def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], object]:
+    """Wait for work, become a worker, and return the function that runs the script."""
+    import json
+    from signal import signal
+
+    line, fds = receive(job)
+    message = json.loads(line)
+    os.setsid()
+    for target, fd in zip((1, 2), fds, strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
+    for signum, handler in handlers.items():
+        signal(signum, handler)
+    job.sendall(b"\n")  # from here on the agent's signals have their effect, and reach the process group
+    if group != "-":
+        enter(group)
+    argv: list[str] = message["argv"]
+    os.environ.update(message["own"])
+    seed_anew()
+    set_title(argv)
+    why, run = prepare(argv)
+    if run is None:
+        job.sendall(why.encode(errors="replace"))
+        os.execve(argv[0], argv, {**_ENVIRON, **message["own"]})
+    job.close()
+    return run
+
+
+def receive(job: socket) -> tuple[bytes, list[int]]:
+    """Return the line of JSON and the two descriptors that the agent sends. Ends this process when it is not wanted any more."""
+    import socket
+
+    data, fds, _, _ = socket.recv_fds(job, 1 << 16, 2)
+    line = bytearray(data)
+    while data and not line.endswith(b"\n"):
+        data = job.recv(1 << 16)
+        line += data
+        if len(line) > LINE_LIMIT:
+            os._exit(1)
+    if not data or len(fds) != 2:
+        os._exit(0)
+    return bytes(line), list(fds)
+
+
+def enter(group: str) -> None:
+    """Enter the control group. If the kernel refuses, the guard still recognises this worker by its environment."""
+    try:
+        os.write(os.open(f"{group}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), b"0")
+    except OSError:
+        pass
+
+
+def seed_anew() -> None:
+    """Seed anew what is seeded from the system at import: every fork, of any rank and round, would draw the same numbers."""
+    if "torch" in sys.modules and sys.modules["torch"].initial_seed() != TORCH_FIXED_SEED:
+        sys.modules["torch"].default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+
+
+def set_title(argv: list[str]) -> None:
+    """Show ``argv`` as the command line of this process, where there is room for it."""
+    from ctypes import memmove
+
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+    text = b"".join(os.fsencode(arg) + b"\0" for arg in argv)
+    if start and len(text) <= end - start:
+        memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def prepare(argv: list[str]) -> tuple[str, Callable[[], object] | None]:
+    """Prepare the interpreter for ``argv``, PYTHON -u SCRIPT or PYTHON -u -m MODULE. Return the function that runs it.
+
+    Without a function: the reason why it cannot run in a fork as it would by itself.
+    """
+    from functools import partial
+
+    main = type(sys)("__main__")
+    main.__dict__.clear()
+    main.__dict__.update(_FRESH, __doc__=None)
+    if "__annotations__" in _FRESH:
+        main.__dict__["__annotations__"] = {}
+    sys.modules["__main__"] = main
+    sys.orig_argv[:] = argv
+    if argv[2] == "-m":
+        sys.argv[:] = ["-m", *argv[4:]]
+        del main.__dict__["__file__"]
+        why = put_first(os.getcwd())
+        import runpy
+
+        return why, None if why else partial(runpy._run_module_as_main, argv[3])  # type: ignore[attr-defined]
+    sys.argv[:] = argv[2:]
+    path = absolute(argv[2])
+    why = put_first(os.path.dirname(os.path.realpath(path)))
+    if not is_source(path):
+        why = f"{argv[2]} is no file with Python's source"
+    if why:
+        return why, None
+    try:
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    except Exception as error:  # Python itself says what is wrong with the script
+        return f"{type(error).__name__}: {error}", None
+    from importlib.machinery import SourceFileLoader
+
+    main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
+    return "", partial(exec, code, main.__dict__)
+
+
+def absolute(path: str) -> str:
+    """Return the path as Python makes a script's absolute: nothing but a first ``./`` is left out."""
+    return path if path.startswith("/") else os.path.join(os.getcwd(), path.removeprefix("./"))
+
+
+def put_first(folder: str) -> str:
+    """Let modules be found in ``folder`` first. Return why they would not be in a fork: one of that name is already imported."""
+    if getattr(sys.flags, "safe_path", False):
+        return ""
+    names = {name.partition(".")[0] for name in sys.modules.keys() - _LOADED}
+    try:
+        found = sorted(names & {entry.partition(".")[0] for entry in os.listdir(folder)})
+    except OSError:
+        found = []
+    sys.path.insert(0, folder)
+    return f"{folder} has a module {found[0]}, and another one of that name is already imported" if found else ""
+
+
+def is_source(path: str) -> bool:
+    """Return whether the script is a file with source: no folder, zip or compiled file."""
+    import pkgutil
+
+    return os.path.isfile(path) and not path.endswith(".pyc") and pkgutil.get_importer(path) is None
+
+
+def hide_own_frame(error: BaseException) -> None:
+    """Show the traceback of an error that nobody has caught without the frame of this file."""
+    rest = error.__traceback__.tb_next if error.__traceback__ else None
+    hook = sys.excepthook
+    sys.excepthook = lambda kind, value, traceback: hook(kind, error.with_traceback(rest), rest)
+
+
+def main() -> Callable[[], object]:
+    """Read the arguments and serve."""
+    import socket
+
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the folder of this file
+    control = socket.socket(fileno=int(sys.argv[2]))
+    control.set_inheritable(False)
+    modules = [each for name in sys.argv[4].split(",") for each in (name, *ALSO.get(name, ()))]
+    return serve(int(sys.argv[1]), control, sys.argv[3], modules)
+
+
+if __name__ == "__main__":
+    run = main()
+    try:
+        run()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        hide_own_frame(error)
+        raise

@@ -1,0 +1,305 @@
+"""Workers that need not import: the agent's end of the fork server (``forkserver.py``, see docs/decisions/0018)."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import stat
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from elastirun import clock
+from elastirun.agent.host.descriptors import ready
+from elastirun.agent.processes import forkserver, proc
+from elastirun.agent.processes.process_tree import ProcessTree
+from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
+
+LOAD_LIMIT = 60.0  # seconds that a node waits for its fork server before it joins the job; a cold disk is slow
+FORK_LIMIT = 2.0  # seconds for a fork to answer; the loop waits meanwhile, and the worker is executed afterwards
+KILL_LIMIT = 1.0  # seconds for killed forks to end
+RESTART_AFTER = 10.0  # seconds; a server that lived for less is not started again before the next round
+REPORT_LIMIT = 1 << 20  # bytes of the server's report and of a fork's reason
+
+
+@dataclass
+class _Server:
+    """A fork server that runs. It is the leader of the session and the process group that its forks stay in until they get work."""
+
+    pid: int
+    pidfd: int
+    control: socket.socket
+    env: Mapping[str, str]  # without the round's own names
+    began: float
+    loaded: bool = False
+    report: bytes = b""
+
+
+class ParkedForks:
+    """Starts workers: from forks of a process that has imported ``modules``, else by executing them. Without modules: only so.
+
+    ``like``: a worker as the rounds will have them; its environment without the round's own names is the server's. ``count``: forks
+    kept ready. ``say`` gets lines for people. All calls and callbacks happen in the loop's thread.
+
+    The forks of the server are in its session until they get work. The agent leaves this session alone when it ends what workers have
+    left behind; the guard does not know it, and ends the server with all its forks when the agent has died.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[str, ...],
+        like: WorkerSpec,
+        count: int,
+        selector: selectors.BaseSelector,
+        tree: ProcessTree,
+        say: Callable[[str], None],
+    ) -> None:
+        self._modules = modules
+        self._like = like
+        self._count = count
+        self._selector = selector
+        self._tree = tree
+        self._say = say
+        self._env = _without_round(like.env)
+        self._server: _Server | None = None
+        self._parked: deque[socket.socket] = deque()  # forks that were asked for and have no work
+        self._asked: set[socket.socket] = set()  # forks that got work and may yet say why they were executed
+        self._said: set[str] = set()
+        if modules and os.stat(sys.executable).st_mode & (stat.S_ISUID | stat.S_ISGID):
+            self._give_up(f"{sys.executable} runs as another user")
+        self._start()
+
+    @property
+    def loading(self) -> bool:
+        """Return whether the server imports its modules, and not for too long."""
+        return self._server is not None and not self._server.loaded and clock.now() < self._server.began + LOAD_LIMIT
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Pids of children that only this class may reap."""
+        return (self._server.pid,) if self._server else ()
+
+    @property
+    def parked(self) -> int:
+        """Number of forks that wait for work."""
+        return len(self._parked)
+
+    def spawn(self, spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None) -> Spawned:
+        """Start a worker, see ``spawn.spawn``."""
+        while self._serves(spec) and self._parked:
+            if started := self._employ(self._parked.popleft(), spec, stdout, stderr):
+                return started
+        return spawn(spec, stdout, stderr)
+
+    def refill(self) -> None:
+        """Ask for as many forks as have got work. Call it when a round's workers are started: a fork takes the server some milliseconds."""
+        if self._server and self._server.env != self._env:
+            self._drop()
+        if self._server is None:
+            self._start()
+        elif self._server.loaded:
+            self._park()
+
+    def drop(self) -> None:
+        """End the server and its forks; the next ``refill`` starts a server. Call it when the guard may be about to kill them."""
+        if self._server:
+            self._drop()
+
+    def close(self) -> None:
+        """End the server and its forks."""
+        self._modules = ()
+        self.drop()
+        for job in tuple(self._asked):
+            self._forget(job)
+
+    # -- the server -------------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if not self._modules:
+            return
+        ours, theirs = socket.socketpair()
+        program = (sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), self._like.group or "-")
+        argv = (*program, ",".join(self._modules), *self._like.argv[2:])
+        try:
+            with theirs:  # not in the workers' control group, which is killed after each round
+                started = spawn(replace(self._like, argv=argv, env=self._env, group=""), 2, 2, (theirs.fileno(),))
+        except OSError as error:
+            ours.close()
+            self._tell(f"the fork server cannot be started: {error.strerror}")
+            return
+        ours.setblocking(False)
+        self._server = _Server(started.pid, started.pidfd, ours, self._env, clock.now())
+        self._tree.spare(started.pid)
+        self._selector.register(ours, selectors.EVENT_READ, self._on_report)
+        self._selector.register(started.pidfd, selectors.EVENT_READ, self._on_end)
+
+    def _on_report(self, mask: int) -> None:
+        server = self._server
+        assert server is not None
+        try:
+            data = server.control.recv(1 << 16)
+        except OSError:
+            data = b""
+        server.report += data
+        if data and not data.endswith(b"\n") and len(server.report) < REPORT_LIMIT:
+            return
+        self._selector.unregister(server.control)
+        try:
+            report = json.loads(server.report)
+            failed, reads, obstacle = dict(report["failed"]), dict(report["reads"]), str(report["obstacle"])
+        except (ValueError, KeyError, TypeError):
+            return  # it has ended, or is about to
+        for module, why in failed.items():
+            self._tell(f"{module} cannot be imported: {why}")
+        if obstacle:
+            self._give_up(f"{obstacle}, which forks cannot share")
+        elif reads:
+            for module, names in reads.items():
+                self._tell(f"{module} is not imported: importing it reads {', '.join(names)}, which differs between workers")
+            self._modules = tuple(name for name in self._modules if not {name, *forkserver.ALSO.get(name, ())} & reads.keys())
+            self._drop()
+            self._start()
+        else:
+            server.loaded = True
+            self._park()
+
+    def _on_end(self, mask: int) -> None:
+        server = self._server
+        assert server is not None
+        lived = clock.now() - server.began
+        self._drop()
+        if not server.loaded:
+            self._tell("the fork server has ended while it imported modules; workers are executed until the next round has begun")
+        elif lived >= RESTART_AFTER:
+            self._tell("the fork server has ended; another one is started")
+            self._start()
+
+    def _drop(self) -> None:
+        """Kill the server and its forks without work."""
+        server, self._server = self._server, None
+        assert server is not None
+        for fileobj in (server.control, server.pidfd):
+            with suppress(KeyError):  # the control socket, once the report has come
+                self._selector.unregister(fileobj)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(server.pid, signal.SIGKILL)  # the server is not reaped, so the group has its number
+        end = clock.now() + KILL_LIMIT
+        for job in self._parked:
+            _await_end(job, end)
+        self._parked.clear()
+        ready([server.pidfd], max(0.0, end - clock.now()))
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, server.pidfd, os.WEXITED | os.WNOHANG)
+        os.close(server.pidfd)
+        server.control.close()
+        self._tree.spare_no_longer(server.pid)
+
+    def _give_up(self, why: str) -> None:
+        self._modules = ()
+        if self._server:
+            self._drop()
+        self._tell(f"{why}; workers are executed")
+
+    def _tell(self, text: str) -> None:
+        """Say it once."""
+        if text not in self._said:
+            self._said.add(text)
+            self._say(f"--preload: {text}")
+
+    # -- its forks --------------------------------------------------------------------------------------------------------------
+
+    def _park(self) -> None:
+        assert self._server is not None
+        try:
+            while len(self._parked) < self._count:
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    self._parked.append(ours)
+                    socket.send_fds(self._server.control, [b"\n"], [theirs.fileno()])
+        except OSError:  # it has ended, or does not read: workers are executed for want of forks
+            pass
+
+    def _serves(self, spec: WorkerSpec) -> bool:
+        """Return whether a fork of the server would be as the worker that is executed."""
+        server = self._server
+        if server is None or not server.loaded:
+            return False
+        like_python = spec.argv[:2] == (sys.executable, "-u") and (spec.argv[2] == "-m" or not spec.argv[2].startswith("-"))
+        if not like_python or spec.cpus is not None:
+            return False
+        self._env = _without_round(spec.env)
+        if self._env != server.env:
+            names = sorted(name for name, _ in self._env.items() ^ server.env.items())
+            self._tell(f"the environment of the workers has changed ({', '.join(dict.fromkeys(names))}); they are executed this time")
+        return self._env == server.env
+
+    def _employ(self, job: socket.socket, spec: WorkerSpec, stdout: int | None, stderr: int | None) -> Spawned | None:
+        """Make a worker of a parked fork; None if that fork has ended, or does not answer: then it is killed."""
+        assert self._server is not None
+        job.settimeout(FORK_LIMIT)
+        pidfd = None
+        try:
+            pid = int(job.recv(32))
+            pidfd = os.pidfd_open(pid)
+            found = proc.look(pid)
+            if found is None or (found.parent, found.session) != (os.getpid(), self._server.pid):
+                raise OSError
+            own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
+            message = json.dumps({"argv": spec.argv, "own": own}).encode() + b"\n"
+            sent = socket.send_fds(job, [message], [1 if stdout is None else stdout, 2 if stderr is None else stderr])
+            job.sendall(message[sent:])
+            if job.recv(1) != b"\n":
+                raise OSError
+        except (OSError, ValueError) as error:
+            job.close()
+            if pidfd is not None:
+                _kill(pidfd)
+            if isinstance(error, TimeoutError):
+                self._tell(f"a fork has not answered in {FORK_LIMIT:g} s; workers are executed, and another fork server is started")
+                self._drop()
+            return None
+        self._asked.add(job)
+        self._selector.register(job, selectors.EVENT_READ, partial(self._on_reason, job))
+        return Spawned(pid, pidfd)
+
+    def _on_reason(self, job: socket.socket, mask: int) -> None:
+        """Hear why a fork has executed its script, if it has."""
+        try:
+            reason = job.recv(1 << 12)
+        except OSError:
+            reason = b""
+        self._forget(job)
+        if reason:
+            self._tell(f"{reason.decode(errors='replace')}; workers are executed")
+
+    def _forget(self, job: socket.socket) -> None:
+        self._asked.discard(job)
+        self._selector.unregister(job)
+        job.close()
+
+
+def _without_round(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in forkserver.ROUND_NAMES}
+
+
+def _await_end(job: socket.socket, end: float) -> None:
+    """Wait until the killed fork at the other end of the socket is gone."""
+    with job, suppress(OSError):
+        job.settimeout(max(0.01, end - clock.now()))
+        while job.recv(32):
+            pass
+
+
+def _kill(pidfd: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    ready([pidfd], KILL_LIMIT)
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    os.close(pidfd)
