@@ -195,7 +195,7 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
         enter(group)
     argv: list[str] = message["argv"]
     os.environ.update(message["own"])
-    seed_anew()
+    renew_identity()
     set_title(argv)
     why, run = prepare(argv)
     if run is None:
@@ -224,19 +224,27 @@ def receive(job: socket) -> tuple[bytes, list[int]]:
 def enter(group: str) -> None:
     """Enter the control group. If the kernel refuses, the guard still recognises this worker by its environment."""
     try:
-        os.write(os.open(f"{group}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), b"0")
+        with open(f"{group}/cgroup.procs", "wb", buffering=0) as file:
+            file.write(b"0")
     except OSError:
         pass
 
 
-def seed_anew() -> None:
-    """Seed anew what is seeded from the system at import: every fork, of any rank and round, would draw the same numbers."""
+def renew_identity() -> None:
+    """Make anew what belongs to one process, and is made at import.
+
+    Generators that are seeded from the system would draw the same numbers in every fork, of any rank and round.
+    """
     if "torch" in sys.modules and sys.modules["torch"].initial_seed() != TORCH_FIXED_SEED:
         sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "threading" in sys.modules:
+        main = sys.modules["threading"].main_thread()
+        if hasattr(main, "_set_native_id"):
+            main._set_native_id()
 
 
 def set_title(argv: list[str]) -> None:
@@ -291,8 +299,8 @@ def prepare(argv: list[str]) -> tuple[str, Callable[[], object] | None]:
 
 
 def absolute(path: str) -> str:
-    """Return the path as Python makes a script's absolute: nothing but a first ``./`` is left out."""
-    return path if path.startswith("/") else os.path.join(os.getcwd(), path.removeprefix("./"))
+    """Return the path as Python makes a script's absolute: nothing is left out."""
+    return path if path.startswith("/") else os.path.join(os.getcwd(), path)
 
 
 def put_first(folder: str) -> str:

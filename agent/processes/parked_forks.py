@@ -134,14 +134,14 @@ class ParkedForks:
             self._tell(f"the fork server cannot be started: {error.strerror}")
             return
         ours.setblocking(False)
-        self._server = _Server(started.pid, started.pidfd, ours, self._env, clock.now())
+        server = self._server = _Server(started.pid, started.pidfd, ours, self._env, clock.now())
         self._tree.spare(started.pid)
-        self._selector.register(ours, selectors.EVENT_READ, self._on_report)
-        self._selector.register(started.pidfd, selectors.EVENT_READ, self._on_end)
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._on_report, server))
+        self._selector.register(started.pidfd, selectors.EVENT_READ, partial(self._on_end, server))
 
-    def _on_report(self, mask: int) -> None:
-        server = self._server
-        assert server is not None
+    def _on_report(self, server: _Server, mask: int) -> None:
+        if server is not self._server:  # it was dropped after the selector had found it ready
+            return
         try:
             data = server.control.recv(1 << 16)
         except OSError:
@@ -169,9 +169,9 @@ class ParkedForks:
             server.loaded = True
             self._park()
 
-    def _on_end(self, mask: int) -> None:
-        server = self._server
-        assert server is not None
+    def _on_end(self, server: _Server, mask: int) -> None:
+        if server is not self._server:
+            return
         lived = clock.now() - server.began
         self._drop()
         if not server.loaded:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastirun.agent.host import numa
-from elastirun.agent.processes import spawn
+from elastirun.agent.processes import forkserver, spawn
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.agent.spec import NodeEnvironment, command_line, cpu_sets, worker_specs
+from elastirun.agent.spec import NodeEnvironment, command_line, cpu_sets, worker_like, worker_specs
 from elastirun.config import Command, Endpoint, LaunchConfig
 from elastirun.rendezvous.records import Member, RoundRecord
 
@@ -94,6 +94,20 @@ def test_what_is_the_same_everywhere() -> None:
         for env in envs(record, node_rank):
             assert env.items() >= EVERYWHERE.items()
             assert env.keys() == EVERYWHERE.keys() | PER_NODE | PER_WORKER, "nothing is given by accident"
+
+
+def test_what_differs_between_workers_or_rounds_is_what_the_fork_server_lacks() -> None:
+    """Any other variable may be read by a module that is imported once for all of them."""
+    rounds = (round_of(2, 2, 2), replace(round_of(2, 2), round=6, reason="n2 was lost"), replace(round_of(2), round=7))
+    every = [spec for record in rounds for node in range(len(record.members)) for spec in specs(record, node, {"RANK": "9", "A": "1"})]
+    same = {name: value for name, value in every[0].env.items() if all(spec.env.get(name) == value for spec in every)}
+    varies = {name for spec in every for name in spec.env} - same.keys()
+    assert varies <= forkserver.ROUND_NAMES and not {"A", "OMP_NUM_THREADS", "ELASTIRUN_AGENT"} & varies
+    like = worker_like(replace(CONFIG, nproc=2), NodeEnvironment({"RANK": "9", "A": "1"}, 16, mark="run-1", socket="/tmp/socket"))
+    assert {name: value for name, value in like.env.items() if name not in forkserver.ROUND_NAMES} == {
+        name: value for name, value in same.items() if name not in forkserver.ROUND_NAMES
+    }
+    assert next(iter(like.env)) == "ELASTIRUN_AGENT", "at the beginning, where the guard finds it"
 
 
 def test_ranks_with_different_numbers_of_workers() -> None:

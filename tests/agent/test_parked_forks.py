@@ -1,0 +1,311 @@
+"""Workers that are forks of a fork server: like executed ones, and executed wherever they could not be."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastirun.agent.processes import forkserver, parked_forks, proc
+from elastirun.agent.processes.parked_forks import ParkedForks
+from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER
+from elastirun.agent.processes.spawn import Spawned, WorkerSpec
+from tests.support.cluster import PATIENCE, dies
+from tests.support.descriptors import descriptors
+
+HOW = """import sys
+outermost = sys._getframe()
+while outermost.f_back:
+    outermost = outermost.f_back
+print('forked' if outermost.f_code.co_filename.endswith('forkserver.py') else 'executed')
+"""
+
+
+class Spared:
+    """What the agent's process tree knows of the server."""
+
+    def __init__(self) -> None:
+        self.sessions: set[int] = set()
+        self.spare, self.spare_no_longer = self.sessions.add, self.sessions.discard
+
+
+class Agent:
+    """Has parked forks, and starts workers that run a script."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "script.py"
+        self.selector = selectors.DefaultSelector()
+        self.said: list[str] = []
+        self.spared = Spared()
+        self.spec = WorkerSpec(0, 0, (sys.executable, "-u", str(self.script)), {**os.environ, "PYTHONPATH": str(folder / "modules")})
+        self.forks: ParkedForks | None = None
+
+    def start(self, *modules: str, count: int = 1) -> ParkedForks:
+        tree: Any = self.spared
+        self.forks = ParkedForks(modules, self.spec, count, self.selector, tree, self.said.append)
+        self.turn(lambda: not self.forks or not self.forks.loading)
+        return self.forks
+
+    def turn(self, until: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not until():
+            assert time.monotonic() < end, self.said
+            for key, mask in self.selector.select(0.05):
+                key.data(mask)
+
+    def server(self) -> int:
+        assert self.forks is not None
+        (pid,) = self.forks.pids
+        return pid
+
+    def worker(self, code: str = HOW, *arguments: str, **env: str) -> tuple[Spawned, int]:
+        """Start a worker that runs ``code``. Return it and the read end of its stdout."""
+        assert self.forks is not None
+        self.script.write_text(code)
+        read, write = os.pipe()
+        try:
+            spec = replace(self.spec, argv=(*self.spec.argv, *arguments), env={**self.spec.env, **env})
+            return self.forks.spawn(spec, write, write), read
+        finally:
+            os.close(write)
+
+    def output(self, code: str = HOW, *arguments: str, **env: str) -> str:
+        """Return what a worker has written when it has ended."""
+        started, read = self.worker(code, *arguments, **env)
+        with open(read) as file:
+            text = file.read()
+        assert ended(started) == 0, text
+        return text.strip()
+
+
+def ended(started: Spawned) -> int:
+    found = os.waitid(os.P_PIDFD, started.pidfd, os.WEXITED)
+    os.close(started.pidfd)
+    assert found is not None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def parked(agent: Agent) -> list[int]:
+    """Wait until there is a fork that waits, and return all of them."""
+    found: list[int] = []
+
+    def there() -> bool:
+        found[:] = [p.pid for pid in proc.children(os.getpid()) if (p := proc.look(pid)) and p.alive and p.session == agent.server() != pid]
+        return bool(found)
+
+    agent.turn(there)
+    return found
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    (tmp_path / "modules").mkdir()
+    before = descriptors()
+    made = Agent(tmp_path)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield made
+    finally:
+        sessions = set(made.spared.sessions)
+        if made.forks:
+            made.forks.close()
+        made.selector.close()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        left = [pid for pid, process in proc.descendants(os.getpid()).items() if process.session in sessions and not dies(pid)]
+        for pid in proc.children(os.getpid()):
+            if (found := proc.look(pid)) and found.session in sessions:
+                os.waitpid(pid, 0)
+    assert (left, made.spared.sessions, descriptors()) == ([], set(), before)
+
+
+def module(agent: Agent, name: str, text: str) -> None:
+    (agent.folder / "modules" / f"{name}.py").write_text(text)
+
+
+def test_a_worker_is_a_fork_that_has_the_modules_and_leads_a_session_of_its_own(agent: Agent) -> None:
+    module(agent, "slow", "")
+    agent.start("slow")
+    code = "import os, sys\nprint('slow' in sys.modules, os.getsid(0) == os.getpgrp() == os.getpid(), os.getppid(), *sys.argv[1:])"
+    assert agent.output(code, "a", "b c") == f"True True {os.getpid()} a b c"
+
+
+def test_nothing_is_started_without_modules(agent: Agent) -> None:
+    agent.start()
+    assert agent.forks and agent.forks.pids == () and agent.output() == "executed"
+
+
+def test_as_many_forks_wait_as_are_wanted(agent: Agent) -> None:
+    forks = agent.start("json", count=3)
+    agent.turn(lambda: len(parked(agent)) == 3)
+    assert agent.output() == "forked" and forks.parked == 2
+    forks.refill()
+    agent.turn(lambda: len(parked(agent)) == 3)
+
+
+def test_the_rounds_own_names_reach_the_fork_and_nothing_else_may_differ(agent: Agent) -> None:
+    forks = agent.start("json", count=2)
+    code = f"{HOW}import os\nprint(os.environ.get('RANK'), os.environ.get('OTHER'), os.environ.get('MASTER_ADDR'))"
+    assert agent.output(code, RANK="3", MASTER_ADDR="here").split() == ["forked", "3", "None", "here"]
+    assert agent.output(code, RANK="4", OTHER="x").split() == ["executed", "4", "x", "None"]
+    assert len(agent.said) == 1 and "(OTHER)" in agent.said[0]
+    forks.refill()
+    agent.turn(lambda: not forks.loading)
+    assert agent.output(code, RANK="5", OTHER="x").split() == ["forked", "5", "x", "None"]
+
+
+def test_a_server_that_dies_is_replaced_and_workers_are_executed_meanwhile(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked_forks, "RESTART_AFTER", 0.0)
+    forks = agent.start("json")
+    (waiting,), first = parked(agent), agent.server()
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    agent.turn(lambda: first not in forks.pids)
+    gone = proc.look(waiting)
+    assert gone is None or not gone.alive
+    assert forks.pids and forks.loading and agent.output() == "executed"
+    agent.turn(lambda: not forks.loading)
+    assert agent.output() == "forked" and len(agent.said) == 1
+
+
+def test_a_fork_that_does_not_answer_is_killed_and_its_worker_executed(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked_forks, "FORK_LIMIT", 0.3)
+    forks = agent.start("json", count=2)
+    agent.turn(lambda: len(parked(agent)) == 2)
+    for pid in parked(agent):
+        os.kill(pid, signal.SIGSTOP)
+    assert agent.output() == "executed" and forks.pids == () and len(agent.said) == 1
+    forks.refill()
+    agent.turn(lambda: not forks.loading)
+    assert agent.output() == "forked"
+
+
+def test_a_fork_that_was_killed_is_passed_over(agent: Agent) -> None:
+    agent.start("json", count=2)
+    agent.turn(lambda: len(parked(agent)) == 2)
+    os.kill(parked(agent)[0], signal.SIGKILL)
+    assert agent.output() == "forked"
+
+
+def test_signals_are_ignored_without_work_and_none_is_lost_afterwards(agent: Agent) -> None:
+    agent.start("json")
+    for pid in (*parked(agent), agent.server()):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            os.kill(pid, signum)
+    started, read = agent.worker(f"{HOW}import time\ntime.sleep(1000)")
+    os.kill(started.pid, signal.SIGTERM)  # at once, before the script can have begun
+    os.close(read)
+    assert ended(started) == -signal.SIGTERM
+
+
+def test_no_worker_has_the_descriptors_of_another(agent: Agent) -> None:
+    agent.start("json", count=2)
+    code = "import os, sys\nprint(len(os.listdir('/proc/self/fd')) - 1, flush=True)\nsys.argv[1:] and __import__('time').sleep(1000)"
+    first, of_first = agent.worker(code, "wait")
+    second, of_second = agent.worker(code)
+    with open(of_second) as file:
+        assert file.read() == "3\n", "the other worker holds the pipe, or this one has more than its three"
+    os.kill(first.pid, signal.SIGKILL)
+    with open(of_first) as file:
+        assert file.read() == "3\n"
+    assert (ended(first), ended(second)) == (-signal.SIGKILL, 0)
+
+
+def test_an_error_is_shown_without_our_frame(agent: Agent) -> None:
+    agent.start("json")
+    started, read = agent.worker("def f():\n    raise ValueError('mine')\nf()")
+    with open(read) as file:
+        text = file.read()
+    assert "ValueError: mine" in text and "forkserver" not in text and text.count("File ") == 2 and ended(started) == 1
+
+
+def test_an_interrupt_that_nobody_catches_ends_a_worker_by_the_signal(agent: Agent) -> None:
+    agent.start("json")
+    started, read = agent.worker("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    os.close(read)
+    assert ended(started) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a zip", "a module of the same name", "an error of syntax", "no file"])
+def test_a_script_that_a_fork_would_run_otherwise_is_executed(agent: Agent, kind: str) -> None:
+    agent.start("json.tool", "wave")
+    status = 0
+    if kind == "a folder":
+        agent.script.mkdir()
+        (agent.script / "__main__.py").write_text(HOW)
+    elif kind == "a zip":
+        with zipfile.ZipFile(agent.script, "w") as archive:
+            archive.writestr("__main__.py", HOW)
+    elif kind == "a module of the same name":
+        agent.script.write_text(f"import wave\nprint(wave.mine)\n{HOW}")
+        (agent.folder / "wave.py").write_text("mine = 'mine'")
+    elif kind == "an error of syntax":
+        agent.script.write_text("def")
+        status = 1
+    else:
+        status = 2
+    read, write = os.pipe()
+    assert agent.forks
+    started = agent.forks.spawn(agent.spec, write, write)
+    os.close(write)
+    with open(read) as file:
+        text = file.read()
+    assert ended(started) == status
+    if status == 0:
+        assert text.splitlines()[-1] == "executed" and ("mine" in text) == ("name" in kind)
+    else:
+        assert "forkserver" not in text and str(agent.script) in text
+    agent.turn(lambda: bool(agent.said))
+    assert agent.said[0].endswith("; workers are executed")
+
+
+def test_a_module_that_reads_a_variable_of_its_rank_is_left_out(agent: Agent) -> None:
+    module(agent, "curious", "import os\nrank = os.environ.get('RANK', '0')")
+    forks = agent.start("json.tool", "curious")
+    agent.turn(lambda: not forks.loading)
+    assert agent.said == ["--preload: curious is not imported: importing it reads RANK, which differs between workers"]
+    assert agent.output("import sys\nprint('json.tool' in sys.modules, 'curious' in sys.modules)") == "True False"
+
+
+def test_a_module_that_leaves_a_thread_makes_all_workers_executed(agent: Agent) -> None:
+    module(agent, "busy", "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()")
+    forks = agent.start("busy")
+    forks.refill()
+    assert forks.pids == () and agent.output() == "executed"
+    assert agent.said == ["--preload: importing busy left 1 thread, which forks cannot share; workers are executed"]
+
+
+def test_a_module_that_is_missing_is_named_and_the_others_are_there(agent: Agent) -> None:
+    agent.start("nowhere", "json.tool")
+    assert agent.said == ["--preload: nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'"]
+    assert agent.output(f"{HOW}import sys\nprint('json.tool' in sys.modules)").split() == ["forked", "True"]
+
+
+def test_a_worker_that_is_bound_to_cpus_is_executed(agent: Agent) -> None:
+    agent.start("json")
+    agent.spec = replace(agent.spec, cpus=frozenset(os.sched_getaffinity(0)))
+    assert agent.output() == "executed"
+
+
+def test_every_fork_draws_other_numbers(agent: Agent) -> None:
+    agent.start("torch", "numpy", "multiprocessing", count=2)
+    code = f"{HOW}import multiprocessing, numpy, random, torch\nprint(torch.initial_seed(), torch.rand(1).item())\n"
+    code += "print(numpy.random.rand(), random.random(), multiprocessing.current_process().authkey.hex())"
+    one, other = agent.output(code).split(), agent.output(code).split()
+    assert one[0] == other[0] == "forked" and not {*one[1:]} & {*other[1:]}
+
+
+def test_names_of_the_round_are_no_part_of_the_servers_environment(agent: Agent) -> None:
+    agent.spec = replace(agent.spec, env={**agent.spec.env, "RANK": "1"})
+    agent.start("json")
+    assert not [name for name in forkserver.ROUND_NAMES if proc.value_of(name, proc.environment(agent.server()))]
