@@ -22,7 +22,7 @@ from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
 
 LOAD_LIMIT = 60.0  # seconds that a node waits for its fork server before it joins the job; a cold disk is slow
-FORK_LIMIT = 2.0  # seconds for a fork to answer; the loop waits meanwhile, and the worker is executed afterwards
+FORK_LIMIT = 2.0  # seconds for the forks of a round to answer; the loop waits meanwhile, and workers are executed afterwards
 KILL_LIMIT = 1.0  # seconds for killed forks to end
 RESTART_AFTER = 10.0  # seconds; a server that lived for less is not started again before the next round
 REPORT_LIMIT = 1 << 20  # bytes of the server's report and of a fork's reason
@@ -37,6 +37,7 @@ class _Server:
     control: socket.socket
     env: Mapping[str, str]  # without the round's own names
     began: float
+    patience: float  # seconds for which forks may yet be waited for in this round
     loaded: bool = False
     report: bytes = b""
 
@@ -104,6 +105,7 @@ class ParkedForks:
         if self._server is None:
             self._start()
         elif self._server.loaded:
+            self._server.patience = FORK_LIMIT
             self._park()
 
     def drop(self) -> None:
@@ -134,7 +136,7 @@ class ParkedForks:
             self._tell(f"the fork server cannot be started: {error.strerror}")
             return
         ours.setblocking(False)
-        server = self._server = _Server(started.pid, started.pidfd, ours, self._env, clock.now())
+        server = self._server = _Server(started.pid, started.pidfd, ours, self._env, clock.now(), FORK_LIMIT)
         self._tree.spare(started.pid)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._on_report, server))
         self._selector.register(started.pidfd, selectors.EVENT_READ, partial(self._on_end, server))
@@ -241,14 +243,15 @@ class ParkedForks:
 
     def _employ(self, job: socket.socket, spec: WorkerSpec, stdout: int | None, stderr: int | None) -> Spawned | None:
         """Make a worker of a parked fork; None if that fork has ended, or does not answer: then it is killed."""
-        assert self._server is not None
-        job.settimeout(FORK_LIMIT)
+        server, began = self._server, clock.now()
+        assert server is not None
+        job.settimeout(max(0.01, server.patience))
         pidfd = None
         try:
             pid = int(job.recv(32))
             pidfd = os.pidfd_open(pid)
             found = proc.look(pid)
-            if found is None or (found.parent, found.session) != (os.getpid(), self._server.pid):
+            if found is None or (found.parent, found.session) != (os.getpid(), server.pid):
                 raise OSError
             own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
             message = json.dumps({"argv": spec.argv, "own": own}).encode() + b"\n"
@@ -261,9 +264,10 @@ class ParkedForks:
             if pidfd is not None:
                 _kill(pidfd)
             if isinstance(error, TimeoutError):
-                self._tell(f"a fork has not answered in {FORK_LIMIT:g} s; workers are executed, and another fork server is started")
+                self._tell("a fork has not answered in time; workers are executed, and another fork server is started")
                 self._drop()
             return None
+        server.patience -= clock.now() - began
         self._asked.add(job)
         self._selector.register(job, selectors.EVENT_READ, partial(self._on_reason, job))
         return Spawned(pid, pidfd)
