@@ -6,6 +6,7 @@ import ctypes
 import os
 import selectors
 import signal
+import subprocess
 import sys
 import time
 import zipfile
@@ -16,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.processes import forkserver, parked_forks, proc
+from elastirun.agent.processes import forkserver, kills, marks, parked_forks, proc
 from elastirun.agent.processes.parked_forks import ParkedForks
-from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER
+from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER, ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec
 from tests.support.cluster import PATIENCE, dies
 from tests.support.descriptors import descriptors
@@ -202,7 +203,7 @@ def test_signals_are_ignored_without_work_and_none_is_lost_afterwards(agent: Age
     for pid in (*parked(agent), agent.server()):
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             os.kill(pid, signum)
-    started, read = agent.worker(f"{HOW}import time\ntime.sleep(1000)")
+    started, read = agent.worker(f"{HOW}import time\ntime.sleep(5)")
     os.kill(started.pid, signal.SIGTERM)  # at once, before the script can have begun
     os.close(read)
     assert ended(started) == -signal.SIGTERM
@@ -303,6 +304,18 @@ def test_every_fork_draws_other_numbers(agent: Agent) -> None:
     code += "print(numpy.random.rand(), random.random(), multiprocessing.current_process().authkey.hex())"
     one, other = agent.output(code).split(), agent.output(code).split()
     assert one[0] == other[0] == "forked" and not {*one[1:]} & {*other[1:]}
+
+
+def test_a_spared_session_is_left_alone_until_it_is_spared_no_longer() -> None:
+    tree = ProcessTree.__new__(ProcessTree)  # without a guard: nothing is to be killed
+    tree._evidence = kills.Evidence(marks.own(), "", strict=False)
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:
+        tree.spare(child.pid)
+        spared = not tree.owns(child.pid)
+        tree.spare_no_longer(child.pid)
+        owned = tree.owns(child.pid)
+        child.kill()
+    assert spared and owned
 
 
 def test_names_of_the_round_are_no_part_of_the_servers_environment(agent: Agent) -> None:
