@@ -283,14 +283,12 @@ def prepare(argv: list[str]) -> tuple[str, Callable[[], object] | None]:
     sys.argv[:] = argv[2:]
     path = absolute(argv[2])
     why = put_first(os.path.dirname(os.path.realpath(path)))
-    if not is_source(path):
-        why = f"{argv[2]} is no file with Python's source"
     if why:
         return why, None
     try:
         with open(path, "rb") as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
-    except Exception as error:  # Python itself says what is wrong with the script
+    except Exception as error:  # a folder, a zip, compiled code, an error of syntax: Python itself knows what to do
         return f"{type(error).__name__}: {error}", None
     from importlib.machinery import SourceFileLoader
 
@@ -314,13 +312,6 @@ def put_first(folder: str) -> str:
         found = []
     sys.path.insert(0, folder)
     return f"{folder} has a module {found[0]}, and another one of that name is already imported" if found else ""
-
-
-def is_source(path: str) -> bool:
-    """Return whether the script is a file with source: no folder, zip or compiled file."""
-    import pkgutil
-
-    return os.path.isfile(path) and not path.endswith(".pyc") and pkgutil.get_importer(path) is None
 
 
 def hide_own_frame(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Rules of the agent about checkpoints in memory, the health port and the termination message, as in tests/rendezvous/test_mutants.py.
+"""Rules of the agent about forked workers, memory, health port and termination message, as in tests/rendezvous/test_mutants.py.
 
 A test notices each rule that is taken out.
 """
@@ -185,6 +185,71 @@ MUTANTS = (
         "a worker's own exit code is no verdict on its node",
         *("ending", "if code == ExitCode.SICK and self.sick:", "if code == ExitCode.SICK:"),
         *("termination_log", "a_workers_own_code_is_no_verdict_on_this_node"),
+    ),
+    mutant(
+        "forks draw numbers of their own",
+        *("processes/forkserver", 'sys.modules["numpy.random"].seed()', "pass"),
+        *("parked_forks", "every_fork_draws_other_numbers"),
+    ),
+    mutant(
+        "a fork with work takes signals",
+        *("processes/forkserver", "    for signum, handler in handlers.items():\n", "    for signum, handler in ():\n"),
+        *("parked_forks", "signals_are_ignored_without_work_and_none_is_lost_afterwards"),
+    ),
+    mutant(
+        "what waits ignores signals",
+        *("processes/forkserver", "signal(signum, SIG_IGN) for signum in stopping}", "getsignal(signum) for signum in stopping}"),
+        *("parked_forks", "signals_are_ignored_without_work_and_none_is_lost_afterwards"),
+    ),
+    mutant(
+        "a worker with another environment is executed",
+        *("processes/parked_forks", "return self._env == server.env", "return True"),
+        *("parked_forks", "the_rounds_own_names_reach_the_fork_and_nothing_else_may_differ"),
+    ),
+    mutant(
+        "modules beside the script come first",
+        *("processes/forkserver", "sorted(names & {", "sorted(set() & {"),
+        *("parked_forks", "a_script_that_a_fork_would_run_otherwise_is_executed[a module of the same name]"),
+    ),
+    mutant(
+        "tracebacks are those of the script",
+        *("processes/forkserver", "hook(kind, error.with_traceback(rest), rest)", "hook(kind, error, traceback)"),
+        *("parked_forks", "an_error_is_shown_without_our_frame"),
+    ),
+    mutant(
+        "what reads its rank at import is not imported for all",
+        *("processes/forkserver", "read.update({name} & ROUND_NAMES)", "read.update(set())"),
+        *("parked_forks", "a_module_that_reads_a_variable_of_its_rank_is_left_out"),
+    ),
+    mutant(
+        "a process with threads is not forked",
+        *("processes/forkserver", '/proc/self/task"))) > 1:', '/proc/self/task"))) > 100:'),
+        *("parked_forks", "a_module_that_leaves_a_thread_makes_all_workers_executed"),
+    ),
+    mutant(
+        "a fork server that dies is replaced",
+        *("processes/parked_forks", "elif lived >= RESTART_AFTER:", "elif False:"),
+        *("parked_forks", "a_server_that_dies_is_replaced_and_workers_are_executed_meanwhile"),
+    ),
+    mutant(
+        "a worker that is bound to CPUs is executed",
+        *("processes/parked_forks", "if not like_python or spec.cpus is not None:", "if not like_python:"),
+        *("parked_forks", "a_worker_that_is_bound_to_cpus_is_executed"),
+    ),
+    mutant(
+        "the sweep after a round spares the fork server",
+        *("processes/process_tree", "self._evidence.outside.add(session)", "pass"),
+        *("parked_forks", "a_spared_session_is_left_alone_until_it_is_spared_no_longer"),
+    ),
+    mutant(
+        "a number that is free again is spared no longer",
+        *("processes/process_tree", "self._evidence.outside.discard(session)", "pass"),
+        *("parked_forks", "a_spared_session_is_left_alone_until_it_is_spared_no_longer"),
+    ),
+    mutant(
+        "no worker holds the descriptors of another",
+        *("processes/forkserver", "        os.dup2(fd, target)\n        os.close(fd)\n", "        os.dup2(fd, target)\n"),
+        *("parked_forks", "no_worker_has_the_descriptors_of_another"),
     ),
     mutant(
         "why a worker is stopped needs no store",

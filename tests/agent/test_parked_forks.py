@@ -200,13 +200,14 @@ def test_a_fork_that_was_killed_is_passed_over(agent: Agent) -> None:
 
 def test_signals_are_ignored_without_work_and_none_is_lost_afterwards(agent: Agent) -> None:
     agent.start("json")
-    for pid in (*parked(agent), agent.server()):
+    (waiting,) = parked(agent)
+    for pid in (waiting, agent.server()):
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             os.kill(pid, signum)
     started, read = agent.worker(f"{HOW}import time\ntime.sleep(5)")
     os.kill(started.pid, signal.SIGTERM)  # at once, before the script can have begun
     os.close(read)
-    assert ended(started) == -signal.SIGTERM
+    assert (started.pid, ended(started)) == (waiting, -signal.SIGTERM)
 
 
 def test_no_worker_has_the_descriptors_of_another(agent: Agent) -> None:

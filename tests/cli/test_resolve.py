@@ -350,6 +350,30 @@ def test_a_worker_that_is_a_launcher_leaves_the_health_port_of_its_agent_alone()
     assert config_of("--health-port=8081 t.py", environ).health == Endpoint("", 8081)
 
 
+def test_what_is_preloaded() -> None:
+    assert config_of("t.py").preload == config_of("t.py", {"PET_PRELOAD": ""}).preload == ()
+    assert config_of("--preload=torch t.py", {"PET_PRELOAD": "json"}).preload == ("torch",)
+    assert config_of("-m m", {"PET_PRELOAD": "torch, transformers.models,torch"}).preload == ("torch", "transformers.models")
+    for text in ("torch,", "a b", "./t.py", "-m", "a..b"):
+        assert error_of("t.py", {"PET_PRELOAD": text}).startswith("PET_PRELOAD: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "name"),
+    [
+        ("--no-python ./run.sh", {}, "--no-python"),
+        ("--run-path t.py", {}, "--run-path"),
+        ("--numa-binding=node t.py", {}, "--numa-binding"),
+        ("t.py", {"PET_VIRTUAL_LOCAL_RANK": "1"}, "PET_VIRTUAL_LOCAL_RANK"),
+        ("t.py", {"PYTHON_EXEC": "/usr/bin/python3"}, "PYTHON_EXEC"),
+    ],
+)
+def test_where_nothing_can_be_preloaded_it_is_said(line: str, environ: dict[str, str], name: str) -> None:
+    assert config_of(f"--preload=torch {line}", environ, warnings=1).preload == ()
+    assert warning_of(f"--preload=torch {line}", environ) == f"--preload has no effect: with {name} workers are executed"
+    config_of(line, environ)
+
+
 def test_virtual_local_ranks_need_a_gpu_each() -> None:
     line = "--virtual-local-rank --nproc-per-node=2 t.py"
     assert "CUDA_VISIBLE_DEVICES lists 1" in error_of(line, {"CUDA_VISIBLE_DEVICES": "3"})
