@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     mutant(
         "what waits ignores signals",
-        *("processes/forkserver", "signal(signum, SIG_IGN) for signum in stopping}", "getsignal(signum) for signum in stopping}"),
+        *("processes/forkserver", "stopping = (SIGTERM, ", "stopping = ("),
         *("parked_forks", "signals_are_ignored_without_work_and_none_is_lost_afterwards"),
     ),
     mutant(
