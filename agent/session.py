@@ -64,6 +64,7 @@ class Session:
     def begin(self) -> None:
         """The loop begins."""
         self._checked_at = self._now()
+        self.machine.begin(self._checked_at)
         self.post(Tick(self._checked_at))
 
     def close(self) -> None:

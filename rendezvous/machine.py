@@ -78,6 +78,10 @@ class Machine:
 
     # -- events ---------------------------------------------------------------------------------------------------
 
+    def begin(self, now: float) -> None:
+        """Begin to wait for a round. The time since this machine was made does not count: the agent may have imported modules."""
+        self._waiting.restart(now)
+
     def step(self, event: events.Event) -> list[Action]:
         """Handle one event. Return the actions to be performed, in order."""
         if self.finished:

@@ -88,6 +88,17 @@ def waiting() -> tuple[Session, Mute]:
     return made, mute
 
 
+def test_the_time_before_the_loop_begins_counts_as_no_wait(waiting: tuple[Session, Mute]) -> None:
+    """Modules are imported for the workers meanwhile."""
+    session, mute = waiting
+    mute.t = 3600.0
+    session.begin()
+    assert list(session.actions()) == [] and not session.machine.finished
+    mute.t += session.machine.rules.join_timeout
+    session.post(Tick(mute.t))
+    assert list(session.actions()) and session.machine.finished
+
+
 def test_the_machine_is_told_the_time_while_an_exchange_hangs(waiting: tuple[Session, Mute]) -> None:
     session, mute = waiting
     session.machine.wake = 0.7

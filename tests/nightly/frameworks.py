@@ -43,6 +43,8 @@ CASES = {
     "transformers": Case("with_transformers.py", "transformers"),
     "dcp": Case("with_dcp.py", "torch"),
     "wandb": Case("with_wandb.py", "wandb"),
+    "tensorboard": Case("with_tensorboard.py", "tensorboard"),
+    "compile": Case("with_compile.py", "torch"),
     **{f"dataloader-{method}": Case("with_dataloader.py", "torch", (method,)) for method in ("fork", "spawn", "forkserver")},
 }
 

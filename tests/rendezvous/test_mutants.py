@@ -437,6 +437,11 @@ MUTANTS = (
         *("agent/session", "a_standstill_comes_before_any_other_event"),
     ),
     mutant(
+        "the time before the loop begins is no wait",
+        *("agent/session", "        self.machine.begin(self._checked_at)\n", ""),
+        *("agent/session", "the_time_before_the_loop_begins_counts_as_no_wait"),
+    ),
+    mutant(
         "the machine knows the time while an exchange hangs",
         *("agent/session", "if now >= self.machine.wake:", "if now >= self.machine.wake and self._exchanges.deadline is None:"),
         *("agent/session", "the_machine_is_told_the_time_while_an_exchange_hangs"),

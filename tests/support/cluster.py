@@ -125,16 +125,19 @@ class Cluster:
             time.sleep(0.02)
 
     def worker(self, timeout: float = PATIENCE) -> Worker:
-        """Return the next worker that reports."""
-        self.listening.settimeout(timeout)
-        try:
-            connection, _ = self.listening.accept()
-        except TimeoutError:
-            raise AssertionError(f"no worker within {timeout} s\n{self.everything()}") from None
-        connection.settimeout(PATIENCE)
-        self.connections.append(connection)
-        with connection.makefile() as lines:
-            return Worker(connection, json.loads(lines.readline()))
+        """Return the next worker that reports. One that is stopped between its connection and its report does not count."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.listening.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                connection, _ = self.listening.accept()
+            except TimeoutError:
+                raise AssertionError(f"no worker within {timeout} s\n{self.everything()}") from None
+            connection.settimeout(PATIENCE)
+            self.connections.append(connection)
+            with connection.makefile() as lines:
+                if line := lines.readline():
+                    return Worker(connection, json.loads(line))
 
     def round(self, size: int, after: int = 0, timeout: float = PATIENCE) -> list[Worker]:
         """Return the workers of the first complete round after round ``after`` that has ``size`` workers, in rank order."""

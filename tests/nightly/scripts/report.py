@@ -8,6 +8,7 @@ import time
 
 RANK, ROUND = os.environ.get("RANK", "0"), os.environ.get("ELASTIRUN_ROUND", "0")
 STEPS, PAUSE = 60, 0.02  # optimizer steps in all, and seconds added to each
+FAIL_AT = int(os.environ.get("FAIL_AT", "1000"))  # the step at which rank 1 raises an error
 
 
 def say(line: str) -> None:
@@ -19,6 +20,8 @@ def say(line: str) -> None:
 def step(number: int) -> None:
     say(f"STEP {RANK} {ROUND} {os.getpid()} {number}")
     time.sleep(PAUSE)
+    if RANK == "1" and number >= FAIL_AT:
+        raise ValueError(f"step {number}")
 
 
 def done() -> None:
