@@ -228,17 +228,20 @@ SCENARIOS: dict[tuple[str, ...], Scenario] = {  # by the rows that a scenario yi
 def run_job(rows: Sequence[str], scenario: Scenario, launcher: Launcher, settings: Settings) -> dict[str, Result]:
     """Return what was measured for the ``rows``, the last of which ends the job. What did not come up ends it, too."""
     found: dict[str, Result] = {}
+    otherwise = Result(None, "not reached")
     with Bench(launcher) as bench:
         try:
             for row, result in scenario(bench, settings):
                 found[row] = result
+                if result.note == "job lost":
+                    otherwise = result
                 if result.value is None or not set(rows) - found.keys():
                     break
         except JobNotUp as problem:
             print(f"{launcher.name}: the job did not come up\n{problem}", file=sys.stderr, flush=True)
         if launcher.module == "elastirun" and any(result.value is None for result in found.values()):
             print(bench.tails(), file=sys.stderr, flush=True)
-    return {row: found.get(row, Result(None, "not reached")) for row in rows}
+    return {row: found.get(row, otherwise) for row in rows}
 
 
 def given_up(results: Sequence[Result]) -> bool:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import launcher
+from benchmarks.lab import TORCHRUN, Bench
 from benchmarks.launcher_report import ROWS, Result, Run, cell, picture, results_table, write_page
 
 
@@ -83,3 +84,13 @@ def test_a_row_is_given_up_after_three_jobs_of_which_none_came_up(values: list[f
 
 def test_each_row_has_one_scenario() -> None:
     assert sorted(row for rows in launcher.SCENARIOS for row in rows) == sorted(ROWS)
+
+
+def test_what_follows_in_a_lost_job_is_lost_with_it() -> None:
+    def scenario(bench: Bench, settings: launcher.Settings) -> launcher.Rows:
+        yield "alone", Result(1.0)
+        yield "join", Result(None, "job lost", 67.0)
+        raise AssertionError("the job has ended")
+
+    found = launcher.run_job(("alone", "join", "stall"), scenario, TORCHRUN, launcher.Settings())
+    assert list(map(str, found.values())) == ["1.00", "job lost after 67 s", "job lost after 67 s"]
