@@ -472,7 +472,7 @@ class Machine:
         if not schedule.urgent and change is None and self._now < schedule.due:
             self._wake_at(schedule.due)
             return
-        due = self._now + self._plan.interval(self.state, self.record)
+        due = self._now + self._plan.interval(self.state, self.record, self._now - self._waiting.since, self._contact.took)
         everything = self._earlier is not None or self._may_have_lost_more()
         asked = None if everything else self._plan.rows(self.state, self.record, self._away, self._now, self.hosting)
         put = self._put()

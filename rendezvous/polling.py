@@ -9,6 +9,7 @@ rows of those two; when both are away, the next two are first. At longer interva
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,10 @@ from elastirun.rendezvous.records import Cause, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, RUNNING
 
-FORMING_POLL = 0.1  # seconds between two polls while a round forms: short beside the start of workers
+FORMING_POLL = 0.1  # longest time in seconds between two polls while a round forms: short beside the start of workers
+QUICKEST_POLL = 0.01  # shortest one, just after this node has taken a step: the others are about to take the same
+POLLS_OF_WAIT = 0.25  # of the time waited since that step: a poll makes the wait no more than a quarter longer
+PAUSE_OF_POLL = 2.0  # of the length of the last exchange: a store that is slow has half of the time for other nodes
 PER_NODE = 0.0005  # seconds more for each node, so that the load of the store grows less than their number
 ALL_PER_NODE = 0.03  # seconds for each node between two reads of all rows by a node that is not first in line
 FIRST = 2  # nodes first in line: one may die
@@ -46,12 +50,17 @@ class PollPlan:
     crowd: int = 0  # rows there were then
     sees_all: bool = False  # the rows read last are all rows, not only those asked for
 
-    def interval(self, state: Status, record: RoundRecord | None) -> float:
-        """Return the seconds until the next poll when nothing is urgent."""
+    def interval(self, state: Status, record: RoundRecord | None, waited: float = math.inf, took: float = 0.0) -> float:
+        """Return the seconds until the next poll when nothing is urgent.
+
+        ``waited``: since this node's last step. ``took``: the length of the last exchange with the store.
+        """
         if state in (RUNNING, DRAINING):
             return self.rules.lasting_beat if self.rules.lasting else self.rules.beat
-        waits = state is DONE or _beside(state, record)
-        return (self.rules.beat if waits else FORMING_POLL) + PER_NODE * self._nodes(record)
+        if state is DONE or _beside(state, record):
+            return self.rules.beat + PER_NODE * self._nodes(record)
+        quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)
+        return min(quick, FORMING_POLL) + PER_NODE * self._nodes(record)
 
     def rows(self, state: Status, record: RoundRecord | None, away: Away, now: float, hosting: bool) -> tuple[str, ...] | None:
         """Return the ids of the rows to be read now; None: all rows."""

@@ -94,7 +94,7 @@ class StoreThread(Exchanges[Connection]):
                 if store is None:
                     connection.connected, connection.deadline = False, clock.now() + self._connect_limit
                     store = self._connect()
-                    store.watch(connection.protocol.round_key, lambda: self._hand_over(connection, Changed(clock.now())))
+                    store.watch(connection.protocol.round_key, lambda: self._on_changed(connection))
                 started = clock.now()
                 connection.connected, connection.deadline = True, started + self._time_limit
                 answer: Answer = connection.protocol.carry_out(store, sync, started)
@@ -107,6 +107,11 @@ class StoreThread(Exchanges[Connection]):
             self._hand_over(connection, answer)
         if store is not None:
             store.close()
+
+    def _on_changed(self, connection: Connection) -> None:
+        """Hand over that the record has changed. In the watch's thread, which may outlive an exchange that hangs, and is not heard then."""
+        if connection is self._connection:
+            self._hand_over(connection, Changed(clock.now()))
 
     def _hand_over(self, connection: Connection, answer: Answer) -> None:
         connection.answers.append(answer)

@@ -10,6 +10,8 @@ How its operations behave (torch 2.13, measured), and what follows:
 - ``list_keys`` is slow with many keys. So an index holds the keys under each prefix, one line each, and ``append`` extends it without
   conflict. A key is written before it is indexed, so every indexed key exists, and ``multi_get`` of indexed keys does not block.
 - The server listens on every interface unless it gets a bound socket.
+- It pushes nothing by itself, but a client can wait for a key. So whoever replaces a value that others watch creates a key that says so.
+  The waiting is in tcp_watch.py.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +27,7 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.tcp_watch import TcpWatch, mark
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 MISSING = secrets.token_hex(16)  # a random value that no key ever holds
@@ -31,6 +35,8 @@ LONGEST_KEY = 4096  # ASCII characters; TCPStore closes the connection of a clie
 MOST_KEYS = 32_768  # under one prefix; nodes write far fewer, and reading more would take too long
 LONGEST_INDEX = 64 << 20  # bytes; the same limit for an index
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
+WATCHED = "/round"  # keys that end with this can be watched; a mark for each keep-alive would be too many
+KEPT_MARKS = 4  # of one connection; a watch waits for the newest, and a slow one soon reads the value again
 CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's handshake and its DNS queries; the caller has probed the address before
 
 
@@ -62,12 +68,15 @@ class TcpStore:
 
     def __init__(self, address: str, port: int, hosting: bool = False) -> None:
         self.hosting = hosting
+        self._where = (address, port)
         with _translated(f"cannot use the store at {address}:{port}"):
             store_class = tcp_store_class()
             timeout = timedelta(seconds=CONNECT_TIMEOUT)
             self._store = store_class(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
         self._known: set[str] = set()  # keys that existed when they were read; multi_get does not block on them
         self._indexed: set[str] = set()  # keys that this connection has put into the index
+        self._marks: deque[str] = deque()  # that this connection has created, the newest at the end
+        self._watches: list[TcpWatch] = []
 
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
         with _translated("get"):
@@ -86,6 +95,8 @@ class TcpStore:
             if key not in self._indexed:  # once per connection, and also for another's value: that client's append may have been lost
                 self._store.append(_index_of(key), f"\n{key}\n")  # line breaks on both sides: the line before may be incomplete
                 self._indexed.add(key)
+            if now == value:
+                self._mark_replaced(key, expected or b"")
             return now
 
     def keep_alive(self, key: str) -> bool:
@@ -94,7 +105,10 @@ class TcpStore:
     def delete(self, key: str) -> None:
         with _translated("delete"):
             self._known.discard(key)
+            value = self._read_one(key) if key.endswith(WATCHED) else None
             self._store.delete_key(key)
+            if value is not None:
+                self._mark_replaced(key, value)
 
     def clear(self, keep: str, limit: float) -> bool:
         """Delete every key that does not begin with ``keep``. Return False when that takes longer than ``limit`` seconds."""
@@ -120,10 +134,25 @@ class TcpStore:
             return self._read(sorted(keys))
 
     def watch(self, key: str, changed: Callable[[], None]) -> None:
-        pass
+        """See ``Store.watch``. ``changed`` is called from the watch's thread, the first time when the watch begins.
+
+        Only a key that ends with WATCHED can be watched. A change by somebody else's client is noticed after a minute, and a value that
+        the key had before may be noticed as late.
+        """
+        self._watches.append(TcpWatch(*self._where, key, changed))
 
     def close(self) -> None:
         self._store = None
+        for watch in self._watches:
+            watch.close()
+
+    def _mark_replaced(self, key: str, value: bytes) -> None:
+        """Tell those who watch ``key`` that ``value`` was replaced. Costs no answer of the server, so it is as fast as the network."""
+        if key.endswith(WATCHED):
+            self._marks.append(mark(key, value))
+            self._store.set(self._marks[-1], b"1")
+            if len(self._marks) > KEPT_MARKS:
+                self._store.delete_key(self._marks.popleft())
 
     def _read(self, keys: list[str]) -> dict[str, bytes]:
         """Return the values of those keys that exist. The check keeps multi_get from blocking on keys that an intruder has indexed."""

@@ -1,0 +1,138 @@
+"""Watches a key of a TCPStore over a connection of its own, in place of polling.
+
+Whoever replaces the value of a watched key then creates another key, the mark of the old value. A watch reads the value and waits for
+its mark. So it misses no change that happens between the two. Only a writer that dies between its two writes leaves no mark; then the
+watch notices the change after RECHECK seconds, and the polls of the agent notice it before.
+
+This is not torch's client, whose calls cannot be interrupted and which looks names up. The few requests are those of torch 2.6 to 2.13
+(TCPStore.cpp). Numbers are little-endian, a text follows its length, and torch puts "/" before each key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client; not answered
+COMPARE_SET, WAIT, CANCEL_WAIT, PING = b"\x02", b"\x06", b"\x0c", b"\x0d"
+CAME, CANCELED = b"\0", b"\1"  # answers to WAIT: every key exists; and to CANCEL_WAIT
+ANSWER_LIMIT = 5.0  # seconds to connect, and for every answer but that to WAIT
+RECHECK = 60.0  # seconds of waiting after which the value is read again; also finds that the server is gone without a word
+PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before the next attempt: doubled after each that brought nothing; the polls go on meanwhile
+LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
+
+
+def mark(key: str, value: bytes) -> str:
+    """Return the key that says that ``value`` is no longer the value of ``key``. Empty: ``key`` does no longer not exist."""
+    return f"{key}~replaced/{hashlib.sha256(value).hexdigest()[:32]}"
+
+
+class TcpWatch:
+    """Calls ``changed`` from its own thread: once when the watch begins, then after each change of ``key``, or after several.
+
+    A connection that is refused, reset, silent, or answered by another program is tried again after a pause. Nothing is raised.
+    """
+
+    def __init__(self, address: str, port: int, key: str, changed: Callable[[], None]) -> None:
+        self._where = (address, port)
+        self._key = key
+        self._changed = changed
+        self._seen: bytes | None = None  # the value of which ``changed`` has told; None: none yet
+        self._fruitless = 0  # consecutive attempts without a change
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # the socket is not closed by the thread while ``close`` uses it
+        self._socket: socket.socket | None = None
+        with suppress(RuntimeError):  # the limit of processes is reached: polls have to do
+            threading.Thread(target=self._run, name="store watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the watch and its connection, without waiting."""
+        self._closed.set()
+        with self._lock, suppress(OSError):
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            with suppress(OSError, ValueError):
+                self._connect_and_follow()
+            self._fruitless += 1
+            pause = min(PAUSE * 2 ** min(self._fruitless - 1, 10), LONGEST_PAUSE)
+            self._closed.wait(pause * random.uniform(0.5, 1.0))
+
+    def _connect_and_follow(self) -> None:
+        with socket.create_connection(self._where, ANSWER_LIMIT) as connection:
+            with self._lock:
+                self._socket = connection
+            try:
+                self._follow(connection)
+            finally:
+                with self._lock:
+                    self._socket = None
+
+    def _follow(self, connection: socket.socket) -> None:
+        """Watch over ``connection`` until it fails (OSError), or what answers there makes no sense (ValueError)."""
+        nonce = os.urandom(4)
+        connection.sendall(HELLO + PING + nonce)
+        if _receive(connection, 4) != nonce:
+            raise ValueError("not a TCPStore")
+        marked = False
+        while not self._closed.is_set():
+            value = self._read(connection)
+            if value != self._seen:
+                self._seen, self._fruitless = value, 0
+                self._changed()
+            elif marked:
+                raise ValueError("the mark of the present value exists: an older value came back, or somebody else created the mark")
+            marked = _wait(connection, mark(self._key, value))
+
+    def _read(self, connection: socket.socket) -> bytes:
+        """Return the present value; empty if there is none. A comparison that never holds is answered with it at once."""
+        never = os.urandom(16)
+        connection.sendall(COMPARE_SET + _text(b"/" + self._key.encode()) + _text(never) + _text(never))
+        (length,) = struct.unpack("<Q", _receive(connection, 8))
+        if length > LARGEST:
+            raise ValueError(f"a value of {length} bytes")
+        value = _receive(connection, length)
+        return b"" if value == never else value
+
+
+def _wait(connection: socket.socket, key: str) -> bool:
+    """Wait until ``key`` exists, for RECHECK seconds at most. Return whether it does."""
+    connection.sendall(WAIT + struct.pack("<Q", 1) + _text(b"/" + key.encode()))
+    try:
+        connection.settimeout(RECHECK)
+        answer = _receive(connection, 1)
+    except TimeoutError:
+        connection.settimeout(ANSWER_LIMIT)
+        connection.sendall(CANCEL_WAIT)
+        answer = _receive(connection, 1)
+        if answer == CANCELED:
+            return False
+        if _receive(connection, 1) != CANCELED:  # the key was created just before
+            raise ValueError("another answer than that to CANCEL_WAIT") from None
+    connection.settimeout(ANSWER_LIMIT)
+    if answer != CAME:
+        raise ValueError("another answer than that to WAIT")
+    return True
+
+
+def _text(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data
+
+
+def _receive(connection: socket.socket, length: int) -> bytes:
+    """Return the next ``length`` bytes."""
+    data = b""
+    while len(data) < length:
+        more = connection.recv(min(length - len(data), 1 << 16))
+        if not more:
+            raise ConnectionError("the other side has hung up")
+        data += more
+    return data
