@@ -13,6 +13,7 @@ from elastirun.rendezvous.stores.etcd.client import OPTIONS, Cluster
 from elastirun.rendezvous.stores.etcd.store import EtcdStore, NodeLease, connector
 from tests.support.cluster import PATIENCE
 from tests.support.etcd_server import Etcd, ask, etcd, skip_if_killing_loses_data
+from tests.support.listener import Listener, count_up
 from tests.support.relay import Relay
 
 QUICK = ("--heartbeat-interval=50", "--election-timeout=500")
@@ -21,35 +22,6 @@ QUICK = ("--heartbeat-interval=50", "--election-timeout=500")
 @pytest.fixture
 def key() -> str:
     return f"elastirun/{os.urandom(4).hex()}/round"
-
-
-class Listener:
-    """A counter of the calls of ``changed``, each of which can be awaited."""
-
-    def __init__(self, store: EtcdStore, key: str) -> None:
-        self.store = store
-        self.calls = 0
-        self._called = threading.Condition()
-        store.watch(key, self._changed)
-        assert self.hears(1), "it does not begin"
-
-    def _changed(self) -> None:
-        with self._called:
-            self.calls += 1
-            self._called.notify_all()
-
-    def hears(self, calls: int, patience: float = PATIENCE) -> bool:
-        """Wait until there were ``calls`` calls in all. Tell whether they came in time, and no more of them."""
-        with self._called:
-            return self._called.wait_for(lambda: self.calls >= calls, patience) and self.calls == calls
-
-
-def count_up(store: EtcdStore, key: str) -> int:
-    """Write the next number."""
-    now = store.get([key]).get(key)
-    number = int(now or 0) + 1
-    assert store.put_if(key, now, b"%d" % number) == b"%d" % number
-    return number
 
 
 def lose_connection(store: EtcdStore) -> None:

@@ -61,11 +61,12 @@ def answer(thread: StoreThread) -> Synced | SyncFailed:
         deadline = thread.deadline
         assert deadline is not None, "nothing is under way"
         readable = select.select([thread.fileno()], [], [], max(0.0, deadline - time.monotonic()))[0]
-        found = thread.answers() if readable else thread.give_up(time.monotonic())
+        answers = thread.answers() if readable else thread.give_up(time.monotonic())
+        found = [one for one in answers if not isinstance(one, Changed)]  # which a store may send at any time
         if found:
             (only,) = found
-            assert not isinstance(only, Changed)
-            assert thread.deadline is None and thread._connection.deadline is None and thread.answers() == []
+            assert thread.deadline is None and thread._connection.deadline is None
+            assert all(isinstance(one, Changed) for one in thread.answers())
             return only
     raise AssertionError("no answer")
 
@@ -75,10 +76,10 @@ def ask(thread: StoreThread, sync: Sync | None = None) -> Synced | SyncFailed:
     return answer(thread)
 
 
-def await_threads(count: int) -> None:
-    """Until no more than ``count`` threads of threads run."""
+def await_threads(count: int, name: str = "store") -> None:
+    """Until no more than ``count`` threads of that name run."""
     end = time.monotonic() + PATIENCE
-    while (running := sum(t.name == "store" for t in threading.enumerate())) > count:
+    while (running := sum(t.name == name for t in threading.enumerate())) > count:
         assert time.monotonic() < end, f"{running} threads"
         time.sleep(0.001)
 
@@ -96,6 +97,11 @@ def test_a_store_that_tells_of_a_change_wakes_the_loop_and_is_no_answer(made: li
     store.changed()
     thread.answers()
     assert thread.deadline is not None, "an exchange under way still is"
+    thread.reconnect()
+    thread.answers()
+    store.changed()
+    assert thread.answers() == [], "a connection that was given up is not heard"
+    assert not select.select([thread.fileno()], [], [], 0)[0], "nor does it wake the loop"
 
 
 def test_who_is_not_let_in_is_told_so(made: list[StoreThread]) -> None:
@@ -364,5 +370,6 @@ def test_while_a_store_stands_still_exchanges_fail_in_time_and_afterwards_they_g
             again = ask(thread, Sync(Put(row("me"), row("me", 2)), rows=()))
             assert isinstance(again, Synced) and again.row == row("me", 2)
             await_threads(1)  # those that were abandoned end when the store answers them
+            await_threads(1, "store watch")
         finally:
             host.kill()

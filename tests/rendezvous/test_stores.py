@@ -18,6 +18,7 @@ from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore, connector, serve, tcp_store_class
 from tests.support.etcd_server import Etcd, etcd
+from tests.support.listener import Listener, count_up
 from tests.support.relay import something_else
 
 PATIENCE = 60.0  # seconds; far beyond what anything here takes
@@ -238,6 +239,35 @@ def test_a_counter_loses_no_increment(shelf: Shelf) -> None:
 
     in_threads(4, count)
     assert int(shelf.connect().get([key])[key].split()[0]) == 800
+
+
+@pytest.mark.parametrize("shelf", ["tcp", "etcd"], indirect=True)  # those that push; a store in memory serves one node
+def test_each_change_of_a_watched_key_is_pushed_and_nothing_else(shelf: Shelf) -> None:
+    key, other = shelf("round"), shelf("2/round")
+    writers = [shelf.connect(), shelf.connect()]
+    listeners = [Listener(shelf.connect(), key), Listener(shelf.connect(), key)]
+    for i in range(2, 12):
+        count_up(writers[i % 2], key)
+        count_up(writers[0], other)
+        writers[1].put_if(shelf(f"node/{i}"), None, b"1")
+        writers[1].put_if(key, b"another expectation", b"1")
+        assert all(one.hears(i) for one in listeners)
+    writers[0].delete(key)
+    assert all(one.hears(12) for one in listeners)
+    listeners[0].store.close()
+    writers[0].put_if(key, None, b"again")
+    assert listeners[1].hears(13) and listeners[0].calls == 12
+    listeners[1].store.close()
+
+
+@pytest.mark.parametrize("shelf", ["tcp", "etcd"], indirect=True)
+def test_who_wrote_a_watched_key_hears_of_it_like_all_others(shelf: Shelf) -> None:
+    store = shelf.connect()
+    listener = Listener(store, shelf("round"))
+    for i in range(2, 7):
+        count_up(store, shelf("round"))
+        assert listener.hears(i)
+    store.close()
 
 
 def test_close_never_raises(shelf: Shelf) -> None:
