@@ -11,7 +11,7 @@ from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.records import Blame
 from elastirun.rendezvous.rules import Rules, hold
 from tests.sim import invariants
-from tests.sim.world import Node, Violation, World
+from tests.sim.world import Node, Push, Violation, World
 
 TROUBLE = 30.0  # seconds of faults
 LOOP = 90.0  # seconds during which a node crashes again and again
@@ -50,6 +50,7 @@ class Plan:
     faults: tuple[Fault, ...]
     slots: tuple[int, ...] = (2,)  # of the nodes, by index modulo their number
     timings: tuple[tuple[float, float, float, float], ...] = ()  # beat, last call, debounce, join timeout; empty: those of ``rules``
+    push: Push = Push()
     sparse: float = 1.0  # factor on the time between two reads of all rows
 
 
@@ -118,6 +119,7 @@ def draw(seed: int) -> Plan:
     hosted = rng.random() < 0.4
     rules = replace(rules, lasting=not hosted and rng.random() < 0.5)
     plan = Plan(seed, rules, hosted, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
+    plan = replace(plan, push=_push(random.Random(f"push of {seed}")))
     again = random.Random(f"loop {seed}")
     if again.random() < LOOPING:
         loop = Fault(again.uniform(0.0, TROUBLE), "loop", again.randrange(nodes), again.uniform(0.2, 7.0), again.random())
@@ -135,6 +137,14 @@ def _timing(rng: random.Random) -> tuple[float, float, float, float]:
     return rng.choice([0.3, 0.5, 0.8]), rng.choice([1.0, 5.0, 15.0]), rng.choice([0.2, 1.0, 3.0]), rng.choice([400.0, 600.0])
 
 
+def _push(rng: random.Random) -> Push:
+    """Return how well the watches work: for half of the histories as they should, for some not at all."""
+    kind = rng.random()
+    if kind < 0.5:
+        return Push()
+    return Push(lost=1.0) if kind < 0.65 else Push(*(rng.choice([0.0, 0.1, 0.5]) for _ in range(3)))
+
+
 class History:
     """A plan that is carried out."""
 
@@ -142,6 +152,7 @@ class History:
         self.plan = plan
         self.world = World(plan.seed, plan.rules, plan.hosted)
         self.world.graces = (30.0, 5.0)
+        self.world.push = plan.push
         invariants.install(self.world)
 
     def run(self, transcript: bool = False) -> Result:

@@ -56,6 +56,7 @@ def _decode(key: str, data: bytes, cls: Any) -> Any:
 
 CODEC = Remembering()
 LATE_EXPIRY = 1.0  # seconds by which a store with leases may be late in noticing that a lease is over
+LATE_PUSH = 20.0  # seconds by which the news of a change may be late
 ELECTION = 1.0  # seconds by which a new leader of such a store lengthens every lease
 
 
@@ -100,6 +101,15 @@ def write_round(data: dict[str, bytes], record: RoundRecord) -> None:
     """Write the round record over whatever stands there."""
     data.pop("job/round", None)
     SyncProtocol("job/", "writer", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(change=Change(None, record), rows=()), 0.0)
+
+
+@dataclass(frozen=True)
+class Push:
+    """How well the nodes' watches work: chances that a node hears of a change never, late, or several times. All others by polls alone."""
+
+    lost: float = 0.0
+    late: float = 0.0
+    repeated: float = 0.0
 
 
 class Violation(AssertionError):
@@ -363,6 +373,8 @@ class World:
         self.data: dict[str, bytes] = {}
         self.leases: dict[int, float] = {}  # in a store that outlives its jobs: the end of each lease
         self.bound: dict[str, int] = {}  # by key: the lease under which it was written
+        self.push = Push()
+        self.push_random = random.Random(f"push {seed}")
         self.own_random = random.Random(~seed)  # for the store: its clock, and how late it notices the end of a lease
         self.store_rate = self.own_random.uniform(0.9, 1.1)
         self._lease_ids = itertools.count(1)
@@ -476,8 +488,7 @@ class World:
             self.note(node, new)
             for watch in self.watch:
                 watch(self, node, old, new)
-            if self.rules.lasting:
-                self._announce_change()
+            self._announce_change()
         return found
 
     # -- its leases ---------------------------------------------------------------------------------------------------
@@ -508,11 +519,14 @@ class World:
             self.renew(lease, ELECTION)
 
     def _announce_change(self) -> None:
-        """Tell the nodes that the store can reach that the record has changed."""
+        """Tell the nodes that the store can reach that the record has changed, as well as their watches work."""
         for node in self.nodes:
-            if node.alive and not node.cut_in:
+            if node.alive and not node.cut_in and self.push_random.random() >= max(self.push.lost, node.loss):
                 told = partial(self.hand_over, node, node.connection, Changed)
-                self.at(self.random.uniform(*node.delay), partial(node.when_running, told))
+                for _ in range(1 + (self.push_random.random() < self.push.repeated) * self.push_random.randint(1, 3)):
+                    late = self.push_random.random() < self.push.late
+                    delay = (0.0, LATE_PUSH) if late else node.delay
+                    self.at(self.push_random.uniform(*delay), partial(node.when_running, told))
 
     @property
     def history(self) -> list[tuple[int, int]]:
