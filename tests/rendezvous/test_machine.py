@@ -79,8 +79,8 @@ def test_a_worker_failure_restarts_everyone_quickly_and_keeps_ranks() -> None:
     a, b, c = world.nodes
     b.fail()
     assert world.run(2.0, lambda: all(len(n.stops) == 1 for n in (a, b, c)))
-    assert world.run(2.0, world.running(a, b, c))
-    assert [n.starts[-1] for n in (a, b, c)] == [(2, 0, 3), (2, 1, 3), (2, 2, 3)]
+    assert world.run(2.0, lambda: [n.starts[-1] for n in (a, b, c)] == [(2, 0, 3), (2, 1, 3), (2, 2, 3)])
+    assert world.running(a, b, c)()
     assert record(world).failures == 1 and "rank 1 on n1 failed" in record(world).reason
 
 
