@@ -456,6 +456,62 @@ MUTANTS = (
         *("agent/session", "self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))", "pass"),
         *("agent/session", "when_a_round_has_started_the_next_port_is_told"),
     ),
+    # Pushes and polls.
+    mutant(
+        "who has just taken a step polls quickly",
+        *("polling", "quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)", "quick = FORMING_POLL"),
+        *("polling", "a_node_that_has_just_taken_a_step_polls_quickly_and_ever_more_slowly_while_it_waits"),
+    ),
+    mutant(
+        "the machine says since when it waits",
+        *("machine", "self._now - self._waiting.since, self._contact.took)", "self._now, self._contact.took)"),
+        *("steps", "a_node_that_has_stopped_its_workers_soon_reads_the_others_rows_again"),
+    ),
+    mutant(
+        "a wait that lasts is polled less often",
+        *("polling", "POLLS_OF_WAIT * waited, ", ""),
+        *("polling", "quick_polls_are_few_however_long_the_wait"),
+    ),
+    mutant(
+        "a slow store is not polled quickly",
+        *("polling", ", PAUSE_OF_POLL * took)", ")"),
+        *("polling", "a_slow_store_is_not_polled_quickly"),
+    ),
+    mutant(
+        "who replaces a watched value says so",
+        *("rendezvous/stores/tcp", "            if now == value:\n", "            if False:\n"),
+        *("tcp_watch", "a_change_is_heard_of_at_once"),
+    ),
+    mutant(
+        "marks do not pile up in the store",
+        *("rendezvous/stores/tcp", "if len(self._marks) > KEPT_MARKS:", "if False:"),
+        *("tcp_watch", "threads_descriptors_and_keys_are_flat_over_reconnects_and_writes"),
+    ),
+    mutant(
+        "a store ends its watch",
+        *("rendezvous/stores/tcp", "            watch.close()\n", "            pass\n"),
+        *("tcp_watch", "it_ends_with_its_connection_at_once_and_leaves_no_descriptor"),
+    ),
+    mutant(
+        "a watch that gets no answer can be ended",
+        *("rendezvous/stores/tcp_watch", "self._socket.shutdown(socket.SHUT_RDWR)", "pass"),
+        *("tcp_watch", "one_that_is_accepted_and_never_answered_ends_at_once"),
+    ),
+    mutant(
+        "a mark without a change is no news, and no reason to spin",
+        *("rendezvous/stores/tcp_watch", "            elif marked:\n", "            elif False:\n"),
+        *("tcp_watch", "marks_that_a_stranger_makes_cost_no_more_than_the_push"),
+    ),
+    mutant(
+        "a watch reads the value again now and then",
+        *("rendezvous/stores/tcp_watch", "connection.settimeout(RECHECK)", "connection.settimeout(None)"),
+        *("tcp_watch", "a_change_whose_writer_died_before_it_made_the_mark_is_noticed_when_the_value_is_read_again"),
+    ),
+    mutant(
+        "a connection that was given up is not heard",
+        *("store_thread", "if connection is self._connection:", "if True:"),
+        *("store_thread", "a_store_that_tells_of_a_change_wakes_the_loop_and_is_no_answer"),
+    ),
     mutant(
         "a store that is back in time is found before the grace is over",
         *("contact", "min(now + backoff, max(now + beat, self.last + store_grace - EXCHANGE_LIMIT))", "now + backoff"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.polling import ALL_PER_NODE, PollPlan, first_in_line
+from elastirun.rendezvous.polling import ALL_PER_NODE, FORMING_POLL, PER_NODE, QUICKEST_POLL, PollPlan, first_in_line
 from elastirun.rendezvous.records import Cause, Member, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.updates import break_up
@@ -79,3 +79,31 @@ def test_a_running_node_looks_each_beat_and_at_a_store_that_tells_of_changes_eve
     assert PollPlan(lasting, "a", 0.0).interval(Status.RUNNING, ROUND) == 2 * RULES.beat
     soon = PollPlan(replace(lasting, expire=2.0), "a", 0.0)
     assert soon.interval(Status.RUNNING, ROUND) == RULES.beat, "not so seldom that it seems lost"
+
+
+OVER = over()
+
+
+def forming(waited: float, took: float = 0.0, state: Status = Status.JOINING, record: RoundRecord = OVER) -> float:
+    return PollPlan(RULES, "a", 0.0).interval(state, record, waited, took) - PER_NODE * len(record.members)
+
+
+def test_a_node_that_has_just_taken_a_step_polls_quickly_and_ever_more_slowly_while_it_waits() -> None:
+    times = [forming(waited) for waited in (0.0, 0.02, 0.1, 0.2, 0.3, 1.0, 600.0)]
+    assert times == pytest.approx([QUICKEST_POLL, QUICKEST_POLL, 0.025, 0.05, 0.075, FORMING_POLL, FORMING_POLL])
+    assert forming(0.1, state=Status.READY, record=ROUND) == forming(0.1)
+
+
+def test_a_slow_store_is_not_polled_quickly() -> None:
+    assert [forming(0.0, took) for took in (0.001, 0.02, 1.0)] == pytest.approx([QUICKEST_POLL, 0.04, FORMING_POLL])
+
+
+def test_quick_polls_are_few_however_long_the_wait() -> None:
+    now, polls = 0.0, 0
+    while now < 0.5:
+        now, polls = now + forming(now), polls + 1
+    assert polls <= 20
+
+
+def test_a_node_that_waits_for_the_end_of_a_round_polls_each_beat_however_short_the_wait() -> None:
+    assert forming(0.0, state=Status.DONE) == forming(0.0, record=ROUND) == pytest.approx(RULES.beat)

@@ -506,6 +506,16 @@ def test_a_node_that_hears_of_a_change_looks_at_once() -> None:
     assert stage.run(0.1, lambda: bool(stage.me.stops))
 
 
+def test_a_node_that_has_stopped_its_workers_soon_reads_the_others_rows_again() -> None:
+    """The others stop theirs at about the same time, and the next round waits for the last of them."""
+    stage = running("b", "c")
+    stage.break_up(Cause.LEAVE)
+    assert stage.run(2.0, lambda: stage.me.machine.state is Status.JOINING)
+    assert 3 <= count(stage, lambda a: isinstance(a, Sync), 0.1) <= 8
+    stage.run(2.0)
+    assert count(stage, lambda a: isinstance(a, Sync), 0.5) <= 6
+
+
 def test_what_is_ignored_is_told() -> None:
     stage = met()
     stage.data["job/node/x"] = b"garbage"

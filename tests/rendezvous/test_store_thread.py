@@ -98,10 +98,8 @@ def test_a_store_that_tells_of_a_change_wakes_the_loop_and_is_no_answer(made: li
     thread.answers()
     assert thread.deadline is not None, "an exchange under way still is"
     thread.reconnect()
-    thread.answers()
     store.changed()
-    assert thread.answers() == [], "a connection that was given up is not heard"
-    assert not select.select([thread.fileno()], [], [], 0)[0], "nor does it wake the loop"
+    assert not select.select([thread.fileno()], [], [], 0)[0], "a connection that was given up does not wake the loop"
 
 
 def test_who_is_not_let_in_is_told_so(made: list[StoreThread]) -> None:

@@ -114,6 +114,14 @@ def test_threads_descriptors_and_keys_are_flat_over_reconnects_and_writes(server
     assert writer._store.num_keys() <= keys + KEPT_MARKS
 
 
+def test_a_change_is_heard_of_at_once(server: Server, key: str) -> None:
+    listener = Listener(server.connect(), key)
+    for i in (2, 3, 4):
+        count_up(server.connect(), key)
+        assert listener.hears(i, patience=15.0)
+    listener.store.close()
+
+
 def test_a_change_while_it_is_not_connected_is_heard_of_later_and_a_lost_connection_is_no_change(server: Server, key: str) -> None:
     with Relay(f"{server.address}:{server.port}") as relay:
         calls = threading.Semaphore(0)
@@ -146,7 +154,7 @@ def test_a_connection_that_fell_silent_is_left(server: Server, key: str) -> None
 def test_a_change_whose_writer_died_before_it_made_the_mark_is_noticed_when_the_value_is_read_again(server: Server, key: str) -> None:
     listener = Listener(server.connect(), key)
     server.foul("compare_set", key, "", "1")
-    assert listener.hears(2)
+    assert listener.hears(2, patience=15.0)
     count_up(server.connect(), key)
     assert listener.hears(3)
     listener.store.close()
