@@ -20,6 +20,7 @@ from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
+from elastirun.agent.processes.death_notice import Notice
 from elastirun.agent.processes.parked_forks import ParkedForks
 from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.processes.process_tree import ProcessTree
@@ -70,6 +71,7 @@ class Agent:
         self._round = 0  # the number of the round whose workers run here, or ran last
         self._signum = 0  # the first signal that the agent got; 0: none
         self._lone = False  # the running round has no other node, and another agent could take this node's place
+        self._briefed: object = None  # what the guard was told for the death notice
         self._sick = False  # a worker hangs in the kernel and cannot be killed
 
         self._console = Console(self._selector)
@@ -213,11 +215,23 @@ class Agent:
             if isinstance(event, Synced):
                 net.shorten_name_timeouts()  # not before the store was reached: its name may need a slow name server
             actions = self._session.step(event)
+            if isinstance(event, Synced):
+                self._brief_guard()
             machine = self._session.machine
             self._round_events.see(machine.record, event.now, machine.quiet)
             for action in actions:
                 if not self._session.carry_out(action):
                     self._perform(action)
+
+    def _brief_guard(self) -> None:
+        """Tell the guard where to write this agent's death notice, and which round that would be about."""
+        machine, access = self._session.machine, self._session.access
+        store = None if machine.hosting else access.for_guard  # a store that is served here ends with this agent
+        known = (machine.round_known, store)
+        if known != self._briefed:
+            self._briefed = known
+            notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.round_known) if store else None
+            self._tree.write_notice_with(notice.encode() if notice else b"")
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -364,6 +378,7 @@ class Agent:
 
     def _end(self, finish: Finish) -> int:
         """Say how it ended. Returns the exit code."""
+        self._tree.write_notice_with(b"")  # this node has left, so nobody waits for it
         self._memory.close()  # this node runs no further round, but its agent may stay for other jobs
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         config, record, row = self._config, self._session.machine.record, self._session.machine.row

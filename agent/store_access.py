@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from elastirun import clock
 from elastirun.agent import shared_store
@@ -100,6 +102,7 @@ class StoreAccess:
         self._address: NodeAddress | None = None
         self._worker_socket: socket.socket | None = None  # listens where the workers of a job of one node were told to meet
         self._host_failed: tuple[float, str] | None = None  # since when and why this node cannot serve the store, which it should
+        self.for_guard: dict[str, Any] | None = None  # how to open the store when this agent has died (death_notice.py); None: not at all
 
     def connect(self) -> Store:
         """Open the store. Errors: ``StoreError``."""
@@ -199,6 +202,7 @@ class EndpointAccess(StoreAccess):
                     raise StoreError(f"what listens at {endpoint} {foreign}")
                 net.shorten_name_timeouts()
                 self._reached = (address, endpoint.port)
+                self.for_guard = {"kind": "tcp", "address": address, "port": endpoint.port}
                 return self._reached
         why = next(iter(whys.values()), None) or "the name does not resolve"
         if self._reached:
@@ -252,6 +256,10 @@ class EtcdAccess(StoreAccess):
         access = Access(etcd.tls, etcd.ca_cert, etcd.cert, etcd.key, etcd.user, etcd.password_file)
         self._names = [self.private_etcd.endpoint] if self.private_etcd else [str(endpoint) for endpoint in etcd.endpoints]
         self._open = store.connector(self._names, access, etcd.prefix, config.timing.expire, say=self.notices.append)
+        if not self.private_etcd:
+            path = [os.path.abspath(folder) for folder in sys.path]
+            more = {"prefix": etcd.prefix, "expire": config.timing.expire, "path": path}
+            self.for_guard = {"kind": "etcd", "endpoints": self._names, "access": vars(access.anywhere()), **more}
         self.key_prefix = self.key_prefix.removeprefix(shared_store.JOBS)  # there is no list of jobs; etcd.prefix comes before it
 
     def connect(self) -> Store:

@@ -73,6 +73,11 @@ class Machine:
         return self._own.kept_alive
 
     @property
+    def round_known(self) -> tuple[int, float]:
+        """The number of the round in the store (0: none), and since when this node has known it, seconds of this node's clock."""
+        return self.record.round if self.record else 0, self._same.round.since
+
+    @property
     def _now(self) -> float:
         return self._event.now
 

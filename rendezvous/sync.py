@@ -32,6 +32,17 @@ def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
     return lambda store: store.put_if(key, expected, value)
 
 
+def execute(steps: Steps, store: Any) -> Any:
+    """Execute the operations of ``steps`` on ``store``, and return what ``steps`` returns. Errors: ``StoreError``."""
+    answer: Any = None
+    while True:
+        try:
+            operation = steps.send(answer)
+        except StopIteration as done:
+            return done.value
+        answer = operation(store)
+
+
 class SyncProtocol:
     """Turns each ``Sync`` into store operations. ``job`` is the prefix of every key, ``me`` this node's id."""
 
@@ -54,15 +65,8 @@ class SyncProtocol:
 
     def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
         """Execute the whole exchange on ``store``. Errors: ``StoreError``."""
-        steps = self.steps(sync, started)
-        answer: Any = None
-        while True:
-            try:
-                operation = steps.send(answer)
-            except StopIteration as done:
-                synced: Synced = replace(done.value, hosting=store.hosting)
-                return synced
-            answer = operation(store)
+        synced: Synced = replace(execute(self.steps(sync, started), store), hosting=store.hosting)
+        return synced
 
     def steps(self, sync: Sync, started: float) -> Steps:
         """Yield the operations of the exchange in the order that ``Sync`` names; return the answer."""

@@ -60,6 +60,14 @@ def nodes(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
+@pytest.fixture(params=["c10d", "etcd"])
+def anywhere(nodes: Cluster, request: pytest.FixtureRequest) -> Cluster:
+    """Nodes that meet at one of their agents, or at etcd. Tests take it where the store could make a difference."""
+    if request.param == "etcd":
+        nodes.etcd = request.getfixturevalue("server").endpoints
+    return nodes
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Etcd]:
     """An etcd of one member."""

@@ -36,6 +36,15 @@ def members(group: str) -> list[int]:
     return found
 
 
+def is_empty(group: str) -> bool:
+    """Return whether no process is in the group or in a group below it, also none that this pid namespace cannot see."""
+    try:
+        with open(f"{group}/cgroup.events", "rb") as file:
+            return b"populated 1" not in file.read().splitlines()
+    except OSError:  # the group was removed
+        return True
+
+
 def kill(group: str) -> None:
     """Kill all members at once, however fast they fork (``cgroup.kill``)."""
     try:

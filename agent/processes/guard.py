@@ -7,6 +7,7 @@ The agent, the guard's parent, holds the other end of the guard's stdin and writ
 - End of file: the agent has died, in whatever way.
 - A deadline has passed without a later one: the agent is frozen, and the other nodes have gone on without it.
 
+After the first, when all has ended, the guard writes the agent's death notice into the store, so that the other nodes go on at once.
 In both cases the guard kills the workers and all that they started, also in other sessions; ``kills`` recognises these processes.
 The kernel's parent-death signal reaches the workers sooner than the guard; the guard reaches the rest.
 
@@ -21,6 +22,7 @@ import select
 import signal
 import stat
 import sys
+from collections.abc import Callable
 
 if __name__ == "__main__":  # started as a program, without the folders of the user's packages
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
@@ -34,7 +36,10 @@ WORKER = b"W"  # PID START: a worker was started
 GONE = b"G"  # PID: a worker was reaped, and its session is empty
 EXCLUDED = b"E"  # PID: a child process of the agent that is no worker
 FOLDER = b"F"  # DEVICE INODE PATH: a temporary folder to remove at the end
+NOTICE = b"N"  # JSON: where to write the agent's death notice, see death_notice.py; empty: nowhere
 
+END_TIMEOUT = 10.0  # seconds for killed processes to end, beyond which no death notice is written: the others have found the silence
+NOTICE_TIMEOUT = 15.0  # seconds for the death notice; later than that nobody waits for it
 LONGEST_POLL = 0.25  # seconds; after a suspension a deadline is noticed at most so much late
 GROUP_TIMEOUT = 60.0  # seconds for killed members to leave the control group; the kernel frees the memory of a large worker slowly
 FOLDER_PREFIXES = (b"elastirun_", b"elastirun-agent-")  # names of temporary folders that the agent makes begin so
@@ -52,6 +57,7 @@ class Guard:
         self.evidence = evidence
         self.deadline = deadline or None
         self.folders: list[tuple[int, int, bytes]] = []
+        self.notice = b""  # as in the last message of this kind
         self._unfinished = b""
 
     def receive(self, data: bytes) -> None:
@@ -70,6 +76,8 @@ class Guard:
                 self.evidence.excluded.add(int(fields[0]))
             elif kind == FOLDER:
                 self.folders.append((int(fields[0]), int(fields[1]), fields[2]))
+            elif kind == NOTICE:
+                self.notice = each[1:]
 
     def check_deadline(self, now: float) -> None:
         """Kill the workers if the deadline has passed at ``now``. Then there is no deadline until the agent sets one.
@@ -101,6 +109,37 @@ def ignore_signals() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
+def start_notice(notice: bytes, died: float) -> Callable[[float], object]:
+    """Write the death notice in a thread, so that a store that does not answer delays nothing else. Returns a function that waits for it.
+
+    The imports take 50 ms and 8 MB. They are not made before, because a guard that waits should cost little.
+    """
+    import threading
+
+    from elastirun.agent.processes import death_notice
+
+    thread = threading.Thread(target=death_notice.write, args=(notice, died), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the limit of processes is reached
+        death_notice.write(notice, died)
+        return lambda timeout: None
+    return thread.join
+
+
+def has_ended(evidence: kills.Evidence, timeout: float) -> bool:
+    """Return whether the agent and all that its workers have started have ended; waits for that at most ``timeout`` seconds.
+
+    A killed worker may need a while: the kernel frees its memory, or waits for a device.
+    """
+    until = clock.now() + timeout
+    while not kills.all_ended(evidence):
+        if clock.now() > until:
+            return False
+        select.select([], [], [], kills.PAUSE)
+    return True
+
+
 def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
     """Read messages until end of file, then kill what is left and clean up."""
     ignore_signals()
@@ -121,11 +160,16 @@ def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
         if not data:
             break
         guard.receive(data)
+    died = clock.now()
     kills.kill_orphans(guard.evidence)
+    wait_for_notice = start_notice(guard.notice, died) if guard.notice and has_ended(guard.evidence, END_TIMEOUT) else None
     for folder in guard.folders:
         remove_folder(*folder)
     if group:
         control_group.remove(group, GROUP_TIMEOUT)
+    if wait_for_notice:
+        wait_for_notice(NOTICE_TIMEOUT)
+        os._exit(0)  # the thread, and those of etcd's client, may still wait for a store that does not answer
 
 
 if __name__ == "__main__":

@@ -146,3 +146,19 @@ def kill_orphans(evidence: Evidence) -> None:
         kill_all(lambda: owned(evidence, proc.everything(), os.getppid()).values(), twice=True)
         if not adopted:
             select.select([], [], [], PAUSE)
+
+
+def all_ended(evidence: Evidence) -> bool:
+    """Return whether the agent has died, and nothing runs any more that its workers have started. For the guard, after ``kill_orphans``.
+
+    A killed process counts as running until the kernel is done with it. Two looks in a row must find nothing, because a process in the
+    middle of exec has no environment for a moment.
+    """
+    for last in (False, True):
+        if not evidence.mark.is_dead() or owned(evidence, proc.everything(), os.getppid()):
+            return False
+        if evidence.group and not control_group.is_empty(evidence.group):
+            return False
+        if not last:
+            select.select([], [], [], PAUSE)
+    return True

@@ -42,6 +42,7 @@ class ProcessTree:
         self._say = say
         self.renewed = clock.now()  # when the lease was last renewed
         self._fixed_deadline = 0.0  # when the guard kills the workers of a single-node round, even if the agent is healthy; 0: none
+        self._notice = guard.message(guard.NOTICE)  # where to write the death notice of this agent
         self._folders: dict[str, bytes] = {}  # by path: the message to the guard that names the folder
         inherited = os.environ.get(marks.VARIABLE, "")
         own = marks.own()
@@ -143,6 +144,13 @@ class ProcessTree:
                 self._folders[folder] = guard.message(guard.FOLDER, found.st_dev, found.st_ino, os.fsencode(folder))
                 self._send(self._folders[folder])
 
+    def write_notice_with(self, notice: bytes) -> None:
+        """Have the guard write the death notice that ``notice`` describes (see death_notice.py) if this agent dies; empty: none."""
+        message = guard.message(guard.NOTICE, notice)
+        if message != self._notice:
+            self._notice = message
+            self._send(message)
+
     def close(self) -> None:
         """Kill all that is left, then end the guard. The guard goes on alone if its last work takes longer than GUARD_END_LIMIT."""
         kills.kill_below_agent(self._evidence)
@@ -176,11 +184,13 @@ class ProcessTree:
         if self._guard is None:
             return
         try:
-            os.write(self._write, data)
+            written = os.write(self._write, data)
         except BlockingIOError:
-            self._guard.kill()  # it has not read for many minutes; the next guard gets the whole state
+            written = 0
         except OSError:
-            pass  # the guard has died, which its pidfd reports
+            return  # the guard has died, which its pidfd reports
+        if written < len(data):
+            self._guard.kill()  # it has not read for many minutes; the next guard gets the whole state
 
     def _start_guard(self, limit: float) -> None:
         """Start a guard and send it the whole state. Raises OSError when it cannot be started within ``limit`` seconds."""
@@ -211,7 +221,7 @@ class ProcessTree:
             self._send(guard.message(guard.EXCLUDED, pid))
         for pid, began in self._evidence.sessions.items():
             self._send(guard.message(guard.WORKER, pid, began))
-        for data in self._folders.values():
+        for data in (*self._folders.values(), self._notice):
             self._send(data)
 
     def _release_guard(self) -> int:

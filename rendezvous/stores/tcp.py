@@ -27,7 +27,7 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores.tcp_watch import TcpWatch, mark
+from elastirun.rendezvous.stores.tcp_watch import WATCHED, TcpWatch, mark
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 MISSING = secrets.token_hex(16)  # a random value that no key ever holds
@@ -35,7 +35,6 @@ LONGEST_KEY = 4096  # ASCII characters; TCPStore closes the connection of a clie
 MOST_KEYS = 32_768  # under one prefix; nodes write far fewer, and reading more would take too long
 LONGEST_INDEX = 64 << 20  # bytes; the same limit for an index
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
-WATCHED = "/round"  # keys that end with this can be watched; a mark for each keep-alive would be too many
 KEPT_MARKS = 4  # of one connection; a watch waits for the newest, and a slow one soon reads the value again
 CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's handshake and its DNS queries; the caller has probed the address before
 

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+WATCHED = "/round"  # keys that end with this can be watched; a mark for each keep-alive would be too many
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client; not answered
 COMPARE_SET, WAIT, CANCEL_WAIT, PING = b"\x02", b"\x06", b"\x0c", b"\x0d"
 CAME, CANCELED = b"\0", b"\1"  # answers to WAIT: every key exists; and to CANCEL_WAIT
@@ -80,7 +81,7 @@ class TcpWatch:
         """Watch over ``connection`` until it fails (OSError), or what answers there makes no sense (ValueError)."""
         nonce = os.urandom(4)
         connection.sendall(HELLO + PING + nonce)
-        if _receive(connection, 4) != nonce:
+        if receive(connection, 4) != nonce:
             raise ValueError("not a TCPStore")
         marked = False
         while not self._closed.is_set():
@@ -95,27 +96,27 @@ class TcpWatch:
     def _read(self, connection: socket.socket) -> bytes:
         """Return the present value; empty if there is none. A comparison that never holds is answered with it at once."""
         never = os.urandom(16)
-        connection.sendall(COMPARE_SET + _text(b"/" + self._key.encode()) + _text(never) + _text(never))
-        (length,) = struct.unpack("<Q", _receive(connection, 8))
+        connection.sendall(COMPARE_SET + spell(b"/" + self._key.encode()) + spell(never) + spell(never))
+        (length,) = struct.unpack("<Q", receive(connection, 8))
         if length > LARGEST:
             raise ValueError(f"a value of {length} bytes")
-        value = _receive(connection, length)
+        value = receive(connection, length)
         return b"" if value == never else value
 
 
 def _wait(connection: socket.socket, key: str) -> bool:
     """Wait until ``key`` exists, for RECHECK seconds at most. Return whether it does."""
-    connection.sendall(WAIT + struct.pack("<Q", 1) + _text(b"/" + key.encode()))
+    connection.sendall(WAIT + struct.pack("<Q", 1) + spell(b"/" + key.encode()))
     try:
         connection.settimeout(RECHECK)
-        answer = _receive(connection, 1)
+        answer = receive(connection, 1)
     except TimeoutError:
         connection.settimeout(ANSWER_LIMIT)
         connection.sendall(CANCEL_WAIT)
-        answer = _receive(connection, 1)
+        answer = receive(connection, 1)
         if answer == CANCELED:
             return False
-        if _receive(connection, 1) != CANCELED:  # the key was created just before
+        if receive(connection, 1) != CANCELED:  # the key was created just before
             raise ValueError("another answer than that to CANCEL_WAIT") from None
     connection.settimeout(ANSWER_LIMIT)
     if answer != CAME:
@@ -123,11 +124,11 @@ def _wait(connection: socket.socket, key: str) -> bool:
     return True
 
 
-def _text(data: bytes) -> bytes:
+def spell(data: bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _receive(connection: socket.socket, length: int) -> bytes:
+def receive(connection: socket.socket, length: int) -> bytes:
     """Return the next ``length`` bytes."""
     data = b""
     while len(data) < length:

@@ -17,12 +17,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastirun.rendezvous.actions import Sync
+from elastirun.rendezvous.death_notice import write_notice
 from elastirun.rendezvous.events import SyncFailed, WorkersStopped
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.sync import SyncProtocol, execute
 from tests.sim import invariants
-from tests.sim.world import Node, World, WorldExchanges
+from tests.sim.world import CODEC, Node, World, WorldExchanges
 
 STEP = 0.5  # seconds; the longest time that passes at once
 FAULTS = 2  # crashes, failures, departures and lost messages in one history
@@ -89,6 +91,13 @@ class Small(World):
             self.pending.pop(node_id, None)
         getattr(self.node(node_id), kind)()
 
+    def write_notice(self, node_id: str) -> None:
+        """Write the death notice of an agent that has died, as its guard does."""
+        self.telling = node = self.node(node_id)
+        protocol = SyncProtocol("job/", node_id, CODEC, lambda: 0.0)
+        self._apply(node, lambda store: execute(write_notice(protocol, node_id, 0, 0.0), store))
+        self.telling = None
+
     def pass_time(self) -> None:
         """Let time pass until a machine wants to wake up, at most STEP."""
         alive = [n for n in self.nodes if n.alive]
@@ -100,6 +109,8 @@ class Small(World):
         yield "time", Small.pass_time
         for node in self.nodes:
             i = node.id
+            if not node.up and not node.finish:
+                yield f"death notice of {i}", lambda w, i=i: w.write_notice(i)
             if not node.alive:
                 continue
             if i in self.pending:

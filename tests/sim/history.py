@@ -11,7 +11,7 @@ from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.records import Blame
 from elastirun.rendezvous.rules import Rules, hold
 from tests.sim import invariants
-from tests.sim.world import Node, Push, Violation, World
+from tests.sim.world import Deaths, Node, Push, Violation, World
 
 TROUBLE = 30.0  # seconds of faults
 LOOP = 90.0  # seconds during which a node crashes again and again
@@ -51,6 +51,7 @@ class Plan:
     slots: tuple[int, ...] = (2,)  # of the nodes, by index modulo their number
     timings: tuple[tuple[float, float, float, float], ...] = ()  # beat, last call, debounce, join timeout; empty: those of ``rules``
     push: Push = Push()
+    deaths: Deaths = Deaths()
     sparse: float = 1.0  # factor on the time between two reads of all rows
 
 
@@ -119,7 +120,7 @@ def draw(seed: int) -> Plan:
     hosted = rng.random() < 0.4
     rules = replace(rules, lasting=not hosted and rng.random() < 0.5)
     plan = Plan(seed, rules, hosted, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
-    plan = replace(plan, push=_push(random.Random(f"push of {seed}")))
+    plan = replace(plan, push=_push(random.Random(f"push of {seed}")), deaths=_deaths(random.Random(f"deaths of {seed}")))
     again = random.Random(f"loop {seed}")
     if again.random() < LOOPING:
         loop = Fault(again.uniform(0.0, TROUBLE), "loop", again.randrange(nodes), again.uniform(0.2, 7.0), again.random())
@@ -145,6 +146,14 @@ def _push(rng: random.Random) -> Push:
     return Push(lost=1.0) if kind < 0.65 else Push(*(rng.choice([0.0, 0.1, 0.5]) for _ in range(3)))
 
 
+def _deaths(rng: random.Random) -> Deaths:
+    """Return how well the guards of dead agents work: not at all for a quarter of the histories."""
+    ended_within = rng.choice([0.0, 0.3, 1.0])
+    if rng.random() < 0.25:
+        return Deaths(ended_within=ended_within)
+    return Deaths(rng.choice([1.0, 1.0, 0.5]), rng.choice([0.0, 0.0, 0.3]), rng.choice([0.0, 0.3, 1.0]), ended_within)
+
+
 class History:
     """A plan that is carried out."""
 
@@ -152,7 +161,7 @@ class History:
         self.plan = plan
         self.world = World(plan.seed, plan.rules, plan.hosted)
         self.world.graces = (30.0, 5.0)
-        self.world.push = plan.push
+        self.world.push, self.world.deaths = plan.push, plan.deaths
         invariants.install(self.world)
 
     def run(self, transcript: bool = False) -> Result:

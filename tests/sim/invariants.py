@@ -93,11 +93,16 @@ def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 
 
 def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """P5, P9: no node is called lost whose row has changed within ``expire``, by the fastest clock."""
+    """P5, P9: no node is called lost whose row has changed within ``expire``, by the fastest clock, unless its death is told."""
     broken = new.broken
     if broken is None:
         return
     known = old.broken.lost if old and old.broken and old.round == new.round else ()
+    told = world.telling
+    if told is not None:
+        _must(not told.up and told.working is None, f"a death notice of {told.id}, which lives, or whose workers run")
+        _must(set(broken.lost) - set(known) <= {told.id}, f"a death notice of {told.id} that calls others lost")
+        return
     for lost in set(broken.lost) - set(known):
         times = [*world.written_at.get(lost, [-1e9]), world.t]
         gaps = [after - before for before, after in itertools.pairwise(times) if after >= world.t - 2 * EXCHANGE_LIMIT]

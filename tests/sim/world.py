@@ -28,6 +28,7 @@ from elastirun.config import Command, LaunchConfig
 from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.death_notice import write_notice
 from elastirun.rendezvous.events import Changed, Event, Leave, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Connection, Exchanges, failure
 from elastirun.rendezvous.machine import Machine
@@ -56,6 +57,8 @@ def _decode(key: str, data: bytes, cls: Any) -> Any:
 
 CODEC = Remembering()
 LATE_EXPIRY = 1.0  # seconds by which a store with leases may be late in noticing that a lease is over
+NOTICE_TAKES = 0.3  # seconds from the end of the workers to the death notice, at most
+LATE_NOTICE = 40.0  # seconds by which a death notice may be late: a new agent of the same node may run by then
 LATE_PUSH = 20.0  # seconds by which the news of a change may be late
 ELECTION = 1.0  # seconds by which a new leader of such a store lengthens every lease
 
@@ -101,6 +104,16 @@ def write_round(data: dict[str, bytes], record: RoundRecord) -> None:
     """Write the round record over whatever stands there."""
     data.pop("job/round", None)
     SyncProtocol("job/", "writer", CODEC, lambda: 0.0).carry_out(MemoryStore(data), Sync(change=Change(None, record), rows=()), 0.0)
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """What becomes of a node whose agent dies: chances that its guard writes a death notice, writes it late, or writes it several times."""
+
+    told: float = 0.0
+    late: float = 0.0
+    repeated: float = 0.0
+    ended_within: float = 0.0  # seconds that the workers may outlive the agent
 
 
 @dataclass(frozen=True)
@@ -228,8 +241,8 @@ class Node:
 
     @property
     def progressing(self) -> bool:
-        """Whether its workers can take a step."""
-        return self.up and self.working is not None and not self.workers_frozen
+        """Whether its workers can take a step. They may outlive its agent by a moment."""
+        return self.working is not None and not self.workers_frozen
 
     def feed(self, make: Callable[[float], Event]) -> None:
         """Let the event of ``make`` happen to the node once it runs."""
@@ -313,10 +326,22 @@ class Node:
         self.feed(lambda now: Leave(now, "SIGTERM"))
 
     def crash(self) -> None:
+        """Let the agent die. Its guard ends the workers, and may write the death notice, unless all of the node stands still."""
         if self.up:
             self.up = False
-            self.working = None
+            self.stopping = self.lone = False
+            dies_whole = self.workers_frozen or self.working is None or not self.world.deaths.ended_within
+            if dies_whole:
+                self._workers_ended()
+            else:
+                self.world.at(self.world.death_random.uniform(0.0, self.world.deaths.ended_within), self._workers_ended)
             self.world.on_gone(self)
+
+    def _workers_ended(self) -> None:
+        """Let the guard, which has ended the workers of a dead agent, write the death notice. A guard that stood still writes none."""
+        self.working = None
+        if not (self.workers_frozen or self.hosts or self.finish):
+            self.world.tell_death(self)
 
     def freeze(self, workers_too: bool = False) -> None:
         """Stop the agent, or all of the node, as SIGSTOP does. When the guard's lease is over it ends the workers of a frozen agent."""
@@ -375,6 +400,9 @@ class World:
         self.bound: dict[str, int] = {}  # by key: the lease under which it was written
         self.push = Push()
         self.push_random = random.Random(f"push {seed}")
+        self.deaths = Deaths()
+        self.death_random = random.Random(f"deaths {seed}")
+        self.telling: Node | None = None  # whose death notice is being written at this very moment
         self.own_random = random.Random(~seed)  # for the store: its clock, and how late it notices the end of a lease
         self.store_rate = self.own_random.uniform(0.9, 1.1)
         self._lease_ids = itertools.count(1)
@@ -491,6 +519,41 @@ class World:
             self._announce_change()
         return found
 
+    # -- death notices --------------------------------------------------------------------------------------------------
+
+    def tell_death(self, node: Node) -> None:
+        """Let the guard of a dead agent write the death notice, as well as guards work in this world."""
+        rng, deaths = self.death_random, self.deaths
+        if rng.random() >= deaths.told:
+            return
+        number, since = node.machine.round_known
+        ran = node.now - since
+        for _ in range(1 + (rng.random() < deaths.repeated) * rng.randint(1, 3)):
+            delay = rng.uniform(0.0, LATE_NOTICE if rng.random() < deaths.late else NOTICE_TAKES)
+            protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
+            self.at(delay, partial(self._go_on_telling, node, write_notice(protocol, node.id, number, ran), None))
+
+    def _go_on_telling(self, node: Node, steps: Steps, found: Any) -> None:
+        """Carry out the next operation of a death notice. A request or an answer that is lost ends it."""
+        try:
+            operation = steps.send(found)
+        except (StopIteration, StoreError):
+            return
+        if not (node.cut_out or self.death_random.random() < node.loss):
+            self.at(self.death_random.uniform(*node.delay), partial(self._take_notice, node, steps, operation))
+
+    def _take_notice(self, node: Node, steps: Steps, operation: Operation) -> None:
+        if self.store_paused:
+            self._paused.append(partial(self._take_notice, node, steps, operation))
+            return
+        if not self.store_up:
+            return
+        self.telling = node
+        found = self._apply(node, operation, LeasedStore(self, node) if self.rules.lasting else MemoryStore(self.data))
+        self.telling = None
+        if not (node.cut_in or self.death_random.random() < node.loss):
+            self.at(self.death_random.uniform(*node.delay), partial(self._go_on_telling, node, steps, found))
+
     # -- its leases ---------------------------------------------------------------------------------------------------
 
     def grant(self) -> int:
@@ -588,7 +651,7 @@ class World:
         return until()
 
     def _watch_progress(self) -> None:
-        progressing = [n.working if n.up and not n.workers_frozen else None for n in self.nodes]
+        progressing = [n.working if n.progressing else None for n in self.nodes]
         if progressing != self._progressing:
             self._progressing = progressing
             for watch in self.on_progress:

@@ -16,14 +16,6 @@ from tests.support.cluster import Cluster, dies, kill
 from tests.support.images import hold_memory, open_files
 
 
-@pytest.fixture(params=["c10d", "etcd"])
-def anywhere(nodes: Cluster, request: pytest.FixtureRequest) -> Cluster:
-    """Nodes that meet at one of their agents, or at etcd. Tests take it where the store could make a difference."""
-    if request.param == "etcd":
-        nodes.etcd = request.getfixturevalue("server").endpoints
-    return nodes
-
-
 FAST = ("--last-call=0.5",)
 
 

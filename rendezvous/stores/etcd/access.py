@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastirun.errors import StoreRefused
@@ -27,6 +27,11 @@ class Access:
     key: str | None = None
     user: str | None = None
     password_file: str | None = None
+
+    def anywhere(self) -> Access:
+        """Return the same credentials for a process with another working directory."""
+        files = {name: os.path.abspath(path) for name in ("cacert", "cert", "key", "password_file") if (path := getattr(self, name))}
+        return replace(self, **files)
 
     def password(self) -> str:
         """Return the first line of the password file. Errors: ``StoreRefused``."""

@@ -1,0 +1,86 @@
+"""A connection to a TCPStore without torch: reads values and replaces them.
+
+For the guard (``agent/processes/guard.py``), which must not load torch, and speaks to the store for a moment only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.tcp_watch import COMPARE_SET, HELLO, LARGEST, PING, WATCHED, mark, receive, spell
+
+SET = b"\x01"  # not answered
+ANSWER_LIMIT = 3.0  # seconds to connect, and for every answer
+
+
+class PlainTcpStore:
+    """A connection to the TCPStore at ``address:port``. Has the operations of ``stores.base.Store`` that replace an existing value.
+
+    Errors: ``StoreError``.
+    """
+
+    hosting = False
+
+    def __init__(self, address: str, port: int) -> None:
+        nonce = os.urandom(4)
+        try:
+            self._socket = socket.create_connection((address, port), ANSWER_LIMIT)
+        except OSError as error:
+            raise StoreError(f"cannot connect to the store at {address}:{port}: {error}") from None
+        try:
+            self._send(HELLO + PING + nonce)
+            if self._receive(4) != nonce:
+                raise StoreError(f"what listens at {address}:{port} is no TCPStore")
+        except StoreError:
+            self.close()
+            raise
+
+    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
+        return {key: value for key in keys if (value := self._compare_set(key, never := os.urandom(16), never)) != never}
+
+    def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        """Replace the value ``expected`` of ``key``, as in ``Store.put_if``. A key that does not exist is not created: not by a guard."""
+        if not expected:
+            return self.get([key]).get(key)
+        now = self._compare_set(key, expected, value)
+        if now == expected != value:  # a TCPStore answers with the expectation when the key is missing
+            return self.get([key]).get(key)
+        if now == value and key.endswith(WATCHED):
+            self._send(SET + _name(mark(key, expected)) + spell(b"1"))
+        return now
+
+    def delete(self, key: str) -> None:
+        """Do nothing: what is left over is deleted by the next agent that replaces it."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
+    def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        """Return the value of ``key`` after it was set to ``value`` if it held ``expected``; ``expected`` if there is no such key."""
+        self._send(COMPARE_SET + _name(key) + spell(expected) + spell(value))
+        (length,) = struct.unpack("<Q", self._receive(8))
+        if length > LARGEST:
+            raise StoreError(f"{key}: a value of {length} bytes")
+        return self._receive(length)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise StoreError(f"the store does not take a request: {error}") from None
+
+    def _receive(self, length: int) -> bytes:
+        try:
+            return receive(self._socket, length)
+        except OSError as error:
+            raise StoreError(f"no answer of the store: {error}") from None
+
+
+def _name(key: str) -> bytes:
+    return spell(b"/" + key.encode())

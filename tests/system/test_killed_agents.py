@@ -1,0 +1,74 @@
+"""An agent is killed on a machine that goes on: its guard ends what is left of it and says so, and nobody waits for ``--expire``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster, dies, kill
+
+EXPIRE = 30.0  # seconds; far longer than a death notice takes
+PATIENT = (f"--expire={EXPIRE:g}", "--last-call=0.5")
+
+
+def guard_of(agent: subprocess.Popen[str]) -> int:
+    """Return the pid of the agent's guard."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    (pid,) = (int(pid) for pid in children if "/guard.py" in Path(f"/proc/{pid}/cmdline").read_text())
+    return pid
+
+
+@pytest.mark.parametrize("what", ["the agent", "the agent and its workers"])
+def test_survivors_of_a_killed_agent_go_on_long_before_it_could_be_found_silent(anywhere: Cluster, what: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("the token of this job")
+    token.chmod(0o600)
+    agents = [anywhere.agent(i, *PATIENT, f"--token-file={token}", "--max-restarts=0", nproc=2) for i in (1, 2, 3)]
+    before = anywhere.round(6)
+    victims = [worker for worker in before if worker.env["MASTER_ADDR"] and worker.env["GROUP_RANK"] == "2"]
+    victim, guard = agents[2], guard_of(agents[2])
+    killed_at = time.monotonic()
+    victim.kill()
+    for worker in victims if "workers" in what else []:
+        os.kill(worker.pid, signal.SIGKILL)
+    smaller = anywhere.round(4, after=before[0].round, timeout=EXPIRE)
+    assert time.monotonic() - killed_at < EXPIRE - 5
+    assert all(dies(worker.pid, 0) for worker in victims) and dies(guard)
+    assert "its agent died, and its workers have ended" in smaller[0].env["ELASTIRUN_ROUND_REASON"]
+    for worker in smaller:
+        worker.tell("exit 0")
+    assert [anywhere.ends(agent) for agent in agents[:2]] == [0, 0], "it costs no restart"
+
+
+def test_a_spare_takes_the_place_of_a_single_killed_node_at_once(nodes: Cluster, server: object) -> None:
+    nodes.etcd = server.endpoints  # type: ignore[attr-defined]
+    first = nodes.agent(1, *PATIENT, nnodes="1")
+    (alone,) = nodes.round(1)
+    second = nodes.agent(2, *PATIENT, nnodes="1")
+    nodes.says(2, "this node is a spare")
+    kill(first)
+    (replaced,) = nodes.round(1, after=alone.round, timeout=EXPIRE - 5)
+    assert dies(alone.pid, 0), "the first round is over before the second one begins"
+    replaced.tell("exit 0")
+    assert nodes.ends(second) == 0
+
+
+def test_a_guard_that_cannot_speak_leaves_the_others_to_find_the_silence(nodes: Cluster) -> None:
+    agents = [nodes.agent(i, "--expire=2", "--last-call=0.5", nnodes="1:2") for i in (1, 2)]
+    before = nodes.round(2)
+    guard = guard_of(agents[1])
+    os.kill(guard, signal.SIGSTOP)
+    try:
+        kill(agents[1])
+        (rest,) = nodes.round(1, after=before[0].round)
+        assert "silent for 2 s" in rest.env["ELASTIRUN_ROUND_REASON"]
+    finally:
+        os.kill(guard, signal.SIGCONT)
+    assert dies(guard)
+    rest.tell("exit 0")
+    assert nodes.ends(agents[0]) == 0 and "died" not in nodes.out(1), "a notice that comes late is not heeded"
