@@ -51,7 +51,7 @@ def mark_lost(record: RoundRecord | None, row: NodeRow, ran: float) -> RoundReco
     if row.done_round >= record.round or row.succeeded == record.round:
         return None
     if record.broken is None:
-        record = break_up(record, Cause.LOST, f"{row.name} {row.address} died: {NOTE}", row.id, ran)
+        record = break_up(record, Cause.LOST, f"{row.name} {row.address} was lost: {NOTE}", row.id, ran)
     elif row.id in record.broken.lost and record.broken.over:
         return None
     else:

@@ -48,10 +48,12 @@ def write(data: bytes, died: float) -> bool:
     notice = Notice.decode(data)
     for pause in (*PAUSES, None):
         try:
-            return _carry_out(notice, died)
+            if _carry_out(notice, died):
+                return True
         except StoreError:
-            if pause is not None:
-                select.select([], [], [], pause)
+            pass
+        if pause is not None:
+            select.select([], [], [], pause)
     return False
 
 

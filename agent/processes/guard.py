@@ -109,8 +109,31 @@ def ignore_signals() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def start_notice(notice: bytes, died: float) -> Callable[[float], object]:
-    """Write the death notice in a thread, so that a store that does not answer delays nothing else. Returns a function that waits for it.
+def has_ended(evidence: kills.Evidence, timeout: float) -> bool:
+    """Return whether the agent and all that its workers have started have ended; waits for that at most ``timeout`` seconds.
+
+    A killed worker may need a while: the kernel frees its memory, or waits for a device.
+    """
+    until = clock.now() + timeout
+    while not kills.all_ended(evidence):
+        if clock.now() > until:
+            return False
+        select.select([], [], [], kills.PAUSE)
+    return True
+
+
+def begin_death_notice(guard: Guard, died: float) -> Callable[[float], object] | None:
+    """Begin to write the death notice of the agent, which died at the moment ``died``. Returns a function that waits for it; None: none.
+
+    No notice is written while the agent or anything of its workers is left: the others go on as soon as they read it.
+    """
+    if not guard.notice or not has_ended(guard.evidence, END_TIMEOUT):
+        return None
+    return write_in_thread(guard.notice, died)
+
+
+def write_in_thread(notice: bytes, died: float) -> Callable[[float], object]:
+    """Write the notice in a thread, so that a store that does not answer delays nothing else. Returns a function that waits for the thread.
 
     The imports take 50 ms and 8 MB. They are not made before, because a guard that waits should cost little.
     """
@@ -125,19 +148,6 @@ def start_notice(notice: bytes, died: float) -> Callable[[float], object]:
         death_notice.write(notice, died)
         return lambda timeout: None
     return thread.join
-
-
-def has_ended(evidence: kills.Evidence, timeout: float) -> bool:
-    """Return whether the agent and all that its workers have started have ended; waits for that at most ``timeout`` seconds.
-
-    A killed worker may need a while: the kernel frees its memory, or waits for a device.
-    """
-    until = clock.now() + timeout
-    while not kills.all_ended(evidence):
-        if clock.now() > until:
-            return False
-        select.select([], [], [], kills.PAUSE)
-    return True
 
 
 def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
@@ -162,7 +172,7 @@ def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:
         guard.receive(data)
     died = clock.now()
     kills.kill_orphans(guard.evidence)
-    wait_for_notice = start_notice(guard.notice, died) if guard.notice and has_ended(guard.evidence, END_TIMEOUT) else None
+    wait_for_notice = begin_death_notice(guard, died)
     for folder in guard.folders:
         remove_folder(*folder)
     if group:

@@ -155,7 +155,9 @@ def all_ended(evidence: Evidence) -> bool:
     middle of exec has no environment for a moment.
     """
     for last in (False, True):
-        if not evidence.mark.is_dead() or owned(evidence, proc.everything(), os.getppid()):
+        if not evidence.mark.is_dead():
+            return False
+        if owned(evidence, proc.everything(), os.getppid()):
             return False
         if evidence.group and not control_group.is_empty(evidence.group):
             return False

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from elastirun import clock
-from elastirun.agent.processes import control_group, guard, kills, leftovers, marks, proc
+from elastirun.agent.processes import control_group, death_notice, guard, kills, leftovers, marks, proc
+from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.memory import MemoryStore
 from tests.support.cluster import dies
 
 R = "0123456789abcdef"
@@ -329,3 +331,78 @@ def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypa
     finally:
         if not dies(orphan, 0):
             os.kill(orphan, signal.SIGKILL)
+
+
+# -- the death notice
+
+
+@contextmanager
+def orphan_of_the_dead() -> Iterator[tuple[kills.Evidence, proc.Process]]:
+    """An agent that has died, with the session of a worker in which one process is left."""
+    worker = "import os, signal; os.setsid(); pid = os.fork()\n"
+    worker += "print(os.getpid(), pid, flush=True) if pid else (os.close(1), signal.pause())"
+    parent = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True, check=True)
+    session, orphan = map(int, parent.stdout.split())
+    try:
+        found = proc.look(orphan)
+        assert found is not None and found.session == session
+        evidence = kills.Evidence(mark(f"{session}-1-{proc.pid_namespace()}-{R}"), "", strict=False)
+        evidence.sessions[session] = 0
+        yield evidence, found
+    finally:
+        if not dies(orphan, 0):
+            os.kill(orphan, signal.SIGKILL)
+
+
+def test_all_has_ended_when_the_agent_and_all_that_its_workers_started_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not kills.all_ended(kills.Evidence(marks.own(), "", strict=False)), "the agent lives"
+    with orphan_of_the_dead() as (evidence, orphan):
+        monkeypatch.setattr(kills.os, "getppid", lambda: orphan.parent)
+        assert not kills.all_ended(evidence), "a process of its worker is left"
+        os.kill(orphan.pid, signal.SIGKILL)
+        assert dies(orphan.pid) and kills.all_ended(evidence)
+        evidence.group = str(tmp_path)
+        events = tmp_path / "cgroup.events"
+        for populated in (1, 0):
+            events.write_text(f"populated {populated}\nfrozen 0\n")
+            assert kills.all_ended(evidence) == (not populated), "a process is in the group that cannot be recognised otherwise"
+
+
+def test_no_death_notice_is_written_before_all_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(guard, "END_TIMEOUT", 0.0)
+    monkeypatch.setattr(guard, "write_in_thread", lambda notice, died: written.append(notice))
+    state = guard.Guard(kills.Evidence(marks.own(), "", strict=False), 0.0)
+    for notice in (b"", b"one"):
+        state.receive(guard.message(guard.NOTICE, notice))
+        guard.begin_death_notice(state, clock.now())
+    assert not written, "the agent lives"
+    monkeypatch.setattr(kills, "all_ended", lambda evidence: True)
+    for notice in (b"two", b""):
+        state.receive(guard.message(guard.NOTICE, notice))
+        guard.begin_death_notice(state, clock.now())
+    assert written == [b"two"], "none without a store, and none of an agent that has left"
+
+
+def test_a_notice_is_the_same_when_the_guard_has_read_it() -> None:
+    for token in (None, b"\0 a secret\xff"):
+        notice = death_notice.Notice({"kind": "tcp", "address": "10.0.0.1", "port": 29400}, "job/", "me-1", token, 3, 12.5)
+        state = guard.Guard(kills.Evidence(marks.own(), "", strict=False), 0.0)
+        state.receive(guard.message(guard.NOTICE, notice.encode()))
+        assert death_notice.Notice.decode(state.notice) == notice
+
+
+def test_a_store_that_is_gone_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(death_notice, "PAUSES", (0.0, 0.0))
+    tries: list[dict[str, object]] = []
+
+    def connect(store: dict[str, object]) -> MemoryStore:
+        tries.append(store)
+        raise StoreError("connection refused")
+
+    monkeypatch.setattr(death_notice, "_connect", connect)
+    store: dict[str, object] = {"kind": "tcp", "address": "127.0.0.1", "port": 1}
+    notice = death_notice.Notice(store, "job/", "me-1", None, 3, 12.5).encode()
+    assert not death_notice.write(notice, 13.0) and tries == [store] * 3
+    monkeypatch.setattr(death_notice, "_connect", lambda store: MemoryStore())
+    assert death_notice.write(notice, 13.0), "another run's store holds no row of this agent"

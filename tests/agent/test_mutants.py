@@ -1,6 +1,6 @@
-"""Rules of the agent about forked workers, memory, health port and termination message, as in tests/rendezvous/test_mutants.py.
+"""Rules of the agent about forked workers, memory, health port, termination message and death notices.
 
-A test notices each rule that is taken out.
+As in tests/rendezvous/test_mutants.py, a test notices each rule that is taken out.
 """
 
 from __future__ import annotations
@@ -250,6 +250,31 @@ MUTANTS = (
         "no worker holds the descriptors of another",
         *("processes/forkserver", "        os.dup2(fd, target)\n        os.close(fd)\n", "        os.dup2(fd, target)\n"),
         *("parked_forks", "no_worker_has_the_descriptors_of_another"),
+    ),
+    mutant(
+        "no death notice while the agent lives",
+        *("processes/kills", "if not evidence.mark.is_dead():", "if False:"),
+        *("guard", "all_has_ended_when_the_agent_and_all_that_its_workers_started_have"),
+    ),
+    mutant(
+        "no death notice before the workers have ended",
+        *("processes/kills", "if owned(evidence, proc.everything(), os.getppid()):", "if False:"),
+        *("guard", "all_has_ended_when_the_agent_and_all_that_its_workers_started_have"),
+    ),
+    mutant(
+        "no death notice before the control group is empty",
+        *("processes/kills", "if evidence.group and not control_group.is_empty(evidence.group):", "if False:"),
+        *("guard", "all_has_ended_when_the_agent_and_all_that_its_workers_started_have"),
+    ),
+    mutant(
+        "the guard looks before it writes a death notice",
+        *("processes/guard", "if not guard.notice or not has_ended(guard.evidence, END_TIMEOUT):", "if not guard.notice:"),
+        *("guard", "no_death_notice_is_written_before_all_has_ended"),
+    ),
+    mutant(
+        "an agent that has left has no death notice",
+        *("processes/guard", "if not guard.notice or not", "if not"),
+        *("guard", "no_death_notice_is_written_before_all_has_ended"),
     ),
     mutant(
         "why a worker is stopped needs no store",

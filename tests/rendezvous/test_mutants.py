@@ -456,6 +456,77 @@ MUTANTS = (
         *("agent/session", "self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))", "pass"),
         *("agent/session", "when_a_round_has_started_the_next_port_is_told"),
     ),
+    # Deaths that are told.
+    mutant(
+        "a told loss is written before the row of the dead",
+        *("death_notice", "if lost is not None:  #", "if lost is not None and left is None:  #"),
+        *("death_notice", "the_loss_is_written_before_the_row"),
+    ),
+    mutant(
+        "a death notice is about members alone",
+        *("death_notice", "or record.index(row.id) is None:", "or False:"),
+        *("death_notice", "a_spare_that_dies_disturbs_nobody"),
+    ),
+    mutant(
+        "a death notice changes no verdict",
+        *("death_notice", "if record is None or record.closed or", "if record is None or"),
+        *("death_notice", "a_record_is_left_alone_where_nobody_waits_for_the_dead"),
+    ),
+    mutant(
+        "who has stopped its workers is not lost by dying",
+        *("death_notice", "row.done_round >= record.round or", ""),
+        *("death_notice", "a_record_is_left_alone_where_nobody_waits_for_the_dead"),
+    ),
+    mutant(
+        "who has succeeded is not lost by dying",
+        *("death_notice", "or row.succeeded == record.round:", ":"),
+        *("death_notice", "a_member_that_has_succeeded_may_die"),
+    ),
+    mutant(
+        "a told death ends its round for good",
+        *("death_notice", "lost=lost, over=True", "lost=lost"),
+        *("death_notice", "a_round_that_is_broken_already_learns_of_the_loss"),
+    ),
+    mutant(
+        "a death notice in a broken round names the lost member",
+        *("death_notice", "(*record.broken.lost, row.id) if", "record.broken.lost if"),
+        *("death_notice", "a_round_that_is_broken_already_learns_of_the_loss"),
+    ),
+    mutant(
+        "the row of a dead agent says left",
+        *("death_notice", "    if row.status is Status.LEFT:\n        return None\n", "    return None\n"),
+        *("death_notice", "a_member_that_runs_is_lost_and_its_row_says_that_it_has_left"),
+    ),
+    mutant(
+        "the row of a dead agent is its newest",
+        *("death_notice", "note=NOTE, seq=row.seq + 1)", "note=NOTE)"),
+        *("death_notice", "a_member_that_runs_is_lost_and_its_row_says_that_it_has_left"),
+    ),
+    mutant(
+        "a round that the agent did not know counts as short",
+        *("death_notice", "ran if record is not None and record.round == round_ else 0.0", "ran"),
+        *("death_notice", "how_long_the_round_ran_is_known_of_the_round_that_the_agent_knew_alone"),
+    ),
+    mutant(
+        "in a store without the row of the dead nothing is written",
+        *("death_notice", "            return True  # the row", "            row = NodeRow(me, me, me, 1, 1)  # the row"),
+        *("death_notice", "in_the_store_of_another_run_nothing_is_written"),
+    ),
+    mutant(
+        "a death notice is tried again",
+        *("death_notice", "for _ in range(TRIES):", "for _ in range(2):"),
+        *("death_notice", "a_notice_is_tried_again_when_somebody_else_writes_at_the_same_moment"),
+    ),
+    mutant(
+        "a guard tells those who watch",
+        *("rendezvous/stores/tcp_plain", "if now == value and key.endswith(WATCHED):", "if False:"),
+        *("tcp_plain", "who_watches_hears_of_what_it_replaces"),
+    ),
+    mutant(
+        "a guard creates no key",
+        *("rendezvous/stores/tcp_plain", "        if not expected:\n", "        if False:\n"),
+        *("tcp_plain", "it_creates_no_key"),
+    ),
     # Pushes and polls.
     mutant(
         "who has just taken a step polls quickly",

@@ -30,10 +30,10 @@ def test_survivors_of_a_killed_agent_go_on_long_before_it_could_be_found_silent(
     token.chmod(0o600)
     agents = [anywhere.agent(i, *PATIENT, f"--token-file={token}", "--max-restarts=0", nproc=2) for i in (1, 2, 3)]
     before = anywhere.round(6)
-    victims = [worker for worker in before if worker.env["MASTER_ADDR"] and worker.env["GROUP_RANK"] == "2"]
-    victim, guard = agents[2], guard_of(agents[2])
+    guard = guard_of(agents[2])
+    victims = [worker for worker in before if worker.env["GROUP_RANK"] == "2"]
     killed_at = time.monotonic()
-    victim.kill()
+    agents[2].kill()
     for worker in victims if "workers" in what else []:
         os.kill(worker.pid, signal.SIGKILL)
     smaller = anywhere.round(4, after=before[0].round, timeout=EXPIRE)
@@ -71,4 +71,15 @@ def test_a_guard_that_cannot_speak_leaves_the_others_to_find_the_silence(nodes: 
         os.kill(guard, signal.SIGCONT)
     assert dies(guard)
     rest.tell("exit 0")
-    assert nodes.ends(agents[0]) == 0 and "died" not in nodes.out(1), "a notice that comes late is not heeded"
+    assert nodes.ends(agents[0]) == 0 and "its agent died" not in nodes.out(1), "a notice that comes late changes nothing"
+
+
+def test_a_guard_that_took_the_place_of_another_speaks_too(nodes: Cluster) -> None:
+    agents = [nodes.agent(i, *PATIENT, nnodes="1:2") for i in (1, 2)]
+    before = nodes.round(2)
+    os.kill(guard_of(agents[1]), signal.SIGKILL)
+    nodes.says(2, "the guard was killed; another one is started")
+    kill(agents[1])
+    (rest,) = nodes.round(1, after=before[0].round, timeout=EXPIRE - 5)
+    rest.tell("exit 0")
+    assert nodes.ends(agents[0]) == 0

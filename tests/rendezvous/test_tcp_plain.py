@@ -1,0 +1,84 @@
+"""The connection to a TCPStore without torch: torch's clients see what it replaces, and whatever else listens there does no harm."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous.stores import tcp_plain
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from tests.rendezvous.test_stores import Server, new_server
+from tests.support.listener import Listener
+from tests.support.relay import something_else
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = new_server()
+    yield made
+    made.served = None
+
+
+@pytest.fixture
+def plain(server: Server) -> Iterator[PlainTcpStore]:
+    made = PlainTcpStore(server.address, server.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def key() -> str:
+    return f"elastirun/{os.urandom(4).hex()}/round"
+
+
+def test_it_reads_what_exists_and_replaces_what_it_expects(server: Server, plain: PlainTcpStore, key: str) -> None:
+    store = server.connect()
+    assert store.put_if(key, None, b"one") == b"one"
+    assert plain.get([key, key + "x"]) == {key: b"one"}
+    assert plain.put_if(key, b"none", b"two") == b"one", "another value stands there"
+    assert plain.put_if(key, b"one", b"two") == b"two"
+    big = os.urandom(1 << 20)
+    assert plain.put_if(key, b"two", big) == big and store.get([key]) == {key: big}
+
+
+def test_it_creates_no_key(server: Server, plain: PlainTcpStore, key: str) -> None:
+    for expected in (None, b"", b"one"):
+        assert plain.put_if(key, expected, b"two") is None
+    assert server.connect().get([key]) == {}
+
+
+def test_who_watches_hears_of_what_it_replaces(server: Server, plain: PlainTcpStore, key: str) -> None:
+    store = server.connect()
+    store.put_if(key, None, b"one")
+    listener = Listener(server.connect(), key)
+    assert plain.put_if(key, b"one", b"two") == b"two"
+    assert listener.hears(2, patience=15.0)
+    listener.store.close()
+
+
+def test_what_is_no_tcpstore_or_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_plain, "ANSWER_LIMIT", 0.3)
+    with something_else(b"SSH-2.0-OpenSSH_9.2\r\n") as where, pytest.raises(StoreError, match="no TCPStore"):
+        PlainTcpStore(*where)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        with pytest.raises(StoreError, match="no answer"):
+            PlainTcpStore(*mute.getsockname())
+        port = mute.getsockname()[1]
+    with pytest.raises(StoreError, match="cannot connect"):
+        PlainTcpStore("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("answer", [b"\xff" * 8, b"\x08" + b"\0" * 7 + b"half"])
+def test_an_answer_that_makes_no_sense_is_an_error(answer: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        store = PlainTcpStore.__new__(PlainTcpStore)
+        store._socket = ours
+        theirs.sendall(answer)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(StoreError):
+            store.get(["a"])
