@@ -68,8 +68,8 @@ class Broken(Event, kind="broken"):
     round: int
     cause: str
     reason: str
-    by: str  # host name of the node that noticed
-    lost: Sequence[str]  # host names of the nodes that fell silent
+    by: str  # host name of the node that noticed, or of the one whose guard told of the death of its agent
+    lost: Sequence[str]  # host names of the nodes that fell silent, or whose agents died
 
 
 @dataclass(frozen=True)

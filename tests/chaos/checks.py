@@ -120,9 +120,10 @@ def _tables(agents: list[Agent], stores: dict[str, str]) -> Iterator[str]:
 
 
 def lost(agents: list[Agent]) -> list[tuple[float, str, dict[str, Any]]]:
-    """Who was called lost, by whoever noticed: when, who, and that event."""
-    events = [e for agent in agents for e in agent.read() if e["event"] == "broken" and e["by"] == e["name"]]
-    return [(e["mono"], name, e) for e in events for name in e["lost"]]
+    """Who was called lost, by whoever noticed or by the guard of the lost one: when, who, and that event."""
+    events = [e for agent in agents for e in agent.read() if e["event"] == "broken" and e["by"] in (e["name"], *e["lost"])]
+    once = {(e["round"], e["by"]): e for e in sorted(events, key=lambda e: -e["mono"])}  # every survivor has the word of a guard
+    return [(e["mono"], name, e) for e in once.values() for name in e["lost"]]
 
 
 def _stood_still(agent: Agent) -> list[Span]:

@@ -436,6 +436,8 @@ class World:
     ) -> Node:
         """Start an agent. A name that was used before is a new incarnation of that node."""
         name = name or f"n{len(self.nodes)}"
+        for node in [node for node in self.nodes if node.name == name and not node.up]:
+            node.working = None  # the new agent first ends what is left of earlier ones on its machine
         names = list(dict.fromkeys([*(node.name for node in self.nodes), name]))
         row = NodeRow(f"{name}-{len(self.nodes)}", name, "", 0, slots, node_rank=node_rank)
         rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
