@@ -121,6 +121,13 @@ def works(store: EtcdStore) -> bool:
 # -- who is let in -----------------------------------------------------------------------------------------------------------------
 
 
+def test_credentials_in_relative_paths_are_found_from_another_directory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard of an agent runs in another one."""
+    monkeypatch.chdir(tmp_path)
+    found = Access(tls=True, cacert="ca", cert="/etc/cert", user="me", password_file="../password").anywhere()
+    assert found == Access(True, f"{tmp_path}/ca", "/etc/cert", None, "me", f"{tmp_path.parent}/password")
+
+
 @needs_etcd
 def test_by_tls_and_by_a_certificate_of_ours(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     access = Access(tls=True, cacert=servers.ca.cert)
