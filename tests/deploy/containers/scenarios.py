@@ -126,6 +126,8 @@ def eviction(cluster: Cluster) -> Job:
     job = start_slowly(cluster, slow())
     job.at(0).says("3 workers on cpu")
     assert [job.at(1).get(path)[0] for path in ("/healthz", "/readyz", "/status")] == [200, 200, 200]
+    metrics = job.at(1).get("/metrics")[1]
+    assert "\nelastirun_world_size 3.0\n" in metrics or "prometheus-client is not installed" in metrics, metrics
     saved(cluster)
     before = len(job.at(0).lines)
     job.at(1).terminate(disruption=True)
