@@ -42,8 +42,10 @@ failover: venv
 
 nightly: venv
 	$(PYTHON) -m venv .nightly
-	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . accelerate lightning transformers wandb numpy expecttest
+	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . accelerate lightning transformers wandb tensorboard numpy expecttest
 	.nightly/bin/python -m tests.nightly.frameworks
+	PET_PRELOAD=torch .nightly/bin/python -m tests.nightly.frameworks
+	.nightly/bin/python -m tests.nightly.preload
 	.nightly/bin/python -m tests.nightly.in_place
 	.nightly/bin/python -m tests.nightly.upstream
 

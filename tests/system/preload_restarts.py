@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastirun.agent.processes import proc
 from tests.support.cluster import Cluster, cluster
 from tests.support.tries import unless
 from tests.system.preload_kills import TAG, everything, role, wait
@@ -72,7 +73,11 @@ def look(number: int, tag: str, agent: int) -> Sample:
     def kinds() -> Counter[str]:
         return Counter(role(process, agent) for process in everything(tag))
 
-    wait(lambda: kinds() == {**dict.fromkeys(PARTS, 1), "worker": WORKERS, "parked fork": WORKERS})
+    def parked() -> bool:
+        forking = any(proc.children(process.pid) for process in everything(tag) if role(process, agent) == "server")
+        return not forking and kinds() == {**dict.fromkeys(PARTS, 1), "worker": WORKERS, "parked fork": WORKERS}
+
+    wait(parked)
     pids = {role(process, agent): process.pid for process in everything(tag)}
     three = {name: pids[name] for name in ("agent", "guard", "server") if name in pids}
     return Sample(

@@ -85,6 +85,7 @@ def look():
 
 if __name__ == "__main__": look()
 '''
+FEW = "asyncio,multiprocessing.pool"
 DRAWS = """
 import json, os, signal, socket, sys
 import numpy, torch
@@ -106,12 +107,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["{}", "./{}", "-m {}"])
-def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, way: str) -> None:
+@pytest.mark.parametrize(("way", "modules"), [("{}", FEW), ("./{}", FEW), ("-m {}", FEW), ("{}", "torch")])
+def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, way: str, modules: str) -> None:
     folder, name = nodes.tmp_path / "scripts", "probe_of_a_worker"
     folder.mkdir()
-    (folder / f"{name}.py").write_text(PROBE)
-    nodes.env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PET_PRELOAD": ""}
+    own = "import torch, torch._dynamo\n" if modules == "torch" else ""  # with torch, only what its import does is different
+    (folder / f"{name}.py").write_text(PROBE.replace("import traceback", f"{own}import traceback"))
+    nodes.env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PET_PRELOAD": "", "OMP_NUM_THREADS": "1"}
 
     def seen(i: int, *options: str) -> tuple[dict[str, Any], list[str]]:
         out = nodes.tmp_path / "seen.json"
@@ -121,7 +123,7 @@ def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, w
         text = [line for line in nodes.out(i).splitlines() if line.startswith(("  File ", "    ", "at exit", "LookupError"))]
         return dict(json.loads(out.read_text())), text
 
-    executed, forked = seen(1), seen(2, "--preload=asyncio,multiprocessing.pool")
+    executed, forked = seen(1), seen(2, f"--preload={modules}")
     assert {key: (executed[0][key], forked[0][key]) for key in executed[0] if executed[0][key] != forked[0][key]} == {}
     assert "at exit" in forked[1] and not any("forkserver" in line for line in forked[1])
 

@@ -26,3 +26,14 @@ def step(number: int) -> None:
 
 def done() -> None:
     say(f"DONE {RANK} {ROUND}")
+
+
+def started() -> str:
+    """Return how the agent has started this worker."""
+    frame = sys._getframe()
+    while frame.f_back:
+        frame = frame.f_back
+    return "forked" if frame.f_code.co_filename.endswith("processes/forkserver.py") else "executed"
+
+
+say(f"STARTED {started()}")
