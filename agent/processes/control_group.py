@@ -3,6 +3,7 @@
 Members are read from the group's own ``cgroup.procs``, never from a process, so another group of the same name cannot be mistaken for it.
 """
 
+import errno
 import os
 import select
 
@@ -41,8 +42,8 @@ def is_empty(group: str) -> bool:
     try:
         with open(f"{group}/cgroup.events", "rb") as file:
             return b"populated 1" not in file.read().splitlines()
-    except OSError:  # the group was removed
-        return True
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENODEV)  # the group was removed; any other error shows nothing
 
 
 def kill(group: str) -> None:

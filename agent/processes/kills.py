@@ -148,16 +148,42 @@ def kill_orphans(evidence: Evidence) -> None:
             select.select([], [], [], PAUSE)
 
 
+def orphans(evidence: Evidence, table: Table, parent: int) -> list[proc.Process]:
+    """Return the children of ``parent``, which has adopted the agent's orphans, that only their environment can show to be the agent's."""
+    return [
+        process
+        for process in table.values()
+        if process.parent == parent
+        and process.pid not in evidence.excluded
+        and process.session not in evidence.outside
+        and process.started >= evidence.mark.started
+        and has_own_session(process, table, {})
+    ]
+
+
+def _hides(process: proc.Process) -> bool:
+    """Return whether a process of our user shows no environment.
+
+    The kernel takes the environment of a killed process away first of all, and may be busy with the rest for long. A process in the
+    middle of exec has none for a moment, and that of a process that hangs may be unreadable.
+    """
+    return proc.may_be_of_our_user(process.pid) and not proc.environment(process.pid)
+
+
 def all_ended(evidence: Evidence) -> bool:
     """Return whether the agent has died, and nothing runs any more that its workers have started. For the guard, after ``kill_orphans``.
 
-    A killed process counts as running until the kernel is done with it. Two looks in a row must find nothing, because a process in the
-    middle of exec has no environment for a moment.
+    A killed process counts as running until the kernel is done with it. Two looks in a row must find nothing, because a process may
+    change its parent between two reads of one look.
     """
     for last in (False, True):
         if not evidence.mark.is_dead():
             return False
-        if owned(evidence, proc.everything(), os.getppid()):
+        try:
+            table = proc.everything(certain=True)
+        except OSError:  # what cannot be read may live
+            return False
+        if owned(evidence, table, os.getppid()) or any(map(_hides, orphans(evidence, table, os.getppid()))):
             return False
         if evidence.group and not control_group.is_empty(evidence.group):
             return False

@@ -24,10 +24,13 @@ class Mark:
         return self.text
 
     def is_dead(self) -> bool:
-        """Return whether this agent ran in our pid namespace and has ended. False for one of another namespace, which we cannot see."""
+        """Return whether this agent ran in our pid namespace and has ended. False when we cannot see that, as in another namespace."""
         if not self.namespace or self.namespace != proc.pid_namespace():
             return False
-        found = proc.look(self.pid)
+        try:
+            found = proc.look(self.pid, certain=True)
+        except OSError:
+            return False
         return found is None or found.started != self.started or not found.alive
 
 

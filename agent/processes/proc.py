@@ -26,18 +26,26 @@ class Process:
         self.alive = state not in (b"Z", b"X") or int(fields[16]) > 1  # more than one thread: only the main thread has ended
 
 
-def look(pid: int) -> Process | None:
-    """Return the process ``pid``; None when there is none."""
+def look(pid: int, certain: bool = False) -> Process | None:
+    """Return the process ``pid``; None when there is none, or when it cannot be read.
+
+    ``certain``: raise OSError when it cannot be read for want of descriptors or memory, because it may live. A process that the
+    kernel hides from our user counts as none.
+    """
     try:
         return Process(pid, _read(f"/proc/{pid}/stat"))
-    except (OSError, ValueError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError, IndexError):
+        return None
+    except OSError:
+        if certain:
+            raise
         return None
 
 
-def everything() -> dict[int, Process]:
-    """Return all living processes of this pid namespace by pid, except this one."""
+def everything(certain: bool = False) -> dict[int, Process]:
+    """Return all living processes of this pid namespace by pid, except this one. ``certain``: as for ``look``."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
-    return {process.pid: process for process in map(look, pids) if process and process.alive}
+    return {process.pid: process for pid in pids if (process := look(pid, certain)) and process.alive}
 
 
 def descendants(pid: int) -> dict[int, Process]:
@@ -122,6 +130,14 @@ def is_of_our_user(pid: int) -> bool:
         return (int(real), int(effective)) == (os.getuid(), os.geteuid())
     except (OSError, ValueError):
         return False
+
+
+def may_be_of_our_user(pid: int) -> bool:
+    """Return False when the process has another effective user, or has ended."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
 
 
 def pid_namespace(pid: int | str = "self") -> int:

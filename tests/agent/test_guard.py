@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import os
 import signal
@@ -21,7 +22,7 @@ from elastirun import clock
 from elastirun.agent.processes import control_group, death_notice, guard, kills, leftovers, marks, proc
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.memory import MemoryStore
-from tests.support.cluster import dies
+from tests.support.cluster import PATIENCE, dies
 
 R = "0123456789abcdef"
 
@@ -337,16 +338,16 @@ def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypa
 
 
 @contextmanager
-def orphan_of_the_dead() -> Iterator[tuple[kills.Evidence, proc.Process]]:
+def orphan_of_the_dead(env: dict[str, str] | None = None) -> Iterator[tuple[kills.Evidence, proc.Process]]:
     """An agent that has died, with the session of a worker in which one process is left."""
     worker = "import os, signal; os.setsid(); pid = os.fork()\n"
     worker += "print(os.getpid(), pid, flush=True) if pid else (os.close(1), signal.pause())"
-    parent = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True, check=True)
+    parent = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True, check=True, env=env)
     session, orphan = map(int, parent.stdout.split())
     try:
         found = proc.look(orphan)
         assert found is not None and found.session == session
-        evidence = kills.Evidence(mark(f"{session}-1-{proc.pid_namespace()}-{R}"), "", strict=False)
+        evidence = kills.Evidence(mark(f"{session}-{found.started}-{proc.pid_namespace()}-{R}"), "", strict=False)
         evidence.sessions[session] = 0
         yield evidence, found
     finally:
@@ -360,12 +361,44 @@ def test_all_has_ended_when_the_agent_and_all_that_its_workers_started_have(tmp_
         monkeypatch.setattr(kills.os, "getppid", lambda: orphan.parent)
         assert not kills.all_ended(evidence), "a process of its worker is left"
         os.kill(orphan.pid, signal.SIGKILL)
-        assert dies(orphan.pid) and kills.all_ended(evidence)
+        assert dies(orphan.pid) and guard.has_ended(evidence, PATIENCE)
         evidence.group = str(tmp_path)
         events = tmp_path / "cgroup.events"
         for populated in (1, 0):
             events.write_text(f"populated {populated}\nfrozen 0\n")
-            assert kills.all_ended(evidence) == (not populated), "a process is in the group that cannot be recognised otherwise"
+            ended = guard.has_ended(evidence, 0.0 if populated else PATIENCE)
+            assert ended == (not populated), "a process is in the group that cannot be recognised otherwise"
+
+
+def test_an_orphan_without_an_environment_may_be_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes the environment of a killed process away first, and frees its memory and devices after that."""
+    for env, ended in (({"SOME": "environment"}, True), ({}, False)):
+        with orphan_of_the_dead(env) as (evidence, orphan):
+            evidence.sessions.clear()
+            monkeypatch.setattr(kills.os, "getppid", lambda parent=orphan.parent: parent)
+            assert guard.has_ended(evidence, PATIENCE if ended else 0.0) == ended
+            evidence.excluded.add(orphan.pid)
+            assert guard.has_ended(evidence, PATIENCE), "a child of the agent that is no worker"
+
+
+def test_what_cannot_be_read_is_no_proof_of_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full table of files, or a control group at its limit of memory, hides a process that lives."""
+    read, own, unreadable = proc._read, marks.own(), [""]
+
+    def fail(path: str, *limit: int) -> bytes:
+        if path == unreadable[0]:
+            raise OSError(errno.ENFILE, "too many open files in the system")
+        return read(path, *limit)
+
+    with orphan_of_the_dead() as (evidence, orphan):
+        monkeypatch.setattr(kills.os, "getppid", lambda: orphan.parent)
+        monkeypatch.setattr(proc, "_read", fail)
+        unreadable[0] = f"/proc/{orphan.pid}/stat"
+        assert not kills.all_ended(evidence)
+    unreadable[0] = f"/proc/{own.pid}/stat"
+    assert not own.is_dead()
+    (tmp_path / "cgroup.events").mkdir()
+    assert not control_group.is_empty(str(tmp_path)) and control_group.is_empty(str(tmp_path / "gone"))
 
 
 def test_no_death_notice_is_written_before_all_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,8 +258,28 @@ MUTANTS = (
     ),
     mutant(
         "no death notice before the workers have ended",
-        *("processes/kills", "if owned(evidence, proc.everything(), os.getppid()):", "if False:"),
+        *("processes/kills", "if owned(evidence, table, os.getppid()) or any(", "if any("),
         *("guard", "all_has_ended_when_the_agent_and_all_that_its_workers_started_have"),
+    ),
+    mutant(
+        "no death notice while a dying orphan hides its environment",
+        *("processes/kills", "any(map(_hides, orphans(evidence, table, os.getppid())))", "False"),
+        *("guard", "an_orphan_without_an_environment_may_be_the_agents"),
+    ),
+    mutant(
+        "no death notice when a process cannot be read",
+        *("processes/kills", "table = proc.everything(certain=True)", "table = proc.everything()"),
+        *("guard", "what_cannot_be_read_is_no_proof_of_an_end"),
+    ),
+    mutant(
+        "an agent that cannot be read is not dead",
+        *("processes/marks", "found = proc.look(self.pid, certain=True)", "found = proc.look(self.pid)"),
+        *("guard", "what_cannot_be_read_is_no_proof_of_an_end"),
+    ),
+    mutant(
+        "a control group that cannot be read is not empty",
+        *("processes/control_group", "return error.errno in (errno.ENOENT, errno.ENODEV)", "return True"),
+        *("guard", "what_cannot_be_read_is_no_proof_of_an_end"),
     ),
     mutant(
         "no death notice before the control group is empty",
