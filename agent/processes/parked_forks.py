@@ -230,7 +230,10 @@ class ParkedForks:
     def _serves(self, spec: WorkerSpec) -> bool:
         """Return whether a fork of the server would be as the worker that is executed."""
         server = self._server
-        if server is None or not server.loaded:
+        if server is None:
+            return False
+        if not server.loaded:
+            self._tell("the modules are still being imported; workers are executed until they are")
             return False
         like_python = spec.argv[:2] == (sys.executable, "-u") and (spec.argv[2] == "-m" or not spec.argv[2].startswith("-"))
         if not like_python or spec.cpus is not None:
