@@ -145,9 +145,17 @@ def write_in_thread(notice: bytes, died: float) -> Callable[[float], object]:
     try:
         thread.start()
     except RuntimeError:  # the limit of processes is reached
-        death_notice.write(notice, died)
-        return lambda timeout: None
+        return lambda timeout: write_here(notice, died, timeout)
     return thread.join
+
+
+def write_here(notice: bytes, died: float, timeout: float) -> None:
+    """Write the notice as the last work of this process, which ends when that has taken ``timeout`` seconds."""
+    from elastirun.agent.processes import death_notice
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, timeout)
+    death_notice.write(notice, died)
 
 
 def main(mark: str, deadline: float, strict: bool, group: str = "") -> None:

@@ -141,8 +141,13 @@ def may_be_of_our_user(pid: int) -> bool:
 
 
 def pid_namespace(pid: int | str = "self") -> int:
-    """Return the inode of the pid namespace of ``pid``; 0 when it cannot be read."""
+    """Return the inode of the pid namespace of ``pid``; 0 when it cannot be read.
+
+    0 for this process, too, when /proc numbers processes as another namespace does: then no number here means the process that it names.
+    """
     try:
+        if pid == "self" and os.readlink("/proc/self") != str(os.getpid()):
+            return 0
         return os.stat(f"/proc/{pid}/ns/pid").st_ino
     except OSError:
         return 0

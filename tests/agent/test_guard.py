@@ -55,6 +55,15 @@ def test_an_agent_is_dead_only_where_its_pid_means_something() -> None:
     assert not marks.Mark(own.pid, own.started - 1, 0, R).is_dead()
 
 
+def test_numbers_of_another_namespace_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ``unshare --pid`` without ``--mount-proc``, /proc shows other processes by the same numbers."""
+    own = marks.own()
+    gone = marks.Mark(own.pid, own.started - 1, own.namespace, R)
+    assert gone.is_dead()
+    monkeypatch.setattr(proc.os, "getpid", lambda: own.pid + 1)
+    assert not gone.is_dead() and proc.pid_namespace() == 0
+
+
 def test_a_variable_is_found_by_its_whole_name() -> None:
     assert [each.text for each in marks.in_environment(f"A=1\0ELASTIRUN_AGENT=1-2-3-{R}\0B=2\0".encode())] == [f"1-2-3-{R}"]
     assert proc.value_of("A", b"XA=1\0B=A=2\0") == "" and proc.value_of("A", b"A=1\0A=2") == "1"
@@ -439,3 +448,16 @@ def test_a_store_that_is_gone_is_tried_a_few_times(monkeypatch: pytest.MonkeyPat
     assert not death_notice.write(notice, 13.0) and tries == [store] * 3
     monkeypatch.setattr(death_notice, "_connect", lambda store: MemoryStore())
     assert death_notice.write(notice, 13.0), "another run's store holds no row of this agent"
+
+
+def test_a_guard_that_can_start_no_thread_ends_although_the_store_does_not() -> None:
+    code = "from elastirun.agent.processes import death_notice, guard; import threading, time\n"
+    code += "def refuse(*args): raise RuntimeError\n"
+    code += "threading.Thread.start, death_notice.write = refuse, lambda notice, died: time.sleep(1000)\n"
+    code += "guard.ignore_signals(); wait = guard.write_in_thread(b'', 0.0); print(flush=True); wait(0.1)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as program:
+        try:
+            assert program.stdout and program.stdout.readline(), "the folders are removed before"
+            assert program.wait(PATIENCE) == -signal.SIGALRM
+        finally:
+            program.kill()

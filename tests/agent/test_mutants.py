@@ -277,6 +277,16 @@ MUTANTS = (
         *("guard", "what_cannot_be_read_is_no_proof_of_an_end"),
     ),
     mutant(
+        "numbers of another namespace's /proc mean nothing",
+        *("processes/proc", 'if pid == "self" and os.readlink("/proc/self") != str(os.getpid()):', "if False:"),
+        *("guard", "numbers_of_another_namespace_mean_nothing"),
+    ),
+    mutant(
+        "a guard without threads waits for a store as long as any",
+        *("processes/guard", "    signal.setitimer(signal.ITIMER_REAL, timeout)\n", ""),
+        *("guard", "a_guard_that_can_start_no_thread_ends_although_the_store_does_not"),
+    ),
+    mutant(
         "a control group that cannot be read is not empty",
         *("processes/control_group", "return error.errno in (errno.ENOENT, errno.ENODEV)", "return True"),
         *("guard", "what_cannot_be_read_is_no_proof_of_an_end"),
