@@ -334,7 +334,10 @@ def main() -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    run = main()
+    try:
+        run = main()
+    except ConnectionError:  # the agent has died: people need no traceback of that
+        os._exit(1)
     try:
         run()
     except SystemExit:

@@ -252,6 +252,11 @@ MUTANTS = (
         *("parked_forks", "no_worker_has_the_descriptors_of_another"),
     ),
     mutant(
+        "no traceback of a fork server tells of the agent's death",
+        *("processes/forkserver", "    except ConnectionError:", "    except ZeroDivisionError:"),
+        *("parked_forks", "a_fork_server_says_nothing_when_the_agent_dies_with_its_report_unread"),
+    ),
+    mutant(
         "no death notice while the agent lives",
         *("processes/kills", "if not evidence.mark.is_dead():", "if False:"),
         *("guard", "all_has_ended_when_the_agent_and_all_that_its_workers_started_have"),

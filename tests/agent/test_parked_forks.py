@@ -6,6 +6,7 @@ import ctypes
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import forkserver, kills, marks, parked_forks, proc
 from elastirun.agent.processes.parked_forks import ParkedForks
 from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER, ProcessTree
@@ -324,3 +326,14 @@ def test_names_of_the_round_are_no_part_of_the_servers_environment(agent: Agent)
     agent.spec = replace(agent.spec, env={**agent.spec.env, "RANK": "1"})
     agent.start("json")
     assert not [name for name in forkserver.ROUND_NAMES if proc.value_of(name, proc.environment(agent.server()))]
+
+
+def test_a_fork_server_says_nothing_when_the_agent_dies_with_its_report_unread() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), "-", "json", sys.executable, "-u", "x.py"]
+    with theirs:
+        server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    with server:
+        assert ready([ours.fileno()], PATIENCE), "the report has come"
+        ours.close()
+        assert server.stderr and server.stderr.read() == b"" and server.wait() == 1
