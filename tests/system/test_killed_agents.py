@@ -31,7 +31,8 @@ def test_survivors_of_a_killed_agent_go_on_long_before_it_could_be_found_silent(
     agents = [anywhere.agent(i, *PATIENT, f"--token-file={token}", "--max-restarts=0", nproc=2) for i in (1, 2, 3)]
     before = anywhere.round(6)
     guard = guard_of(agents[2])
-    victims = [worker for worker in before if worker.env["GROUP_RANK"] == "2"]
+    victims = [worker for worker in before if worker.env["ELASTIRUN_AGENT"].startswith(f"{agents[2].pid}-")]
+    assert len(victims) == 2
     killed_at = time.monotonic()
     agents[2].kill()
     for worker in victims if "workers" in what else []:
