@@ -139,9 +139,7 @@ def write_in_thread(notice: bytes, died: float) -> Callable[[float], object]:
     """
     import threading
 
-    from elastirun.agent.processes import death_notice
-
-    thread = threading.Thread(target=death_notice.write, args=(notice, died), daemon=True)
+    thread = threading.Thread(target=write_notice, args=(notice, died), daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the limit of processes is reached
@@ -151,10 +149,15 @@ def write_in_thread(notice: bytes, died: float) -> Callable[[float], object]:
 
 def write_here(notice: bytes, died: float, timeout: float) -> None:
     """Write the notice as the last work of this process, which ends when that has taken ``timeout`` seconds."""
-    from elastirun.agent.processes import death_notice
-
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, timeout)
+    write_notice(notice, died)
+
+
+def write_notice(notice: bytes, died: float) -> None:
+    """Write the notice. What cannot be loaded any more, such as a package that was replaced meanwhile, fails here and stops nothing else."""
+    from elastirun.agent.processes import death_notice
+
     death_notice.write(notice, died)
 
 
