@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elastirun.rendezvous.rules import Rules
 from tests.sim import invariants
-from tests.sim.world import Node, World
+from tests.sim.world import Deaths, Node, World
 
 MESSAGE = 0.001  # seconds that each message takes in a transcript
 
@@ -88,6 +88,12 @@ class Story:
     def _crash(self, *names: str) -> None:
         for name in names:
             self._node(name).crash()
+
+    def _kill_agent(self, *names: str) -> None:
+        """Kill agents whose guards go on, and tell of it."""
+        before, self.world.deaths = self.world.deaths, Deaths(told=1.0)
+        self._crash(*names)
+        self.world.deaths = before
 
     def _cut(self, *names: str) -> None:
         for name in names:
