@@ -155,7 +155,7 @@ def write_here(notice: bytes, died: float, timeout: float) -> None:
 
 
 def write_notice(notice: bytes, died: float) -> None:
-    """Write the notice. What cannot be loaded any more, such as a package that was replaced meanwhile, fails here and stops nothing else."""
+    """Write the notice. What cannot be loaded, because the package was replaced meanwhile, fails here and stops nothing else."""
     from elastirun.agent.processes import death_notice
 
     death_notice.write(notice, died)
