@@ -13,7 +13,7 @@ room for a fork's own command line. CONTROL is a stream socket to the agent.
   the change of the parent would fire it. The fork writes its pid into the socket and waits. It stays in the server's session, by
   which the agent knows it, until it gets work.
 - The agent sends one line of JSON with the descriptors for stdout and stderr. The fork makes a session of its own, restores the
-  signals, writes an empty line, and runs the script. End of file: the fork is not wanted any more.
+  signals, writes an empty line, gets one in return, and runs the script. End of file: the fork is not wanted any more.
 
 A script that cannot run in a fork as ``python -u`` would run it is executed by the fork instead; the reason goes to the agent.
 This program imports nothing of ours, and the standard library only inside functions: the folder of the script comes first in
@@ -191,6 +191,8 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     for signum, handler in handlers.items():
         signal(signum, handler)
     job.sendall(b"\n")  # from here on the agent's signals have their effect, and reach the process group
+    if not job.recv(1):  # the agent has waited for too long, and executes this worker
+        os._exit(0)
     if group != "-":
         enter(group)
     argv: list[str] = message["argv"]

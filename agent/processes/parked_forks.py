@@ -262,6 +262,7 @@ class ParkedForks:
             job.sendall(message[sent:])
             if job.recv(1) != b"\n":
                 raise OSError
+            job.sendall(b"\n")  # only now it runs the script, which must not run twice
         except (OSError, ValueError) as error:
             job.close()
             if pidfd is not None:

@@ -192,6 +192,11 @@ MUTANTS = (
         *("parked_forks", "every_fork_draws_other_numbers"),
     ),
     mutant(
+        "no script runs in a fork and executed as well",
+        *("processes/forkserver", "if not job.recv(1):", "if False:"),
+        *("parked_forks", "a_fork_that_answers_when_the_agent_waits_no_longer_runs_nothing"),
+    ),
+    mutant(
         "a fork with work takes signals",
         *("processes/forkserver", "    for signum, handler in handlers.items():\n", "    for signum, handler in ():\n"),
         *("parked_forks", "signals_are_ignored_without_work_and_none_is_lost_afterwards"),

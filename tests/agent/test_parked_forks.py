@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import selectors
 import signal
@@ -112,7 +113,9 @@ def parked(agent: Agent) -> list[int]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    for limit in ("FORK_LIMIT", "KILL_LIMIT"):  # a busy machine may stand still for longer than an agent waits
+        monkeypatch.setattr(parked_forks, limit, PATIENCE)
     (tmp_path / "modules").mkdir()
     before = descriptors()
     made = Agent(tmp_path)
@@ -192,6 +195,21 @@ def test_a_fork_that_does_not_answer_is_killed_and_its_worker_executed(agent: Ag
     forks.refill()
     agent.turn(lambda: not forks.loading)
     assert agent.output() == "forked"
+
+
+def test_a_fork_that_answers_when_the_agent_waits_no_longer_runs_nothing(agent: Agent) -> None:
+    forks = agent.start("json")
+    (pid,), job = parked(agent), forks._parked.popleft()
+    agent.script.write_text(HOW)
+    read, write = os.pipe()
+    assert int(job.recv(32)) == pid
+    socket.send_fds(job, [json.dumps({"argv": agent.spec.argv, "own": {}}).encode() + b"\n"], [write, write])
+    os.close(write)
+    assert job.recv(1) == b"\n"
+    job.close()
+    with open(read) as file:
+        assert file.read() == ""
+    os.waitpid(pid, 0)
 
 
 def test_a_fork_that_was_killed_is_passed_over(agent: Agent) -> None:

@@ -121,7 +121,7 @@ def agent(name: str, *events: dict[str, Any]) -> Agent:
 def test_a_false_expulsion_is_noticed() -> None:
     class Now:
         terms = Terms()
-        all = [agent("h0-0", {"event": "broken", "by": "h0", "lost": ["h2"], "mono": 100.0})]
+        all = [agent("h0-0", {"event": "broken", "round": 1, "by": "h0", "lost": ["h2"], "mono": 100.0})]
 
     def found(*done: Done) -> list[str]:
         return list(checks._expulsions(Now, list(done), 1000.0))  # type: ignore[arg-type]
