@@ -46,6 +46,7 @@ class Member:
     port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
     process: subprocess.Popen[str] | None = None
+    serves: bool = False
     log: list[str] = field(default_factory=list)
 
     @property
@@ -63,12 +64,13 @@ class Member:
         command += ["--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url]
         command += ["--initial-cluster", initial_cluster, "--logger=zap", "--log-outputs=stderr", "--unsafe-no-fsync", *options]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.serves = False
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self.process,))
         self._reader.start()
 
     def wait_until_ready(self) -> None:
-        assert self._ready.wait(PATIENCE) and self.process and self.process.poll() is None, "".join(self.log[-20:])
+        assert self._ready.wait(PATIENCE) and self.serves, "".join(self.log[-20:])
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """End the server, and wait until it has ended."""
@@ -95,6 +97,7 @@ class Member:
             for line in process.stderr:
                 self.log.append(line)
                 if any(words in line for words in READY):
+                    self.serves = True
                     self._ready.set()
         self._ready.set()  # the server has ended: end the wait, too
 
@@ -169,7 +172,12 @@ def etcd(count: int = 1, scheme: str = "http", options: tuple[str, ...] = ()) ->
         options = ("--heartbeat-interval=10", "--election-timeout=100", *options)
     made = Etcd(folder, count, scheme, options)
     try:
-        made.start()
+        try:
+            made.start()
+        except AssertionError:  # another program took one of its ports meanwhile
+            made.stop()
+            made = Etcd(Path(tempfile.mkdtemp(dir=folder)), count, scheme, options)
+            made.start()
         yield made
     finally:
         made.stop()
