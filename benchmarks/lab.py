@@ -262,3 +262,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def meeting(node: int, port: int | str) -> list[str]:
+    """Return the options with which agents on this machine meet: node 1 hosts the store, each node has a loopback address of its own."""
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench"]
+    return [*where, f"--rdzv-conf=is_host={int(node == 1)}", f"--local-addr=127.0.0.{node}"]

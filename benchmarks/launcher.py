@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import costs
-from benchmarks.lab import LAUNCHERS, PRELOAD, ROOT, WORKER, Bench, Launcher, Worker, machine, shown
+from benchmarks.lab import LAUNCHERS, PRELOAD, ROOT, WORKER, Bench, Launcher, Worker, machine, meeting, shown
 from benchmarks.launcher_report import ROWS, Result, Run, conditions, picture, results_table, write_page
 
 PATIENCE = 120.0  # seconds for a job to come up where this is not measured; far above the usual 10 s, for a busy machine
@@ -59,17 +59,7 @@ def on_one_node(workers: int | str) -> list[str]:
 
 
 def on_nodes(node: int, nodes: str, port: int | str) -> list[str]:
-    return [
-        f"--nnodes={nodes}",
-        "--nproc-per-node=1",
-        "--max-restarts=3",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-id=bench",
-        f"--rdzv-conf=is_host={int(node == 1)}",
-        f"--local-addr=127.0.0.{node}",
-        str(WORKER),
-    ]
+    return [f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3", *meeting(node, port), str(WORKER)]
 
 
 def start(bench: Bench, nodes: str, *which: int, env: dict[str, str] = TRAINING) -> None:

@@ -14,7 +14,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from benchmarks.lab import LAUNCHERS, WORKER, Bench, Launcher, Worker, machine, seconds, shown, table
+from benchmarks.lab import LAUNCHERS, WORKER, Bench, Launcher, Worker, machine, meeting, seconds, shown, table
 
 WORLD = 4
 GOOD_STEPS = 3
@@ -34,17 +34,7 @@ class Restart:
 
 
 def arguments(node: int, port: int | str, kills: int) -> list[str]:
-    return [
-        "--nnodes=2",
-        "--nproc-per-node=2",
-        f"--max-restarts={kills}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-id=bench",
-        f"--rdzv-conf=is_host={int(node == 1)}",
-        f"--local-addr=127.0.0.{node}",
-        str(WORKER),
-    ]
+    return ["--nnodes=2", "--nproc-per-node=2", f"--max-restarts={kills}", *meeting(node, port), str(WORKER)]
 
 
 def begin(bench: Bench, kills: int, delay: float, seed: int) -> list[Worker]:

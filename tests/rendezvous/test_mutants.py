@@ -456,7 +456,7 @@ MUTANTS = (
         *("agent/session", "self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))", "pass"),
         *("agent/session", "when_a_round_has_started_the_next_port_is_told"),
     ),
-    # Deaths that are told.
+    # The guard of an agent that has died tells the others.
     mutant(
         "a told loss is written before the row of the dead",
         *("death_notice", "if lost is not None:  #", "if lost is not None and left is None:  #"),

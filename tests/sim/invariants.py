@@ -93,7 +93,7 @@ def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 
 
 def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """P5, P9: no node is called lost whose row has changed within ``expire``, by the fastest clock, unless its death is told."""
+    """P5, P9: a node is called lost only when its death is told, or when its row has not changed for ``expire`` by the fastest clock."""
     broken = new.broken
     if broken is None:
         return

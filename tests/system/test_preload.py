@@ -15,7 +15,7 @@ from tests.system.preload_kills import TARGETS, one_try
 from tests.system.test_endings import with_change
 from tests.system.test_suspension import SUSPENDED
 
-# What a script can see of its process. Its standard library modules are loaded in both cases before it looks.
+# Reports all that a script can see of its process. It imports these modules first, so that they are loaded in a fork and without one.
 PROBE = '''"""Documented."""
 import atexit, ctypes, faulthandler, gc, json, locale, logging, multiprocessing, os, pickle, random, resource, signal, sys, threading, time
 import traceback, warnings
