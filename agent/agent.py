@@ -98,6 +98,8 @@ class Agent:
         stack.callback(self._logs.close)
         also = self._console.say if config.logs.event_log == "console" else None
         self._events_log = events.EventLog(row.id, row.name, self._logs.events_file(), also)
+        if self._logs.temporary:
+            self._tree.remove_folder_at_end(self._logs.temporary)
         stack.callback(self._events_log.close)
         self._round_events = events.RoundEvents(self._events_log, row.id)
         self._memory = CheckpointMemory(self._round_check.folder, self._selector, self._events_log.write, self._console.say)
@@ -315,8 +317,6 @@ class Agent:
             logs = self._logs.open_round(record.round - 1, specs, record.world_size)
             if not self._logs.error_file(record.round - 1, 0):
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
-            if self._logs.temporary:
-                self._tree.remove_folder_at_end(self._logs.temporary)
             store.end_round()
             self._workers.start(specs, logs)
             self._tree.add_workers(self._workers.pids)

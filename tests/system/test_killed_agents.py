@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, dies, kill
+from tests.system.agent_kills import MOMENTS, TARGETS, one_kill
 
 EXPIRE = 30.0  # seconds; far longer than a death notice takes
 PATIENT = (f"--expire={EXPIRE:g}", "--last-call=0.5")
@@ -84,3 +85,10 @@ def test_a_guard_that_took_the_place_of_another_speaks_too(nodes: Cluster) -> No
     (rest,) = nodes.round(1, after=before[0].round, timeout=EXPIRE - 5)
     rest.tell("exit 0")
     assert nodes.ends(agents[0]) == 0
+
+
+@pytest.mark.parametrize(("target", "moment"), list(zip(TARGETS, MOMENTS, strict=True)))
+def test_nothing_is_left_of_an_agent_that_is_killed_at_any_moment(target: str, moment: str) -> None:
+    """``tests/system/agent_kills.py`` does it hundreds of times. A node that waits to join has a folder for error files already."""
+    result = one_kill(target, moment, 1.5)
+    assert not result.wrong, result
