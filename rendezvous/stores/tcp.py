@@ -35,6 +35,7 @@ LONGEST_KEY = 4096  # ASCII characters; TCPStore closes the connection of a clie
 MOST_KEYS = 32_768  # under one prefix; nodes write far fewer, and reading more would take too long
 LONGEST_INDEX = 64 << 20  # bytes; the same limit for an index
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
+UNLISTED = "/members/"  # keys in such a folder are read by name, and each round has new ones: an index of them would grow for ever
 KEPT_MARKS = 4  # of one connection; a watch waits for the newest, and a slow one soon reads the value again
 CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's handshake and its DNS queries; the caller has probed the address before
 
@@ -83,7 +84,7 @@ class TcpStore:
             found = {key: value for key in wanted if key not in self._known and (value := self._read_one(key)) is not None}
             known = [key for key in wanted if key in self._known and key not in found]
             found.update(self._read(known))
-            self._known.update(found)
+            self._known.update(key for key in found if _is_listed(key))
             return found
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
@@ -91,7 +92,8 @@ class TcpStore:
             now: bytes = self._store.compare_set(key, b"" if expected is None else expected, value)
             if now == expected:  # TCPStore answers with the expectation when the key is missing
                 return self._read_one(key)
-            if key not in self._indexed:  # once per connection, and also for another's value: that client's append may have been lost
+            # Once per connection, and also for another's value: that client's append may have been lost.
+            if key not in self._indexed and _is_listed(key):
                 self._store.append(_index_of(key), f"\n{key}\n")  # line breaks on both sides: the line before may be incomplete
                 self._indexed.add(key)
             if now == value:
@@ -121,6 +123,7 @@ class TcpStore:
         return clock.now() <= until
 
     def under(self, prefix: str) -> dict[str, bytes]:
+        """See ``Store.under``. A prefix that ends with UNLISTED has no keys here."""
         with _translated("list"):
             index_key = _index_of(prefix)
             index = self._read_one(index_key) or b""
@@ -165,9 +168,17 @@ class TcpStore:
         return None if value == MISSING.encode() else value
 
 
+def _folder(key: str) -> str:
+    return key[: key.rfind("/") + 1]
+
+
 def _index_of(key: str) -> str:
     """Return the key of the index that lists ``key``."""
-    return key[: key.rfind("/") + 1] + "~index"
+    return _folder(key) + "~index"
+
+
+def _is_listed(key: str) -> bool:
+    return not _folder(key).endswith(UNLISTED)
 
 
 def connector(

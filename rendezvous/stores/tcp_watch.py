@@ -16,8 +16,11 @@ import random
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+
+from elastirun import clock
 
 WATCHED = "/round"  # keys that end with this can be watched; a mark for each keep-alive would be too many
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client; not answered
@@ -26,6 +29,7 @@ CAME, CANCELED = b"\0", b"\1"  # answers to WAIT: every key exists; and to CANCE
 ANSWER_LIMIT = 5.0  # seconds to connect, and for every answer but that to WAIT
 RECHECK = 60.0  # seconds of waiting after which the value is read again; also finds that the server is gone without a word
 PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before the next attempt: doubled after each that brought nothing; the polls go on meanwhile
+BURST, BURST_TIME = 20, 1.0  # calls of ``changed`` within so many seconds, at most: a new round takes a few, an intruder writes without end
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
 
 
@@ -46,6 +50,7 @@ class TcpWatch:
         self._changed = changed
         self._seen: bytes | None = None  # the value of which ``changed`` has told; None: none yet
         self._fruitless = 0  # consecutive attempts without a change
+        self._told: deque[float] = deque(maxlen=BURST)  # when ``changed`` was called last
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the socket is not closed by the thread while ``close`` uses it
         self._socket: socket.socket | None = None
@@ -85,13 +90,20 @@ class TcpWatch:
             raise ValueError("not a TCPStore")
         marked = False
         while not self._closed.is_set():
+            self._pause_after_burst()
             value = self._read(connection)
             if value != self._seen:
                 self._seen, self._fruitless = value, 0
+                self._told.append(clock.now())
                 self._changed()
             elif marked:
                 raise ValueError("the mark of the present value exists: an older value came back, or somebody else created the mark")
             marked = _wait(connection, mark(self._key, value))
+
+    def _pause_after_burst(self) -> None:
+        """Wait if ``changed`` was called too often. Before the value is read: no time may pass between that and the wait for its mark."""
+        if len(self._told) == BURST:
+            self._closed.wait(max(0.0, self._told[0] + BURST_TIME - clock.now()))
 
     def _read(self, connection: socket.socket) -> bytes:
         """Return the present value; empty if there is none. A comparison that never holds is answered with it at once."""

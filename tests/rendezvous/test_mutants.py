@@ -579,6 +579,21 @@ MUTANTS = (
         *("tcp_watch", "a_change_whose_writer_died_before_it_made_the_mark_is_noticed_when_the_value_is_read_again"),
     ),
     mutant(
+        "a record that changes without pause does not keep the agents busy",
+        *("rendezvous/stores/tcp_watch", "        if len(self._told) == BURST:\n", "        if False:\n"),
+        *("tcp_watch", "a_record_that_changes_without_pause_is_told_of_a_few_times_a_second_and_the_last_change_is_not_missed"),
+    ),
+    mutant(
+        "the index does not grow with the rounds",
+        *("rendezvous/stores/tcp", "if key not in self._indexed and _is_listed(key):", "if key not in self._indexed:"),
+        *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
+    ),
+    mutant(
+        "what a connection remembers does not grow with the rounds",
+        *("rendezvous/stores/tcp", "(key for key in found if _is_listed(key))", "(found)"),
+        *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
+    ),
+    mutant(
         "a connection that was given up is not heard",
         *("store_thread", "if connection is self._connection:", "if True:"),
         *("store_thread", "a_store_that_tells_of_a_change_wakes_the_loop_and_is_no_answer"),

@@ -344,6 +344,24 @@ def test_the_index_grows_once_per_connection_not_with_writes(server: Server) -> 
     assert server.foul("get", "grow/node/~index").split() == [b"grow/node/a"]
 
 
+def test_keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection(server: Server) -> None:
+    """As the lists of members: one node writes the new one and deletes the old one, all others read it."""
+    writer, reader = server.connect(), server.connect()
+    folder, sizes = f"elastirun/job/{id(server)}/members/", []
+    for i in range(20):
+        writer.put_if(f"{folder}{i}", None, b"x")
+        assert reader.get([f"{folder}{i}"]) == {f"{folder}{i}": b"x"}
+        writer.delete(f"{folder}{i - 1}")
+        sizes.append([writer._store.num_keys(), *(len(kept) for store in (writer, reader) for kept in (store._known, store._indexed))])
+    assert sizes[-1] == sizes[1]
+
+
+def test_a_job_may_have_the_name_of_that_folder(server: Server) -> None:
+    row = "elastirun/job/members/node/a"
+    server.connect().put_if(row, None, b"1")
+    assert server.connect().under("elastirun/job/members/node/") == {row: b"1"}
+
+
 GARBAGE = [
     b"no line end",
     b"\xff\xfe\x00\x1b[2J\r\n\x85\n",

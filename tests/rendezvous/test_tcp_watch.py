@@ -256,6 +256,24 @@ def test_an_idle_watch_sleeps(server: Server, key: str) -> None:
     listener.store.close()
 
 
+def test_a_record_that_changes_without_pause_is_told_of_a_few_times_a_second_and_the_last_change_is_not_missed(
+    server: Server, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_watch, "BURST_TIME", 0.5)
+    monkeypatch.setattr(tcp, "KEPT_MARKS", 1 << 20)  # the watch shares this interpreter with the writer, and is slow
+    writer, began = server.connect(), time.monotonic()
+    listener = Listener(server.connect(), key)
+    while listener.calls < 3 * tcp_watch.BURST:
+        assert time.monotonic() < began + PATIENCE
+        last = count_up(writer, key)
+    assert time.monotonic() >= began + 0.95, "all but the first calls wait"
+    (watch,) = listener.store._watches
+    while watch._seen != b"%d" % last:
+        assert time.monotonic() < began + PATIENCE
+        time.sleep(0.01)
+    listener.store.close()
+
+
 def test_nothing_but_the_watched_keys_is_marked(server: Server) -> None:
     prefix = f"elastirun/{os.urandom(4).hex()}/"
     store: TcpStore = server.connect()
