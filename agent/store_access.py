@@ -133,7 +133,7 @@ class StoreAccess:
         if self.worker_endpoint:
             return RendezvousStoreForWorkers(self.worker_endpoint[1])
         avoid = self.config.endpoint.port if self.config.endpoint else 0
-        made = WorkerStore(self.node_address.number, on_error, self._worker_socket, avoid)
+        made = WorkerStore(self.node_address.number, on_error, self._worker_socket, avoid, self.config.port_range)
         if made.everywhere:
             self.notices.append(f"warning: the workers' store {_EVERYWHERE}: {self.node_address.address} is no address of this machine")
         return made

@@ -4,6 +4,8 @@ The agent of node rank 0 serves it. Every agent holds a listening socket all the
 record can name the address before anybody serves it, and two rounds never compete for a port. Each round gets a server of its own
 with an empty key space, so a restart cannot meet the keys of the round before.
 
+With --port-range it takes these ports from that range. If no other one is free there when a round begins, both rounds use the same port.
+
 With --master-port and the static backend the port is given, as with torchrun. On one node each round's server then listens on
 the same socket. On several nodes the agents meet at that port, so the workers share the rendezvous store: the agent of node
 rank 0 clears it of the workers' keys before a round begins (``Sync.fresh``).
@@ -24,17 +26,24 @@ from elastirun.rendezvous.stores import tcp
 class WorkerStore:
     """Serves the workers' store of each round on a port of ``address``, or on the socket ``given``.
 
-    ``on_error`` gets a line for people; it is called in another thread. ``avoid`` is a port that must not be used.
+    ``on_error`` gets a line for people; it is called in another thread. ``avoid`` is a port that must not be used, and ``ports`` are the
+    first and the last that may be; None: any.
     Raises StartError when no socket can be bound.
     """
 
     def __init__(
-        self, address: str, on_error: Callable[[str], None], given: socket.socket | None = None, avoid: int = 0
+        self,
+        address: str,
+        on_error: Callable[[str], None],
+        given: socket.socket | None = None,
+        avoid: int = 0,
+        ports: tuple[int, int] | None = None,
     ) -> None:
         self._address = address
         self._on_error = on_error
         self._given = given
         self._avoid = avoid
+        self._ports = ports
         self._listening = given or self._listen()
         self._server: Any = None
         self._serving = 0  # rises with each server, so that one that comes up too late is dropped
@@ -64,7 +73,7 @@ class WorkerStore:
         if self._given is not None:
             current = self._given.dup()
         else:
-            current, self._listening = self._listening, self._listen()
+            current, self._listening = self._listening, self._listen_for_next_round()
         try:
             threading.Thread(target=self._serve, args=(current, self._serving), name="worker-store", daemon=True).start()
         except RuntimeError:  # the limit of processes and threads is reached
@@ -72,11 +81,19 @@ class WorkerStore:
             raise StartError("cannot serve the workers' store: no thread can be started; raise this machine's limit of processes") from None
 
     def _listen(self) -> socket.socket:
-        found = net.listen_on(self._address)
+        found = net.listen_on(self._address, self._ports)
         if found.getsockname()[1] != self._avoid:
             return found
-        with found:  # keep this port busy, so that the kernel gives another one
-            return net.listen_on(self._address)
+        with found:  # keep this port busy, so that another one is found
+            return net.listen_on(self._address, self._ports)
+
+    def _listen_for_next_round(self) -> socket.socket:
+        try:
+            return self._listen()
+        except StartError:
+            if self._ports is None:
+                raise
+            return self._listening.dup()
 
     def _serve(self, listening: socket.socket, number: int) -> None:
         try:

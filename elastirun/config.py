@@ -114,6 +114,7 @@ class LaunchConfig(RendezvousConfig):
     command: Command
     nproc: int  # workers on this node
     local_addr: str | None = None
+    port_range: tuple[int, int] | None = None  # first and last port that the agent may choose to listen on; None: any free one
     role: str = "default"
     max_restarts: int = 0
     restart_window: float = 0.0  # seconds; a round that ran this long resets the count of failures; 0: never

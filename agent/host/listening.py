@@ -6,7 +6,7 @@ from elastirun.agent.host import net
 from elastirun.config import Endpoint, LaunchConfig
 
 EVERYWHERE = "every interface of this machine"
-_ROUTE = "a free port of the address that leads to the other nodes"
+_ROUTE = "the address that leads to the other nodes"
 
 
 def describe(config: LaunchConfig) -> list[str]:
@@ -29,11 +29,13 @@ def _health(config: LaunchConfig) -> list[str]:
 
 
 def _stores(config: LaunchConfig) -> list[str]:
+    ports = config.port_range
+    free = f"a free port from {ports[0]} to {ports[1]}" if ports else "a free port"
     if config.standalone:
         local = config.endpoint and net.local_address(config.endpoint.host)
-        return [f"the workers' store: {Endpoint(local, config.endpoint.port) if local and config.endpoint else 'a free port of 127.0.0.1'}"]
+        return [f"the workers' store: {Endpoint(local, config.endpoint.port) if local and config.endpoint else f'{free} of 127.0.0.1'}"]
     own = config.local_addr
-    workers = f"a free port of {own}, on {EVERYWHERE} if that is no address of it" if own else _ROUTE
+    workers = f"{free} of {f'{own}, on {EVERYWHERE} if that is no address of it' if own else _ROUTE}"
     if config.endpoint is None:
         return ["the rendezvous store: not here, it is etcd", f"the workers' store: {workers}, while this node has rank 0"]
     where, port = net.host_address(config.endpoint, config.is_host), config.endpoint.port

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import random
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from elastirun import clock
 from elastirun.config import Endpoint
 from elastirun.errors import StartError
 
+PORT_RANGE = "--port-range"
 BACKLOG = max(1024, socket.SOMAXCONN)  # connections; a whole cluster connects at once. The kernel lowers it to net.core.somaxconn
 
 _NOT_OURS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV}  # errors of bind for an address of another machine
@@ -61,16 +63,28 @@ def open_host_socket(endpoint: Endpoint, is_host: bool | None, option: str = "--
         raise StartError(_why_not(error, option)) from error
 
 
-def listen_on(address: str) -> socket.socket:
+def listen_on(address: str, ports: tuple[int, int] | None = None) -> socket.socket:
     """Return a socket that listens on a free port of ``address``; on every interface when that address is not ours.
 
-    An address that is not ours is translated to one of ours on the way (NAT). Raises StartError when nothing can be bound.
+    An address that is not ours is translated to one of ours on the way (NAT). ``ports``: the first and the last port that may be used;
+    None: any. Raises StartError when nothing can be bound.
     """
-    try:
-        listener = _listen_as(address, 0)
-        return listener if listener is not None else _listen_everywhere(resolve(address), 0)
-    except OSError as error:
-        raise StartError(_why_not(error)) from error
+    for port in _from_anywhere(*ports) if ports else (0,):
+        try:
+            listener = _listen_as(address, port)
+            return listener if listener is not None else _listen_everywhere(resolve(address), port)
+        except OSError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise StartError(_why_not(error, PORT_RANGE if ports else "--rdzv-endpoint")) from error
+    assert ports is not None
+    where = f"no port from {ports[0]} to {ports[1]} of {address} is free"
+    raise StartError(f"cannot listen for the workers' store: {where}; widen {PORT_RANGE}, or end what listens there")
+
+
+def _from_anywhere(first: int, last: int) -> Iterator[int]:
+    """Yield all ports from ``first`` to ``last``, beginning at a random one: the ports of two rounds in a row should differ."""
+    start = random.randint(first, last)
+    yield from (*range(start, last + 1), *range(first, start))
 
 
 def host_address(endpoint: Endpoint, is_host: bool | None) -> str | None:

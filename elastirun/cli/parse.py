@@ -150,6 +150,19 @@ def endpoint(text: str, default_port: int) -> Endpoint:
     return Endpoint(host(where), int(port))
 
 
+def port_range(text: str) -> tuple[int, int]:
+    """Parse ``FIRST:LAST`` into two ports."""
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*:\s*([0-9]{1,5})\s*", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"{quote(text)} is not a range of ports; give FIRST:LAST, such as 29600:29699")
+    first, last = int(match[1]), int(match[2])
+    if not (1 <= first <= 65535 and 1 <= last <= 65535):
+        raise ValueError(f"{quote(text)}: ports are from 1 to 65535")
+    if first > last:
+        raise ValueError(f"{quote(text)} has the smaller port last; did you mean {last}:{first}?")
+    return first, last
+
+
 def port_to_serve(text: str) -> Endpoint:
     """Parse ``PORT``, for every interface (the host is empty then), or ``HOST:PORT``. Port 0 stands for any free port."""
     match = re.fullmatch(r"\s*(?:(.*):)?([0-9]+)\s*", text, re.ASCII | re.DOTALL)

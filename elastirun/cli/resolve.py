@@ -14,7 +14,7 @@ from pathlib import Path
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.cli.rendezvous_options import resolve_rendezvous
-from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, StdMap, Timing
+from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, RendezvousConfig, StdMap, Timing
 from elastirun.errors import UsageError
 
 STATIC_JOIN_TIMEOUT = 900.0  # seconds; torchrun's default for its static backend
@@ -44,6 +44,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         command=command,
         nproc=1,
         local_addr=options.optional("local_addr", parse.host) if options.text("local_addr") else None,
+        port_range=_port_range(options, rendezvous),
         role=options.read("role", parse.name),
         max_restarts=options.read("max_restarts", parse.integer(0)),
         restart_window=options.read("restart_window", parse.seconds(0.0)),
@@ -91,6 +92,14 @@ def _preload(options: GivenOptions, command: Command) -> tuple[str, ...]:
         options.warn(f"{options.label('preload')} has no effect: with {against[0]} workers are executed")
         return ()
     return modules
+
+
+def _port_range(options: GivenOptions, rendezvous: RendezvousConfig) -> tuple[int, int] | None:
+    """Return --port-range; warn where the workers meet at a given port, so that the agent chooses none."""
+    ports = options.optional("port_range", parse.port_range) if options.has_text("port_range") else None
+    if ports and rendezvous.endpoint and (rendezvous.meet_at_endpoint or rendezvous.max_nodes == 1 and rendezvous.fixed_ranks):
+        options.warn(f"{options.label('port_range')} has no effect: the workers meet at the port of {rendezvous.endpoint_option}")
+    return ports
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tests.support.cluster import cluster
 
 FOREIGN = "203.0.113.250"  # an address for documentation, which no machine has
 PRIVATE = "the workers' store: a free port of 127.0.0.1"
+ETCD = "the rendezvous store: not here, it is etcd"
 BY_ROUTE = "the workers' store: a free port of the address that leads to the other nodes, while this node has rank 0"
 
 
@@ -38,7 +39,9 @@ BY_ROUTE = "the workers' store: a free port of the address that leads to the oth
             ["the rendezvous store: port 7 of every interface of this machine", BY_ROUTE],
         ),
         ("--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7", ["the rendezvous store: 127.0.0.3:7 if no other agent does", BY_ROUTE]),
-        ("--rdzv-backend=etcd --rdzv-endpoint=h", ["the rendezvous store: not here, it is etcd", BY_ROUTE]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=h", [ETCD, BY_ROUTE]),
+        ("--port-range=7:9", ["the workers' store: a free port from 7 to 9 of 127.0.0.1"]),
+        ("--rdzv-backend=etcd --rdzv-endpoint=h --port-range=7:9", [ETCD, BY_ROUTE.replace("free port", "free port from 7 to 9")]),
         ("--health-port=8080", [PRIVATE, "the health port: port 8080 of every interface of this machine"]),
         ("--health-port=0", [PRIVATE, "the health port: a free port of every interface of this machine"]),
         ("--health-port=127.0.0.3:8080", [PRIVATE, "the health port: 127.0.0.3:8080"]),

@@ -232,6 +232,16 @@ MUTANTS = (
         *("parked_forks", "a_module_that_leaves_a_thread_makes_all_workers_executed"),
     ),
     mutant(
+        "an agent leaves the range of its ports never",
+        *("worker_store", "return self._listening.dup()", "return net.listen_on(self._address)"),
+        *("worker_store", "the_only_port_of_a_range_serves_each_round"),
+    ),
+    mutant(
+        "all ports of the range are tried",
+        *("host/net", "if ports is None or error.errno != errno.EADDRINUSE:", "if True:"),
+        *("worker_store", "a_port_of_the_range_that_is_taken_is_passed_over"),
+    ),
+    mutant(
         "a fork server that dies is replaced",
         *("processes/parked_forks", "elif lived >= RESTART_AFTER:", "elif False:"),
         *("parked_forks", "a_server_that_dies_is_replaced_and_workers_are_executed_meanwhile"),

@@ -543,7 +543,7 @@ def test_the_workers_store_leaves_the_endpoints_port_alone(monkeypatch: pytest.M
     """It may be free on this node now, and the host of the next rendezvous store needs it."""
     listen_on, endpoint = net.listen_on, net.listen_on("127.0.0.1")
     given = [endpoint]
-    monkeypatch.setattr(net, "listen_on", lambda address: given.pop() if given else listen_on(address))
+    monkeypatch.setattr(net, "listen_on", lambda address, ports: given.pop() if given else listen_on(address))
     port = endpoint.getsockname()[1]
     store = WorkerStore("127.0.0.1", print, avoid=port)
     assert store.port != port and endpoint.fileno() == -1

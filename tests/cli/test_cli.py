@@ -76,6 +76,7 @@ rdzv-backend - PET_RDZV_BACKEND static
 master-addr - PET_MASTER_ADDR 127.0.0.1
 master-port - PET_MASTER_PORT None
 local-addr - PET_LOCAL_ADDR None
+port-range - PET_PORT_RANGE None
 join-timeout - PET_JOIN_TIMEOUT 600
 last-call - PET_LAST_CALL 5
 expire - PET_EXPIRE 5

@@ -328,6 +328,30 @@ def test_the_rest_is_taken_over() -> None:
     assert config_of("t.py", {"PET_LOCAL_ADDR": "", "PET_LOG_DIR": ""}).local_addr is None
 
 
+def test_the_ports_that_this_node_may_listen_on() -> None:
+    assert config_of("--port-range=29600:29699 t.py").port_range == config_of("t.py", {"PET_PORT_RANGE": " 29600:29699"}).port_range
+    assert config_of("--port-range=7:7 t.py").port_range == (7, 7)
+    assert config_of("t.py", {"PET_PORT_RANGE": ""}).port_range is None
+    assert "has no effect: the workers meet at the port of --master-port" in warning_of("--port-range=1:2 --master-port=7 t.py")
+    assert config_of("--port-range=1:2 --nnodes=2 --rdzv-id=j --rdzv-endpoint=h t.py").port_range == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("29600", "give FIRST:LAST, such as 29600:29699"),
+        ("29600-29699", "give FIRST:LAST"),
+        ("1:99999", "ports are from 1 to 65535"),
+        ("0:10", "ports are from 1 to 65535"),
+        ("20:10", "did you mean 10:20?"),
+        ("a:b", "give FIRST:LAST"),
+    ],
+)
+def test_what_is_no_range_of_ports(text: str, hint: str) -> None:
+    assert error_of("t.py", {"PET_PORT_RANGE": text}).startswith("PET_PORT_RANGE: ")
+    assert hint in error_of(f"--port-range={text} t.py")
+
+
 def test_where_the_health_port_is() -> None:
     assert config_of("t.py", {"PET_HEALTH_PORT": ""}).health is None
     assert config_of("t.py", {"PET_HEALTH_PORT": "8080"}).health == Endpoint("", 8080)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from elastirun.rendezvous.stores.tcp import TcpStore
-from tests.support.cluster import Cluster, Worker
+from tests.support.cluster import Cluster, Worker, free_port
 from tests.system.test_endings import with_change
 
 # The server of a round comes up a second after its workers.
@@ -108,3 +108,20 @@ def test_a_port_that_is_taken_is_named(nodes: Cluster) -> None:
     assert f"127.0.0.1:{nodes.port}: another process has that port; end it, or choose another with --master-port" in nodes.out(2)
     worker.tell("exit 0")
     assert nodes.ends(nodes.agents[0]) == 0
+
+
+def test_without_a_given_port_it_is_of_the_range_and_an_agent_that_finds_none_ends_with_one_line(nodes: Cluster) -> None:
+    where = ("--nnodes=1:3", "--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--local-addr=127.0.0.1")
+    ports = [free_port(), free_port()]
+    for i, port in enumerate((*ports, ports[0]), 1):
+        nodes.launch(i, *where, "--max-restarts=1", "--last-call=0.5", f"--port-range={port}:{port}", str(nodes.script))
+        if i == 2:
+            one = nodes.round(2)
+    assert nodes.ends(nodes.agents[2]) == 3
+    assert f"no port from {ports[0]} to {ports[0]} of 127.0.0.1 is free; widen --port-range" in nodes.out(3)
+    one[-1].tell("exit 3")
+    two = nodes.round(2, after=1)
+    assert {int(w.env["MASTER_PORT"]) for w in (*one, *two)} <= {*ports}
+    for worker in two:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in nodes.agents[:2]] == [0, 0]
