@@ -192,7 +192,7 @@ class Agent:
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something must be done although no descriptor is ready; None: there is nothing."""
         now = clock.now()
-        parts = (self._logs, self._round_check, self._memory)
+        parts = (self._logs, self._round_check, self._memory, self._forks)
         times = (self._session.due, self._tracker.report_at, self._workers.deadline, *(part.tick(now) for part in parts))
         first = min(moment for moment in times if moment is not None)
         return None if first == math.inf else max(0.0, first - clock.now())

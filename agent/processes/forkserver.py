@@ -14,6 +14,9 @@ room for a fork's own command line. CONTROL is a stream socket to the agent.
   which the agent knows it, until it gets work.
 - The agent sends one line of JSON with the descriptors for stdout and stderr. The fork makes a session of its own, restores the
   signals, writes an empty line, gets one in return, and runs the script. End of file: the fork is not wanted any more.
+- With ``--preload=auto`` a worker writes ``+NAME`` into its socket when it begins to import a module that Python does not bring along.
+  Later the agent sends such names in one line over CONTROL, without a descriptor. The server imports each in a fork first, and then
+  itself if that took long and left nothing behind. It answers with another line of JSON; later forks have these modules.
 
 A script that cannot run in a fork as ``python -u`` would run it is executed by the fork instead; the reason goes to the agent.
 This program imports nothing of ours, and the standard library only inside functions: the folder of the script comes first in
@@ -39,6 +42,10 @@ ROUND_NAMES = frozenset(
 ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which takes as long as torch itself
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/accel")  # a driver whose device file is open is in use
 LINE_LIMIT = 16 << 20  # bytes of one message from the agent; the kernel allows 6 MiB of arguments and environment
+LEAST_IMPORT = 0.02  # seconds; a module that is imported sooner is not worth a place in all workers
+TRIAL_LIMIT = 60  # seconds for an import on trial
+LONGEST_NAME, MOST_NAMES = 100, 256  # characters of a module's name; names that a worker tells of
+IMPORTS = "_find_and_load_unlocked"  # the function of importlib in which an import asks the finders
 TORCH_FIXED_SEED = 67280421310721  # torch's default generator begins with it where it is not seeded from the system
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -72,6 +79,7 @@ def load(modules: list[str]) -> dict[str, Any]:
     """Import ``modules`` and return what went wrong, see ``report``. Modules must not be in use by a thread or a device at a fork."""
     import gc
     import importlib
+    import time
 
     read: set[str] = set()
 
@@ -80,15 +88,17 @@ def load(modules: list[str]) -> dict[str, Any]:
             read.update({name} & ROUND_NAMES)
             return super().__getitem__(name)
 
-    trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
+    trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": "", "took": {}}
     os.environ.__class__ = Watching
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that asks for GPUs must not initialise CUDA
     for name in modules:
         read.clear()
+        began = time.perf_counter()
         try:
             importlib.import_module(name)
         except BaseException as error:  # what a module may raise: anything
             trouble["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+        trouble["took"][name] = time.perf_counter() - began
         if read:
             trouble["reads"][name] = sorted(read)
         if found := obstacle():
@@ -112,21 +122,15 @@ def obstacle() -> str:
         return "CUDA initialised"
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"{threads - 1} thread{'s' * (threads > 2)}"
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            device = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the descriptor of the listing itself
-            continue
-        if device.startswith(DEVICES):
-            return f"the device {device} open"
-    return ""
+    return next((f"the device {path} open" for path in open_files().values() if path.startswith(DEVICES)), "")
 
 
 def report(control: socket, trouble: dict[str, Any]) -> None:
     """Tell the agent that the modules are imported, and what went wrong; end where forks would not be as executed workers.
 
     ``failed``: modules that cannot be imported, with the reason. ``reads``: modules that have read variables of ``ROUND_NAMES``, which
-    have no value here. ``obstacle``: a thread, or a device in use.
+    have no value here. ``obstacle``: a thread, or a device in use. After ``learn`` also ``learnt``: modules that were imported;
+    ``left_out``: modules that were not, with the reason.
     """
     import json
 
@@ -135,13 +139,107 @@ def report(control: socket, trouble: dict[str, Any]) -> None:
         os._exit(0)
 
 
+def learn(names: list[str]) -> dict[str, Any]:
+    """Import those of ``names`` that take long and leave nothing behind. Return what ``report`` tells."""
+    trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
+    learnt, left_out = [], {}
+    wanted = [part for name in names for part in (name, *ALSO.get(name, ()))]
+    for name in wanted:
+        if name in sys.modules or not is_third_party(name):
+            continue
+        seconds, why = try_out(name)
+        if why:
+            left_out[name] = why
+        elif seconds >= LEAST_IMPORT:
+            learnt.append(name)
+            trouble = load([name])
+            if trouble["failed"] or trouble["reads"] or trouble["obstacle"]:  # although it was not so in the fork
+                break
+    return {**trouble, "learnt": learnt, "left_out": left_out}
+
+
+def is_third_party(name: str) -> bool:
+    """Return whether the module is found among installed packages: it is no part of Python, and not the user's own work."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec(name)
+    except Exception:  # what a finder may raise: anything
+        return False
+    places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else []
+    return any({"site-packages", "dist-packages"} & {*place.split("/")} for place in places)
+
+
+def try_out(name: str) -> tuple[float, str]:
+    """Import a module in a fork. Return the seconds that this took, and why workers cannot be forks with that module; empty: they can."""
+    import json
+    from signal import SIGALRM
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, json.dumps(judge(name)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        text = answer.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not text:
+        return 0.0, f"its import takes more than {TRIAL_LIMIT} s" if status == -SIGALRM else "its import ends the process"
+    seconds, why = json.loads(text)
+    return float(seconds), str(why)
+
+
+def judge(name: str) -> tuple[float, str]:
+    """Import a module in this process, which is made for that, and say what ``try_out`` returns."""
+    from signal import SIG_DFL, SIGALRM, alarm, signal
+
+    signal(SIGALRM, SIG_DFL)
+    alarm(TRIAL_LIMIT)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(nowhere, fd)  # what it has to say, it says again when the server imports it
+    before = open_files()
+    trouble = load([name])
+    left = [path for fd, path in open_files().items() if before.get(fd) != path]
+    why = f"importing {name} left {left[0]} open, which forks would share" if left else ""
+    if trouble["obstacle"]:
+        why = f"{trouble['obstacle']}, which forks cannot share"
+    if trouble["reads"]:
+        why = f"importing it reads {', '.join(trouble['reads'][name])}, which differs between workers"
+    if trouble["failed"]:
+        why = f"it cannot be imported without the script: {trouble['failed'][name]}"
+    return trouble["took"][name], why
+
+
+def open_files() -> dict[str, str]:
+    """Return what each descriptor of this process is, by its number."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the descriptor of the listing itself
+            pass
+    return found
+
+
 def next_job(control: socket) -> socket | None:
-    """Wait for the agent to ask for a fork. Return the fork's socket in the fork, None in the server. Ends with the agent."""
+    """Wait for the agent to ask for a fork. Return the fork's socket in the fork, None in the server. Ends with the agent.
+
+    The agent may also name modules to learn.
+    """
     import socket
 
     data, fds, _, _ = socket.recv_fds(control, 1, 1)
     if not data:
         os._exit(0)
+    if not fds:
+        while data and not data.endswith(b"\n"):
+            data += control.recv(1 << 16)
+        report(control, learn(data.decode().split()))
+        return None
     with socket.socket(fileno=fds[0]) as job:
         try:
             between = os.fork()
@@ -182,6 +280,7 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     import json
     from signal import signal
 
+    job.set_inheritable(False)
     line, fds = receive(job)
     message = json.loads(line)
     os.setsid()
@@ -203,8 +302,45 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     if run is None:
         job.sendall(why.encode(errors="replace"))
         os.execve(argv[0], argv, {**_ENVIRON, **message["own"]})
-    job.close()
+    if message["tells"]:
+        sys.meta_path.insert(0, Reporter(job, argv))
+    else:
+        job.close()
     return run
+
+
+class Reporter:
+    """A finder that finds nothing, and tells the agent of each module that Python does not bring along, when its import begins.
+
+    It does not tell of modules beside the script: they are the user's own work, and may change.
+    """
+
+    def __init__(self, job: socket, argv: list[str]) -> None:
+        job.setblocking(False)
+        self._job, self._socket, self._pid = job, os.fstat(job.fileno()), os.getpid()
+        own = argv[3].partition(".")[0] if argv[2] == "-m" else ""
+        self._known = {*sys.stdlib_module_names, *names_in(sys.path[0]), own}
+        self._left = MOST_NAMES
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Find nothing."""
+        new = path is None and self._left and name not in self._known and len(name) <= LONGEST_NAME
+        if new and sys._getframe(2).f_code.co_name == IMPORTS:  # not only asked for, as by importlib.util.find_spec
+            self._known.add(name)
+            self._left -= 1
+            try:
+                if os.getpid() == self._pid and os.path.samestat(os.fstat(self._job.fileno()), self._socket):  # a script may close it
+                    self._job.send(f"+{name}\n".encode())
+            except OSError:
+                pass
+
+
+def names_in(folder: str) -> set[str]:
+    """Return the names that modules in the folder may have."""
+    try:
+        return {entry.partition(".")[0] for entry in os.listdir(folder)}
+    except OSError:
+        return set()
 
 
 def receive(job: socket) -> tuple[bytes, list[int]]:
@@ -308,10 +444,7 @@ def put_first(folder: str) -> str:
     if getattr(sys.flags, "safe_path", False):
         return ""
     names = {name.partition(".")[0] for name in sys.modules.keys() - _LOADED}
-    try:
-        found = sorted(names & {entry.partition(".")[0] for entry in os.listdir(folder)})
-    except OSError:
-        found = []
+    found = sorted(names & names_in(folder))
     sys.path.insert(0, folder)
     return f"{folder} has a module {found[0]}, and another one of that name is already imported" if found else ""
 
@@ -331,7 +464,7 @@ def main() -> Callable[[], object]:
         del sys.path[0]  # the folder of this file
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
-    modules = [each for name in sys.argv[4].split(",") for each in (name, *ALSO.get(name, ()))]
+    modules = [each for name in filter(None, sys.argv[4].split(",")) for each in (name, *ALSO.get(name, ()))]
     return serve(int(sys.argv[1]), control, sys.argv[3], modules)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -10,7 +11,7 @@ import socket
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,8 @@ LOAD_LIMIT = 60.0  # seconds that a node waits for its fork server before it joi
 FORK_LIMIT = 2.0  # seconds for the forks of a round to answer; the loop waits meanwhile, and workers are executed afterwards
 KILL_LIMIT = 1.0  # seconds for killed forks to end
 RESTART_AFTER = 10.0  # seconds; a server that lived for less is not started again before the next round
+LEARN_AFTER = 5.0  # seconds without a new module of a worker, after which those that it told of are tried: it has begun to train
+AUTO = "auto"  # in place of a module's name: what the workers import
 REPORT_LIMIT = 1 << 20  # bytes of the server's report and of a fork's reason
 
 
@@ -39,11 +42,15 @@ class _Server:
     began: float
     patience: float  # seconds for which forks may yet be waited for in this round
     loaded: bool = False
+    learning: bool = False  # tries modules, and answers nothing meanwhile
+    taught: int = 0  # number of the learnt modules that it knows
     report: bytes = b""
 
 
 class ParkedForks:
     """Starts workers: from forks of a process that has imported ``modules``, else by executing them. Without modules: only so.
+
+    With ``AUTO`` among the modules the workers tell which ones they import, and the fork server tries these when they have done so.
 
     ``like``: a worker as the rounds will have them; its environment without the round's own names is the server's. ``count``: forks
     kept ready. ``say`` gets lines for people. All calls and callbacks happen in the loop's thread.
@@ -61,7 +68,10 @@ class ParkedForks:
         tree: ProcessTree,
         say: Callable[[str], None],
     ) -> None:
-        self._modules = modules
+        self._modules = tuple(name for name in modules if name != AUTO)
+        self._learns = AUTO in modules
+        self._learnt: dict[str, None] = {}  # modules that the workers have imported, in this order
+        self._learn_at = math.inf  # when the server is told of them
         self._like = like
         self._count = count
         self._selector = selector
@@ -104,9 +114,25 @@ class ParkedForks:
             self._drop()
         if self._server is None:
             self._start()
-        elif self._server.loaded:
+        elif self._server.loaded and not self._server.learning:
             self._server.patience = FORK_LIMIT
             self._park()
+
+    def tick(self, now: float) -> float:
+        """Tell the server of modules that the workers have imported when it is time. Returns when to call it next."""
+        server = self._server
+        if now < self._learn_at:
+            return self._learn_at
+        self._learn_at = math.inf
+        if server and server.loaded and not server.learning and server.taught < len(self._learnt):
+            names = list(self._learnt)[server.taught :]
+            try:
+                server.control.sendall(" ".join(names).encode() + b"\n")
+            except OSError:  # it has ended
+                return math.inf
+            server.taught, server.learning, server.report = len(self._learnt), True, b""
+            self._selector.register(server.control, selectors.EVENT_READ, partial(self._on_report, server))
+        return math.inf
 
     def drop(self) -> None:
         """End the server and its forks; the next ``refill`` starts a server. Call it when the guard may be about to kill them."""
@@ -115,7 +141,7 @@ class ParkedForks:
 
     def close(self) -> None:
         """End the server and its forks."""
-        self._modules = ()
+        self._modules, self._learns = (), False
         self.drop()
         for job in tuple(self._asked):
             self._forget(job)
@@ -123,7 +149,7 @@ class ParkedForks:
     # -- the server -------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if not self._modules:
+        if not self._modules and not self._learns:
             return
         ours, theirs = socket.socketpair()
         program = (sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), self._like.group or "-")
@@ -155,11 +181,14 @@ class ParkedForks:
         try:
             report = json.loads(server.report)
             failed, reads, obstacle = dict(report["failed"]), dict(report["reads"]), str(report["obstacle"])
+            learnt, left_out = list(report.get("learnt", ())), dict(report.get("left_out", {}))
         except (ValueError, KeyError, TypeError):
             return  # it has ended, or is about to
         for module, why in failed.items():
             self._tell(f"{module} cannot be imported: {why}")
-        if obstacle:
+        if server.learning:
+            self._on_learnt(server, learnt, left_out, bool(failed or reads or obstacle))
+        elif obstacle:
             self._give_up(f"{obstacle}, which forks cannot share")
         elif reads:
             for module, names in reads.items():
@@ -169,12 +198,34 @@ class ParkedForks:
             self._start()
         else:
             server.loaded = True
+            self._learn_at = clock.now() + LEARN_AFTER if self._learnt else math.inf
             self._park()
+
+    def _on_learnt(self, server: _Server, learnt: list[str], left_out: Mapping[str, str], in_vain: bool) -> None:
+        """Replace the parked forks by those of a server that has learnt modules. ``in_vain``: these have spoilt it."""
+        for module, why in left_out.items():
+            self._tell(f"{module} is not imported: {why}")
+        if in_vain:
+            self._learns = False
+            self._tell(f"importing {learnt[-1]} was in vain; modules that the workers import are not tried any more")
+            self._drop()
+            self._start()
+            return
+        server.learning = False
+        if server.taught < len(self._learnt):
+            self._learn_at = clock.now() + LEARN_AFTER
+        if learnt:
+            self._say(f"--preload: workers of the next rounds need not import {', '.join(learnt)}")
+            for job in self._parked:
+                job.close()  # the fork ends
+            self._parked.clear()
+        self._park()
 
     def _on_end(self, server: _Server, mask: int) -> None:
         if server is not self._server:
             return
         lived = clock.now() - server.began
+        self._learns = self._learns and not server.learning  # a module has ended it that had not done so on trial
         self._drop()
         if not server.loaded:
             self._tell("the fork server has ended while it imported modules; workers are executed until the next round has begun")
@@ -203,7 +254,7 @@ class ParkedForks:
         self._tree.spare_no_longer(server.pid)
 
     def _give_up(self, why: str) -> None:
-        self._modules = ()
+        self._modules, self._learns = (), False
         if self._server:
             self._drop()
         self._tell(f"{why}; workers are executed")
@@ -257,7 +308,7 @@ class ParkedForks:
             if found is None or (found.parent, found.session) != (os.getpid(), server.pid):
                 raise OSError
             own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
-            message = json.dumps({"argv": spec.argv, "own": own}).encode() + b"\n"
+            message = json.dumps({"argv": spec.argv, "own": own, "tells": self._learns}).encode() + b"\n"
             sent = socket.send_fds(job, [message], [1 if stdout is None else stdout, 2 if stderr is None else stderr])
             job.sendall(message[sent:])
             if job.recv(1) != b"\n":
@@ -277,14 +328,24 @@ class ParkedForks:
         return Spawned(pid, pidfd)
 
     def _on_reason(self, job: socket.socket, mask: int) -> None:
-        """Hear why a fork has executed its script, if it has."""
+        """Hear why a fork has executed its script, if it has, or which modules it imports."""
         try:
-            reason = job.recv(1 << 12)
+            text = job.recv(1 << 16).decode(errors="replace")
         except OSError:
-            reason = b""
+            text = ""
+        if text.startswith("+") and self._learns:
+            self._hear_of(line[1:] for line in text.splitlines())
+            return
         self._forget(job)
-        if reason:
-            self._tell(f"{reason.decode(errors='replace')}; workers are executed")
+        if text:
+            self._tell(f"{text}; workers are executed")
+
+    def _hear_of(self, names: Iterable[str]) -> None:
+        """Note modules that a worker imports."""
+        for name in names:
+            if name not in self._learnt and name.isidentifier() and name.isascii() and len(self._learnt) < forkserver.MOST_NAMES:
+                self._learnt[name] = None
+                self._learn_at = clock.now() + LEARN_AFTER
 
     def _forget(self, job: socket.socket) -> None:
         self._asked.discard(job)

@@ -47,7 +47,7 @@ GROUPS = {
         Option("module", "", None, "SCRIPT is a module name: run it as python -m does.", "m"),
         Option("no_python", "", None, "SCRIPT is a program: run it without python in front."),
         Option("run_path", "", None, "Run SCRIPT as a file through runpy.run_path. Wins over the two above."),
-        Option("preload", "MODULES", "", "Import these once, and fork workers from there: faster restarts. torch,...", new=True),
+        Option("preload", "MODULES", "", "Import these once, and fork workers from there: faster restarts. torch,auto", new=True),
         Option("dry_run", "", None, "Show what would be run, and where each value came from; start nothing.", new=True),
         Option("version", "", None, "Show the version.", new=True, in_environment=False),
     ),

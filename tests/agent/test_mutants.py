@@ -19,6 +19,7 @@ mutant = mutants_in("elastirun/agent", "tests/agent")
 LIMIT = "memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count"
 STRANGERS = "strangers_neither_hang_nor_fill_the_agent"
 SERVED = "self._selector.unregister(connection.socket)\n        if self._is_served(connection, FRESH):"
+DROPPED = "a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt"
 OTHERS = "other users are not answered"
 MUTANTS = (
     mutant(
@@ -213,7 +214,7 @@ MUTANTS = (
     ),
     mutant(
         "modules beside the script come first",
-        *("processes/forkserver", "sorted(names & {", "sorted(set() & {"),
+        *("processes/forkserver", "sorted(names & names_in(folder))", "sorted(set())"),
         *("parked_forks", "a_script_that_a_fork_would_run_otherwise_is_executed[a module of the same name]"),
     ),
     mutant(
@@ -240,6 +241,66 @@ MUTANTS = (
         "all ports of the range are tried",
         *("host/net", "if ports is None or error.errno != errno.EADDRINUSE:", "if True:"),
         *("worker_store", "a_port_of_the_range_that_is_taken_is_passed_over"),
+    ),
+    mutant(
+        "what leaves a thread is not learnt",
+        *("processes/forkserver", '    if trouble["obstacle"]:\n        why', "    if False:\n        why"),
+        *("learnt_modules", f"{DROPPED}[a thread]"),
+    ),
+    mutant(
+        "what has initialised CUDA is not learnt",
+        *("processes/forkserver", "os._exit(int(asks()) if asks else 0)", "os._exit(0)"),
+        *("learnt_modules", f"{DROPPED}[CUDA]"),
+    ),
+    mutant(
+        "what leaves a descriptor open is not learnt",
+        *("processes/forkserver", "if before.get(fd) != path]", "if False]"),
+        *("learnt_modules", f"{DROPPED}[a descriptor]"),
+    ),
+    mutant(
+        "what reads its rank at import is not learnt",
+        *("processes/forkserver", '    if trouble["reads"]:\n        why', "    if False:\n        why"),
+        *("learnt_modules", f"{DROPPED}[a variable of the rank]"),
+    ),
+    mutant(
+        "a module is imported on trial first",
+        *("processes/forkserver", "        seconds, why = try_out(name)\n", "        seconds, why = judge(name)\n"),
+        *("learnt_modules", f"{DROPPED}[a crash]"),
+    ),
+    mutant(
+        "what is imported quickly is not learnt",
+        *("processes/forkserver", "elif seconds >= LEAST_IMPORT:", "else:"),
+        *("learnt_modules", "a_module_that_is_imported_quickly_is_not_worth_it"),
+    ),
+    mutant(
+        "what is looked for and not imported is not learnt",
+        *("processes/forkserver", "if new and sys._getframe(2).f_code.co_name == IMPORTS:", "if new:"),
+        *("learnt_modules", "a_module_that_is_looked_for_and_not_imported_is_not_learnt"),
+    ),
+    mutant(
+        "modules beside the script are not learnt",
+        *("processes/forkserver", ", *names_in(sys.path[0]), own}", ", own}"),
+        *("learnt_modules", "the_users_own_modules_are_never_imported_for_the_workers"),
+    ),
+    mutant(
+        "only installed packages are learnt",
+        *("processes/forkserver", "if name in sys.modules or not is_third_party(name):", "if name in sys.modules:"),
+        *("learnt_modules", "the_users_own_modules_are_never_imported_for_the_workers"),
+    ),
+    mutant(
+        "no name of a module goes into a socket of the script",
+        *("processes/forkserver", " and os.path.samestat(os.fstat(self._job.fileno()), self._socket):", ":"),
+        *("learnt_modules", "a_script_that_closes_all_descriptors_gets_no_names_into_its_sockets"),
+    ),
+    mutant(
+        "forks that lack what was learnt are replaced",
+        *("processes/parked_forks", "        if learnt:\n", "        if learnt and not self._parked:\n"),
+        *("learnt_modules", "what_a_worker_has_imported_the_next_ones_have_from_the_start"),
+    ),
+    mutant(
+        "modules are learnt when the workers train",
+        *("processes/parked_forks", "        if now < self._learn_at:\n", "        if False:\n"),
+        *("learnt_modules", "what_a_worker_has_imported_the_next_ones_have_from_the_start"),
     ),
     mutant(
         "a fork server that dies is replaced",

@@ -146,6 +146,24 @@ def test_torch_behaves_and_no_two_workers_of_any_round_draw_the_same_numbers(nod
     assert "--preload" not in nodes.out(1), "nothing stood in the way"
 
 
+def test_what_workers_import_is_there_before_a_restart(nodes: Cluster) -> None:
+    installed = nodes.tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "heavy.py").write_text("import time\ntime.sleep(0.2)\n")
+    reports = nodes.script.read_text()
+    nodes.script.write_text(f"import os, sys\nos.environ['HAD'] = str('heavy' in sys.modules)\nimport heavy\n{reports}")
+    nodes.env["PYTHONPATH"] = str(installed)
+    agent = nodes.launch(1, "--preload=auto", "--nproc-per-node=2", "--max-restarts=1", str(nodes.script))
+    first = nodes.round(2)
+    nodes.says(1, "--preload: workers of the next rounds need not import heavy")
+    first[0].tell("exit 3")
+    second = nodes.round(2, after=1)
+    for worker in second:
+        worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
+    assert [worker.env["HAD"] for worker in (*first, *second)] == ["False", "False", "True", "True"]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_kill_leaves_nothing_and_the_job_goes_on(target: str) -> None:
     assert one_try(target, random.uniform(0.0, 1.0)).wrong == []

@@ -1,0 +1,136 @@
+"""``--preload=auto``: modules that workers import are imported for the next ones, unless that would change what those do."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+
+from elastirun import clock
+from elastirun.agent.processes.parked_forks import AUTO, LEARN_AFTER
+from tests.agent.test_parked_forks import HOW, Agent, agent, parked
+
+__all__ = ["agent"]  # the fixture
+SLOW = "import time\ntime.sleep(0.1)\n"
+
+
+def installed(agent: Agent, name: str, text: str) -> None:
+    """Install a module of this text."""
+    folder = agent.folder / "site-packages"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    path = f"{folder}:{agent.folder / 'modules'}"
+    agent.spec = replace(agent.spec, env={**agent.spec.env, "PYTHONPATH": path})
+
+
+def learn(agent: Agent, code: str, *names: str) -> None:
+    """Run a worker with this code, wait until the agent knows the names, and let the fork server try the modules."""
+    forks = agent.start(AUTO)
+    assert agent.output(f"{HOW}{code}").splitlines()[0] == "forked"
+    agent.turn(lambda: {*names} <= forks._learnt.keys())
+    forks.refill()
+    parked(agent)
+    assert clock.now() < forks.tick(clock.now()) < math.inf, "a worker may be about to import more"
+    assert forks.tick(clock.now() + LEARN_AFTER) == math.inf
+    agent.turn(lambda: forks._server is not None and not forks._server.learning)
+
+
+def has(agent: Agent, *names: str) -> list[bool]:
+    """Return which modules a new worker has before it imports any."""
+    how, *found = agent.output(f"{HOW}import sys\nprint(*(name in sys.modules for name in {names!r}))").split()
+    assert how == "forked"
+    return [text == "True" for text in found]
+
+
+def test_what_a_worker_has_imported_the_next_ones_have_from_the_start(agent: Agent) -> None:
+    installed(agent, "heavy", SLOW)
+    installed(agent, "second", SLOW)
+    learn(agent, "import heavy\nimport second\nimport json", "heavy", "second")
+    assert agent.said == ["--preload: workers of the next rounds need not import heavy, second"]
+    assert has(agent, "heavy", "second") == [True, True]
+
+
+def test_a_worker_that_is_killed_has_told_what_it_imported(agent: Agent) -> None:
+    installed(agent, "heavy", SLOW)
+    forks = agent.start(AUTO)
+    started, read = agent.worker("import heavy\nimport time\ntime.sleep(1000)")
+    agent.turn(lambda: "heavy" in forks._learnt)
+    os.kill(started.pid, 9)
+    os.waitid(os.P_PIDFD, started.pidfd, os.WEXITED)
+    os.close(started.pidfd)
+    os.close(read)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("import threading\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()", "importing odd left 1 thread"),
+        ("file = open('/dev/zero')", "importing odd left /dev/zero open, which forks would share"),
+        ("import os\nrank = os.environ.get('RANK', '0')", "importing it reads RANK, which differs between workers"),
+        (
+            "import sys, types\nsys.modules['torch._C'] = types.SimpleNamespace(_cuda_isInBadFork=lambda: True)",
+            "importing odd left CUDA initialised, which forks cannot share",
+        ),
+        ("import os, __main__\nhasattr(__main__, 'hook') or os.kill(os.getpid(), 11)", "its import ends the process"),
+        ("import __main__\n__main__.hook", "it cannot be imported without the script: AttributeError: "),
+    ],
+    ids=["a thread", "a descriptor", "a variable of the rank", "CUDA", "a crash", "an error"],
+)
+def test_a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt(agent: Agent, text: str, why: str) -> None:
+    installed(agent, "odd", f"{SLOW}{text}")
+    installed(agent, "heavy", SLOW)
+    code = "hook = 1\ntry:\n    import no_such_module\nexcept ImportError:\n    pass\nimport heavy\nimport odd"
+    learn(agent, code, "odd", "heavy")
+    assert len(agent.said) == 2 and agent.said[0].startswith(f"--preload: odd is not imported: {why}"), agent.said
+    assert has(agent, "odd", "heavy") == [False, True]
+
+
+def test_a_module_that_is_imported_quickly_is_not_worth_it(agent: Agent) -> None:
+    installed(agent, "light", "")
+    learn(agent, "import light", "light")
+    assert agent.said == [] and has(agent, "light") == [False]
+
+
+def test_a_module_that_is_looked_for_and_not_imported_is_not_learnt(agent: Agent) -> None:
+    for name in ("heavy", "second"):
+        installed(agent, name, SLOW)
+    learn(agent, "from importlib.util import find_spec\nassert find_spec('second')\nimport heavy", "heavy")
+    assert has(agent, "heavy", "second") == [True, False]
+
+
+def test_the_users_own_modules_are_never_imported_for_the_workers(agent: Agent) -> None:
+    """Neither those beside the script, though a package has the same name, nor those in a folder that nothing was installed into."""
+    (agent.folder / "mine.py").write_text(SLOW)
+    installed(agent, "mine", SLOW)
+    (agent.folder / "modules" / "ours.py").write_text(SLOW)
+    learn(agent, "import mine\nimport ours\nassert 'site-packages' not in mine.__file__", "ours")
+    assert agent.said == [] and has(agent, "mine", "ours") == [False, False]
+
+
+def test_a_new_server_learns_again(agent: Agent) -> None:
+    installed(agent, "heavy", SLOW)
+    learn(agent, "import heavy", "heavy")
+    assert agent.forks
+    forks = agent.forks
+    forks.drop()
+    forks.refill()
+    agent.turn(lambda: not forks.loading)
+    forks.tick(clock.now() + 2 * LEARN_AFTER)
+    agent.turn(lambda: forks._server is not None and not forks._server.learning)
+    assert has(agent, "heavy") == [True]
+
+
+def test_a_script_that_closes_all_descriptors_gets_no_names_into_its_sockets(agent: Agent) -> None:
+    installed(agent, "heavy", SLOW)
+    agent.start(AUTO)
+    code = f"{HOW}import os, select, socket\nos.closerange(3, 64)\npairs = [socket.socketpair() for _ in range(20)]\nimport heavy\n"
+    assert agent.output(f"{code}print(select.select([one for pair in pairs for one in pair], [], [], 0)[0])").split() == ["forked", "[]"]
+    assert agent.forks and not agent.forks._learnt
+
+
+def test_without_auto_a_worker_tells_nothing(agent: Agent) -> None:
+    agent.start("json")
+    code = f"{HOW}import sys\nprint(['Reporter' in str(finder) for finder in sys.meta_path].count(True))"
+    assert agent.output(code).split() == ["forked", "0"]
