@@ -28,6 +28,7 @@ from benchmarks.lab import LAUNCHERS, PRELOAD, ROOT, WORKER, Bench, Launcher, Wo
 from benchmarks.launcher_report import ROWS, Result, Run, conditions, picture, results_table, write_page
 
 PATIENCE = 120.0  # seconds for a job to come up where this is not measured; far above the usual 10 s, for a busy machine
+WAITING = 10.0  # seconds until an agent that nobody needs yet waits as a spare, with what it has to import; far above the usual 4 s
 SETTLE = 2.0  # seconds for which a job runs before something is done to it: what follows its start has ended by then
 GIVE_UP = 3  # jobs in a row that a launcher did not manage, after which the row is not tried again
 TRAINING = {"BENCH_OPTIMIZER": "1"}
@@ -146,6 +147,17 @@ def lose_and_replace_node(bench: Bench, settings: Settings) -> Rows:
     yield "replaced", outcome(bench, 3, since, settings.cap)
 
 
+def lose_node_beside_spare(bench: Bench, settings: Settings) -> Rows:
+    """Kill an agent and its worker with SIGKILL while one more agent waits to take their place."""
+    start(bench, "1:3", 1, 2, 3)
+    settle(bench, 3)
+    start(bench, "1:3", 4)
+    bench.wait(lambda: False, WAITING)
+    since = time.monotonic()
+    bench.kill(bench.agents[2], workers_too=True)
+    yield "spare", outcome(bench, 3, since, settings.cap)
+
+
 def grow(bench: Bench, settings: Settings) -> Rows:
     """Start one node of two, and the other one while it trains."""
     since = time.monotonic()
@@ -205,6 +217,7 @@ SCENARIOS: dict[tuple[str, ...], Scenario] = {  # by the rows that a scenario yi
     ("kill-nodes",): lose_worker_of_two_nodes,
     ("agent",): lose_agent,
     ("node", "replaced"): lose_and_replace_node,
+    ("spare",): lose_node_beside_spare,
     ("alone", "join", "stall"): grow,
     ("leave",): leave,
     ("idle-cpu", "idle-wake-ups"): idle_agents,

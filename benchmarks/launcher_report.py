@@ -33,6 +33,7 @@ ROWS = {
     "agent": Row("`kill -9` of an agent → first step of the other 2 nodes"),
     "node": Row("`kill -9` of an agent and its worker → first step of the other 2 nodes"),
     "replaced": Row("the killed node started again → first step of all 3"),
+    "spare": Row("`kill -9` of an agent and its worker, a fourth agent waits → first step of all 3"),
     "alone": Row("one node of `--nnodes=1:2` alone: command → first step"),
     "join": Row("a second node joins: its command → first step of both"),
     "stall": Row("a second node joins: pause of the first one's steps"),
