@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
-from elastirun.train.checkpoints.copying import LARGE, copy_all
+from elastirun.train.checkpoints.copying import LARGE, copy_all, write
 
 COUNT = LARGE // 4  # elements of a tensor that is large with 4 bytes each
 
@@ -52,3 +55,27 @@ def test_autograd_notices_that_a_tensor_has_changed() -> None:
     copy_all([target], [source])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = os.memfd_create("elastirun-test")
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_what_torch_gives_or_nothing(name: str, memory: int) -> None:
+    target, source = pair(name)
+    expected = torch.empty_like(target.detach()).copy_(source)
+    assert write(memory, 3, target, source) is (name == "large")
+    written = os.pread(memory, 1 << 30, 3)
+    assert written == (bytes(expected.view(torch.uint8).tolist()) if name == "large" else b"")
+
+
+def test_a_write_that_is_cut_short_goes_on(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, source = pair("large")
+    whole = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: whole(fd, data[:99_999], at))
+    assert write(memory, 5, target, source)
+    assert os.pread(memory, 1 << 30, 5) == bytes(source.view(torch.uint8).tolist())

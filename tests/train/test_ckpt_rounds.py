@@ -200,7 +200,8 @@ def test_the_newest_copy_stays_until_the_next_one_is_complete(tmp_path: Path) ->
     made.close()
 
 
-def test_images_of_an_earlier_round_are_filled_and_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fits", [True, False])
+def test_images_of_an_earlier_round_are_filled_and_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
     state: dict[str, Any] = {"x": torch.full((4,), 1.0)}
     first = Checkpointer(tmp_path)
     for step in (1, 2):
@@ -213,7 +214,11 @@ def test_images_of_an_earlier_round_are_filled_and_written_again(tmp_path: Path,
     again = Checkpointer(tmp_path)
     monkeypatch.setattr(again._memory, "parts", lambda: parts)
     state["x"].zero_()
-    assert again.restore(state) == 2 and state["x"].tolist() == [2.0] * 4
+    if fits:
+        assert again.restore(state) == 2 and state["x"].tolist() == [2.0] * 4
+    else:
+        with pytest.raises(CheckpointError, match="has the shape"):
+            again.restore({"x": torch.zeros(3)})
     again.save(3, state)
     again.wait()
     assert {part.save.step for part in parts_of(again)} == {2, 3} and (tmp_path / "step-00000003").is_dir()

@@ -863,13 +863,67 @@ MUTANTS = (
     ),
     mutant(
         "memory is there before the first save",
-        *("checkpoints/staging", "            if madvise(where, size, _POPULATE_WRITE):", "            if True:"),
+        *("checkpoints/staging", "                if madvise(where, ctypes.c_size_t(size), _POPULATE_WRITE):", "                if True:"),
         *("ckpt_staging", "every_page_is_mapped_before_the_first_save"),
     ),
     mutant(
-        "it is not prepared beside a copy into another image",
+        "it is not prepared beside a copy",
         *("checkpoints/staging", "            self._may_map[which].wait()\n", ""),
-        *("ckpt_staging", "an_image_is_not_mapped_beside_a_copy_into_the_other_one"),
+        *("ckpt_staging", "no_page_is_mapped_beside_a_copy"),
+    ),
+    mutant(
+        "nor that of the image that is filled",
+        *("checkpoints/staging", "if number != which or self._gpu is None]", "if number != which]"),
+        *("ckpt_staging", "no_page_is_mapped_beside_a_copy"),
+    ),
+    mutant(
+        "but for a GPU",
+        *("checkpoints/staging", "if number != which or self._gpu is None]", "if True]"),
+        *("ckpt_staging", "a_copy_from_a_gpu_does_not_stop_the_mapping_of_its_own_image"),
+    ),
+    mutant(
+        "what is not mapped yet is written",
+        *("checkpoints/staging", "if raw.at + view.nbytes <= self._there[which] or", "if True or"),
+        *("ckpt_staging", "pages_that_are_not_there_yet_are_written_and_not_mapped"),
+    ),
+    mutant(
+        "only once",
+        *("checkpoints/staging", "            self._there[which] = image.size\n", ""),
+        *("ckpt_staging", "pages_that_are_not_there_yet_are_written_and_not_mapped"),
+    ),
+    mutant(
+        "memory that was replaced is left alone",
+        *("checkpoints/staging", "                if self.images[which] is not image:\n                    return\n", ""),
+        *("ckpt_staging", "the_memory_of_an_image_that_was_replaced_is_left_alone"),
+    ),
+    mutant(
+        "a short write goes on where it ended",
+        *("checkpoints/copying", "os.pwrite(fd, view[done:], at + done)", "os.pwrite(fd, view[done:], at)"),
+        *("ckpt_copying", "a_write_that_is_cut_short_goes_on"),
+    ),
+    mutant(
+        "only bytes that are the tensor's in order are written",
+        *("checkpoints/copying", "target.nbytes >= LARGE and _is_plain(source) and", "target.nbytes >= LARGE and"),
+        *("ckpt_copying", "what_is_written_is_what_torch_gives_or_nothing"),
+    ),
+    mutant(
+        "the rest of a long text follows",
+        *("checkpoints/ranks", "        if max(sizes) > SHORT:\n", "        if len(data) > SHORT:\n"),
+        *("ckpt_ranks", "texts_of_any_length_arrive_in_rank_order"),
+    ),
+    mutant(
+        "an error of one rank is that of all",
+        *("checkpoints/restoring", '        if text.startswith("-"):', '        if text.startswith("-") and rank == ranks.rank:'),
+        *("ckpt_ranks", "an_error_of_one_rank_is_that_of_all_and_results_are_shared"),
+    ),
+    mutant(
+        "the writer starts after a restore",
+        *(
+            "checkpoints/checkpointer",
+            "        self._claim_directory()\n        if self._last",
+            "        self._claim_directory()\n        self._opened.publisher.start_writer()\n        if self._last",
+        ),
+        *("ckpt_ranks", "the_writer_does_not_start_beside_a_restore"),
     ),
     mutant(
         "the newest copy is not the next to be filled",
@@ -885,8 +939,8 @@ MUTANTS = (
         "the writer gets images of an earlier round",
         *(
             "checkpoints/checkpointer",
-            "            self._opened.publisher.take_images(self._staging)\n        if found",
-            "            pass\n        if found",
+            "                self._opened.publisher.take_images(self._staging)\n        if found",
+            "                pass\n        if found",
         ),
         *("ckpt_rounds", "images_of_an_earlier_round_are_filled_and_written_again"),
     ),

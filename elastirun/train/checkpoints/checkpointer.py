@@ -124,6 +124,8 @@ class Checkpointer:
         step = _whole(step)
         self._ranks.begin(f"save of step {step}")
         self._claim_directory()
+        assert self._opened.publisher is not None
+        self._opened.publisher.start_writer()
         on_disk = now or self._due.is_due(step, self._ranks)
         if not on_disk and (not self._memory_every or step % self._memory_every):
             if self._plan is None:
@@ -229,11 +231,12 @@ class Checkpointer:
         """Plan which rank has which files. Every rank does it at the same point."""
         own: list[Piece] = []
 
-        def take() -> None:
+        def take() -> str:
             own.extend(pieces(flat))
+            return encode(own)
 
-        on_every_rank(self._ranks, take)
-        self._plan = plan([*map(decode, self._ranks.gather_text(encode(own)))], self._ranks.nodes, keep_node_complete=self._memory.there)
+        everyones = map(decode, on_every_rank(self._ranks, take))
+        self._plan = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json(), gpu)
         self._pieces = own
@@ -243,20 +246,18 @@ class Checkpointer:
     # -- the directory ----------------------------------------------------------------------------------------------------
 
     def _claim_directory(self) -> None:
-        """Claim the directory for this round and start the writer, unless that is done. Every rank calls it at the same point."""
+        """Claim the directory for this round, unless that is done. Every rank calls it at the same point."""
         if self._opened.publisher is not None:
             return
         if self._ranks.made_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise TrainError("make the Checkpointer after torch.distributed.init_process_group(): this one was made for one process alone")
-        if self._ranks.rank == 0:
-            on_every_rank(self._ranks, partial(self._opened.claim_directory, self._fence))
-        else:
-            on_every_rank(self._ranks, lambda: None)
-        own = self._opened.claim
-        claim, sequence = json.loads(self._ranks.from_first(json.dumps(own and [own.name, own.sequence])))
-        writer = WriterProcess()
-        writer.start()
-        self._opened.publisher = Publisher(self._ranks, writer, self._url, claim, sequence, self._keep, self._fence)
+
+        def take() -> str:
+            own = self._opened.claim_directory(self._fence)
+            return json.dumps([own.name, own.sequence])
+
+        claim, sequence = json.loads(on_every_rank(self._ranks, take if self._ranks.rank == 0 else str)[0])
+        self._opened.publisher = Publisher(self._ranks, WriterProcess(), self._url, claim, sequence, self._keep, self._fence)
 
     # -- restoring --------------------------------------------------------------------------------------------------------
 
@@ -285,8 +286,9 @@ class Checkpointer:
                 on_every_rank(self._ranks, partial(restoring.put, found, state, self._ranks.rank, strict))
         finally:
             self._staging.adopt(self._memory.adopt(parts))
-        if self._opened.publisher is not None:
-            self._opened.publisher.take_images(self._staging)
+            if self._opened.publisher is not None:  # the writer takes a processor for a moment, so not beside what restores
+                self._opened.publisher.start_writer()
+                self._opened.publisher.take_images(self._staging)
         if found is None:
             if step is not None:
                 raise CheckpointError(f"{self._url} has no checkpoint of step {step} that can be used")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocki
     """
     others: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if target.nbytes >= LARGE and _is_plain(source) and _is_plain(target) and _are_alike(target, source):
+        if _is_large_copy_of_bytes(target, source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)  # other threads go on meanwhile
             torch.autograd.graph.increment_version(target)
         else:
@@ -28,6 +29,20 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocki
     with torch.no_grad():
         for to, of in others.values():
             torch._foreach_copy_(to, of, non_blocking=non_blocking)
+
+
+def write(fd: int, at: int, target: Tensor, source: Tensor) -> bool:
+    """Write ``source`` at byte ``at`` of the memory ``fd``, where ``target`` stands, if that is a copy of bytes; return whether it was.
+
+    For large tensors only. Raises OSError where memory does not suffice.
+    """
+    if not _is_large_copy_of_bytes(target, source):
+        return False
+    data, done = (ctypes.c_char * source.nbytes).from_address(source.data_ptr()), 0
+    with memoryview(data) as view:
+        while done < source.nbytes:
+            done += os.pwrite(fd, view[done:], at + done)  # other threads go on meanwhile
+    return True
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -41,5 +56,6 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _are_alike(target: Tensor, source: Tensor) -> bool:
-    return target.dtype == source.dtype and target.shape == source.shape
+def _is_large_copy_of_bytes(target: Tensor, source: Tensor) -> bool:
+    alike = target.dtype == source.dtype and target.shape == source.shape
+    return alike and target.nbytes >= LARGE and _is_plain(source) and _is_plain(target)

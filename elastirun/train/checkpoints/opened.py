@@ -37,15 +37,16 @@ class Opened:
         """Return the step of the newest checkpoint that this rank knows of."""
         return self.publisher.published if self.publisher is not None else self._published
 
-    def claim_directory(self, fence: str) -> None:
+    def claim_directory(self, fence: str) -> Claim:
         """Claim the directory, when dropped Checkpointers of this process have published there. Raises ``CheckpointError``. Rank 0 only."""
         for other in list(_living):
             if other._url == self._url and other._ending is not None:
                 other._ending.join(END_LIMIT)
         try:
-            self.claim = self._directory.claim(fence)
+            self.claim = claim = self._directory.claim(fence)
         except OSError as error:
             raise CheckpointError(f"{self._url} cannot be used for checkpoints: {error.strerror}") from None
+        return claim
 
     def close(self, timeout: float) -> None:
         """End all when what was saved is published, or after ``timeout`` seconds."""

@@ -60,12 +60,19 @@ class Publisher:
         self._sequence = sequence  # of the next commit
         self._images: list[int] = []  # descriptors of what the writer has
         self._retry = RETRY
+        self._writer_started = False  # the thread starts the successors of one that was killed
         self._ending = threading.Event()
         self._noted = ""  # the key of the last outcome
         self.published: int | None = None  # the step of the newest checkpoint that this rank knows of
         self._queue: queue.SimpleQueue[Save | Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
+
+    def start_writer(self) -> None:
+        """Start the writer process, unless that is done. Raises ``CheckpointError``. Nothing may be submitted before."""
+        if not self._writer_started:
+            self._writer.start()
+            self._writer_started = True
 
     def submit(self, work: Save | Callable[[], object]) -> None:
         """Write and publish a save, or call a function, in the thread."""

@@ -20,6 +20,8 @@ from elastirun.train.process_groups import find_group
 from .waiting import Waiting
 
 CPU = torch.device("cpu")
+SHORT = 1 << 10  # bytes of a text, with its length, that travel in one exchange; of what is longer the rest takes another one
+_LENGTH = 8  # bytes
 _numbers = count()  # every rank makes its checkpointers in the same order
 
 
@@ -63,12 +65,21 @@ class Ranks:
         if self._group is None:
             return [text]
         data = text.encode()
-        sizes = [size for (size,) in self.gather([len(data)])]
-        mine = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in sizes]
+        data = len(data).to_bytes(_LENGTH, "little") + data
+        parts = self._gather_bytes(data[:SHORT], SHORT)
+        sizes = [_LENGTH + int.from_bytes(part[:_LENGTH], "little") for part in parts]
+        if max(sizes) > SHORT:
+            rest = self._gather_bytes(data[SHORT:], max(sizes) - SHORT)
+            parts = [first + more for first, more in zip(parts, rest, strict=True)]
+        return [part[_LENGTH:size].decode() for part, size in zip(parts, sizes, strict=True)]
+
+    def _gather_bytes(self, data: bytes, size: int) -> list[bytes]:
+        """Return the ``data`` of every rank, in rank order, each with zeros up to ``size`` bytes."""
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        every = bytearray(size * self.world_size)
         with self._exchange():
-            dist.all_gather(parts, mine, self._group)
-        return [bytes(part[:size].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
+            dist.all_gather([*torch.split(torch.frombuffer(every, dtype=torch.uint8), size)], mine, self._group)
+        return [bytes(every[at : at + size]) for at in range(0, len(every), size)]
 
     def agree(self, fine: bool) -> bool:
         """Return whether ``fine`` is true on every rank."""

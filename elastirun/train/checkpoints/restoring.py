@@ -159,17 +159,20 @@ def _load(
         log.warning("%s has what the state has no place for: %s%s", where, ", ".join(left[:5]), more)
 
 
-def on_every_rank(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Do ``work`` on every rank. If it raises CheckpointError on one, all raise the error of the first such rank."""
-    error = ""
+def on_every_rank(ranks: Ranks, work: Callable[[], str | None]) -> list[str]:
+    """Do ``work`` on every rank; return what it returned, in rank order, without None: an empty text.
+
+    If it raises CheckpointError on one rank, all raise the error of the first such rank.
+    """
     try:
-        work()
+        mine = "+" + (work() or "")
     except CheckpointError as found:
-        error = str(found) or "failed"
-    errors = ranks.gather_text(error)
-    for rank, text in enumerate(errors):
-        if text:
-            raise CheckpointError(text if ranks.world_size == 1 else f"rank {rank}: {text}")
+        mine = "-" + (str(found) or "failed")
+    everyones = ranks.gather_text(mine)
+    for rank, text in enumerate(everyones):
+        if text.startswith("-"):
+            raise CheckpointError(text[1:] if ranks.world_size == 1 else f"rank {rank}: {text[1:]}")
+    return [text[1:] for text in everyones]
 
 
 def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_older: Callable[[Commit], bool]) -> Found | None:
@@ -178,8 +181,8 @@ def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_
     ``found``: rank 0's, the newest first; those for which ``is_older`` is true do not count, nor do those after them. A damaged
     checkpoint is set aside, with a line that says so. Every rank calls it and checks a part of the files.
     """
-    for number in range(int(ranks.from_first(str(len(found))))):
-        one = _shared(found[number] if found else None, ranks)
+    left = iter(found)
+    while (one := _shared(next(left, None), ranks)) is not None:
         if one.commit is not None and is_older(one.commit):
             return None
         names = _share(one, ranks)
@@ -192,13 +195,15 @@ def newest_sound(directory: Directory, found: Sequence[Found], ranks: Ranks, is_
     return None
 
 
-def _shared(found: Found | None, ranks: Ranks) -> Found:
-    """Return rank 0's ``found`` on every rank: a file server may show each node another state."""
+def _shared(found: Found | None, ranks: Ranks) -> Found | None:
+    """Return rank 0's ``found`` on every rank: a file server may show each node another state. None: there is no more."""
     text = ""
     if found is not None:
         record = encode(found.commit).decode() if found.commit else ""
         text = json.dumps([found.name, record, astuple(found.damage) if found.damage else None])
-    name, record, damage = json.loads(ranks.from_first(text))
+    if not (text := ranks.from_first(text)):
+        return None
+    name, record, damage = json.loads(text)
     return Found(name, decode(record.encode()) if record else None, Damage(*damage) if damage else None)
 
 
