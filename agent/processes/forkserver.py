@@ -14,9 +14,9 @@ room for a fork's own command line. CONTROL is a stream socket to the agent.
   which the agent knows it, until it gets work.
 - The agent sends one line of JSON with the descriptors for stdout and stderr. The fork makes a session of its own, restores the
   signals, writes an empty line, gets one in return, and runs the script. End of file: the fork is not wanted any more.
-- With ``--preload=auto`` a worker writes ``+NAME`` into its socket when it begins to import a module that Python does not bring along.
-  Later the agent sends such names in one line over CONTROL, without a descriptor. The server imports each in a fork first, and then
-  itself if that took long and left nothing behind. It answers with another line of JSON; later forks have these modules.
+- With ``--preload=auto`` a worker writes ``+NAME DIGEST`` into its socket when it begins to import a module that Python does not bring
+  along. Later the agent sends NAME:DIGEST of each in one line over CONTROL, without a descriptor. The server imports each in a fork
+  first, and then itself if that took long and left nothing behind. It answers with another line of JSON; later forks have these modules.
 
 A script that cannot run in a fork as ``python -u`` would run it is executed by the fork instead; the reason goes to the agent.
 This program imports nothing of ours, and the standard library only inside functions: the folder of the script comes first in
@@ -40,6 +40,7 @@ ROUND_NAMES = frozenset(
     "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME".split()
 )  # variables that differ between the workers of a node, or between its rounds
 ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which takes as long as torch itself
+PARTS = frozenset(part for parts in ALSO.values() for part in parts)
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/accel")  # a driver whose device file is open is in use
 LINE_LIMIT = 16 << 20  # bytes of one message from the agent; the kernel allows 6 MiB of arguments and environment
 LEAST_IMPORT = 0.02  # seconds; a module that is imported sooner is not worth a place in all workers
@@ -143,9 +144,12 @@ def learn(names: list[str]) -> dict[str, Any]:
     """Import those of ``names`` that take long and leave nothing behind. Return what ``report`` tells."""
     trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": ""}
     learnt, left_out = [], {}
-    wanted = [part for name in names for part in (name, *ALSO.get(name, ()))]
-    for name in wanted:
+    changed = ""
+    for name, digest in (name.split(":") for name in names):
         if name in sys.modules or not is_third_party(name):
+            continue
+        if digest != environment_digest():
+            changed = changed or name
             continue
         seconds, why = try_out(name)
         if why:
@@ -155,7 +159,17 @@ def learn(names: list[str]) -> dict[str, Any]:
             trouble = load([name])
             if trouble["failed"] or trouble["reads"] or trouble["obstacle"]:  # although it was not so in the fork
                 break
+    if changed:
+        left_out[changed] = "environment variables were changed before its import, in the script or by a module"
     return {**trouble, "learnt": learnt, "left_out": left_out}
+
+
+def environment_digest() -> str:
+    """Return a digest of the variables that are the same for all workers: a module may read them while it is imported."""
+    from binascii import crc32
+
+    same = sorted((name, value) for name, value in os.environ.items() if name not in ROUND_NAMES)
+    return str(crc32(repr(same).encode(errors="surrogateescape")))
 
 
 def is_third_party(name: str) -> bool:
@@ -312,7 +326,8 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
 class Reporter:
     """A finder that finds nothing, and tells the agent of each module that Python does not bring along, when its import begins.
 
-    It does not tell of modules beside the script: they are the user's own work, and may change.
+    It does not tell of modules beside the script: they are the user's own work, and may change. Nor does it when the script has changed
+    sys.path, because a module may then be another one than without the script.
     """
 
     def __init__(self, job: socket, argv: list[str]) -> None:
@@ -320,17 +335,18 @@ class Reporter:
         self._job, self._socket, self._pid = job, os.fstat(job.fileno()), os.getpid()
         own = argv[3].partition(".")[0] if argv[2] == "-m" else ""
         self._known = {*sys.stdlib_module_names, *names_in(sys.path[0]), own}
+        self._path = list(sys.path)
         self._left = MOST_NAMES
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Find nothing."""
-        new = path is None and self._left and name not in self._known and len(name) <= LONGEST_NAME
-        if new and sys._getframe(2).f_code.co_name == IMPORTS:  # not only asked for, as by importlib.util.find_spec
+        new = (path is None or name in PARTS) and self._left and name not in self._known and len(name) <= LONGEST_NAME
+        if new and sys.path == self._path and sys._getframe(2).f_code.co_name == IMPORTS:  # else importlib.util.find_spec only asks
             self._known.add(name)
             self._left -= 1
             try:
                 if os.getpid() == self._pid and os.path.samestat(os.fstat(self._job.fileno()), self._socket):  # a script may close it
-                    self._job.send(f"+{name}\n".encode())
+                    self._job.send(f"+{name} {environment_digest()}\n".encode())
             except OSError:
                 pass
 

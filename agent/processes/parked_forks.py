@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import selectors
 import signal
 import socket
@@ -27,6 +28,7 @@ FORK_LIMIT = 2.0  # seconds for the forks of a round to answer; the loop waits m
 KILL_LIMIT = 1.0  # seconds for killed forks to end
 RESTART_AFTER = 10.0  # seconds; a server that lived for less is not started again before the next round
 LEARN_AFTER = 5.0  # seconds without a new module of a worker, after which those that it told of are tried: it has begun to train
+TOLD = re.compile(r"\+([A-Za-z_][\w.]{0,99}) ([0-9]{1,10})", re.ASCII)  # what a worker tells of one module
 AUTO = "auto"  # in place of a module's name: what the workers import
 REPORT_LIMIT = 1 << 20  # bytes of the server's report and of a fork's reason
 
@@ -70,7 +72,7 @@ class ParkedForks:
     ) -> None:
         self._modules = tuple(name for name in modules if name != AUTO)
         self._learns = AUTO in modules
-        self._learnt: dict[str, None] = {}  # modules that the workers have imported, in this order
+        self._learnt: dict[str, str] = {}  # modules that the workers have imported, in this order, with the digest of the environment then
         self._learn_at = math.inf  # when the server is told of them
         self._like = like
         self._count = count
@@ -111,6 +113,7 @@ class ParkedForks:
     def refill(self) -> None:
         """Ask for as many forks as have got work. Call it when a round's workers are started: a fork takes the server some milliseconds."""
         if self._server and self._server.env != self._env:
+            self._learnt.clear()
             self._drop()
         if self._server is None:
             self._start()
@@ -125,7 +128,7 @@ class ParkedForks:
             return self._learn_at
         self._learn_at = math.inf
         if server and server.loaded and not server.learning and server.taught < len(self._learnt):
-            names = list(self._learnt)[server.taught :]
+            names = [f"{name}:{digest}" for name, digest in self._learnt.items()][server.taught :]
             try:
                 server.control.sendall(" ".join(names).encode() + b"\n")
             except OSError:  # it has ended
@@ -334,17 +337,17 @@ class ParkedForks:
         except OSError:
             text = ""
         if text.startswith("+") and self._learns:
-            self._hear_of(line[1:] for line in text.splitlines())
+            self._hear_of(text.splitlines())
             return
         self._forget(job)
         if text:
             self._tell(f"{text}; workers are executed")
 
-    def _hear_of(self, names: Iterable[str]) -> None:
+    def _hear_of(self, lines: Iterable[str]) -> None:
         """Note modules that a worker imports."""
-        for name in names:
-            if name not in self._learnt and name.isidentifier() and name.isascii() and len(self._learnt) < forkserver.MOST_NAMES:
-                self._learnt[name] = None
+        for line in lines:
+            if (found := TOLD.fullmatch(line)) and found[1] not in self._learnt and len(self._learnt) < forkserver.MOST_NAMES:
+                self._learnt[found[1]] = found[2]
                 self._learn_at = clock.now() + LEARN_AFTER
 
     def _forget(self, job: socket.socket) -> None:

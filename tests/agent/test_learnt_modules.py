@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun import clock
+from elastirun.agent.processes import forkserver
 from elastirun.agent.processes.parked_forks import AUTO, LEARN_AFTER
 from tests.agent.test_parked_forks import HOW, Agent, agent, parked
 
@@ -120,6 +121,42 @@ def test_a_new_server_learns_again(agent: Agent) -> None:
     forks.tick(clock.now() + 2 * LEARN_AFTER)
     agent.turn(lambda: forks._server is not None and not forks._server.learning)
     assert has(agent, "heavy") == [True]
+
+
+@pytest.mark.parametrize("before", ["os.environ['MODE'] = 'of the script'", "del os.environ['MODE']"])
+def test_a_module_before_whose_import_the_script_changes_a_variable_is_not_learnt(agent: Agent, before: str) -> None:
+    for name in ("first", "heavy"):
+        installed(agent, name, SLOW)
+    agent.spec = replace(agent.spec, env={**agent.spec.env, "MODE": "of the job"})
+    own = "os.environ['RANK'] = '9'\nos.environ.pop('LOCAL_RANK', None)"  # variables of a worker make no difference
+    learn(agent, f"import first, os\n{own}\n{before}\nimport heavy", "first", "heavy")
+    assert len(agent.said) == 2 and "heavy is not imported: environment variables were changed before its import" in agent.said[0]
+    assert has(agent, "first", "heavy") == [True, False]
+
+
+def test_a_module_that_changes_a_variable_itself_does_so_for_those_that_follow(agent: Agent) -> None:
+    installed(agent, "sets", f"{SLOW}import os\nos.environ['MODE'] = 'of the module'")
+    installed(agent, "heavy", SLOW)
+    learn(agent, "import sets\nimport heavy", "sets", "heavy")
+    found = agent.output(f"{HOW}import os, sys\nprint('sets' in sys.modules, 'heavy' in sys.modules, os.environ['MODE'])")
+    assert found.split() == ["forked", "True", "True", "of", "the", "module"]
+
+
+def test_nothing_is_learnt_of_a_script_that_changes_sys_path(agent: Agent) -> None:
+    for name in ("first", "vendored"):
+        installed(agent, name, SLOW)
+    (agent.folder / "other").mkdir()
+    (agent.folder / "other" / "vendored.py").write_text("mine = True")
+    learn(agent, f"import first, sys\nsys.path.insert(0, {str(agent.folder / 'other')!r})\nimport vendored\nassert vendored.mine", "first")
+    assert has(agent, "first", "vendored") == [True, False]
+
+
+def test_what_a_worker_tells_is_not_trusted(agent: Agent) -> None:
+    forks = agent.start(AUTO)
+    forks._hear_of(["+a b", "+a", "a 1", "+a.b 1", "+" + "x" * 200 + " 1", "+os;exit 1", "+é 1", "+c 99999999999"])
+    assert forks._learnt == {"a.b": "1"}
+    forks._hear_of(f"+m{i} 1" for i in range(1000))
+    assert len(forks._learnt) == forkserver.MOST_NAMES
 
 
 def test_a_script_that_closes_all_descriptors_gets_no_names_into_its_sockets(agent: Agent) -> None:

@@ -274,8 +274,18 @@ MUTANTS = (
     ),
     mutant(
         "what is looked for and not imported is not learnt",
-        *("processes/forkserver", "if new and sys._getframe(2).f_code.co_name == IMPORTS:", "if new:"),
+        *("processes/forkserver", " and sys._getframe(2).f_code.co_name == IMPORTS:", ":"),
         *("learnt_modules", "a_module_that_is_looked_for_and_not_imported_is_not_learnt"),
+    ),
+    mutant(
+        "what the script has set a variable for is not learnt",
+        *("processes/forkserver", "if digest != environment_digest():", "if False:"),
+        *("learnt_modules", "a_module_before_whose_import_the_script_changes_a_variable_is_not_learnt"),
+    ),
+    mutant(
+        "what may come from another folder is not learnt",
+        *("processes/forkserver", "if new and sys.path == self._path", "if new"),
+        *("learnt_modules", "nothing_is_learnt_of_a_script_that_changes_sys_path"),
     ),
     mutant(
         "modules beside the script are not learnt",

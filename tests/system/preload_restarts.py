@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastirun.agent.processes import proc
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import PATIENCE, Cluster, cluster
 from tests.support.tries import unless
 from tests.system.preload_kills import TAG, everything, role, wait
 
@@ -100,7 +100,7 @@ def restart(nodes: Cluster, restarts: int, modules: str, every: int) -> tuple[li
     samples = []
     for number in range(every, restarts + 2, every):
         began = time.monotonic()
-        workers = nodes.round(WORKERS, after=number - 1)
+        workers = nodes.round(WORKERS, after=number - 1, timeout=PATIENCE + every)  # a second for each round
         samples.append(look(number, tag, agent.pid))
         print(f"{time.monotonic() - began:.1f} s {samples[-1]}", flush=True)
         for worker in workers:

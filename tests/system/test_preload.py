@@ -151,7 +151,7 @@ def test_what_workers_import_is_there_before_a_restart(nodes: Cluster) -> None:
     installed.mkdir()
     (installed / "heavy.py").write_text("import time\ntime.sleep(0.2)\n")
     reports = nodes.script.read_text()
-    nodes.script.write_text(f"import os, sys\nos.environ['HAD'] = str('heavy' in sys.modules)\nimport heavy\n{reports}")
+    nodes.script.write_text(f"import os, sys\nhad = 'heavy' in sys.modules\nimport heavy\nos.environ['HAD'] = str(had)\n{reports}")
     nodes.env["PYTHONPATH"] = str(installed)
     agent = nodes.launch(1, "--preload=auto", "--nproc-per-node=2", "--max-restarts=1", str(nodes.script))
     first = nodes.round(2)
