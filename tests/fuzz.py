@@ -292,6 +292,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "needles": (parse.needles, ["a,b", ",,", "a,,b,"]),
     "byte_size": (parse.byte_size(1), ["500000", "10M", "2gib", "0"]),
     "choice": (parse.choice("c10d", "static"), ["c10d", "statc", "etcd"]),
+    "port_range": (parse.port_range, ["29600:29699", " 1:65535 ", "7:7", "9:1"]),
     "port_to_serve": (parse.port_to_serve, ["8080", ":0", "127.0.0.1:80", "[::1]:80"]),
     "node_list": (node_list.expand, ["node[01-03,7],gpu-a[1-2]", "n1", "a[1-9][0-9],b[001-999]"]),
 }
