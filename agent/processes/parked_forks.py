@@ -204,13 +204,13 @@ class ParkedForks:
             self._learn_at = clock.now() + LEARN_AFTER if self._learnt else math.inf
             self._park()
 
-    def _on_learnt(self, server: _Server, learnt: list[str], left_out: Mapping[str, str], in_vain: bool) -> None:
-        """Replace the parked forks by those of a server that has learnt modules. ``in_vain``: these have spoilt it."""
+    def _on_learnt(self, server: _Server, learnt: list[str], left_out: Mapping[str, str], spoilt: bool) -> None:
+        """Replace the parked forks by those of a server that has learnt modules. ``spoilt``: it is of no use with them."""
         for module, why in left_out.items():
             self._tell(f"{module} is not imported: {why}")
-        if in_vain:
+        if spoilt:
             self._learns = False
-            self._tell(f"importing {learnt[-1]} was in vain; modules that the workers import are not tried any more")
+            self._tell(f"importing {learnt[-1]} went otherwise than on trial; modules that the workers import are not tried any more")
             self._drop()
             self._start()
             return
@@ -336,8 +336,9 @@ class ParkedForks:
             text = job.recv(1 << 16).decode(errors="replace")
         except OSError:
             text = ""
-        if text.startswith("+") and self._learns:
-            self._hear_of(text.splitlines())
+        if text.startswith("+"):
+            if self._learns:
+                self._hear_of(text.splitlines())
             return
         self._forget(job)
         if text:

@@ -35,7 +35,7 @@ def learn(agent: Agent, code: str, *names: str) -> None:
     parked(agent)
     assert clock.now() < forks.tick(clock.now()) < math.inf, "a worker may be about to import more"
     assert forks.tick(clock.now() + LEARN_AFTER) == math.inf
-    agent.turn(lambda: forks._server is not None and not forks._server.learning)
+    agent.turn(lambda: forks._server is None or not forks._server.learning)
 
 
 def has(agent: Agent, *names: str) -> list[bool]:
@@ -157,6 +157,22 @@ def test_what_a_worker_tells_is_not_trusted(agent: Agent) -> None:
     assert forks._learnt == {"a.b": "1"}
     forks._hear_of(f"+m{i} 1" for i in range(1000))
     assert len(forks._learnt) == forkserver.MOST_NAMES
+
+
+def test_a_module_that_does_other_things_than_on_trial_ends_the_learning(agent: Agent) -> None:
+    count = agent.folder / "count"
+    again = f"import threading\nwith open({str(count)!r}, 'a') as file:\n    file.write('x')\nif open({str(count)!r}).read() == 'xxx':\n"
+    installed(agent, "odd", f"{SLOW}{again}    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()")
+    installed(agent, "heavy", SLOW)
+    learn(agent, "import odd", "odd")
+    assert agent.said == ["--preload: importing odd went otherwise than on trial; modules that the workers import are not tried any more"]
+    forks = agent.forks
+    assert forks
+    forks._modules = ("json.tool",)
+    forks.refill()
+    agent.turn(lambda: not forks.loading)
+    assert has(agent, "odd", "json.tool") == [False, True]
+    assert forks.tick(clock.now() + 2 * LEARN_AFTER) == math.inf and len(agent.said) == 1
 
 
 def test_a_script_that_closes_all_descriptors_gets_no_names_into_its_sockets(agent: Agent) -> None:
