@@ -20,7 +20,7 @@ from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
-from elastirun.agent.processes.death_notice import Notice
+from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_standbys
 from elastirun.agent.processes.parked_forks import ParkedForks
 from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.processes.process_tree import ProcessTree
@@ -72,6 +72,7 @@ class Agent:
         self._signum = 0  # the first signal that the agent got; 0: none
         self._lone = False  # the running round has no other node, and another agent could take this node's place
         self._briefed: object = None  # what the guard was told for the death notice
+        self._notice: Notice | None = None  # ... as it was told
         self._sick = False  # a worker hangs in the kernel and cannot be killed
 
         self._console = Console(self._selector)
@@ -226,14 +227,21 @@ class Agent:
                     self._perform(action)
 
     def _brief_guard(self) -> None:
-        """Tell the guard where to write this agent's death notice, and which round that would be about."""
+        """Tell the guard where to write this agent's death notice, and which round that would be about.
+
+        A store that is served here ends with this agent. Then the notice is a vote, for the standby stores of the others.
+        """
         machine, access = self._session.machine, self._session.access
-        store = None if machine.hosting else access.for_guard  # a store that is served here ends with this agent
-        known = (machine.round_known, store)
+        words = machine.last_words
+        vote = words[1] if words else None
+        store = None if machine.hosting else access.for_guard(machine.place)
+        known = (machine.round_known, store, vote)
         if known != self._briefed:
-            self._briefed = known
-            notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.round_known) if store else None
-            self._tree.write_notice_with(notice.encode() if notice else b"")
+            self._briefed, self._notice = known, None
+            if store or vote:
+                spelled = encode_vote(vote, self._config.token) if vote else ""
+                self._notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.round_known, spelled)
+            self._tree.write_notice_with(self._notice.encode() if self._notice else b"")
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -378,7 +386,8 @@ class Agent:
 
     def _end(self, finish: Finish) -> int:
         """Say how it ended. Returns the exit code."""
-        self._tree.write_notice_with(b"")  # this node has left, so nobody waits for it
+        if not (self._notice and self._notice.vote):
+            self._tree.write_notice_with(b"")  # this node has left, so nobody waits for it
         self._memory.close()  # this node runs no further round, but its agent may stay for other jobs
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         config, record, row = self._config, self._session.machine.record, self._session.machine.row
@@ -390,9 +399,18 @@ class Agent:
         ended.tell(config, self._console, self._logs, self._node.environ.get("TORCHELASTIC_ERROR_FILE"))
         self._logs.disk.drain(END_LIMIT)
         self._console.flush(ending.FLUSH)
-        if self._session.machine.hosting and not config.standalone and not self._signum:
+        if self._session.machine.hosting and self._session.machine.place is None and not config.standalone and not self._signum:
             ending.stay_for_other_jobs(self._session, config.run_id, self._pause, self._console)
+        if self._notice and self._notice.vote:
+            self._hand_over(self._notice)
         return code
+
+    def _hand_over(self, notice: Notice) -> None:
+        """End the store that is served here, which other nodes still need, and tell their standby stores. Else the guard tells them."""
+        self._session.close()
+        self._session.access.end_store()
+        if tell_standbys(notice, set()):
+            self._tree.write_notice_with(b"")
 
     def _pause(self, seconds: float) -> bool:
         """Wait for signals and output. Returns whether the agent was signalled."""

@@ -118,7 +118,7 @@ def wait_for_left_running(
 def stay_for_other_jobs(session: Session, job: str, pause: Callable[[float], bool], console: Console) -> None:
     """Keep the store up that this agent hosts while other jobs use it. ``pause`` waits for some seconds; True ends the wait."""
     try:
-        shared_store.wait_for_other_jobs(session.access.connect(), job, pause, console.say)
+        shared_store.wait_for_other_jobs(session.access.connect(None), job, pause, console.say)
     except StoreError as error:
         console.say(f"cannot look whether other jobs need this store: {error}")
     console.flush(FLUSH)

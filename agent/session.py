@@ -19,7 +19,7 @@ from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.rendezvous.actions import Action, Reconnect, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Event, Leave, Reachable, StoodStill, Synced, Tick
+from elastirun.rendezvous.events import Event, FoundAtStart, Leave, Reachable, StoodStill, Synced, Tick
 from elastirun.rendezvous.exchanges import Exchanges
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import NodeRow, Status
@@ -130,8 +130,11 @@ class Session:
         reachable: list[Action] = []
         if isinstance(event, Synced) and self.worker_store is None:  # the route to the store is known, and with it our address
             self.worker_store = self.access.worker_store(self._worker_store_failed)
-            reachable = self.machine.step(Reachable(event.now, self.access.node_address.address, self.worker_store.port))
-        return reachable + self.machine.step(event)
+            reachable = self.machine.step(self._reachable(event.now, self.access.node_address.address, self.worker_store))
+        actions = reachable + self.machine.step(event)
+        if isinstance(event, Synced):
+            self.access.forward(self.machine.forward, lambda record: self.post(FoundAtStart(self._now(), record)))
+        return actions
 
     def carry_out(self, action: Action) -> bool:
         """Perform what concerns the store. False for anything else, which is the caller's business."""
@@ -147,7 +150,10 @@ class Session:
         """Serve the workers' store of the round that has just started, on node rank 0. Raises StartError when that is impossible."""
         assert self.worker_store is not None
         self.worker_store.serve()
-        self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))
+        self.post(self._reachable(self._now(), self.machine.row.address, self.worker_store))
+
+    def _reachable(self, now: float, address: str, worker_store: WorkerStore | RendezvousStoreForWorkers) -> Reachable:
+        return Reachable(now, address, worker_store.port, self.access.standby_port)
 
     def _with_clearing(self, sync: Sync) -> Sync:
         """Let ``sync`` clear the store first where workers use it and node rank 0 is about to say that it is ready for a round."""

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
@@ -18,22 +19,25 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.agent import shared_store
+from elastirun.agent.forwarding import Forwarding
 from elastirun.agent.host import net
 from elastirun.agent.host.listening import EVERYWHERE
 from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import StartError, StoreError
-from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.records import NodeRow
+from elastirun.rendezvous.codec import Codec, clip
+from elastirun.rendezvous.records import NodeRow, Place, RoundRecord
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores import tcp, torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.sync import SyncProtocol
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
+STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and to answer; the next one in line may take over meanwhile
 
 
 def new_row(config: LaunchConfig) -> NodeRow:
@@ -55,6 +59,7 @@ def rules(config: LaunchConfig, access: StoreAccess) -> Rules:
         private=config.standalone,
         lasting=access.outlives_job,
         hosted=config.endpoint is not None and not access.outlives_job,
+        succession=config.succession,
         new_store_id=secrets.token_hex(8),
         **vars(config.timing),
     )
@@ -91,6 +96,7 @@ class StoreAccess:
 
     outlives_job = False  # the store, with the keys of the job, is still there when all nodes of the job have ended
     exchange_limit = EXCHANGE_LIMIT  # seconds for one exchange with the store
+    standby_port = 0  # of the standby store that this agent serves; 0: it serves none
 
     def __init__(self, config: LaunchConfig) -> None:
         self.config = config
@@ -102,11 +108,21 @@ class StoreAccess:
         self._address: NodeAddress | None = None
         self._worker_socket: socket.socket | None = None  # listens where the workers of a job of one node were told to meet
         self._host_failed: tuple[float, str] | None = None  # since when and why this node cannot serve the store, which it should
-        self.for_guard: dict[str, Any] | None = None  # how to open the store when this agent has died (death_notice.py); None: not at all
+        self._for_guard: dict[str, Any] | None = None
 
-    def connect(self) -> Store:
-        """Open the store. Errors: ``StoreError``."""
+    def connect(self, at: Place | None) -> Store:
+        """Open the standby store ``at``; None: the store that the job was started with. Errors: ``StoreError``."""
         raise NotImplementedError
+
+    def for_guard(self, at: Place | None) -> dict[str, Any] | None:
+        """Return how the guard opens the store ``at`` when this agent has died (death_notice.py); None: not at all."""
+        return {"kind": "tcp", "address": at.address, "port": at.port} if at else self._for_guard
+
+    def forward(self, place: Place | None, found: Callable[[RoundRecord], None]) -> None:
+        """Say where the job was started, from now on, that its store is at ``place``; None: say nothing. ``found``: see ``Forwarding``."""
+
+    def end_store(self) -> None:
+        """End the store that this agent serves, if it does."""
 
     def close(self) -> None:
         if self.private_etcd:
@@ -160,7 +176,7 @@ class MemoryAccess(StoreAccess):
         super().__init__(config)
         self._data: dict[str, bytes] = {}
 
-    def connect(self) -> Store:
+    def connect(self, at: Place | None) -> Store:
         if self.config.endpoint is not None and self._worker_socket is None:
             try:
                 self._worker_socket = net.open_local_socket(self.config.endpoint, self.config.endpoint_option)
@@ -176,7 +192,7 @@ class MemoryAccess(StoreAccess):
 
 
 class EndpointAccess(StoreAccess):
-    """A TCPStore at ``endpoint``, which the agent on that machine serves."""
+    """A TCPStore at ``endpoint``, which the agent on that machine serves, or the standby store that has taken over from it."""
 
     def __init__(self, config: LaunchConfig, endpoint: Endpoint) -> None:
         super().__init__(config)
@@ -184,12 +200,62 @@ class EndpointAccess(StoreAccess):
         self._own_names, self._own_addresses = net.own_names()
         self._known: tuple[str, ...] = ()  # the endpoint's addresses by the last lookup that found any; a later one may fail
         self._served_at = ""  # the address on which this agent serves the store; empty for every interface
-        self._open = tcp.connector(self._open_socket, self._reach)
+        self._served: list[tcp.ServedStore] = []  # at the endpoint
+        self._standby: tcp.ServedStore | None = None
+        self._forwarding: Forwarding | None = None
+        self._one_serves = threading.Lock()  # an abandoned attempt to connect may still run in its thread
+        self._open = tcp.connector(self._open_socket, self._reach, self._served)
 
-    def connect(self) -> Store:
+    def connect(self, at: Place | None) -> Store:
+        if at is not None:
+            return self._open_standby(at)
         store = self._open()
         self._register(store)
+        if self.config.succession:
+            self._serve_standby()
         return store
+
+    def forward(self, place: Place | None, found: Callable[[RoundRecord], None]) -> None:
+        if place is not None and self._forwarding is None:
+            protocol = SyncProtocol(self.key_prefix, "", Codec(self.config.token), clock.now)
+            self._forwarding = Forwarding(self._endpoint, protocol, found)
+        if self._forwarding is not None:
+            self._forwarding.place = place
+
+    def close(self) -> None:
+        if self._forwarding is not None:
+            self._forwarding.close()
+        super().close()
+
+    def end_store(self) -> None:
+        for store in (*self._served, *filter(None, [self._standby])):
+            store.close()
+
+    def _serve_standby(self) -> None:
+        """Serve an empty store, once, which takes over when the store's host has died."""
+        with self._one_serves:
+            if self._standby is not None:
+                return
+            try:
+                listening = net.listen_on(self.node_address.number, self.config.port_range)
+            except StartError as error:
+                raise StoreError(str(error)) from None
+            if net.listens_everywhere(listening):
+                self.notices.append(f"warning: the standby store {_EVERYWHERE}: {self.node_address.address} is no address of this machine")
+            self._standby = tcp.ServedStore(listening)
+            self.standby_port = self._standby.port
+
+    def _open_standby(self, at: Place) -> Store:
+        """Open the standby store ``at``, which may be this agent's own. Fails soon where nothing listens, or nothing answers."""
+        if self._standby is not None and (at.address, at.port) == (self.node_address.address, self._standby.port):
+            return self._standby.connect()
+        why = net.probe(at.address, at.port, STANDBY_LIMIT)
+        for address in () if why else net.resolve(at.address):
+            foreign = net.who_answers(address, at.port, STANDBY_LIMIT)
+            if foreign is None:
+                return tcp.TcpStore(address, at.port)
+            why = f"what listens there {foreign}"
+        raise StoreError(f"the standby store at {Endpoint(at.address, at.port)}: {why or 'the name does not resolve'}")
 
     def _reach(self) -> tuple[str, int]:
         """Return address and port of a TCPStore that answers at the endpoint. Errors: ``StoreError``."""
@@ -202,7 +268,7 @@ class EndpointAccess(StoreAccess):
                     raise StoreError(f"what listens at {endpoint} {foreign}")
                 net.shorten_name_timeouts()
                 self._reached = (address, endpoint.port)
-                self.for_guard = {"kind": "tcp", "address": address, "port": endpoint.port}
+                self._for_guard = {"kind": "tcp", "address": address, "port": endpoint.port}
                 return self._reached
         why = next(iter(whys.values()), None) or "the name does not resolve"
         if self._reached:
@@ -259,10 +325,10 @@ class EtcdAccess(StoreAccess):
         if not self.private_etcd:
             path = [os.path.abspath(folder) for folder in sys.path]
             more = {"prefix": etcd.prefix, "expire": config.timing.expire, "path": path}
-            self.for_guard = {"kind": "etcd", "endpoints": self._names, "access": vars(access.anywhere()), **more}
+            self._for_guard = {"kind": "etcd", "endpoints": self._names, "access": vars(access.anywhere()), **more}
         self.key_prefix = self.key_prefix.removeprefix(shared_store.JOBS)  # there is no list of jobs; etcd.prefix comes before it
 
-    def connect(self) -> Store:
+    def connect(self, at: Place | None) -> Store:
         if self.private_etcd:
             self.private_etcd.check()
         made = self._open()

@@ -146,7 +146,7 @@ class Elastirun:
         connect = self._connector(plan.endpoint, tally)
         ready = [connect()]
         protocol = SyncProtocol("job/", row.id, self.codec, time.monotonic)
-        driver = StoreThread(lambda: ready.pop() if ready else connect(), protocol, self.limit)
+        driver = StoreThread(lambda at: ready.pop() if ready else connect(), protocol, self.limit)
         node = Node(index, Machine(replace(rules(plan.nodes, index), lasting=self.lasting), row, time.monotonic()), driver, tally)
         self._selector.register(driver, selectors.EVENT_READ, node)
         return node

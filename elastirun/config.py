@@ -105,6 +105,7 @@ class RendezvousConfig:
     meet_at_endpoint: bool = False  # the workers' MASTER_PORT is the endpoint's port, as with torchrun's static backend
     fixed_ranks: bool = False  # the static backend: node rank r is the node that was started with --node-rank r
     node_rank: int | None = None  # the rank with fixed_ranks, else a preference
+    succession: bool = False  # another node takes over the store when its host has provably died
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from elastirun.rendezvous.records import Closed, NodeRow, RoundRecord
+from elastirun.rendezvous.records import Closed, NodeRow, Place, RoundRecord, Vote
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Sync:
 
     ``keep_alive``: renew the lease of this node's row; only in a store that has leases.
     ``fresh``: clear the store of all keys but the agents' before the row is written.
+    ``at``: the standby store that this is about; None: the store that the job was started with.
+    ``vote``: write this before the row. ``voters``: the nodes whose votes are read, if there is no round record.
     The answer is exactly one ``Synced`` or ``SyncFailed``; there is never a second exchange beside one under way.
     """
 
@@ -38,6 +40,9 @@ class Sync:
     rows: tuple[str, ...] | None = None
     fresh: bool = False
     keep_alive: bool = False
+    at: Place | None = None
+    vote: Vote | None = None
+    voters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from typing import Any, TypeVar
 
 from elastirun.errors import BadRecord, BadSignature
 
-FORMAT = 2  # raised when a field is added or changes its meaning
+FORMAT = 3  # raised when a field is added or changes its meaning
 MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
 MAX_TEXT = 1024  # characters of any one string; enough for a line of stderr or a reason
 MAX_ITEMS = 16_384  # entries of any one list; more than the nodes of any job
 MAX_INT = 2**53  # what every JSON implementation can hold
-RANGES = {"slots": range(1, 4097), "port": range(1 << 16)}  # of fields whose value becomes a number of workers or a port
+PORTS = range(1 << 16)
+RANGES = {"slots": range(1, 4097), "port": PORTS, "standby": PORTS}  # of fields whose value becomes a number of workers or a port
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord, Vote
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Synced(Event):
     hosting: bool = False  # this agent hosts the store
     ignored: tuple[str, ...] = field(default=())  # what was unreadable, and why
     kept_alive: bool = False  # the lease of this node's row was renewed, and the row is there
+    votes: tuple[Vote, ...] = ()  # those that were asked for and are there
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,13 @@ class WorkersStopped(Event):
 
 
 @dataclass(frozen=True)
+class FoundAtStart(Event):
+    """The round record of a store that appeared where the job was started, after this node had said there that the store has moved here."""
+
+    round: RoundRecord | None
+
+
+@dataclass(frozen=True)
 class Leave(Event):
     """A request that this node leaves, usually from a signal."""
 
@@ -84,7 +92,8 @@ class StoodStill(Event):
 
 @dataclass(frozen=True)
 class Reachable(Event):
-    """The address by which other nodes reach this one, and a port held for the workers' store, are known or have changed."""
+    """The address by which other nodes reach this one, a port held for the workers' store, and the port of the standby store (0: none)."""
 
     address: str
     port: int
+    standby: int = 0

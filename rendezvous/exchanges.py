@@ -15,6 +15,7 @@ from elastirun.errors import ElastirunError, StoreRefused, UnreadableRound
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Synced, SyncFailed
+from elastirun.rendezvous.records import Place
 from elastirun.rendezvous.sync import SyncProtocol
 
 CONNECT_LIMIT = 20.0  # seconds to connect; names are resolved, torch is imported, the store is served in that time
@@ -29,6 +30,7 @@ class Connection:
 
     protocol: SyncProtocol
     answers: deque[Answer] = field(default_factory=deque)
+    at: Place | None = None  # the store that it leads to, see ``Sync.at``
     connected: bool = False
     deadline: float | None = None  # of the exchange under way, or of the connection that is being made for it
 
@@ -65,6 +67,9 @@ class Exchanges(Generic[C]):
         raise NotImplementedError
 
     def submit(self, sync: Sync) -> None:
+        if sync.at != self._connection.at:
+            self.reconnect()
+            self._connection.at = sync.at
         self._pending = True
         self._execute(self._connection, sync)
 
@@ -97,7 +102,9 @@ class Exchanges(Generic[C]):
     def reconnect(self) -> None:
         """Abandon the connection, so that the next exchange uses a fresh one."""
         self._abandon(self._connection)
+        at = self._connection.at
         self._connection = self._new(self._connection.protocol.fresh())
+        self._connection.at = at
 
     def close(self) -> None:
         """Close the connection once its exchange is done."""

@@ -13,6 +13,7 @@ from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, pause_before,
 from elastirun.rendezvous.updates import break_up, count_failure, count_loss
 from elastirun.rendezvous.view import View
 
+LOOK_BACK = 1.0  # seconds; a store that has taken over from this one says so within 0.3 s to whoever serves an empty one in its place
 MOST_NAMES = 3  # nodes that one line names; such a line is repeated every 10 s
 
 
@@ -70,6 +71,8 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
         until = unchanged_since + rules.last_call
         reason = f"{len(chosen)} of at most {rules.max_nodes} nodes joined ({names(chosen)}); last call for more"
         return Forming(None, reason, check_again=until)
+    if first and rules.succession and now < over_since + LOOK_BACK:
+        return Forming(None, "listening for this job elsewhere", check_again=over_since + LOOK_BACK)
     following = replace(
         record,
         version=record.version + 1,
@@ -77,6 +80,8 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
         members=tuple(member(row) for row in chosen),
         reason=_why(record, lost, causes),
         broken=None,
+        moved=None,
+        host=next((row.id for row in chosen if row.hosts), ""),
     )
     return Forming(following, following.reason, leader=chosen[0].id)
 
@@ -147,10 +152,13 @@ def _without_host(rules: Rules, view: View, ready: list[NodeRow], over_since: fl
 
     Every round includes the store's host, so no round goes on once its store is gone: see docs/decisions/0009.
     """
-    hosts = [row for row in view.rows.values() if row.hosts]
+    record = view.record
+    hosts = [row for row in view.rows.values() if row.hosts and not (record.term and row.id != record.host)]
+    if not hosts and record.term:
+        return Forming(None, "waiting for the node that has taken over the store")
     if not hosts:
         until = over_since + rules.expire
-        first = rules.hosted and not rules.private and view.record.round == 0
+        first = rules.hosted and not rules.private and record.round == 0
         return Forming(None, "waiting for the node that hosts the store", check_again=until) if first and view.now < until else None
     if any(row in ready for row in hosts):
         return None

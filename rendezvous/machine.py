@@ -20,8 +20,9 @@ from elastirun.rendezvous.own_row import OwnRow
 from elastirun.rendezvous.polling import PollPlan, Schedule
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.ranks import own_rank
-from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.succession import Moves, another_run, lost_host, standbys
 from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER, RECONNECT_SPREAD
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
@@ -61,6 +62,7 @@ class Machine:
         self._outcome: tuple[Outcome, str] | None = None  # how this node ends, and why
         self._hurried = 0  # the round whose workers were told to stop at once
         self._waiting = Wait(now)  # for a round, or for the end of the goodbye
+        self._moves = Moves(row.id, rules.succession)
 
     @property
     def state(self) -> Status:
@@ -76,6 +78,23 @@ class Machine:
     def round_known(self) -> tuple[int, float]:
         """The number of the round in the store (0: none), and since when this node has known it, seconds of this node's clock."""
         return self.record.round if self.record else 0, self._same.round.since
+
+    @property
+    def last_words(self) -> tuple[tuple[Place, ...], Vote] | None:
+        """The word of this node's guard to the standby stores when this agent has died; None: this agent hosts no store that could move."""
+        vote = self._moves.notice(self.record) if self.hosting else None
+        places = tuple(p for p in standbys(self.record) if p.id != self.row.id)
+        return (places, vote) if vote is not None and places else None
+
+    @property
+    def place(self) -> Place | None:
+        """The place of the store in use; None: where the job was started."""
+        return self._moves.at
+
+    @property
+    def forward(self) -> Place | None:
+        """The place to be written into a store that appears where the job was started; None: this node has not taken over the store."""
+        return self._moves.forward(self.record)
 
     @property
     def _now(self) -> float:
@@ -100,7 +119,7 @@ class Machine:
         before: object = None
         while before != (self.state, self._outcome) and not self.finished:
             before = (self.state, self._outcome)
-            self._wanted = self._change_to_own_round()
+            self._wanted = self._take_over() or self._change_to_own_round()
             self._check_store_grace()
             self._DECIDE[self.state](self)
         self._sync_if_due()
@@ -110,8 +129,12 @@ class Machine:
         self._schedule.urgent = True
 
     def _on_reachable(self, event: events.Reachable) -> None:
-        self.row = replace(self.row, address=event.address, port=event.port)
+        self.row = replace(self.row, address=event.address, port=event.port, standby=event.standby or self.row.standby)
         self._schedule.urgent = True
+
+    def _on_found_at_start(self, event: events.FoundAtStart) -> None:
+        if self.record is not None and (why := another_run(event.round, self.record)):
+            self._end(Outcome.STORE_LOST, why)
 
     def _on_leave(self, event: events.Leave) -> None:
         self._end(Outcome.LEFT, event.reason)
@@ -129,6 +152,16 @@ class Machine:
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
 
     def _on_synced(self, event: events.Synced) -> None:
+        if self._schedule.asked.at != self._moves.at:
+            self._on_looked(event)
+            return
+        if self.record and not self._moves.undecided and (why := rules.another_store(self.record, event.round)):
+            if self._moves.places(self.record) and (event.round is None or event.round.round == 0):
+                self._on_sync_failed(events.SyncFailed(event.now, why))  # its host is gone, and a standby store may take over
+                return
+        if (place := self._moves.is_sent(event.round, event.now)) is not None:
+            self._follow(place)
+            return
         if event.round is not None and (lie := rules.untrue(self.rules, event.round, self.row)):
             self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {lie}"))
             return
@@ -139,14 +172,15 @@ class Machine:
         rows, old = self._newest.without_old(event.rows, self.row.id)
         self._actions += map(Say, self._waiting.ignored([*event.ignored, *old], event.now))
         found, all_rows = event.round, self._schedule.asked.rows is None
-        if self.record is not None and (why := rules.another_store(self.record, found)):
+        self._moves.answered(self._schedule.asked, event)
+        if self.record is not None and not self._moves.undecided and (why := rules.another_store(self.record, found)):
             self._end(Outcome.STORE_LOST, why)
             return
         self._earlier = found if found and not self.record and earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None
         if self._earlier is not None and not self.rules.lasting:
             self._wait_for_another_store(self._earlier)
             return
-        self._adopt(found if self._earlier is None else None)
+        self._adopt(self.record if self._moves.undecided else found if self._earlier is None else None)
         self._own = self._own.read(event, self._schedule.asked, self.rules.lasting)
         self._schedule.urgent = self._schedule.urgent or self._own.doubts in (1, 2)  # at once, but not again and again
         self.rows = rows
@@ -185,6 +219,50 @@ class Machine:
             when = when if self._plan.sees_all or not self._may_have_lost_more() else event.now  # start now to watch the other rows, too
             self._schedule.due = min(self._schedule.due, max(when, event.now) + JUST_AFTER)
 
+    def _on_looked(self, event: events.Synced) -> None:
+        """Take in what a standby store says while the store in use is lost. Give up the store in use if the other one takes over."""
+        self._schedule.under_way = False
+        place, record = self._schedule.asked.at, self.record
+        assert record is not None
+        if place is None:
+            if why := self._moves.heard_from_start(event, record):
+                self._end(Outcome.STORE_LOST, why)
+        elif self._moves.should_follow(place, event, record, self.rules.expire):
+            self._move(place, record, decided=event.round is not None)
+
+    def _move(self, place: Place, record: RoundRecord, decided: bool) -> None:
+        """Give up the store in use for the standby store ``place``. The round is over here: its host has died."""
+        self._moves.move(place, record, self.rows.values(), decided, self._now)
+        reason = lost_host(record)
+        if record.open:
+            self.record = replace(record, broken=Broken(Cause.LOST, reason, self.row.id, (record.host,), over=True))
+        self._say(f"{reason}; the store moves to {place.address}")
+        self._begin_at(place)
+
+    def _follow(self, place: Place) -> None:
+        """Join the job where its store is now. No round has formed in the store that this node has found."""
+        self._schedule.under_way = False
+        self.record = None
+        self._moves.at = place
+        self._say(f"the store of this job has moved to {place.address}")
+        self._begin_at(place)
+
+    def _begin_at(self, place: Place) -> None:
+        """Begin anew in another store: nothing is known of its rows, and nothing of this node is there."""
+        self.row = replace(self.row, hosts=place.id == self.row.id)
+        self.rows = {}
+        self._own = replace(self._own, stored=None)
+        self._live = Liveness(self.rules.expire)
+        self._same = SameSince(self._now)
+        self._plan = PollPlan(self.rules, self.row.id, self._now)
+        self._contact = self._contact.answered(self._now, self._now)
+        self._schedule.urgent = True
+
+    def _take_over(self) -> Change | None:
+        """Return the write that makes the standby store of this node the one in use; None: there is no reason to."""
+        record = self._moves.take_over(self.rows.values())
+        return Change(None, record) if record is not None else None
+
     def _wait_for_another_store(self, record: RoundRecord) -> None:
         """Drop the connection to the store of a job that is over: its host is about to go, and that of the next run to come."""
         verdict = record.closed.verdict.value if record.closed else ""
@@ -195,8 +273,14 @@ class Machine:
 
     def _on_sync_failed(self, event: events.SyncFailed) -> None:
         self._schedule.under_way = False
+        if (place := self._schedule.asked.at) != self._moves.at:
+            self._moves.unanswered(place, event.now)
+            return
         self._contact = self._contact.failed(event.now, event.why, event.unreadable and self.record is None)
         self._schedule.due = self._contact.retry_at(event.now, self.rules.beat, self.rules.store_grace)
+        if self._moves.at is not None and self.record is None and event.now - (self._contact.last or 0.0) >= self.rules.expire:
+            self._moves.turn_back(event.now + 2 * self.rules.expire)
+            self._contact = Contact()
         if event.refused and self._contact.last is None:
             self._end(Outcome.TIMEOUT, event.why)
         since = self._contact.unreadable_since
@@ -229,6 +313,7 @@ class Machine:
         events.StoodStill: _on_stood_still,
         events.Changed: _on_changed,
         events.Reachable: _on_reachable,
+        events.FoundAtStart: _on_found_at_start,
         events.Leave: _on_leave,
         events.Close: _on_close,
         events.WorkersSucceeded: _on_succeeded,
@@ -246,6 +331,9 @@ class Machine:
         if self._outcome is not None:
             self._go(Trigger.ENDED, note=clip(self._outcome[1]))
             return
+        if self._moves.undecided:
+            self._wait("the host of the rendezvous store was lost; waiting until more than half of the others have come")
+            return
         if self._contact.last is None or (self._contact.trouble and not self._formed):
             self._wait(f"waiting for the rendezvous store: {self._contact.trouble or 'connecting'}")
         else:
@@ -259,6 +347,8 @@ class Machine:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
             elif own_rank(record, self.row) is None and self._plan.sees_all:
                 self._wait_beside(record)
+        elif record is None and self._moves.at is not None:
+            self._wait("waiting for the node that is to take over the store")
         elif record is None:
             self._begin_job()
         else:
@@ -456,6 +546,8 @@ class Machine:
     def _check_store_grace(self) -> None:
         """Give up on a store that is away for longer than ``store_grace``; say before that it is away."""
         trouble, last = self._contact.trouble, self._contact.last
+        if self._moves.undecided_since is not None:
+            trouble, last = "too few nodes have come to the store that is to take over", self._moves.undecided_since
         if self._outcome is not None or not trouble or last is None or not self._formed:
             return  # while the job has not begun, the join timeout is a node's limit
         away = self._now - last
@@ -471,19 +563,31 @@ class Machine:
     def _sync_if_due(self) -> None:
         """Ask for the next exchange with the store, or to be woken when it is due."""
         schedule = self._schedule
-        if self.finished or schedule.under_way:
+        if self.finished or schedule.under_way or self._looked_elsewhere():
             return
         change = self._change()
         if not schedule.urgent and change is None and self._now < schedule.due:
             self._wake_at(schedule.due)
             return
-        due = self._now + self._plan.interval(self.state, self.record, self._now - self._waiting.since, self._contact.took)
+        state = JOINING if self._moves.undecided else self.state
+        due = self._now + self._plan.interval(state, self.record, self._now - self._waiting.since, self._contact.took)
         everything = self._earlier is not None or self._may_have_lost_more()
         asked = None if everything else self._plan.rows(self.state, self.record, self._away, self._now, self.hosting)
         put = self._put()
-        sync = Sync(put, change, asked, keep_alive=self.rules.lasting and self._own.introduced)
+        sync = self._moves.complete(Sync(put, change, asked, keep_alive=self.rules.lasting and self._own.introduced), self.record)
         self._schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
         self._actions.append(sync)
+
+    def _looked_elsewhere(self) -> bool:
+        """Look at a standby store, if it is time to, while the store in use is lost. Return whether that is what is done now."""
+        lost = bool(self._contact.trouble) and self.state is not LEFT
+        due = self._moves.search(self.record, lost, self.rows.values(), self._now)
+        self._wake_at(due)
+        if due is None or self.record is None or self._now < due:
+            return False
+        self._schedule.under_way, self._schedule.asked = True, self._moves.look(self.record, self._now, self.rules.beat)
+        self._actions.append(self._schedule.asked)
+        return True
 
     def _change(self) -> Change | None:
         """Return the write of the round record that is due; None before the store was read and while it is in trouble."""

@@ -50,7 +50,7 @@ def choose(previous: Sequence[Member], candidates: Iterable[NodeRow], limit: int
 
 def member(row: NodeRow) -> Member:
     """Return the node of ``row`` as a member of a round."""
-    return Member(row.id, row.name, row.address, row.port, row.slots, row.role)
+    return Member(row.id, row.name, row.address, row.port, row.slots, row.role, row.standby)
 
 
 def own_rank(record: RoundRecord, row: NodeRow) -> int | None:

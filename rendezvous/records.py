@@ -82,6 +82,7 @@ class NodeRow:
     note: str = ""  # why it leaves or drains, for people
     failures: tuple[ExitRecord, ...] = ()  # in the last round of which it was a member
     hosts: bool = False  # its agent serves the store, so every round includes it, see docs/decisions/0009
+    standby: int = 0  # the port of its standby store, which takes over when the store's host has died (docs/decisions/0020); 0: it has none
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Member:
     port: int
     slots: int
     role: str = "default"
+    standby: int = 0  # as in its row
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,15 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A standby store: that of the node ``id``, at ``address``:``port``."""
+
+    id: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
 class RoundRecord:
     """The one agreement, under ``round``. Written by compare-and-set only; ``version`` rises with every write."""
 
@@ -143,6 +154,9 @@ class RoundRecord:
     losses: int = 0  # rounds in a row that lost a node soon after their start
     settings: tuple[str, ...] = ()  # the options that every node must have been started with
     members_digest: str = ""  # in the store only, in place of ``members``: the digest of their ``MemberList``
+    host: str = ""  # id of the node whose agent serves this store; empty: no agent of this job does, or it is not known yet
+    term: int = 0  # times that another node's store has taken over, see succession.py
+    moved: Place | None = None  # where the store of this job is instead, if no round has formed here
 
     @property
     def open(self) -> bool:
@@ -165,3 +179,16 @@ class RoundRecord:
     def fence(self) -> str:
         """The fence token: a checkpoint or a success may be published only while the store still holds this round."""
         return f"{self.store_id}:{self.round}"
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The word that a node, or the guard of a dead agent, brings to a standby store, under ``vote/<id>``. Written once per store.
+
+    ``record`` is the newest round record that the node ``id`` knew. ``gone``: the nodes whose end is proven, because they have left or
+    their guards have told of it; a guard's vote names its own node.
+    """
+
+    id: str
+    record: RoundRecord
+    gone: tuple[str, ...] = ()

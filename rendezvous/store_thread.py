@@ -18,6 +18,7 @@ from elastirun.rendezvous import exchanges
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.events import Changed, SyncFailed
 from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Exchanges
+from elastirun.rendezvous.records import Place
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.sync import SyncProtocol
 
@@ -34,10 +35,10 @@ class Connection(exchanges.Connection):
 
 
 class StoreThread(Exchanges[Connection]):
-    """Runs exchanges with the store that ``connect`` opens; ``connect`` is called in the thread."""
+    """Runs exchanges with the stores that ``connect`` opens, each given by its place (``Sync.at``); it is called in the thread."""
 
     def __init__(
-        self, connect: Callable[[], Store], protocol: SyncProtocol, time_limit: float, connect_limit: float = CONNECT_LIMIT
+        self, connect: Callable[[Place | None], Store], protocol: SyncProtocol, time_limit: float, connect_limit: float = CONNECT_LIMIT
     ) -> None:
         super().__init__(Connection, protocol, clock.now, time_limit, connect_limit)
         self._connect = connect
@@ -93,7 +94,7 @@ class StoreThread(Exchanges[Connection]):
             try:
                 if store is None:
                     connection.connected, connection.deadline = False, clock.now() + self._connect_limit
-                    store = self._connect()
+                    store = self._connect(connection.at)
                     store.watch(connection.protocol.round_key, lambda: self._on_changed(connection))
                 started = clock.now()
                 connection.connected, connection.deadline = True, started + self._time_limit

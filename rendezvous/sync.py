@@ -14,7 +14,7 @@ from elastirun.errors import BadRecord, StoreError, UnreadableRound
 from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Member, MemberList, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.records import Member, MemberList, NodeRow, Place, RoundRecord, Status, Vote
 
 KEPT = "elastirun/"  # prefix of every key of the agents, in a store that workers share
 CLEAR_LIMIT = 1.5  # seconds; half of EXCHANGE_LIMIT, so that an exchange that was given up deletes nothing any more
@@ -49,6 +49,7 @@ class SyncProtocol:
     def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
         self._job = job
         self.round_key = job + "round"
+        self.vote_keys = (f"{job}vote/", f"{job}members/")  # the keys that ``put_vote`` writes begin so
         self._me = me
         self._codec = codec
         self._clock = clock
@@ -72,6 +73,8 @@ class SyncProtocol:
         """Yield the operations of the exchange in the order that ``Sync`` names; return the answer."""
         ignored: list[str] = []
         kept_alive = sync.keep_alive and (yield lambda store: store.keep_alive(self._key(self._me)))
+        if sync.vote is not None:
+            yield from self.put_vote(sync.vote)
         if sync.put is not None:
             yield from self._put_fresh(sync.put) if sync.fresh else self._put_row(sync.put)
         if sync.change is not None:
@@ -82,8 +85,9 @@ class SyncProtocol:
         if everything:
             found = yield lambda store: store.under(self._job + "node/")
         rows = self._parse_rows(found, everything, ignored)
-        row = rows.get(self._me)
-        return Synced(self._clock(), started, record, rows, row, ignored=tuple(ignored[:4]), kept_alive=kept_alive and row is not None)
+        votes = (yield from self._read_votes(sync.voters, ignored)) if record is None and sync.voters else ()
+        row, last = rows.get(self._me), tuple(ignored[:4])
+        return Synced(self._clock(), started, record, rows, row, False, last, kept_alive and row is not None, votes)
 
     def _put_fresh(self, put: Put) -> Steps:
         """Clear the store of keys that are not the agents', then write the row that says that this node is ready.
@@ -117,16 +121,56 @@ class SyncProtocol:
         key, base, record = self.round_key, change.base, change.record
         before = None if base is None else self._short(base)
         if record.members and (base is None or base.members != record.members):
-            digest, data = self._list(record.members)
-            found = yield _put_if(self._members_key(digest), None, data)
-            if found is not None and found != data:
-                yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
+            yield from self._put_members(record.members)
         after = self._short(record)
         value = self._codec.encode(key, after)
         found = yield _put_if(key, None if before is None else self._encode(key, before), value)
         if found == value and before is not None and before.members_digest not in ("", after.members_digest):
             old = self._members_key(before.members_digest)
             yield lambda store: store.delete(old)
+
+    def put_moved(self, place: Place) -> Steps:
+        """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that is there afterwards."""
+        record = yield from self._parse_round((yield _get([self.round_key])).get(self.round_key))
+        if record is None or record.round > 0 or record.moved == place:
+            return record
+        yield from self._put_round(Change(record, replace(record, version=record.version + 1, moved=place)))
+        return (yield from self._parse_round((yield _get([self.round_key])).get(self.round_key)))
+
+    def _put_members(self, members: tuple[Member, ...]) -> Steps:
+        digest, data = self._list(members)
+        found = yield _put_if(self._members_key(digest), None, data)
+        if found is not None and found != data:
+            yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
+
+    def put_vote(self, vote: Vote) -> Steps:
+        """Write the vote over whatever stands there, with its members beside it: a thousand nodes vote for the same round.
+
+        Return whether it stands in the store now.
+        """
+        if vote.record.members:
+            yield from self._put_members(vote.record.members)
+        key = self._vote_key(vote.id)
+        value = self._codec.encode(key, replace(vote, record=self._short(vote.record)))
+        found = yield _put_if(key, None, value)
+        if found is not None and found != value:
+            found = yield _put_if(key, found, value)
+        return found == value
+
+    def _read_votes(self, voters: tuple[str, ...], ignored: list[str]) -> Steps:
+        found = yield _get([self._vote_key(i) for i in voters])
+        votes = []
+        for key, data in found.items():
+            try:
+                vote = self._codec.decode(key, data, Vote)
+                if self._vote_key(vote.id) != key:
+                    raise BadRecord(f"{key}: the vote of another node")
+                members = (yield from self._read_members(vote.record.members_digest)) if vote.record.members_digest else ()
+            except BadRecord as error:
+                ignored.append(clip(str(error), 300))
+                continue
+            votes.append(replace(vote, record=replace(vote.record, members=members, members_digest="")))
+        return tuple(votes)
 
     def _parse_round(self, data: bytes | None) -> Steps:
         newest = self._newest
@@ -135,7 +179,8 @@ class SyncProtocol:
         except BadRecord as error:
             raise UnreadableRound(f"the round record is unreadable: {error}") from None
         try:
-            if record and newest and record.store_id == newest.store_id and record.version < newest.version:
+            old = record and newest and (record.term, record.version) < (newest.term, newest.version)
+            if record and newest and old and record.store_id == newest.store_id:
                 raise StoreError(f"somebody has put back an older round record: version {record.version} after {newest.version}")
             if record is not None and record.members_digest:
                 if self._whole[0] is not record:
@@ -207,6 +252,9 @@ class SyncProtocol:
 
     def _key(self, node_id: str) -> str:
         return f"{self._job}node/{node_id}"
+
+    def _vote_key(self, node_id: str) -> str:
+        return f"{self._job}vote/{node_id}"
 
     def _members_key(self, digest: str) -> str:
         return f"{self._job}members/{digest}"

@@ -60,7 +60,7 @@ NUMBERS += [2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 1.0, 0.1, 1e308, -1e308, 
 TEXTS = ["", "\0", "\n", "\r", "\x1b[2J", "\x7f", "\x85", "\u2028", "\u202e", "\ud800", "\ude00", "\ud83d\ude00", "é", "語", "🎉", "\ufeff"]
 TEXTS += ["__proto__", "__class__", "__reduce__", "null", "NaN", "-Infinity", "x" * MAX_TEXT, "x" * (MAX_TEXT + 1), "n1", "v", "../../x"]
 BYTES = [b"\0", b"\n", b"\r", b'"', b"\\", b"\\u", b"\\ud800", b",", b":", b"{", b"}", b"[", b"]", b"-", b".", b"e", b"0", b"1e999", b"NaN"]
-BYTES += [b"Infinity", b"true", b"null", b"\xff", b"\x80", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b" ", b"\t", b'"v":2,', b"\x1b["]
+BYTES += [b"Infinity", b"true", b"null", b"\xff", b"\x80", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b" ", b"\t", b'"v":3,', b"\x1b["]
 PICKLE = b"cos\nsystem\n(S'touch /dev/null'\ntR."
 
 

@@ -80,12 +80,12 @@ def test_inputs_that_once_broke_the_rule(target: str, given: Any) -> None:
 
 HALF = MAX_BYTES // 2
 WORST = {
-    "empty lists": b'{"v":2,"x":[' + b"[]," * (MAX_BYTES // 3 - 9) + b"0]}",
-    "empty objects": b'{"v":2,"x":[' + b"{}," * (MAX_BYTES // 3 - 9) + b"0]}",
-    "numbers": b'{"v":2,"x":[' + b"1," * (HALF - 20) + b"1]}",
-    "keys": b'{"v":2,' + b",".join(b'"%d":0' % i for i in range(MAX_BYTES // 11)) + b"}",
-    "nested": b'{"v":2,"x":' + b'{"a":' * 900 + b"0" + b"}" * 900 + b"}",
-    "text beyond the BMP": b'{"v":2,"id":"' + b"\\ud83d\\ude00" * (MAX_BYTES // 12 - 9) + b'"}',
+    "empty lists": b'{"v":3,"x":[' + b"[]," * (MAX_BYTES // 3 - 9) + b"0]}",
+    "empty objects": b'{"v":3,"x":[' + b"{}," * (MAX_BYTES // 3 - 9) + b"0]}",
+    "numbers": b'{"v":3,"x":[' + b"1," * (HALF - 20) + b"1]}",
+    "keys": b'{"v":3,' + b",".join(b'"%d":0' % i for i in range(MAX_BYTES // 11)) + b"}",
+    "nested": b'{"v":3,"x":' + b'{"a":' * 900 + b"0" + b"}" * 900 + b"}",
+    "text beyond the BMP": b'{"v":3,"id":"' + b"\\ud83d\\ude00" * (MAX_BYTES // 12 - 9) + b'"}',
 }
 
 

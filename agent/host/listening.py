@@ -35,9 +35,9 @@ def _stores(config: LaunchConfig) -> list[str]:
         local = config.endpoint and net.local_address(config.endpoint.host)
         return [f"the workers' store: {Endpoint(local, config.endpoint.port) if local and config.endpoint else f'{free} of 127.0.0.1'}"]
     own = config.local_addr
-    workers = f"{free} of {f'{own}, on {EVERYWHERE} if that is no address of it' if own else _ROUTE}"
+    free_port = f"{free} of {f'{own}, on {EVERYWHERE} if that is no address of it' if own else _ROUTE}"
     if config.endpoint is None:
-        return ["the rendezvous store: not here, it is etcd", f"the workers' store: {workers}, while this node has rank 0"]
+        return ["the rendezvous store: not here, it is etcd", f"the workers' store: {free_port}, while this node has rank 0"]
     where, port = net.host_address(config.endpoint, config.is_host), config.endpoint.port
     if where is None:
         store = f"not here, {config.endpoint.host} is no address of this machine" if config.is_host is None else "not here"
@@ -46,4 +46,5 @@ def _stores(config: LaunchConfig) -> list[str]:
         store += " if no other agent does" if config.is_host is None else ""
     if config.meet_at_endpoint:
         return [f"the rendezvous store: {store}", "the workers' store: the same"]
-    return [f"the rendezvous store: {store}", f"the workers' store: {workers}, while this node has rank 0"]
+    stores = [f"the rendezvous store: {store}", f"the workers' store: {free_port}, while this node has rank 0"]
+    return [*stores, f"the standby store: {free_port}"] if config.succession else stores

@@ -1,6 +1,7 @@
 """The death notice of an agent, at the edge: the agent names the store in time, and its guard opens that store when the agent has died.
 
-The guard imports this module when all else is done. See docs/decisions/0019.
+The store of the agent that hosts it has died with it. For that agent the guard writes a vote into the standby stores of the others.
+The guard imports this module when all else is done. See docs/decisions/0019 and 0020.
 """
 
 from __future__ import annotations
@@ -8,27 +9,37 @@ from __future__ import annotations
 import json
 import select
 import sys
+import threading
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from elastirun import clock
 from elastirun.errors import StoreError
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.death_notice import write_notice
+from elastirun.rendezvous.records import Place, Vote
+from elastirun.rendezvous.succession import standbys
 from elastirun.rendezvous.sync import SyncProtocol, execute
 
 PAUSES = (0.1, 0.4, 1.0)  # seconds between tries: a store that is away for longer is found too late to be of use
+STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and for each of its answers
+TELL_LIMIT = 2.5  # seconds for all of them; those that have not answered by then are tried again
 
 
 @dataclass(frozen=True)
 class Notice:
-    """All that a death notice needs. ``store``: as ``StoreAccess.for_guard`` describes it. ``since``: a moment, see ``elastirun.clock``."""
+    """All that a death notice needs. ``store``: as ``StoreAccess.for_guard`` describes it; None: the agent serves it, and there is a vote.
+    ``since``: a moment, see ``elastirun.clock``.
+    """
 
-    store: dict[str, Any]
+    store: dict[str, Any] | None
     job: str  # prefix of the job's keys
     me: str  # id of the agent's row
     token: bytes | None
     round: int  # the last round that the agent knew
     since: float  # from when on
+    vote: str = ""  # a ``Vote`` as the codec spells it
 
     def encode(self) -> bytes:
         token = None if self.token is None else self.token.hex()
@@ -41,24 +52,58 @@ class Notice:
 
 
 def write(data: bytes, died: float) -> bool:
-    """Write the notice that ``data`` describes, of an agent that died at the moment ``died``. Return whether the store says it now.
+    """Write the notice that ``data`` describes, of an agent that died at the moment ``died``. Return whether it is done.
 
-    A store that cannot be reached, such as one that the dead agent has served, leaves the others to find the silence.
+    A store that cannot be reached leaves the others to find the silence.
     """
     notice = Notice.decode(data)
+    told: set[str] = set()
     for pause in (*PAUSES, None):
-        try:
-            if _carry_out(notice, died):
+        with suppress(StoreError):
+            if tell_standbys(notice, told) if notice.vote else _carry_out(notice, notice.store or {}, died):
                 return True
-        except StoreError:
-            pass
         if pause is not None:
             select.select([], [], [], pause)
     return False
 
 
-def _carry_out(notice: Notice, died: float) -> bool:
-    store = _connect(notice.store)
+def encode_vote(vote: Vote, token: bytes | None) -> str:
+    """Return the vote for ``Notice.vote``."""
+    return Codec(token).encode("", vote).decode("ascii")
+
+
+def tell_standbys(notice: Notice, told: set[str]) -> bool:
+    """Write the vote of ``notice`` into the standby stores that may take over, all at the same time. Return whether all have it now.
+
+    ``told``: the nodes whose stores have it; those that get it now are added. One that is dead or silent does not delay the others.
+    """
+    vote = Codec(notice.token).decode("", notice.vote.encode(), Vote)
+    places = {place.id: place for place in standbys(vote.record) if place.id != notice.me}
+    until = clock.now() + TELL_LIMIT
+    threads = [threading.Thread(target=_tell, args=(notice, vote, places[i], told), daemon=True) for i in places.keys() - told]
+    for thread in threads:
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of processes is reached
+            thread.run()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, until - clock.now()))
+    return told >= places.keys()
+
+
+def _tell(notice: Notice, vote: Vote, place: Place, told: set[str]) -> None:
+    """Write the vote into the standby store at ``place``, unless nothing answers there."""
+    from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+
+    protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token), clock.now)
+    with suppress(StoreError), closing(PlainTcpStore(place.address, place.port, STANDBY_LIMIT, protocol.vote_keys)) as store:
+        if execute(protocol.put_vote(vote), store):
+            told.add(place.id)
+
+
+def _carry_out(notice: Notice, where: dict[str, Any], died: float) -> bool:
+    store = _connect(where)
     try:
         protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token), lambda: died)
         return bool(execute(write_notice(protocol, notice.me, notice.round, died - notice.since), store))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import selectors
@@ -24,6 +25,7 @@ RENEW_EVERY = 0.5  # seconds between two renewals of the lease; the loop goes ro
 GUARD_RETRY = 10.0  # seconds until the start of a guard that failed is tried again
 GUARD_START_LIMIT = 60.0  # seconds for the first guard to start; a network file system may be slow
 GUARD_RESTART_LIMIT = 5.0  # seconds for a later guard to start; the loop waits meanwhile
+LARGEST_PIPE = 1 << 20  # bytes; the kernel's limit for a user's pipe
 GUARD_END_LIMIT = 1.0  # seconds that the agent waits for its guard at the end; the guard may go on alone
 
 
@@ -149,7 +151,7 @@ class ProcessTree:
         message = guard.message(guard.NOTICE, notice)
         if message != self._notice:
             self._notice = message
-            self._send(message)
+            self._send_notice()
 
     def close(self) -> None:
         """Kill all that is left, then end the guard. The guard goes on alone if its last work takes longer than GUARD_END_LIMIT."""
@@ -221,8 +223,15 @@ class ProcessTree:
             self._send(guard.message(guard.EXCLUDED, pid))
         for pid, began in self._evidence.sessions.items():
             self._send(guard.message(guard.WORKER, pid, began))
-        for data in (*self._folders.values(), self._notice):
+        for data in self._folders.values():
             self._send(data)
+        self._send_notice()
+
+    def _send_notice(self) -> None:
+        """Send the notice. One that does not fit into the pipe twice, which that of a host of thousands of nodes may not, is left out."""
+        if self._guard is not None:
+            fits = _make_room(self._write, 2 * len(self._notice))
+            self._send(self._notice if fits else guard.message(guard.NOTICE))
 
     def _release_guard(self) -> int:
         """Close the pipe to the guard and stop watching it. Returns its pidfd, which the caller closes."""
@@ -250,6 +259,14 @@ class ProcessTree:
                     f"{GUARD_RETRY:.0f} s: should the agent be killed now, processes of its workers may be left"
                 )
             self._retry_at = clock.now() + GUARD_RETRY
+
+
+def _make_room(pipe: int, size: int) -> bool:
+    """Let the pipe hold ``size`` bytes if the kernel allows that. Return whether it can."""
+    if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < size <= LARGEST_PIPE:
+        with suppress(OSError):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, min(2 * size, LARGEST_PIPE))
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) >= size
 
 
 def _own_group() -> Path | None:

@@ -45,17 +45,19 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         options.warn(f"{options.label('rdzv_conf')}: {key} has no effect, it is for etcd")
     node_rank = _node_rank(options, conf, static, max_nodes)
     port_option = "rdzv_endpoint" if options.has_text("rdzv_endpoint") else "master_port"
+    meet_at_endpoint = store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1"
     return RendezvousConfig(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         endpoint=store.endpoint,
         etcd=store.etcd,
         endpoint_option=options.label(port_option) if store.endpoint else RendezvousConfig.endpoint_option,
-        meet_at_endpoint=store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1",
+        meet_at_endpoint=meet_at_endpoint,
         fixed_ranks=static,
         node_rank=node_rank,
         is_host=conf.is_host if conf.is_host is not None else node_rank == 0 if static else options.detected.is_host,
         run_id=_run_id(options, facts, store, static, max_nodes),
+        succession=_succession(options, store, static or meet_at_endpoint, max_nodes),
     )
 
 
@@ -262,6 +264,17 @@ def _given_rank(options: GivenOptions, conf: parse.RdzvConf) -> tuple[int | None
     if conf.rank not in (None, rank):
         options.warn(f"{options.label('rdzv_conf')}: rank={conf.rank} is ignored, {label}={rank} goes before it")
     return rank, label
+
+
+def _succession(options: GivenOptions, store: _Store, fixed: bool, max_nodes: int) -> bool:
+    """Return whether another node takes over the store when its host dies. ``fixed``: the workers or the ranks are bound to that host."""
+    asked = options.read("store_succession", parse.choice("off", "proof")) == "proof"
+    why = "there is no other node" if max_nodes == 1 else "etcd survives any node" if store.etcd else ""
+    why = why or ("with --master-port or the static backend the job needs node 0" if fixed else "")
+    if asked and why:
+        options.warn(f"{options.label('store_succession')} has no effect: {why}")
+        options.derive("store_succession", "off", why)
+    return asked and not why
 
 
 def _run_id(options: GivenOptions, facts: MachineFacts, store: _Store, static: bool, max_nodes: int) -> str:

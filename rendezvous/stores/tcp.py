@@ -54,6 +54,25 @@ def serve(listening: socket.socket) -> Any:
     )
 
 
+class ServedStore:
+    """A TCPStore that this process serves on a bound, listening socket, until ``close``. Errors: ``StoreError``."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        host, self.port = listening.getsockname()[:2]
+        self._address = ANY.get(host, host)
+        with _translated(f"cannot serve the store on {host}:{self.port}"):
+            self._server = serve(listening)
+
+    def connect(self) -> TcpStore:
+        if self._server is None:
+            raise StoreError("this agent has ended its store")
+        return TcpStore(self._address, self.port, hosting=True)
+
+    def close(self) -> None:
+        """End the store, with the connections of its clients."""
+        self._server = None
+
+
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
     """Raise torch's errors as ``StoreError``. ``what``: the operation, for the message."""
@@ -184,14 +203,15 @@ def _is_listed(key: str) -> bool:
 def connector(
     open_socket: Callable[[], socket.socket | None],
     resolve: Callable[[], tuple[str, int]],
+    served: list[ServedStore] | None = None,
 ) -> Callable[[], TcpStore]:
     """Return a function that connects, and first serves the store if this agent is the store host.
 
     ``open_socket`` returns the bound socket if this machine is to host. ``resolve`` returns the numeric address to connect to. Both raise
     ``StoreError`` for what may pass (a name that does not resolve yet). An agent that has connected as a client never becomes the host:
-    its store would be empty.
+    its store would be empty. The store that the agent serves is put into ``served``.
     """
-    served: list[tuple[Any, str, int]] = []
+    served = [] if served is None else served
     client_only: list[bool] = []
     one_serves = threading.Lock()  # an abandoned attempt may still run in its thread
 
@@ -199,13 +219,11 @@ def connector(
         with one_serves:
             listening = None if served or client_only else open_socket()
             if listening is not None:
-                host, port = listening.getsockname()[:2]
-                with _translated(f"cannot serve the store on {host}:{port}"):
-                    served.append((serve(listening), ANY.get(host, host), port))
-        address, port = served[0][1:] if served else resolve()
-        store = TcpStore(address, port, hosting=bool(served))
-        if not served:
-            client_only.append(True)
+                served.append(ServedStore(listening))
+        if served:
+            return served[0].connect()
+        store = TcpStore(*resolve())
+        client_only.append(True)
         return store
 
     return connect

@@ -1,4 +1,4 @@
-"""A connection to a TCPStore without torch: reads values and replaces them.
+"""A connection to a TCPStore without torch: reads values, replaces them, and creates a few.
 
 For the guard (``agent/processes/guard.py``), which must not load torch, and speaks to the store for a moment only.
 """
@@ -19,18 +19,20 @@ ANSWER_LIMIT = 3.0  # seconds to connect, and for every answer
 
 
 class PlainTcpStore:
-    """A connection to the TCPStore at ``address:port``. Has the operations of ``stores.base.Store`` that replace an existing value.
+    """A connection to the TCPStore at ``address:port``. Has the operations of ``stores.base.Store`` that read and write single keys.
 
-    Errors: ``StoreError``.
+    ``limit``: seconds to connect, and for every answer. ``creates``: what the keys begin with that may be created. Such a key is not
+    listed: who reads it must know its name. Errors: ``StoreError``.
     """
 
     hosting = False
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, port: int, limit: float | None = None, creates: tuple[str, ...] = ()) -> None:
+        self._creates = creates
         nonce = os.urandom(4)
         try:
-            self._socket = socket.create_connection((address, port), ANSWER_LIMIT)
-        except OSError as error:
+            self._socket = socket.create_connection((address, port), limit or ANSWER_LIMIT)
+        except (OSError, ValueError) as error:  # ValueError: not a host name (a label too long, a NUL)
             raise StoreError(f"cannot connect to the store at {address}:{port}: {error}") from None
         try:
             self._send(HELLO + PING + nonce)
@@ -44,9 +46,9 @@ class PlainTcpStore:
         return {key: value for key in keys if (value := self._compare_set(key, never := os.urandom(16), never)) != never}
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
-        """Replace the value ``expected`` of ``key``, as in ``Store.put_if``. A key that does not exist is not created: not by a guard."""
+        """Replace the value ``expected`` of ``key``, as in ``Store.put_if``. A guard creates no key but those in ``creates``."""
         if not expected:
-            return self.get([key]).get(key)
+            return self._compare_set(key, b"", value) if key.startswith(self._creates) else self.get([key]).get(key)
         now = self._compare_set(key, expected, value)
         if now == expected != value:  # a TCPStore answers with the expectation when the key is missing
             return self.get([key]).get(key)

@@ -39,6 +39,14 @@ BY_ROUTE = "the workers' store: a free port of the address that leads to the oth
             ["the rendezvous store: port 7 of every interface of this machine", BY_ROUTE],
         ),
         ("--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7", ["the rendezvous store: 127.0.0.3:7 if no other agent does", BY_ROUTE]),
+        (
+            "--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7 --store-succession=proof",
+            [
+                "the rendezvous store: 127.0.0.3:7 if no other agent does",
+                BY_ROUTE,
+                "the standby store: a free port of the address that leads to the other nodes",
+            ],
+        ),
         ("--rdzv-backend=etcd --rdzv-endpoint=h", [ETCD, BY_ROUTE]),
         ("--port-range=7:9", ["the workers' store: a free port from 7 to 9 of 127.0.0.1"]),
         ("--rdzv-backend=etcd --rdzv-endpoint=h --port-range=7:9", [ETCD, BY_ROUTE.replace("free port", "free port from 7 to 9")]),

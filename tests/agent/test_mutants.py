@@ -16,11 +16,14 @@ __all__ = ["copy"]  # the fixture
 
 
 mutant = mutants_in("elastirun/agent", "tests/agent")
+of_rendezvous = mutants_in("elastirun/rendezvous", "tests/rendezvous")
 LIMIT = "memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count"
 STRANGERS = "strangers_neither_hang_nor_fill_the_agent"
 SERVED = "self._selector.unregister(connection.socket)\n        if self._is_served(connection, FRESH):"
 DROPPED = "a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt"
 OTHERS = "other users are not answered"
+AGAIN = "        if found is not None and found != value:\n            found = yield _put_if(key, found, value)\n"
+MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open()\n"
 MUTANTS = (
     mutant(
         "only memory of a fixed size is held",
@@ -401,6 +404,127 @@ MUTANTS = (
         "why a worker is stopped needs no store",
         *("round_check", "if client.line == STOP:", "if False:"),
         *("round_check", "who_asks_why_it_is_stopped_is_answered_at_once"),
+    ),
+    # The store moves when its host has died.
+    mutant(
+        "no standby store without the option",
+        *("store_access", "        if self.config.succession:\n", "        if True:\n"),
+        *("standby_stores", "an_agent_without_the_option_serves_none"),
+    ),
+    mutant(
+        "one standby store for each agent",
+        *("store_access", "            if self._standby is not None:\n                return\n", ""),
+        *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
+    ),
+    mutant(
+        "who serves a standby store knows that it does",
+        *("store_access", "            return self._standby.connect()\n", "            pass\n"),
+        *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
+    ),
+    mutant(
+        "no job is on the list of a standby store",
+        *("store_access", "            return self._open_standby(at)\n        store = self._open()\n", MOVED),
+        *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
+    ),
+    mutant(
+        "another program in the place of a standby store is recognised",
+        *("store_access", "foreign = net.who_answers(address, at.port, STANDBY_LIMIT)", "foreign = None"),
+        *("standby_stores", "a_standby_store_that_is_no_use_is_given_up_soon_with_one_line[foreign-a web server]"),
+    ),
+    mutant(
+        "the guard is sent to the store in use",
+        *("store_access", '"port": at.port} if at else self._for_guard', '"port": at.port} if False else self._for_guard'),
+        *("standby_stores", "the_guard_is_sent_to_the_store_in_use"),
+    ),
+    mutant(
+        "the port of the standby store is told with each new port",
+        *("session", "address, worker_store.port, self.access.standby_port)", "address, worker_store.port)"),
+        *("session", "the_port_of_the_standby_store_is_told_with_the_address_and_with_each_new_port"),
+    ),
+    mutant(
+        "where the store has moved is said after each answer",
+        *("session", "if isinstance(event, Synced):\n            self.access.forward(", "if False:\n            self.access.forward("),
+        *("session", "where_the_store_has_moved_is_said_after_each_answer"),
+    ),
+    mutant(
+        "where the job was started is looked at again and again",
+        *("forwarding", "while not self._closed.wait(FORWARD_EVERY):", "if not self._closed.wait(FORWARD_EVERY):"),
+        *("standby_stores", "whatever_else_is_there_does_not_end_the_tries[nobody]"),
+    ),
+    mutant(
+        "a store that cannot be written to does not end the tries",
+        *("forwarding", "with suppress(StoreError), closing(", "with closing("),
+        *("standby_stores", "whatever_else_is_there_does_not_end_the_tries[another program]"),
+    ),
+    mutant(
+        "what is found where the job was started is reported once",
+        *("forwarding", "if record is not None and record != self._last:", "if record is not None:"),
+        *("standby_stores", "a_run_that_has_begun_where_the_job_was_started_is_reported_once"),
+    ),
+    mutant(
+        "standby stores are told at the same time",
+        *("processes/death_notice", "            thread.start()\n", "            thread.run()\n"),
+        *("standby_stores", "several_stores_are_asked_at_the_same_time"),
+    ),
+    mutant(
+        "a standby store that never finishes its answer is left behind",
+        *("processes/death_notice", "thread.join(max(0.0, until - clock.now()))", "thread.join(30.0)"),
+        *("standby_stores", "a_store_that_never_finishes_its_answer_is_left_behind"),
+    ),
+    mutant(
+        "standby stores that did not answer are tried again",
+        *("processes/death_notice", "return told >= places.keys()", "return bool(told)"),
+        *("standby_stores", "stores_that_did_not_answer_are_tried_again"),
+    ),
+    mutant(
+        "a guard that can start no thread tells one store after the other",
+        *("processes/death_notice", "            thread.run()\n", "            pass\n"),
+        *("standby_stores", "where_no_thread_can_be_started_one_is_told_after_the_other"),
+    ),
+    mutant(
+        "the pipe to the guard grows",
+        *("processes/process_tree", "fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, min(2 * size, LARGEST_PIPE))", "pass"),
+        *("standby_stores", "the_pipe_to_the_guard_grows_as_far_as_the_kernel_allows"),
+    ),
+    mutant(
+        "a notice that does not fit into the pipe is left out",
+        *("processes/process_tree", "self._notice if fits else", "self._notice if True else"),
+        *("standby_stores", "a_notice_too_long_for_the_pipe_is_left_out_and_the_guard_stays"),
+    ),
+    mutant(
+        "who hands over ends its store first",
+        *("agent", "        self._session.access.end_store()\n        if tell", "        if tell"),
+        *("standby_stores", "who_hands_over_ends_its_store_before_it_tells_the_others"),
+    ),
+    mutant(
+        "the guard tells the others where the agent could not",
+        *("agent", "        if tell_standbys(notice, set()):\n", "        if tell_standbys(notice, set()) or True:\n"),
+        *("standby_stores", "who_hands_over_ends_its_store_before_it_tells_the_others"),
+    ),
+    of_rendezvous(
+        "each exchange is with the store that it names",
+        *("exchanges", "        if sync.at != self._connection.at:\n", "        if False:\n"),
+        *("store_thread", "each_exchange_is_with_the_store_that_it_names"),
+    ),
+    of_rendezvous(
+        "a connection leads to the store that the exchange names",
+        *("store_thread", "self._connect(connection.at)", "self._connect(None)"),
+        *("store_thread", "each_exchange_is_with_the_store_that_it_names"),
+    ),
+    of_rendezvous(
+        "a guard creates votes alone",
+        *("stores/tcp_plain", "if key.startswith(self._creates) else", "if True else"),
+        *("tcp_plain", "it_creates_the_keys_that_it_may_and_replaces_none"),
+    ),
+    mutant(
+        "garbage in the place of a vote is replaced",
+        *("../rendezvous/sync", f"{AGAIN}        return found == value", "        return found == value"),
+        *("standby_stores", "garbage_where_the_vote_belongs_is_replaced"),
+    ),
+    mutant(
+        "a job whose rounds have begun is not sent elsewhere",
+        *("../rendezvous/sync", "record.round > 0 or record.moved == place:", "record.moved == place:"),
+        *("standby_stores", "a_store_in_which_a_round_has_formed_is_left_alone"),
     ),
 )
 

@@ -14,9 +14,10 @@ from elastirun.agent.store_access import new_row, rules, store_access
 from elastirun.agent.worker_store import WorkerStore
 from elastirun.rendezvous.actions import Action, Start, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Leave, Reachable, StoodStill, SyncFailed, Tick
+from elastirun.rendezvous.events import FoundAtStart, Leave, Reachable, StoodStill, Synced, SyncFailed, Tick
 from elastirun.rendezvous.exchanges import Connection, Exchanges
 from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.records import Place, RoundRecord
 from elastirun.rendezvous.sync import SyncProtocol
 from tests.cli.test_resolve import config_of
 from tests.sim.world import WorkerPorts
@@ -132,6 +133,32 @@ def test_when_a_round_has_started_the_next_port_is_told(waiting: tuple[Session, 
     session.serve_workers()
     told = session.next_event()
     assert isinstance(told, Reachable) and told.port == 1001
+
+
+def test_where_the_store_has_moved_is_said_after_each_answer(waiting: tuple[Session, Mute], monkeypatch: pytest.MonkeyPatch) -> None:
+    session, mute = waiting
+    said: list[Place | None] = []
+    record = RoundRecord("another run's")
+    session.worker_store = WorkerPorts(1000)
+    monkeypatch.setattr(session.access, "forward", lambda place, found: (said.append(place), found(record)))
+    session.step(Tick(0.1))
+    for place in (None, Place("n1", "10.0.0.1", 1)):
+        monkeypatch.setattr(Machine, "forward", place)
+        session.step(Synced(mute.t, mute.t, None, {}))
+    assert said == [None, place]
+    assert session.next_event() == FoundAtStart(mute.t, record), "what is found there is the machine's business"
+
+
+def test_the_port_of_the_standby_store_is_told_with_the_address_and_with_each_new_port(waiting: tuple[Session, Mute]) -> None:
+    session, mute = waiting
+    session.access.connect(None).close()
+    session.access.standby_port = 4711
+    session.access.worker_store = lambda on_error: WorkerPorts(1000)  # type: ignore[method-assign, assignment, return-value]
+    session.step(Synced(mute.t, mute.t, None, {}))
+    assert session.machine.row.standby == 4711
+    session.serve_workers()
+    told = session.next_event()
+    assert isinstance(told, Reachable) and told.standby == 4711
 
 
 @pytest.mark.parametrize(

@@ -174,12 +174,22 @@ def test_node_rank_and_host(line: str, rank: int | None, host: bool | None) -> N
         ("--log-limit=1M t.py", "--log-limit has no effect"),
         ("--log-limit=1M -t 3 --log-dir=/dev/null t.py", "--log-limit has no effect"),
         ("--signals-to-handle=SIGTERM,SIGFOO t.py", "no signal 'SIGFOO'"),
+        ("--store-succession=proof t.py", "--store-succession has no effect: there is no other node"),
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=h --rdzv-backend=etcd --store-succession=proof t.py", "etcd survives any node"),
+        ("--nnodes=2 --node-rank=0 --master-addr=h --store-succession=proof t.py", "the job needs node 0"),
+        ("--nnodes=2 --rdzv-id=a --rdzv-backend=c10d --master-addr=h --store-succession=proof t.py", "the job needs node 0"),
         ("--run-path --no-python t.py", "--no-python is ignored"),
         ("--run-path --module t.py", "--module is ignored"),
     ],
 )
 def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> None:
     assert part in warning_of(line)
+
+
+def test_the_store_moves_where_that_is_asked_for_and_possible() -> None:
+    several = "--nnodes=2 --rdzv-id=a --rdzv-endpoint=h"
+    assert [config_of(f"{several} {option} t.py").succession for option in ("", "--store-succession=proof")] == [False, True]
+    assert resolved("--store-succession=proof t.py", NOBODY)[0].succession is False
 
 
 def test_ignored_node_numbers_leave_one_node() -> None:

@@ -382,7 +382,7 @@ MUTANTS = (
     # Bytes from outside.
     mutant(
         "an older round record is not believed",
-        *("sync", "and record.version < newest.version:", "and False:"),
+        *("sync", "            if record and newest and old and", "            if False and record and newest and old and"),
         *("sync", "an_older_round_record_is_not_believed"),
     ),
     mutant(
@@ -602,6 +602,132 @@ MUTANTS = (
         "a store that is back in time is found before the grace is over",
         *("contact", "min(now + backoff, max(now + beat, self.last + store_grace - EXCHANGE_LIMIT))", "now + backoff"),
         *("contact", "a_store_that_is_back_in_time_is_found_before_the_grace_is_over"),
+    ),
+    # The store survives its host.
+    mutant(
+        "a store is taken over by more than half, not by half",
+        *("succession", "2 * len(present) > len(others)", "2 * len(present) >= len(others)"),
+        *("succession", "two_groups_are_never_both_enough"),
+    ),
+    mutant(
+        "all that have not died are enough",
+        *("succession", " or others <= present | set(ended))", ")"),
+        *("succession", "enough_is_more_than_half_of_the_others_or_all_that_have_not_died"),
+    ),
+    mutant(
+        "nobody gives up the store before the end of its host is proven",
+        *("succession", "        if record.host not in self.gone:\n            return False\n", ""),
+        *("succession", "nobody_follows_before_the_end_of_the_host_is_proven"),
+    ),
+    mutant(
+        "nobody goes to a standby store whose owner is not there",
+        *("succession", "if not _is_there(answer.rows.get(place.id)):", "if False:"),
+        *("succession", "nobody_follows_into_a_store_whose_owner_is_not_there"),
+    ),
+    mutant(
+        "the next in line waits until it has asked in vain for long enough",
+        *("succession", "self._is_away(i, answer.now, expire) for i", "self._is_away(i, answer.now, 0.0) for i"),
+        *("succession", "the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain"),
+    ),
+    mutant(
+        "an owner gives up its undecided store only for one before it in line",
+        *("succession", "return order.index(place.id) < order.index(self.me)", "return True"),
+        *("succession", "an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line"),
+    ),
+    mutant(
+        "who waits in an undecided store stays until its owner has left",
+        *("succession", "return _is_there(answer.rows.get(self.at.id))", "return True"),
+        *("succession", "who_waits_in_an_undecided_store_leaves_it_when_its_owner_has"),
+    ),
+    mutant(
+        "nobody goes back to a store that it has left",
+        *("succession", "self.gone | self._left and", "self.gone and"),
+        *("succession", "nobody_goes_back_to_a_store_that_it_has_left"),
+    ),
+    mutant(
+        "who says that a host has died knows the record that it knew",
+        *("succession", "            self._known = newest(vote.record, self._known)\n", "            pass\n"),
+        *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
+    ),
+    mutant(
+        "only the owner of a standby store takes over",
+        *("succession", "self.at is None or self.at.id != self.me or record is None", "self.at is None or record is None"),
+        *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
+    ),
+    mutant(
+        "the owner itself must be there",
+        *("succession", "return self.me in here and enough(", "return enough("),
+        *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
+    ),
+    mutant(
+        "before it takes over an owner asks where the job was started",
+        *("succession", "self._known is None or not self._start_is_clear or", "self._known is None or"),
+        *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
+    ),
+    mutant(
+        "an empty store where the job was started is claimed before the take-over",
+        *("succession", "found is None or found.moved == self.at or", "found is None or found.round == 0 or"),
+        *("succession", "before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round"),
+    ),
+    mutant(
+        "a look where the job was started holds for one exchange",
+        *("succession", "        self._hear(answer.votes)\n        self._start_is_clear = False\n", "        self._hear(answer.votes)\n"),
+        *("succession", "a_look_at_the_start_holds_for_one_exchange"),
+    ),
+    mutant(
+        "a store of another job is not followed",
+        *("succession", "return found.store_id == record.store_id and found.term", "return found.term"),
+        *("succession", "a_store_that_was_taken_over_is_followed_at_once"),
+    ),
+    mutant(
+        "a round whose host has died is over",
+        *("succession", "(*before.lost, *lost))), over=True)", "(*before.lost, *lost))))"),
+        *("succession", "a_record_that_is_taken_over_says_that_its_round_is_over"),
+    ),
+    mutant(
+        "who waits in an undecided store gives up in the end",
+        *("machine", "if self._moves.undecided_since is not None:", "if False:"),
+        *("succession", "who_waits_in_a_store_that_too_few_reach_gives_up"),
+    ),
+    mutant(
+        "a newcomer begins no job in a standby store",
+        *("machine", "elif record is None and self._moves.at is not None:", "elif False:"),
+        *("succession", "a_newcomer_begins_no_job_in_a_standby_store"),
+    ),
+    mutant(
+        "a newcomer is not sent in vain for ever",
+        *("machine", "if self._moves.at is not None and self.record is None and event.now", "if False and event.now"),
+        *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
+    ),
+    mutant(
+        "a moved job yields to one that has begun where it was started",
+        *("machine", "(why := another_run(event.round, self.record))", "(why := '')"),
+        *("succession", "a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started"),
+    ),
+    mutant(
+        "the first round waits until it would have heard of the job elsewhere",
+        *("formation", "if first and rules.succession and now", "if False and now"),
+        *("succession", "a_first_round_waits_until_it_would_have_heard_of_the_job_elsewhere"),
+    ),
+    mutant(
+        "no round without the owner of a store that has taken over",
+        *("formation", "if not hosts and record.term:", "if False:"),
+        *("succession", "no_round_is_formed_without_the_owner_of_a_store_that_has_taken_over"),
+    ),
+    mutant(
+        "a record of a later term is not an older one",
+        *("sync", "(record.term, record.version) < (newest.term, newest.version)", "record.version < newest.version"),
+        *("succession", "a_record_of_a_later_term_is_not_an_older_one"),
+    ),
+    mutant(
+        "the vote of one node does not count for another",
+        *("sync", "if self._vote_key(vote.id) != key:", "if False:"),
+        *("succession", "votes_come_with_the_members_of_their_round_and_garbage_is_ignored"),
+    ),
+    mutant(
+        "where a round has formed nobody says that the store has moved",
+        *("sync", "if record is None or record.round > 0 or record.moved == place:", "if record is None or record.moved == place:"),
+        *("succession", "where_a_round_has_formed_nobody_says_that_the_store_has_moved"),
     ),
 )
 

@@ -20,7 +20,7 @@ from elastirun.rendezvous import exchanges, store_thread
 from elastirun.rendezvous.actions import Put, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Synced, SyncFailed
-from elastirun.rendezvous.records import Status
+from elastirun.rendezvous.records import Place, Status
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreThread]]:
 def new_thread(
     made: list[StoreThread], connect: Callable[[], Any], time_limit: float = PATIENCE, connect_limit: float = PATIENCE
 ) -> StoreThread:
-    thread = StoreThread(connect, SyncProtocol(JOB, "me", CODEC, time.monotonic), time_limit, connect_limit)
+    thread = StoreThread(lambda at: connect(), SyncProtocol(JOB, "me", CODEC, time.monotonic), time_limit, connect_limit)
     made.append(thread)
     return thread
 
@@ -238,6 +238,25 @@ def test_reconnect_closes_the_connection_and_opens_another(made: list[StoreThrea
     assert isinstance(ask(thread), Synced) and len(stores) == 2
     thread.close()
     assert stores[1].closed.wait(PATIENCE)
+
+
+def test_each_exchange_is_with_the_store_that_it_names(made: list[StoreThread]) -> None:
+    stores: dict[Place | None, list[Watched]] = {}
+
+    def connect(at: Place | None) -> Watched:
+        stores.setdefault(at, []).append(Watched())
+        return stores[at][-1]
+
+    thread = StoreThread(connect, SyncProtocol(JOB, "me", CODEC, time.monotonic), PATIENCE, PATIENCE)
+    made.append(thread)
+    one, other = Place("n1", "10.0.0.1", 1), Place("n2", "10.0.0.2", 1)
+    for at, before, opened in ((None, None, 1), (one, None, 1), (one, one, 1), (other, one, 1), (one, other, 2), (None, one, 2)):
+        thread.submit(Sync(at=at))
+        assert isinstance(answer(thread), Synced) and len(stores[at]) == opened
+        assert at == before or stores[before][-1].closed.wait(PATIENCE), "one connection at a time"
+    thread.reconnect()
+    thread.submit(Sync(at=None))
+    assert isinstance(answer(thread), Synced) and len(stores[None]) == 3
 
 
 def test_threads_and_descriptors_do_not_grow_with_reconnects(made: list[StoreThread]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -49,6 +50,14 @@ def test_it_creates_no_key(server: Server, plain: PlainTcpStore, key: str) -> No
     for expected in (None, b"", b"one"):
         assert plain.put_if(key, expected, b"two") is None
     assert server.connect().get([key]) == {}
+
+
+def test_it_creates_the_keys_that_it_may_and_replaces_none(server: Server, key: str) -> None:
+    with closing(PlainTcpStore(server.address, server.port, creates=(key + "/a", key + "/b"))) as plain:
+        assert plain.put_if(key + "/a1", None, b"one") == b"one" and plain.put_if(key + "/c", None, b"one") is None
+        assert plain.put_if(key + "/a1", None, b"two") == b"one", "it exists"
+        assert plain.put_if(key + "/a2", b"one", b"two") is None, "another value is expected there"
+        assert server.connect().get([key + "/a1", key + "/a2", key + "/c"]) == {key + "/a1": b"one"}
 
 
 def test_who_watches_hears_of_what_it_replaces(server: Server, plain: PlainTcpStore, key: str) -> None:

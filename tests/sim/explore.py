@@ -167,7 +167,7 @@ def _copied_machine(machine: Machine) -> Machine:
     other = copy.copy(machine)
     other.rows, other._actions = dict(machine.rows), []
     other._plan, other._schedule, other._waiting = copy.copy(machine._plan), copy.copy(machine._schedule), copy.copy(machine._waiting)
-    other._live = copy.copy(machine._live)
+    other._live, other._moves = copy.copy(machine._live), copy.copy(machine._moves)
     other._live._seen = {i: copy.copy(seen) for i, seen in machine._live._seen.items()}
     return other
 
@@ -186,7 +186,7 @@ def _canonical(value: Any, now: float) -> object:
         return _canonical(value._seen, now)
     if isinstance(value, Wait):
         return _canonical(value.since, now)
-    if type(value).__name__ in ("_Seen", "PollPlan", "Schedule", "Contact", "OwnRow"):
+    if type(value).__name__ in ("_Seen", "PollPlan", "Schedule", "Contact", "OwnRow", "Moves"):
         return tuple(_canonical(getattr(value, f.name), now) for f in fields(value) if f.name not in UNIMPORTANT)
     return value
 

@@ -21,6 +21,7 @@ ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all
 # Shares of the histories: with 3 to 9 nodes, which do not read each other's rows all the time; with unlike nodes; with a node that
 # crashes again and again.
 WIDE, UNEVEN, LOOPING = 0.1, 0.25, 0.1
+SUCCESSION = 0.5  # share of the histories with a store that a node hosts in which another node's store may take over
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,19 @@ KINDS = {
 }
 
 
+# Of histories in which another node's store may take over: the same for the node that hosts the store in use, and for the network.
+HOST_KINDS = {
+    "kill_host": (6, 20.0),
+    "dark_host": (1, 20.0),  # its machine is off: no guard tells of it
+    "leave_host": (2, 10.0),
+    "freeze_host": (1, 16.0),
+    "split": (4, 20.0),  # in two halves that do not reach each other
+}
+
+
+CONNECTED = {"crash", "reboot", "storm", "leave", "fail", "fail_two", "succeed_one", "kill_host", "leave_host", "dark_host", "loop"}
+
+
 def draw(seed: int) -> Plan:
     """Return the plan of ``seed``. A second generator draws wide and uneven worlds, so that the other histories stay what they were."""
     rng, own = random.Random(seed), random.Random(f"world {seed}")
@@ -125,12 +139,25 @@ def draw(seed: int) -> Plan:
     if again.random() < LOOPING:
         loop = Fault(again.uniform(0.0, TROUBLE), "loop", again.randrange(nodes), again.uniform(0.2, 7.0), again.random())
         plan = replace(plan, faults=tuple(sorted((*plan.faults, loop), key=lambda f: f.when)))
+    third = random.Random(f"succession {seed}")
+    if hosted and high > 1 and third.random() < SUCCESSION:
+        plan = replace(plan, rules=replace(plan.rules, succession=True), faults=_with_host_faults(plan, third))
     if wide:
         plan = replace(plan, sparse=own.choice([1.0, 4.0, 16.0]))
     if uneven:
         slots = tuple(own.choice([1, 2, 8]) for _ in range(nodes))
         plan = replace(plan, slots=slots, timings=tuple(_timing(own) for _ in range(nodes)))
     return plan
+
+
+def _with_host_faults(plan: Plan, rng: random.Random) -> tuple[Fault, ...]:
+    """Return the faults of the plan with one to four more, close to each other, of the node that hosts the store in use."""
+    names, weights = list(HOST_KINDS), [weight for weight, _ in HOST_KINDS.values()]
+    faults, when = [], rng.uniform(3.0, TROUBLE)
+    for kind in rng.choices(names, weights, k=rng.choice([1, 2, 3, 4])):
+        faults.append(Fault(when, kind, rng.randrange(plan.nodes), rng.uniform(0, HOST_KINDS[kind][1]), rng.random()))
+        when = min(TROUBLE, when + rng.expovariate(rng.choice([0.2, 2.0, 10.0])))
+    return tuple(sorted((*plan.faults, *faults), key=lambda f: f.when))
 
 
 def _timing(rng: random.Random) -> tuple[float, float, float, float]:
@@ -161,6 +188,8 @@ class History:
         self.plan = plan
         self.world = World(plan.seed, plan.rules, plan.hosted)
         self.world.graces = (30.0, 5.0)
+        kinds = {fault.kind for fault in plan.faults}
+        self.world.disconnected = plan.rules.succession and bool(kinds - CONNECTED)
         self.world.push, self.world.deaths = plan.push, plan.deaths
         invariants.install(self.world)
 
@@ -262,7 +291,7 @@ class History:
         """End all faults, and start the nodes anew that have gone, as a supervisor would."""
         world = self.world
         for node in world.nodes:
-            node.cut = False
+            node.cut, node.side = False, 0
             node.loss, node.delay, node.late = 0.0, (0.0005, 0.005), None
             node.thaw()
         world.resume_store()
@@ -363,6 +392,35 @@ class History:
     def _leave(self, node: Node, fault: Fault) -> None:
         node.leave()
         self._for(fault, lambda: self._again(fault.who))
+
+    def _host(self) -> Node | None:
+        """Return the node that hosts the store in use."""
+        record = self.world.record
+        return next((n for n in self.world.nodes if record is not None and n.id == record.host and n.alive), None)
+
+    def _kill_host(self, node: Node, fault: Fault) -> None:
+        if host := self._host():
+            host.crash()
+            self._for(fault, lambda: self._again(int(host.name[1:])))
+
+    def _dark_host(self, node: Node, fault: Fault) -> None:
+        if host := self._host():
+            host.dark = True
+            self._kill_host(node, fault)
+
+    def _leave_host(self, node: Node, fault: Fault) -> None:
+        if host := self._host():
+            self._leave(host, replace(fault, who=int(host.name[1:])))
+
+    def _freeze_host(self, node: Node, fault: Fault) -> None:
+        if host := self._host():
+            self._freeze(host, fault)
+
+    def _split(self, node: Node, fault: Fault) -> None:
+        bits = int(fault.x * 2**16)
+        for i, other in enumerate(self.world.nodes):
+            other.side = bits >> i % 16 & 1
+            self._for(fault, lambda other=other: setattr(other, "side", 0))
 
     def _fail(self, node: Node, fault: Fault) -> None:
         blame = Blame.VICTIM if int(fault.x * 3) == 2 else Blame.OWN_FAULT

@@ -27,6 +27,9 @@ def _must(holds: bool, what: str) -> None:
 
 
 def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    if old is None and new.term:
+        _taken_over(world, new)
+        return
     if old is not None and world.rules.lasting and new.store_id != old.store_id:
         _must(not _complete(world, old), f"the next run begins while round {old.round} of the last one goes on")
         old = None  # the new store is another rendezvous
@@ -34,6 +37,16 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
         check(world, node, old, new)
     if old is None or new.round > old.round:
         world.formed_at[new.fence] = world.t
+
+
+def _taken_over(world: World, new: RoundRecord) -> None:
+    """P1, P9: a store takes over only from a host that has died, and calls only those lost that have."""
+    broken = new.broken
+    _must(broken is not None, "a store takes over with a round that is on")
+    assert broken is not None
+    for i in set(broken.lost) - world.called_lost.get(new.fence, set()):
+        lost = next(node for node in world.nodes if node.id == i)
+        _must(not lost.alive and lost.working is None, f"{i} is called lost when a store takes over, and it lives, or its workers run")
 
 
 def _version_rises(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
@@ -143,7 +156,7 @@ def _one_makes_progress(world: World) -> None:
     """P1: two rounds are never complete at once. Checked after each event that changed which workers can take a step."""
     complete = {n.working.fence: n.working for n in world.nodes if n.working and _complete(world, n.working)}
     stores = [record.store_id for record in complete.values()]
-    if _lost_what_it_held(world):  # nothing is promised beyond such a store
+    if _lost_what_it_held(world) or world.disconnected:  # nothing is promised beyond such a store
         _must(len(set(stores)) == len(stores), f"{sorted(complete)} can both make progress")
     else:
         _must(len(complete) <= 1, f"{sorted(complete)} can both make progress")
@@ -168,6 +181,8 @@ def settled(world: World) -> bool:
     forgets = world.rules.lasting or _lost_what_it_held(world)
     if over and forgets and len(alive) < world.rules.min_nodes:
         return all(n.working is None for n in alive)  # nodes that came too late wait for the next run
+    if over and not alive:
+        return True
     if record.closed is not None if record is not None else over:
         return all(n.starts == [] and n.finish is None for n in alive)  # nodes that came too late wait for another store
     if record is None or not record.open or len(alive) < world.rules.min_nodes:

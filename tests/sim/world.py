@@ -29,10 +29,10 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.death_notice import write_notice
-from elastirun.rendezvous.events import Changed, Event, Leave, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import Changed, Event, FoundAtStart, Leave, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
 from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Connection, Exchanges, failure
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, Place, RoundRecord
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Operation, Steps, SyncProtocol
@@ -59,6 +59,8 @@ CODEC = Remembering()
 LATE_EXPIRY = 1.0  # seconds by which a store with leases may be late in noticing that a lease is over
 NOTICE_TAKES = 0.3  # seconds from the end of the workers to the death notice, at most
 LATE_NOTICE = 40.0  # seconds by which a death notice may be late: a new agent of the same node may run by then
+LOOK_LIMIT = 1.0  # seconds for a look at another store than the one in use
+FORWARD_EVERY = 0.3  # seconds between two tries to say, where the job was started, that its store has moved
 LATE_PUSH = 20.0  # seconds by which the news of a change may be late
 ELECTION = 1.0  # seconds by which a new leader of such a store lengthens every lease
 
@@ -159,6 +161,7 @@ class WorldAccess(StoreAccess):
     def __init__(self, address: str) -> None:
         super().__init__(CONFIG)
         self._address = NodeAddress(address, address, None, None)
+        self.standby_port = 2000
 
     def worker_store(self, on_error: Callable[[str], None]) -> WorkerPorts:
         return WorkerPorts(1000)
@@ -196,6 +199,9 @@ class Node:
     cut_in: bool = False  # the replies to it are lost
     loss: float = 0.0  # chance of losing a message, each way
     delay: tuple[float, float] = (0.0005, 0.005)  # of a message, seconds
+    side: int = 0  # of a network that is split in two
+    dark: bool = False  # its machine is off: nobody answers there, and no guard
+    standby: dict[str, bytes] = field(default_factory=dict)  # its standby store, which ends with its agent
     late: tuple[float, float] | None = None  # of a request, in place of ``delay``
     hosts: bool = False
     working: RoundRecord | None = None  # the round its workers run in
@@ -297,6 +303,7 @@ class Node:
                 raise Violation(f"{self.name} goes while its workers still run")
             self.finish = action
             self.world.on_gone(self)
+            self.world.tell_standbys(self)
 
     def _stop_time(self, stop: Stop) -> float:
         if self.ended_by_guard or self.working is None:
@@ -340,7 +347,11 @@ class Node:
     def _workers_ended(self) -> None:
         """Let the guard, which has ended the workers of a dead agent, write the death notice. A guard that stood still writes none."""
         self.working = None
-        if not (self.workers_frozen or self.hosts or self.finish):
+        if self.workers_frozen or self.finish or self.dark:
+            return
+        if self.machine.hosting:
+            self.world.tell_standbys(self)
+        else:
             self.world.tell_death(self)
 
     def freeze(self, workers_too: bool = False) -> None:
@@ -416,13 +427,18 @@ class World:
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
         self.on_progress: list[Callable[[World], None]] = []  # called after each event that changed which nodes' workers can take a step
         self._progressing: list[RoundRecord | None] = []
+        self.called_lost: dict[str, set[str]] = {}  # by fence: the members that a record of that round has called lost
+        self.last_written: dict[str, RoundRecord] = {}  # by name of the store
+        self.disconnected = False  # whoever serves an empty store where the job was started may not hear that its store has moved
         self.replaced = 0  # times that another store has taken the place of this one
         self.graces = (math.inf, math.inf)  # seconds until workers that are to stop are killed: planned, and after a failure
         self.transcript: list[str] | None = None
-        self._decoded: tuple[bytes | None, RoundRecord | None] = (None, None)
+        self._decoded: dict[bytes, RoundRecord | None] = {}
         self._paused: list[Callable[[], None]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
+        if self.rules.succession:
+            self.at(FORWARD_EVERY, self._forward)
 
     def add(
         self,
@@ -459,23 +475,44 @@ class World:
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
+    def server(self, at: Place | None) -> Node | None:
+        """Return the node that serves the store ``at``; None: no node does."""
+        if at is not None:
+            return next(node for node in self.nodes if node.id == at.id)
+        return next((node for node in reversed(self.nodes) if node.hosts), None)
+
+    def data_at(self, at: Place | None) -> dict[str, bytes]:
+        server = self.server(at)
+        return self.data if at is None or server is None else server.standby
+
+    def loses(self, node: Node, at: Place | None, rng: random.Random, reply: bool = False) -> bool:
+        """Return whether a message of the node to the store ``at``, or the reply to it, is lost."""
+        server = self.server(at)
+        if node.cut_in if reply else node.cut_out:
+            return True
+        if self.rules.succession and server is not None and (server.dark or server.side != node.side or server.cut):
+            return True
+        return rng.random() < node.loss
+
     def begin(self, node: Node, sync: Sync) -> None:
         """Begin an exchange over the node's connection. After it is given up it goes on: its writes arrive, but nobody hears of them."""
         connection = node.connection
-        connection.connected, connection.deadline = True, node.now + EXCHANGE_LIMIT
+        limit = EXCHANGE_LIMIT if sync.at == node.machine.place else LOOK_LIMIT
+        connection.connected, connection.deadline = True, node.now + limit
         self._go_on(node, connection, connection.protocol.steps(sync, node.now), None)
 
     def _go_on(self, node: Node, connection: Connection, steps: Steps, found: Any) -> None:
         try:
             operation = steps.send(found)
         except StopIteration as done:
-            answer = replace(done.value, hosting=node.hosts)
+            answer = replace(done.value, hosting=self._is_local(node, connection.at))
             self.hand_over(node, connection, lambda now: answer)
         except StoreError as error:
             self.hand_over(node, connection, partial(failure, error))
         else:
-            lost = not node.hosts and (node.cut_out or self.random.random() < node.loss)
-            delay = 0.0002 if node.hosts else self.random.uniform(*(node.late or node.delay))
+            local = self._is_local(node, connection.at)
+            lost = not local and self.loses(node, connection.at, self.random)
+            delay = 0.0002 if local else self.random.uniform(*(node.late or node.delay))
             if not lost:
                 self.at(delay, lambda: self._arrive(node, connection, steps, operation))
 
@@ -486,39 +523,61 @@ class World:
             connection.deadline = None
         node.turn()
 
+    @staticmethod
+    def _is_local(node: Node, at: Place | None) -> bool:
+        return node.hosts if at is None else node.id == at.id
+
+    def _held_up(self, at: Place | None, again: Callable[[], None]) -> bool:
+        """Return whether the store ``at`` stands still; then ``again`` is called when it goes on."""
+        server = self.server(at)
+        if at is None and self.store_paused:
+            self._paused.append(again)
+        elif at is not None and server is not None and server.frozen and server.up:
+            server.waiting.append(again)
+        else:
+            return False
+        return True
+
+    def _is_up(self, at: Place | None) -> bool:
+        server = self.server(at)
+        return self.store_up if at is None or server is None else server.alive
+
     def _arrive(self, node: Node, connection: Connection, steps: Steps, operation: Operation) -> None:
-        if self.store_paused:
-            self._paused.append(lambda: self._arrive(node, connection, steps, operation))
+        at = connection.at
+        if self._held_up(at, lambda: self._arrive(node, connection, steps, operation)):
             return
-        if not self.store_up:
+        if not self._is_up(at):
             refused = partial(self.hand_over, node, connection, lambda now: SyncFailed(now, "connection refused"))
             self.at(0.002, partial(node.when_running, refused))
             return
-        store = LeasedStore(self, node) if self.rules.lasting else MemoryStore(self.data)
-        found = self._apply(node, operation, store)
+        store = LeasedStore(self, node) if self.rules.lasting else MemoryStore(self.data_at(at))
+        found = self._apply(node, operation, store, at)
 
         def take() -> None:
             for name, what in store.learnt.items() if isinstance(store, LeasedStore) else ():
                 setattr(node, name, what)
             self._go_on(node, connection, steps, found)
 
-        if node.hosts or not (node.cut_in or self.random.random() < node.loss):
-            self.at(0.0002 if node.hosts else self.random.uniform(*node.delay), partial(node.when_running, take))
+        local = self._is_local(node, at)
+        if local or not self.loses(node, at, self.random, reply=True):
+            self.at(0.0002 if local else self.random.uniform(*node.delay), partial(node.when_running, take))
 
-    def _apply(self, node: Node, operation: Operation, store: MemoryStore | None = None) -> Any:
-        key = f"job/node/{node.id}"
-        round_before, row_before = self.data.get("job/round"), self.data.get(key)
-        found = operation(store or MemoryStore(self.data))
-        after = self.data.get("job/round")
-        if self.data.get(key) != row_before and not self.rules.lasting:  # with leases, a renewal is the sign of life
+    def _apply(self, node: Node, operation: Operation, store: MemoryStore | None = None, at: Place | None = None) -> Any:
+        key, data = f"job/node/{node.id}", self.data_at(at)
+        round_before, row_before = data.get("job/round"), data.get(key)
+        found = operation(store or MemoryStore(data))
+        after = data.get("job/round")
+        if data.get(key) != row_before and not self.rules.lasting:  # with leases, a renewal is the sign of life
             self.written_at.setdefault(node.id, []).append(self.t)
         if after != round_before and after is not None:
-            old, new = self._round(round_before), self._round(after)
+            old, new = self._round(round_before, data), self._round(after, data)
             assert new is not None
             self.note(node, new)
             for watch in self.watch:
                 watch(self, node, old, new)
-            self._announce_change()
+            self.last_written[new.store_id] = new
+            self.called_lost.setdefault(new.fence, set()).update(new.broken.lost if new.broken else ())
+            self._announce_change(at)
         return found
 
     # -- death notices --------------------------------------------------------------------------------------------------
@@ -533,28 +592,49 @@ class World:
         for _ in range(1 + (rng.random() < deaths.repeated) * rng.randint(1, 3)):
             delay = rng.uniform(0.0, LATE_NOTICE if rng.random() < deaths.late else NOTICE_TAKES)
             protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
-            self.at(delay, partial(self._go_on_telling, node, write_notice(protocol, node.id, number, ran), None))
+            steps = write_notice(protocol, node.id, number, ran)
+            self.at(delay, partial(self._go_on_telling, node, node.machine.place, steps, None))
 
-    def _go_on_telling(self, node: Node, steps: Steps, found: Any) -> None:
-        """Carry out the next operation of a death notice. A request or an answer that is lost ends it."""
+    def tell_standbys(self, node: Node) -> None:
+        """Let the guard of the node that hosted the store tell the standby stores that it has ended, as well as guards work."""
+        rng, deaths, words = self.death_random, self.deaths, node.machine.last_words
+        if words is None or rng.random() >= deaths.told:
+            return
+        for place in words[0]:
+            for _ in range(1 + (rng.random() < deaths.repeated) * rng.randint(1, 3)):
+                delay = rng.uniform(0.0, LATE_NOTICE if rng.random() < deaths.late else NOTICE_TAKES)
+                steps = SyncProtocol("job/", node.id, CODEC, lambda: 0.0).put_vote(words[1])
+                self.at(delay, partial(self._go_on_telling, node, place, steps, None))
+
+    def _forward(self) -> None:
+        """Let the node that has taken over the store say so where the job was started."""
+        for node in self.nodes:
+            place = node.machine.forward
+            if place is not None and node.alive and not node.frozen:
+                self._go_on_telling(node, None, SyncProtocol("job/", node.id, CODEC, lambda: 0.0).put_moved(place), None)
+        self.at(FORWARD_EVERY, self._forward)
+
+    def _go_on_telling(self, node: Node, at: Place | None, steps: Steps, found: Any) -> None:
+        """Carry out the next operation of what a guard, or a thread of the agent, writes into the store ``at``. A lost message ends it."""
         try:
             operation = steps.send(found)
-        except (StopIteration, StoreError):
+        except StoreError:
             return
-        if not (node.cut_out or self.death_random.random() < node.loss):
-            self.at(self.death_random.uniform(*node.delay), partial(self._take_notice, node, steps, operation))
+        except StopIteration as done:
+            if isinstance(record := done.value, RoundRecord):
+                node.feed(lambda now: FoundAtStart(now, record))
+            return
+        if not self.loses(node, at, self.death_random):
+            self.at(self.death_random.uniform(*node.delay), partial(self._take_notice, node, at, steps, operation))
 
-    def _take_notice(self, node: Node, steps: Steps, operation: Operation) -> None:
-        if self.store_paused:
-            self._paused.append(partial(self._take_notice, node, steps, operation))
-            return
-        if not self.store_up:
+    def _take_notice(self, node: Node, at: Place | None, steps: Steps, operation: Operation) -> None:
+        if self._held_up(at, partial(self._take_notice, node, at, steps, operation)) or not self._is_up(at):
             return
         self.telling = node
-        found = self._apply(node, operation, LeasedStore(self, node) if self.rules.lasting else MemoryStore(self.data))
+        found = self._apply(node, operation, LeasedStore(self, node) if self.rules.lasting else None, at)
         self.telling = None
-        if not (node.cut_in or self.death_random.random() < node.loss):
-            self.at(self.death_random.uniform(*node.delay), partial(self._go_on_telling, node, steps, found))
+        if not self.loses(node, at, self.death_random, reply=True):
+            self.at(self.death_random.uniform(*node.delay), partial(self._go_on_telling, node, at, steps, found))
 
     # -- its leases ---------------------------------------------------------------------------------------------------
 
@@ -583,10 +663,11 @@ class World:
         for lease in self.leases:
             self.renew(lease, ELECTION)
 
-    def _announce_change(self) -> None:
-        """Tell the nodes that the store can reach that the record has changed, as well as their watches work."""
+    def _announce_change(self, at: Place | None) -> None:
+        """Tell the nodes that the store ``at`` can reach that its record has changed, as well as their watches work."""
         for node in self.nodes:
-            if node.alive and not node.cut_in and self.push_random.random() >= max(self.push.lost, node.loss):
+            reached = node.connection is not None and node.connection.at == at and not node.cut_in
+            if node.alive and reached and self.push_random.random() >= max(self.push.lost, node.loss):
                 told = partial(self.hand_over, node, node.connection, Changed)
                 for _ in range(1 + (self.push_random.random() < self.push.repeated) * self.push_random.randint(1, 3)):
                     late = self.push_random.random() < self.push.late
@@ -600,12 +681,21 @@ class World:
 
     @property
     def record(self) -> RoundRecord | None:
-        return self._round(self.data.get("job/round"))
+        """The round record of the store in use: the newest one in a store that is served."""
+        if not self.rules.succession:
+            return self._round(self.data.get("job/round"), self.data)
+        stores = [self.data] * self.store_up + [node.standby for node in self.nodes if node.alive]
+        found = [record for data in stores if (record := self._round(data.get("job/round"), data)) is not None]
+        return max(found or self.last_written.values(), key=lambda record: (record.term, record.version), default=None)
 
-    def _round(self, data: bytes | None) -> RoundRecord | None:
-        if data is not self._decoded[0]:
-            self._decoded = (data, None if data is None else read_round({**self.data, "job/round": data}))
-        return self._decoded[1]
+    def _round(self, value: bytes | None, data: dict[str, bytes]) -> RoundRecord | None:
+        if value is None:
+            return None
+        if value not in self._decoded:
+            if len(self._decoded) > 32:
+                self._decoded.clear()
+            self._decoded[value] = read_round({**data, "job/round": value})
+        return self._decoded[value]
 
     def pause_store(self) -> None:
         self.store_paused = True

@@ -252,7 +252,7 @@ def test_torch_is_loaded_before_the_node_joins(server: Etcd, monkeypatch: pytest
     loaded: list[bool] = []
     monkeypatch.setattr(torch_class, "tcp_store_class", lambda: loaded.append(True))
     access = store_access(config_of(f"--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint={server.endpoints[0]} --rdzv-id=x train.py"))
-    access.connect().close()
+    access.connect(None).close()
     access.close()
     assert loaded
 

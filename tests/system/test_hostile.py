@@ -160,7 +160,7 @@ def garbage(trap: Path) -> list[bytes]:
         b"",
         b"\x00\xff\x1b[2J" * 50,
         b"[" * 50_000,
-        b'{"v":2}',
+        b'{"v":3}',
         b"9" * 50_000,
         b"\n" * 50_000,
         b"x" * (7 << 20),  # the largest that the store takes at once

@@ -1,0 +1,395 @@
+"""The rendezvous store survives its host: who takes over, when, and what becomes of those that come later (docs/decisions/0020)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastirun.errors import StoreError
+from elastirun.rendezvous import succession
+from elastirun.rendezvous.actions import Outcome, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.events import Synced, Tick
+from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.records import Broken, Cause, Member, NodeRow, Place, RoundRecord, Status, Vote
+from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.succession import Moves
+from elastirun.rendezvous.sync import SyncProtocol, execute
+from tests.rendezvous import test_formation
+from tests.sim import invariants
+from tests.sim.world import Deaths, Node, World, write_round
+
+MEMBERS = tuple(Member(i, f"name-{i}", f"10.0.0.{k}", 1000, 2, standby=2000) for k, i in enumerate("habcd", start=1))
+RECORD = RoundRecord("s", version=5, round=3, members=MEMBERS, host="h")
+DEAD = Vote("h", RECORD, ("h",))
+
+
+PLACES = tuple(Place(m.id, m.address, m.standby) for m in MEMBERS)
+
+
+def answer(*there: str, now: float = 0.0, votes: tuple[Vote, ...] = (DEAD,), found: RoundRecord | None = None) -> Synced:
+    """What a standby store says in which the nodes ``there`` have their rows."""
+    return Synced(now, now, found, {i: NodeRow(i, i, "", 0, 2) for i in there}, votes=votes)
+
+
+def told(count: int = 3, **rules: object) -> World:
+    """A world of ``count`` nodes, whose store is served by node 0, whose guards tell of deaths, with the invariants watched."""
+    world = World(hosted=True, **{"min_nodes": 1, "max_nodes": count, "store_grace": 15.0, "succession": True, **rules})
+    world.deaths = Deaths(told=1.0)
+    invariants.install(world)
+    for _ in range(count):
+        world.add()
+    assert world.run(20, world.running(*world.nodes))
+    return world
+
+
+def goes_on(world: World, *nodes: Node, within: float = 8.0) -> None:
+    assert world.run(within, world.running(*nodes)), [(n.id, n.outcome, n.said[-1:]) for n in world.nodes]
+
+
+# -- a job goes on ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_the_others_go_on_when_the_host_has_died(count: int) -> None:
+    world = told(count)
+    host, *others = world.nodes
+    began = world.t
+    host.crash()
+    goes_on(world, *others, within=1.5)
+    assert world.t - began < 1.5 and world.record and (world.record.term, world.record.host) == (1, others[0].id)
+    assert others[0].starts[-1][:2] == (2, 0) and "hosted the rendezvous store, was lost" in world.record.reason
+
+
+def test_hosts_die_one_after_the_other_until_one_node_is_left() -> None:
+    world = told(5)
+    for k in range(4):
+        world.nodes[k].crash()
+        goes_on(world, *world.nodes[k + 1 :], within=8.0)
+    assert world.record and world.record.term == 4 and [n for _, n in world.history] == [5, 4, 3, 2, 1]
+    assert world.record.failures == 0
+
+
+def test_a_host_that_leaves_is_told_of_when_it_has_gone() -> None:
+    world = told()
+    host, *others = world.nodes
+    host.leave()
+    goes_on(world, *others)
+    assert host.outcome is Outcome.LEFT
+
+
+def test_two_die_at_once() -> None:
+    world = told(4)
+    world.nodes[0].crash()
+    world.nodes[1].crash()
+    goes_on(world, *world.nodes[2:], within=15.0)
+
+
+def test_a_host_of_which_nobody_tells_ends_the_job_as_before() -> None:
+    world = told()
+    world.deaths = Deaths()
+    world.nodes[0].crash()
+    assert world.run(40, world.all_finished)
+    assert {n.outcome for n in world.nodes[1:]} == {Outcome.STORE_LOST}
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    world = told(3, succession=False)
+    world.nodes[0].crash()
+    assert world.run(40, world.all_finished)
+    assert {n.outcome for n in world.nodes[1:]} == {Outcome.STORE_LOST}
+
+
+def test_a_minority_waits_and_gives_up() -> None:
+    world = told(5)
+    host, a, b, c, d = world.nodes
+    d.side = 1
+    host.crash()
+    goes_on(world, a, b, c)
+    assert world.run(40, lambda: bool(d.finish)) and d.outcome is Outcome.STORE_LOST and d.working is None
+
+
+def test_who_waits_in_a_store_that_too_few_reach_gives_up() -> None:
+    world = told(5)
+    host, a, b, c, d = world.nodes
+    host.crash()
+    assert world.run(5, lambda: a.machine.place is not None)
+    b.crash()  # its guard tells a, which is not enough: c and d may live
+    a.side, c.side, d.side = 1, 2, 3
+    assert world.run(60, world.all_finished)
+    assert {n.outcome for n in (a, c, d)} == {Outcome.STORE_LOST}
+
+
+# -- those that come later ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_comes_back_joins_the_job_where_it_is_now() -> None:
+    world = told()
+    host, *others = world.nodes
+    host.crash()
+    goes_on(world, *others)
+    again = world.add("n0")
+    goes_on(world, *others, again, within=10.0)
+    assert world.record and world.record.store_id == f"store-of-{host.id}" and any("has moved to 10.0.0.2" in line for line in again.said)
+
+
+def test_a_newcomer_is_not_sent_in_vain_for_ever() -> None:
+    world = told(3)
+    host, a, b = world.nodes
+    host.crash()
+    goes_on(world, a, b)
+    again = world.add("n0")
+    assert world.run(5, lambda: again.machine.place is not None)
+    world.deaths = Deaths()
+    a.crash()
+    b.crash()
+    assert world.run(30, lambda: again.working is not None)
+    assert again.starts == [(1, 0, 1)]
+
+
+def test_a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started() -> None:
+    world = told()
+    world.disconnected = True
+    host, *others = world.nodes
+    host.crash()
+    goes_on(world, *others)
+    again = world.add("n0")
+    again.side = 1
+    assert world.run(20, lambda: again.working is not None)
+    again.side = 0
+    assert world.run(40, lambda: all(n.finish for n in others))
+    assert {n.outcome for n in others} == {Outcome.STORE_LOST} and "another run of this job" in str(others[0].finish)
+
+
+def test_a_first_round_waits_until_it_would_have_heard_of_the_job_elsewhere() -> None:
+    world = World(hosted=True, succession=True, min_nodes=1, max_nodes=1)
+    node = world.add()
+    assert world.run(5, lambda: node.working is not None)
+    assert world.t > 1.0
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "ended", "expected"),
+    [
+        ("abc", "", True),  # more than half of four
+        ("ab", "", False),
+        ("ab", "cd", True),  # all that have not died
+        ("ab", "c", False),
+        ("d", "abc", True),
+        ("", "abcd", False),
+        ("hab", "", False),  # the host does not count
+        ("xyz", "", False),  # nor does who was no member
+        ("ab", "xyz", False),
+    ],
+)
+def test_enough_is_more_than_half_of_the_others_or_all_that_have_not_died(here: str, ended: str, expected: bool) -> None:
+    assert succession.enough(MEMBERS, "h", set(here), {*ended, "h"}) is expected
+
+
+def test_two_groups_are_never_both_enough() -> None:
+    """However five members are spread over two stores, and whoever has died: not both may go on with a living member each."""
+    others = "abcd"
+    for spread in range(3**4):
+        where = {i: spread // 3**k % 3 for k, i in enumerate(others)}  # 0, 1: the store in which it is; 2: it has died
+        dead = {i for i in others if where[i] == 2}
+        sides = [{i for i in others if where[i] == side} for side in (0, 1)]
+        assert not all(side and succession.enough(MEMBERS, "h", side, dead | {"h"}) for side in sides)
+
+
+def test_the_standbys_are_those_of_the_members_in_rank_order_without_the_host() -> None:
+    assert [p.id for p in succession.standbys(RECORD)] == list("abcd")
+    assert [p.id for p in succession.standbys(replace(RECORD, host="b"))] == list("hacd")
+    for nobody in (None, replace(RECORD, host=""), replace(RECORD, members=())):
+        assert succession.standbys(nobody) == ()
+    without = (*MEMBERS[:2], replace(MEMBERS[2], standby=0), *MEMBERS[3:])
+    assert [p.id for p in succession.standbys(replace(RECORD, members=without))] == list("acd")
+
+
+def test_the_newest_record_is_that_of_the_last_term() -> None:
+    later = replace(RECORD, term=1, version=2)
+    assert succession.newest(RECORD, later) is later and succession.newest(later, RECORD) is later
+    assert succession.newest(RECORD, None) is RECORD
+
+
+@pytest.mark.parametrize("broken", [None, Broken(Cause.FAILURE, "boom", "b", ("c",))])
+def test_a_record_that_is_taken_over_says_that_its_round_is_over(broken: Broken | None) -> None:
+    taken = succession.take_over(replace(RECORD, broken=broken), "a", {"h", "d", "x"})
+    assert (taken.version, taken.term, taken.host, taken.round, taken.store_id) == (6, 1, "a", 3, "s")
+    assert taken.broken and taken.broken.over and set(taken.broken.lost) == {"h", "d", *(broken.lost if broken else ())}
+    assert taken.broken.cause is (broken.cause if broken else Cause.LOST)
+
+
+def test_nobody_follows_before_the_end_of_the_host_is_proven() -> None:
+    moves = Moves("b", True)
+    assert not moves.should_follow(PLACES[1], answer("a", votes=()), RECORD, 5.0)
+    assert not moves.should_follow(PLACES[1], answer("a", votes=(Vote("c", RECORD, ("d",)),)), RECORD, 5.0)
+    assert moves.should_follow(PLACES[1], answer("a"), RECORD, 5.0)
+
+
+def test_nobody_follows_into_a_store_whose_owner_is_not_there() -> None:
+    moves = Moves("b", True)
+    assert not moves.should_follow(PLACES[1], answer("c", "d"), RECORD, 5.0)
+    left = Synced(0.0, 0.0, None, {"a": NodeRow("a", "a", "", 0, 2, status=Status.LEFT)}, votes=(DEAD,))
+    assert not moves.should_follow(PLACES[1], left, RECORD, 5.0)
+
+
+def test_a_store_that_was_taken_over_is_followed_at_once() -> None:
+    taken = succession.take_over(RECORD, "a", {"h"})
+    assert Moves("b", True).should_follow(PLACES[1], answer(votes=(), found=taken), RECORD, 5.0)
+    assert not Moves("b", True).should_follow(PLACES[1], answer(votes=(), found=RECORD), RECORD, 5.0)
+    assert not Moves("b", True).should_follow(PLACES[1], answer(votes=(), found=replace(taken, store_id="other")), RECORD, 5.0)
+
+
+def test_the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain() -> None:
+    assert Moves("a", True).should_follow(PLACES[1], answer(), RECORD, 5.0)
+    second = Moves("b", True)
+    assert not second.should_follow(PLACES[2], answer(now=1.0), RECORD, 5.0)
+    second.unanswered(PLACES[1], 1.0)
+    second.unanswered(PLACES[1], 3.0)
+    assert not second.should_follow(PLACES[2], answer(now=5.9), RECORD, 5.0)
+    assert second.should_follow(PLACES[2], answer(now=6.0), RECORD, 5.0)
+    second.should_follow(PLACES[1], answer(now=6.1), RECORD, 5.0)  # it has answered
+    assert not second.should_follow(PLACES[2], answer(now=6.2), RECORD, 5.0)
+    assert second.should_follow(PLACES[2], answer(now=6.3, votes=(Vote("a", RECORD, ("a",)),)), RECORD, 5.0)
+
+
+def undecided(me: str, at: str) -> Moves:
+    """A node that waits in the standby store of another, or in its own."""
+    moves = Moves(me, True)
+    moves.should_follow(PLACES[3], answer(), RECORD, 5.0)  # it has heard that the host has died
+    moves.move(next(p for p in PLACES if p.id == at), RECORD, (), False, 0.0)
+    return moves
+
+
+def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
+    assert undecided("b", "b").should_follow(PLACES[1], answer("a"), RECORD, 5.0)
+    assert not undecided("b", "b").should_follow(PLACES[3], answer("c"), RECORD, 5.0)
+
+
+def test_who_waits_in_an_undecided_store_leaves_it_when_its_owner_has() -> None:
+    assert not undecided("c", "b").should_follow(PLACES[1], answer("a"), RECORD, 5.0)
+    assert undecided("c", "b").should_follow(PLACES[1], answer("a", "b"), RECORD, 5.0)
+    assert undecided("c", "b").should_follow(PLACES[1], answer("a", votes=(DEAD, Vote("b", RECORD, ("b",)))), RECORD, 5.0)
+
+
+def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
+    moves = undecided("b", "b")
+    assert [p.id for p in moves.places(RECORD)] == ["a", "c", "d"]
+    moves.move(PLACES[1], RECORD, (), False, 1.0)
+    assert [p.id for p in moves.places(RECORD)] == ["c", "d"]
+
+
+def test_who_says_that_a_host_has_died_knows_the_record_that_it_knew() -> None:
+    newer = replace(RECORD, version=9, round=4)
+    moves = Moves("b", True)
+    moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD, 5.0)
+    moves.move(PLACES[1], RECORD, (), False, 0.0)
+    assert moves.vote == Vote("b", newer, ("h",))
+
+
+def test_the_guard_of_a_host_tells_what_it_knew() -> None:
+    assert Moves("h", True).notice(RECORD) == DEAD
+    assert Moves("a", True).notice(RECORD) is None and Moves("h", False).notice(RECORD) is None and Moves("h", True).notice(None) is None
+    owner = undecided("b", "b")
+    assert owner.notice(RECORD) == Vote("b", RECORD, ("h", "b")) and undecided("c", "b").notice(RECORD) is None
+
+
+def test_only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun() -> None:
+    def rows(ids: str) -> list[NodeRow]:
+        return [NodeRow(i, i, "", 0, 2) for i in ids]
+
+    owner = undecided("a", "a")
+    assert owner.take_over(rows("abc")) is None  # it has not asked where the job was started
+    owner.unanswered(None, 1.0)
+    assert owner.take_over(rows("ab")) is None and owner.take_over(rows("bcd")) is None
+    taken = owner.take_over(rows("abc"))
+    assert taken is not None and taken.host == "a"
+    guest = undecided("b", "a")
+    guest.unanswered(None, 1.0)
+    assert guest.take_over(rows("abc")) is None
+
+
+def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round() -> None:
+    owner = undecided("a", "a")
+    rows = [NodeRow(i, i, "", 0, 2) for i in "abc"]
+    first = RoundRecord("other", version=1)
+
+    def look() -> Synced | None:
+        assert owner.search(RECORD, False, rows, 1.0) == 1.0
+        asked = owner.look(RECORD, 1.0, 0.5)
+        assert asked.at is None
+        return Synced(1.0, 1.0, asked.change.record if asked.change else first, {})
+
+    found = look()
+    assert found and not owner.heard_from_start(found, RECORD) and owner.take_over(rows) is None  # a round may form there any moment
+    found = look()
+    assert found and found.round and found.round.moved == PLACES[1]
+    assert not owner.heard_from_start(found, RECORD) and owner.take_over(rows) is not None
+    begun = replace(first, round=1, version=3)
+    assert "another run of this job" in owner.heard_from_start(Synced(1.0, 1.0, begun, {}), RECORD)
+    assert owner.take_over(rows) is None
+
+
+def test_a_look_at_the_start_holds_for_one_exchange() -> None:
+    owner = undecided("a", "a")
+    owner.unanswered(None, 1.0)
+    owner.answered(owner.complete(Sync(), RECORD), answer())
+    assert owner.take_over([NodeRow(i, i, "", 0, 2) for i in "abc"]) is None
+
+
+def test_a_newcomer_begins_no_job_in_a_standby_store() -> None:
+    """It was sent there, and the owner is about to write the record."""
+    machine = Machine(Rules(1, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    asked = machine.step(Tick(0.0))
+    sent = RoundRecord("other", moved=PLACES[1])
+    asked = machine.step(Synced(0.1, 0.0, sent, {}))
+    assert any(isinstance(action, Sync) and action.at == PLACES[1] for action in asked)
+    asked = machine.step(Synced(0.2, 0.1, None, {}))
+    assert not [action for action in asked if isinstance(action, Sync) and action.change], "it has written a record"
+    taken = succession.take_over(RECORD, "a", {"h"})
+    asked = machine.step(Tick(0.4))
+    machine.step(Synced(0.5, 0.4, replace(taken, settings=machine.rules.settings), {}))
+    assert machine.record is not None and machine.record.term == 1
+
+
+@pytest.mark.parametrize(("present", "expected"), [("bc", ""), ("abc", "abc")])
+def test_no_round_is_formed_without_the_owner_of_a_store_that_has_taken_over(present: str, expected: str) -> None:
+    record = test_formation.after("abc", Cause.LOST, term=1, host="a")
+    rows = [test_formation.row(i, 1, hosts=i == "a") for i in present]
+    silent = "" if "a" in present else "a"
+    assert test_formation.chosen(test_formation.form(record, rows, silent)) == expected
+
+
+def test_a_record_of_a_later_term_is_not_an_older_one() -> None:
+    protocol, data = SyncProtocol("job/", "me", Codec(), lambda: 0.0), dict[str, bytes]()
+    for record in (replace(RECORD, version=9), replace(RECORD, version=6, term=1)):
+        write_round(data, record)
+        assert protocol.carry_out(MemoryStore(data), Sync(rows=()), 0.0).round == record
+    write_round(data, replace(RECORD, version=9))
+    with pytest.raises(StoreError, match="an older round record"):
+        protocol.carry_out(MemoryStore(data), Sync(rows=()), 0.0)
+
+
+def test_votes_come_with_the_members_of_their_round_and_garbage_is_ignored() -> None:
+    protocol, store = SyncProtocol("job/", "b", Codec(), lambda: 0.0), MemoryStore()
+    execute(protocol.put_vote(DEAD), store)
+    execute(protocol.put_vote(DEAD), store)
+    store.put_if("job/vote/a", None, b"garbage")
+    store.put_if("job/vote/c", None, store.get(["job/vote/h"])["job/vote/h"])  # the vote of another node
+    found = SyncProtocol("job/", "b", Codec(), lambda: 0.0).carry_out(store, Sync(rows=(), voters=("h", "a", "c", "x")), 0.0)
+    assert found.votes == (DEAD,) and len(found.ignored) == 2
+
+
+def test_where_a_round_has_formed_nobody_says_that_the_store_has_moved() -> None:
+    protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
+    assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)) is None
+    write_round(data, RoundRecord("other"))
+    assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)) == RoundRecord("other", version=2, moved=PLACES[1])
+    assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)).version == 2
+    write_round(data, RoundRecord("other", version=3, round=1))
+    assert execute(protocol.put_moved(PLACES[2]), MemoryStore(data)) == RoundRecord("other", version=3, round=1)

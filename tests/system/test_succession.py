@@ -1,0 +1,124 @@
+"""The agent that hosts the rendezvous store dies or leaves, and the others go on: another node has taken over the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import PATIENCE, Cluster, Worker, dies, kill
+from tests.system.test_pid1 import AS_PID_1, agent_of, contained
+
+EXPIRE = 30.0  # seconds; far longer than a death notice takes
+PROOF = (f"--expire={EXPIRE:g}", "--last-call=0.5", "--max-restarts=0", "--store-succession=proof")
+
+
+def start(nodes: Cluster, count: int, *options: str, nnodes: str = "1:3") -> tuple[list[subprocess.Popen[str]], list[Worker]]:
+    """Start ``count`` agents, the first of which hosts the store. Return them, and the workers of their first common round."""
+    agents = [nodes.agent(i, *PROOF, *options, nnodes=nnodes) for i in range(1, count + 1)]
+    return agents, nodes.round(count)
+
+
+def finish(nodes: Cluster, agents: list[subprocess.Popen[str]], workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0] * len(agents), nodes.everything()
+    assert "cannot look whether other jobs need this store" not in nodes.everything()
+
+
+@pytest.mark.parametrize("token", [False, True])
+def test_the_others_go_on_when_the_host_is_killed(nodes: Cluster, tmp_path: Path, token: bool) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("the token of this job")
+    secret.chmod(0o600)
+    agents, before = start(nodes, 3, *([f"--token-file={secret}"] if token else []))
+    kill(agents[0])
+    after = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    assert dies(before[0].pid, 0), "nothing of the host runs any more"
+    assert "which hosted the rendezvous store, was lost" in after[0].env["ELASTIRUN_ROUND_REASON"]
+    finish(nodes, agents[1:], after)
+
+
+def test_the_others_go_on_when_the_host_leaves(nodes: Cluster) -> None:
+    agents, before = start(nodes, 3)
+    agents[0].send_signal(signal.SIGTERM)
+    after = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    assert nodes.ends(agents[0]) == 128 + signal.SIGTERM
+    finish(nodes, agents[1:], after)
+
+
+@contained
+def test_a_host_that_leaves_as_process_1_of_a_container_tells_the_others_by_itself(nodes: Cluster) -> None:
+    """Its guard ends with it."""
+    where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=test", "--rdzv-conf=is_host=1", "--local-addr=127.0.0.1")
+    host = nodes.launch(1, "--nnodes=1:3", *where, *PROOF, str(nodes.script), before=AS_PID_1)
+    others = [nodes.agent(i, *PROOF) for i in (2, 3)]
+    before = nodes.round(3)
+    os.kill(agent_of(host, AS_PID_1), signal.SIGTERM)
+    after = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    assert nodes.ends(host) == 128 + signal.SIGTERM
+    finish(nodes, others, after)
+
+
+def test_of_two_nodes_the_other_goes_on_alone(nodes: Cluster) -> None:
+    agents, before = start(nodes, 2, nnodes="1:2")
+    kill(agents[0])
+    after = nodes.round(1, after=before[0].round, timeout=EXPIRE - 5)
+    finish(nodes, agents[1:], after)
+
+
+def test_hosts_are_killed_one_after_another_until_one_node_is_left(nodes: Cluster) -> None:
+    agents, workers = start(nodes, 4, nnodes="1:4")
+    for left in (3, 2, 1):
+        host = next(i for i, agent in enumerate(agents) if agent.pid == int(workers[0].env["ELASTIRUN_AGENT"].split("-")[0]))
+        kill(agents.pop(host))
+        workers = nodes.round(left, after=workers[0].round, timeout=EXPIRE - 5)
+    finish(nodes, agents, workers)
+
+
+def test_the_host_and_the_first_in_line_are_killed_at_once(nodes: Cluster) -> None:
+    agents, before = start(nodes, 4, "--expire=2", nnodes="1:4")
+    for agent in agents[:2]:
+        agent.kill()
+    after = nodes.round(2, after=before[0].round)
+    finish(nodes, agents[2:], after)
+
+
+def test_the_host_is_killed_while_it_leaves(nodes: Cluster) -> None:
+    agents, before = start(nodes, 3)
+    agents[0].send_signal(signal.SIGTERM)
+    nodes.says(2, "leaves: SIGTERM")
+    kill(agents[0])
+    after = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    finish(nodes, agents[1:], after)
+
+
+def test_the_node_that_hosted_the_store_comes_back_into_the_same_job(nodes: Cluster) -> None:
+    agents, before = start(nodes, 3)
+    kill(agents[0])
+    smaller = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    back = nodes.agent(1, *PROOF, "--last-call=5")
+    whole = nodes.round(3, after=smaller[0].round)
+    finish(nodes, [back, *agents[1:]], whole)
+
+
+def test_the_guard_of_a_node_that_has_moved_speaks_to_the_store_where_it_is(nodes: Cluster) -> None:
+    agents, before = start(nodes, 3)
+    kill(agents[0])
+    smaller = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    victim = next(agent for agent in agents[1:] if agent.pid == int(smaller[1].env["ELASTIRUN_AGENT"].split("-")[0]))
+    kill(victim)
+    (alone,) = nodes.round(1, after=smaller[0].round, timeout=EXPIRE - 5)
+    assert "its agent died" in alone.env["ELASTIRUN_ROUND_REASON"]
+    finish(nodes, [agent for agent in agents[1:] if agent is not victim], [alone])
+
+
+def test_without_the_option_nobody_takes_over(nodes: Cluster) -> None:
+    options = ("--expire=2", "--store-grace=3", "--last-call=0.5")
+    agents = [nodes.agent(i, *options, nnodes="1:2") for i in (1, 2)]
+    nodes.round(2)
+    kill(agents[0])
+    assert nodes.ends(agents[1], PATIENCE) == 201
