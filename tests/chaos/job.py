@@ -41,6 +41,7 @@ class Terms:
     store_grace: float = 15.0
     most: int = 3  # nodes in a round; who is more is a spare
     etcd: bool = False  # they meet at an etcd on a host of its own, to which nothing is done
+    succession: bool = False  # another node takes over the store when its host has died
 
 
 @dataclass
@@ -200,6 +201,7 @@ class Job:
         terms = self.terms
         options = [f"--nnodes=1:{terms.most}", *self.where, "--rdzv-id=chaos", "--max-restarts=100000", "--restart-pause=0"]
         options += [f"--expire={terms.expire:g}", f"--store-grace={terms.store_grace:g}", "--last-call=1", f"--log-dir={logs}"]
+        options += ["--store-succession=proof"] * terms.succession
         command = self.network[i].inside(sys.executable, "-m", "elastirun", *options, str(self.script))
         env = {**os.environ, "CHAOS_AGENT": name, "CHAOS_TICKS": str(self.ticks), "TMPDIR": str(self.temporary)}
         with open(self.folder / f"{name}.out", "ab") as out:
