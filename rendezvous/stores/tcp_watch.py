@@ -39,7 +39,8 @@ def mark(key: str, value: bytes) -> str:
 
 
 class TcpWatch:
-    """Calls ``changed`` from its own thread: once when the watch begins, then after each change of ``key``, or after several.
+    """Calls ``changed`` from its own thread: once when the watch begins, then after each change of ``key``, or after several, and when the
+    connection is lost: the host of the store may have died, which the agent should find at once.
 
     A connection that is refused, reset, silent, or answered by another program is tried again after a pause. Nothing is raised.
     """
@@ -88,17 +89,28 @@ class TcpWatch:
         connection.sendall(HELLO + PING + nonce)
         if receive(connection, 4) != nonce:
             raise ValueError("not a TCPStore")
+        try:
+            self._tell_of_changes(connection)
+        except OSError:
+            if not self._closed.is_set():
+                self._tell()
+            raise
+
+    def _tell_of_changes(self, connection: socket.socket) -> None:
         marked = False
         while not self._closed.is_set():
             self._pause_after_burst()
             value = self._read(connection)
             if value != self._seen:
                 self._seen, self._fruitless = value, 0
-                self._told.append(clock.now())
-                self._changed()
+                self._tell()
             elif marked:
                 raise ValueError("the mark of the present value exists: an older value came back, or somebody else created the mark")
             marked = _wait(connection, mark(self._key, value))
+
+    def _tell(self) -> None:
+        self._told.append(clock.now())
+        self._changed()
 
     def _pause_after_burst(self) -> None:
         """Wait if ``changed`` was called too often. Before the value is read: no time may pass between that and the wait for its mark."""

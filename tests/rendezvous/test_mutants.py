@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     mutant(
         "a lease that is renewed while its row is gone is no keep-alive",
-        *("sync", "kept_alive=kept_alive and row is not None", "kept_alive=kept_alive"),
+        *("sync", "last, kept_alive and row is not None, votes", "last, kept_alive, votes"),
         *("sync", "a_keep_alive_counts_only_with_its_row"),
     ),
     mutant(
@@ -290,7 +290,7 @@ MUTANTS = (
     ),
     mutant(
         "one exchange at a time",
-        *("machine", "if self.finished or schedule.under_way:", "if self.finished:"),
+        *("machine", "if self.finished or schedule.under_way or", "if self.finished or"),
         *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
     ),
     mutant(
@@ -453,7 +453,7 @@ MUTANTS = (
     ),
     mutant(
         "the next round knows the port that is held for it",
-        *("agent/session", "self.post(Reachable(self._now(), self.machine.row.address, self.worker_store.port))", "pass"),
+        *("agent/session", "self.post(self._reachable(self._now(), self.machine.row.address, self.worker_store))", "pass"),
         *("agent/session", "when_a_round_has_started_the_next_port_is_told"),
     ),
     # The guard of an agent that has died tells the others.
@@ -592,6 +592,11 @@ MUTANTS = (
         "what a connection remembers does not grow with the rounds",
         *("rendezvous/stores/tcp", "(key for key in found if _is_listed(key))", "(found)"),
         *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
+    ),
+    mutant(
+        "the loss of the store is told at once",
+        *("rendezvous/stores/tcp_watch", "            if not self._closed.is_set():\n                self._tell()\n", ""),
+        *("tcp_watch", "a_lost_connection_is_told_of_once_and_a_change_meanwhile_later"),
     ),
     mutant(
         "a connection that was given up is not heard",

@@ -125,7 +125,7 @@ def test_a_change_is_heard_of_at_once(server: Server, key: str) -> None:
     listener.store.close()
 
 
-def test_a_change_while_it_is_not_connected_is_heard_of_later_and_a_lost_connection_is_no_change(server: Server, key: str) -> None:
+def test_a_lost_connection_is_told_of_once_and_a_change_meanwhile_later(server: Server, key: str) -> None:
     with Relay(f"{server.address}:{server.port}") as relay:
         calls = threading.Semaphore(0)
         watch = TcpWatch("127.0.0.1", int(relay.endpoint.rpartition(":")[2]), key, calls.release)
@@ -134,6 +134,7 @@ def test_a_change_while_it_is_not_connected_is_heard_of_later_and_a_lost_connect
         for _ in range(3):
             assert watch._socket is not None
             watch._socket.shutdown(socket.SHUT_RDWR)
+            assert calls.acquire(timeout=PATIENCE)
             count_up(writer, key)
             assert calls.acquire(timeout=PATIENCE)
         assert not calls.acquire(blocking=False)

@@ -465,7 +465,7 @@ def test_ranks_restore_what_they_saved_and_did_not_close(tmp_path: Path) -> None
 
 def come_late(rank: int, world: int, folder: str) -> tuple[list[str], list[int]]:
     """Save on three ranks, of which the second comes when another one has written a line about it."""
-    waiting.LOOK, waiting.REPORT = 0.02, 0.1
+    waiting.LOOK, waiting.REPORT = 0.02, 2.0 if rank == 0 else 0.1  # the third one would write it long before the first does
     checkpoints = Checkpointer(folder)
     checkpoints.save(1, {"x": torch.ones(3)})
     board, mine, lines = checkpoints._ranks.board, checkpoints._ranks._waiting, list[str]()
@@ -478,8 +478,8 @@ def come_late(rank: int, world: int, folder: str) -> tuple[list[str], list[int]]
     handler = logging.Handler()
     handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("elastirun.checkpoints").addHandler(handler)
-    if rank == 0:
-        board.get(mine._key(mine.exchanges + 1, 2))  # rank 2 waits
+    if rank == 2:
+        board.get(mine._key(mine.exchanges + 1, 0))  # rank 0 waits
     elif rank == 1:
         board.get("told")
     checkpoints.save(2, {"x": torch.ones(3)})
