@@ -98,6 +98,7 @@ class Moves:
     _left: frozenset[str] = frozenset()  # owners of stores that this node has given up: what it has written there still stands
     _start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
     _known: RoundRecord | None = None  # the newest record that was read in any vote
+    _word: RoundRecord | None = None  # the newest record that the guard of a dead host has brought: no later round of that host has started
     _claims: bool = False  # this node would take over, if no other run of the job has begun where it was started
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
     _silent_since: dict[str, float] = field(default_factory=dict)  # by owner: since when its store has not answered
@@ -200,6 +201,8 @@ class Moves:
         self.gone |= gone(votes)
         for vote in votes:
             self._known = newest(vote.record, self._known)
+            if vote.id == vote.record.host and vote.id in vote.gone:
+                self._word = newest(vote.record, self._word)
 
     def _is_away(self, owner: str, now: float, expire: float) -> bool:
         return owner in self.gone or now - self._silent_since.get(owner, now) >= expire
@@ -240,7 +243,8 @@ class Moves:
             return sync
         if self.at.id != self.me:
             return replace(sync, rows=(self.at.id,))
-        return replace(sync, rows=None, voters=tuple(m.id for m in record.members))
+        brought = [found for found in (record, self._known, self._word) if found is not None]
+        return replace(sync, rows=None, voters=tuple({m.id: None for found in brought for m in found.members}))
 
     def answered(self, asked: Sync, answer: Synced) -> None:
         """Take in the answer of the store in use to what it was ``asked``."""
@@ -257,9 +261,13 @@ class Moves:
         return take_over(self._known, self.me, self.gone | _left(rows))
 
     def _may_take_over(self, rows: Collection[NodeRow]) -> bool:
-        """Return whether this node is the owner of the undecided store that it is in, and enough others have come."""
-        record = self._known
-        if not self.undecided or self.at is None or self.at.id != self.me or record is None or record.host not in self.gone:
+        """Return whether this node is the owner of the undecided store that it is in, and enough others have come.
+
+        They are counted in the round that the host's guard has named, so that all owners count in the same one. Some nodes may know a
+        newer round, which the host has never read; no worker of it has started.
+        """
+        word, known = self._word, self._known
+        if not self.undecided or self.at is None or self.at.id != self.me or word is None or known is None or word.host != known.host:
             return False
         here = {row.id for row in rows if _is_there(row)}
-        return self.me in here and enough(record.members, record.host, here, self.gone | _left(rows))
+        return self.me in here and enough(word.members, word.host, here, self.gone | _left(rows))

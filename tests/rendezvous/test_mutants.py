@@ -655,8 +655,23 @@ MUTANTS = (
         *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
     ),
     mutant(
+        "all owners count in the round that the guard of the host has named",
+        *("succession", "enough(word.members, word.host, here", "enough(known.members, known.host, here"),
+        *("succession", "owners_count_in_the_round_that_the_guard_of_the_host_has_named"),
+    ),
+    mutant(
+        "who has not heard the guard of the last host does not take over",
+        *("succession", "known is None or word.host != known.host:", "known is None:"),
+        *("succession", "who_has_not_heard_the_guard_of_the_last_host_does_not_take_over"),
+    ),
+    mutant(
+        "the votes of all that are counted are read",
+        *("succession", "for found in (record, self._known, self._word) if", "for found in (record,) if"),
+        *("succession", "an_owner_reads_the_votes_of_all_that_it_may_count"),
+    ),
+    mutant(
         "only the owner of a standby store takes over",
-        *("succession", "self.at is None or self.at.id != self.me or record is None", "self.at is None or record is None"),
+        *("succession", "self.at is None or self.at.id != self.me or word is None", "self.at is None or word is None"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(

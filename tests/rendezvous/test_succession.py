@@ -314,6 +314,39 @@ def test_only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_r
     assert guest.take_over(rows("abc")) is None
 
 
+NEWER = replace(RECORD, version=9, round=4, members=(MEMBERS[0], *(Member(i, i, "", 0, 2, standby=1) for i in "efa")))
+
+
+def heard(*votes: Vote) -> tuple[Moves, list[NodeRow]]:
+    """The owner of its undecided store, which has read these votes there; and the rows of all that may come."""
+    owner = Moves("a", True)
+    owner.should_follow(PLACES[3], answer(votes=votes), RECORD, 5.0)
+    owner.move(PLACES[1], RECORD, (), False, 0.0)
+    owner.unanswered(None, 1.0)
+    return owner, [NodeRow(i, i, "", 0, 2) for i in "abcdef"]
+
+
+def test_owners_count_in_the_round_that_the_guard_of_the_host_has_named() -> None:
+    """Others may know a newer round, which the host has never read. The owner of another store may not know of that one."""
+    owner, rows = heard(DEAD, Vote("e", NEWER))
+    assert owner.take_over([row for row in rows if row.id in "aef"]) is None
+    taken = owner.take_over([row for row in rows if row.id in "abc"])
+    assert taken is not None and (taken.round, taken.version) == (4, 10), "the newest record goes on"
+
+
+def test_who_has_not_heard_the_guard_of_the_last_host_does_not_take_over() -> None:
+    later = succession.take_over(RECORD, "d", {"h"})
+    owner, rows = heard(DEAD, Vote("b", later, ("d",)))
+    assert owner.take_over(rows) is None
+    owner, rows = heard(DEAD, Vote("d", later, ("d",)))
+    assert owner.take_over(rows) is not None
+
+
+def test_an_owner_reads_the_votes_of_all_that_it_may_count() -> None:
+    owner, _ = heard(Vote("h", NEWER, ("h",)))
+    assert set(owner.complete(Sync(), RECORD).voters) == set("habcdef")
+
+
 def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round() -> None:
     owner = undecided("a", "a")
     rows = [NodeRow(i, i, "", 0, 2) for i in "abc"]
