@@ -27,21 +27,12 @@ from pathlib import Path
 
 from benchmarks.lab import ELASTIRUN, TORCHRUN, Bench, Launcher, machine, shown, table
 from elastirun.agent.host.cpus import cgroup_folders
+from tests.support.left_behind import DAEMONS
 
-SCRIPT = """
+SCRIPT = f"""
 import json, os, signal, socket, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for stopped in (False, True):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            if stopped:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            while True:
-                signal.pause()
-        os._exit(0)
-    os.wait()
-bench = socket.socket(socket.AF_UNIX)
+{DAEMONS}bench = socket.socket(socket.AF_UNIX)
 bench.connect(os.environ["BENCH_SOCKET"])
 about = dict(at=time.monotonic(), node="", pid=os.getpid(), rank=int(os.environ["RANK"]), world=2, attempt="")
 bench.sendall(json.dumps(about).encode() + bytes([10]))

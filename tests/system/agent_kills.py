@@ -24,6 +24,7 @@ from pathlib import Path
 
 from elastirun.agent.processes import proc
 from tests.support.cluster import free_port
+from tests.support.left_behind import DAEMONS
 from tests.support.tries import parser, unless
 from tests.system.preload_kills import TAG, command_line, everything, wait
 
@@ -31,21 +32,11 @@ TARGETS = ("agent", "agent and workers", "process group")
 MOMENTS = ("at the start", "in a round", "between rounds")
 LONGEST = {"at the start": 2.5, "in a round": 0.5, "between rounds": 2.5}  # seconds until the kill
 EXPIRE = 30.0  # seconds; that a node is silent is found much later than a try takes
-VICTIM = """
+VICTIM = f"""
 import fcntl, os, signal
 file = open(os.environ["TEST_OUT"] + ".lock", "a")
 fcntl.flock(file, fcntl.LOCK_SH)
-for stopped in (False, True):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            if stopped:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            while True:
-                signal.pause()
-        os._exit(0)
-    os.wait()
-while True:
+{DAEMONS}while True:
     signal.pause()
 """
 SURVIVOR = """
