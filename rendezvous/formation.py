@@ -66,13 +66,9 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
     if now < over_since + pause:
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
         return Forming(None, f"{why}; the next one starts after {pause:.1f} s", check_again=over_since + pause, news=True)
-    first = record.round == 0
-    if first and len(chosen) < rules.max_nodes and now < unchanged_since + rules.last_call:
-        until = unchanged_since + rules.last_call
-        reason = f"{len(chosen)} of at most {rules.max_nodes} nodes joined ({names(chosen)}); last call for more"
-        return Forming(None, reason, check_again=until)
-    if first and rules.succession and now < over_since + LOOK_BACK:
-        return Forming(None, "listening for this job elsewhere", check_again=over_since + LOOK_BACK)
+    early = _too_early(rules, chosen, now, unchanged_since, over_since) if record.round == 0 else None
+    if early is not None:
+        return early
     following = replace(
         record,
         version=record.version + 1,
@@ -84,6 +80,18 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
         host=next((row.id for row in chosen if row.hosts), ""),
     )
     return Forming(following, following.reason, leader=chosen[0].id)
+
+
+def _too_early(rules: Rules, chosen: list[NodeRow], now: float, unchanged_since: float, over_since: float) -> Forming | None:
+    """Return the decision to wait before the first round: for more nodes, or for word that this job runs elsewhere. None: do not wait."""
+    until = unchanged_since + rules.last_call
+    if len(chosen) < rules.max_nodes and now < until:
+        reason = f"{len(chosen)} of at most {rules.max_nodes} nodes joined ({names(chosen)}); last call for more"
+        return Forming(None, reason, check_again=until)
+    until = over_since + LOOK_BACK
+    if rules.succession and now < until:
+        return Forming(None, "waiting for word from another node that has taken over the store of this job", check_again=until)
+    return None
 
 
 def _admit(rules: Rules, record: RoundRecord, ready: list[NodeRow]) -> tuple[list[NodeRow], float]:

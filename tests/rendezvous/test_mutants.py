@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     mutant(
         "a re-formation waits for no last call",
-        *("formation", "if first and len(chosen)", "if len(chosen)"),
+        *("formation", "over_since) if record.round == 0 else None", "over_since)"),
         *("formation", "a_re_formation_waits_for_no_last_call"),
     ),
     mutant(
@@ -726,7 +726,7 @@ MUTANTS = (
     ),
     mutant(
         "the first round waits until it would have heard of the job elsewhere",
-        *("formation", "if first and rules.succession and now", "if False and now"),
+        *("formation", "if rules.succession and now < until:", "if False:"),
         *("succession", "a_first_round_waits_until_it_would_have_heard_of_the_job_elsewhere"),
     ),
     mutant(
