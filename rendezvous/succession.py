@@ -93,7 +93,7 @@ class Moves:
     undecided_since: float | None = None  # since when this node waits in a standby store that has no round record yet
     _vain: tuple[Place | None, float] = (None, 0.0)  # where this newcomer was sent, and nobody answered; until when it does not try again
     _searching_since: float | None = None
-    _due: float = -math.inf  # when the next standby store is to be looked at
+    _due: float = -math.inf  # the time of the next look, seconds of this node's clock
     _turn: int = 0
     _left: frozenset[str] = frozenset()  # owners of stores that this node has given up: what it has written there still stands
     _start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
@@ -121,7 +121,7 @@ class Moves:
         return [p for p in standbys(record) if p.id not in self.gone | self._left and p != self.at] if self.on else []
 
     def search(self, record: RoundRecord | None, lost: bool, rows: Collection[NodeRow], now: float) -> float | None:
-        """Return when the next store is to be looked at; None: there is no need. ``lost``: the store in use does not answer."""
+        """Return the time of the next look at another store; None: none is needed. ``lost``: the store in use does not answer."""
         if not self.undecided and not (lost and self.places(record)):
             self._searching_since = None
             return None

@@ -291,7 +291,7 @@ def test_whatever_else_is_there_does_not_end_the_tries(port: int, what: str, loo
         store.close()
 
 
-# -- what the guard of a dead host writes there
+# -- the votes that the guard of a dead host writes
 
 
 class Standbys:
@@ -516,7 +516,7 @@ def test_the_pipe_to_the_guard_grows_as_far_as_the_kernel_allows() -> None:
 
 
 def test_who_hands_over_ends_its_store_before_it_tells_the_others(standbys: Callable[[int], Standbys]) -> None:
-    """Once the others are told, nobody may use the store that has moved."""
+    """The others go to another store as soon as they are told, so the old one must have ended by then."""
     stores = standbys(1)
     did: list[str] = []
     access = SimpleNamespace(end_store=lambda: did.append(f"ended, told: {len(stores.served) and stores.told()}"))

@@ -90,7 +90,8 @@ KINDS = {
 }
 
 
-# Of histories in which another node's store may take over: the same for the node that hosts the store in use, and for the network.
+# Faults of the node that hosts the store in use, and of the network: kind -> (weight, longest duration in seconds). They are drawn for
+# histories in which another node may take over the store.
 HOST_KINDS = {
     "kill_host": (6, 20.0),
     "dark_host": (1, 20.0),  # its machine is off: no guard tells of it

@@ -106,7 +106,7 @@ def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 
 
 def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    """P5, P9: a node is called lost only when its death is told, or when its row has not changed for ``expire`` by the fastest clock."""
+    """P5, P9: a node is called lost only if a death notice says so, or if its row has not changed for ``expire`` by the fastest clock."""
     broken = new.broken
     if broken is None:
         return

@@ -76,6 +76,7 @@ def test_hosts_are_killed_one_after_another_until_one_node_is_left(nodes: Cluste
         host = next(i for i, agent in enumerate(agents) if agent.pid == int(workers[0].env["ELASTIRUN_AGENT"].split("-")[0]))
         kill(agents.pop(host))
         workers = nodes.round(left, after=workers[0].round, timeout=EXPIRE - 5)
+        assert "which hosted the rendezvous store, was lost" in workers[0].env["ELASTIRUN_ROUND_REASON"]
     finish(nodes, agents, workers)
 
 
