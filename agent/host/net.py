@@ -78,7 +78,7 @@ def listen_on(address: str, ports: tuple[int, int] | None = None) -> socket.sock
                 raise StartError(_why_not(error, PORT_RANGE if ports else "--rdzv-endpoint")) from error
     assert ports is not None
     where = f"no port from {ports[0]} to {ports[1]} of {address} is free"
-    raise StartError(f"cannot listen for the workers' store: {where}; widen {PORT_RANGE}, or end what listens there")
+    raise StartError(f"cannot listen: {where}; widen {PORT_RANGE}, or end what listens there")
 
 
 def _from_anywhere(first: int, last: int) -> Iterator[int]:
