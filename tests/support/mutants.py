@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
@@ -57,10 +58,11 @@ def each(mutants: Sequence[Mutant]) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The exit code of pytest, and its output."""
+    """The exit code of pytest (minus the number of the signal that ended it), its output, and how long it took."""
 
     code: int
     text: str
+    seconds: float
 
     @property
     def rule_is_missed(self) -> bool:
@@ -90,7 +92,8 @@ def copy_to(folder: Path) -> None:
 def unnoticed(copy: Path, one: Mutant) -> str:
     """Run the test of ``one`` without the rule, in ``copy``. Return empty text if the test has noticed that, else what it has printed."""
     found = run_mutant(copy, one.path(copy), one)
-    return "" if found.rule_is_missed else f"{one.test} passes without the rule, or the mutant cannot run\n{found.text[-2000:]}"
+    said = f"exit code {found.code} after {found.seconds:.0f} s"
+    return "" if found.rule_is_missed else f"{one.test} passes without the rule, or the mutant cannot run: {said}\n{found.text[-2000:]}"
 
 
 def failing(copy: Path, mutants: Sequence[Mutant], part: int = 0, parts: int = 1) -> str:
@@ -122,13 +125,16 @@ def run(copy: Path, *tests: str) -> Outcome:
     with tempfile.NamedTemporaryFile() as output:
         process = context.Process(target=_pytest, args=(str(copy), tests, env, output.name))
         process.start()
+        began = time.monotonic()
         process.join(TIMEOUT)
         if process.exitcode is None:
             assert process.pid is not None
+            os.kill(process.pid, signal.SIGABRT)  # faulthandler writes where it stands
+            process.join(5.0)
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
         assert process.exitcode is not None
-        return Outcome(process.exitcode, Path(output.name).read_text(errors="replace"))
+        return Outcome(process.exitcode, Path(output.name).read_text(errors="replace"), time.monotonic() - began)
 
 
 def _pytest(folder: str, tests: tuple[str, ...], env: Mapping[str, str], output: str) -> None:
