@@ -12,18 +12,17 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from elastirun.rendezvous import earlier_run, events, failures, formation, rules, updates
-from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Put, Reconnect, Say, Start, Stop, Sync
+from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.contact import Contact
-from elastirun.rendezvous.liveness import Liveness, Newest, SameSince
-from elastirun.rendezvous.own_row import OwnRow
-from elastirun.rendezvous.polling import PollPlan, Schedule
+from elastirun.rendezvous.link import Link
+from elastirun.rendezvous.polling import Schedule
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.ranks import own_rank
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.succession import Moves, another_run, lost_host, standbys
-from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER, RECONNECT_SPREAD
+from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
 
@@ -41,20 +40,13 @@ class Machine:
         self.rules = rules
         self.row = row  # of this node, as it is to be written; ``seq`` is set then
         self.record: RoundRecord | None = None  # of this job, from when it was first read on: its end is the end of this node, too
-        self.rows: dict[str, NodeRow] = {}
         self.hosting = False  # this agent hosts the store
         self.finished = False
         self.wake = now
         self._event: events.Event = events.Tick(now)  # the one being handled, or the last one
         self._history: tuple[str, ...] = ()  # the last transitions, in words, for the error about an impossible one
         self._actions: list[Action] = []
-        self._live = Liveness(rules.expire, rules.row_lease if rules.lasting else None)
-        self._newest = Newest()
-        self._same = SameSince(now)
-        self._contact = Contact()
-        self._own = OwnRow(kept_alive=now, written_at=now)
-        self._schedule = Schedule(now)
-        self._plan = PollPlan(rules, row.id, now)
+        self._link = Link(rules, row.id, now)
         self._earlier: RoundRecord | None = None  # the record of an earlier run, in a store that outlives its jobs
         self._break: tuple[Cause, str] | None = None  # why this node wants its own round to end
         self._closing = False  # the job is to be closed, whatever else would be written
@@ -70,14 +62,19 @@ class Machine:
         return self.row.status
 
     @property
+    def rows(self) -> dict[str, NodeRow]:
+        """The rows as they were read last, by node id."""
+        return self._link.rows
+
+    @property
     def kept_alive(self) -> float:
         """The time at which the last acknowledged keep-alive was sent, seconds of this node's clock."""
-        return self._own.kept_alive
+        return self._link.own.kept_alive
 
     @property
     def round_known(self) -> tuple[int, float]:
         """The number of the round in the store (0: none), and since when this node has known it, seconds of this node's clock."""
-        return self.record.round if self.record else 0, self._same.round.since
+        return self.record.round if self.record else 0, self._link.same.round.since
 
     @property
     def last_words(self) -> tuple[tuple[Place, ...], Vote] | None:
@@ -126,11 +123,11 @@ class Machine:
         return self._actions
 
     def _on_changed(self, event: events.Changed) -> None:
-        self._schedule.urgent = True
+        self._link.schedule.urgent = True
 
     def _on_reachable(self, event: events.Reachable) -> None:
         self.row = replace(self.row, address=event.address, port=event.port, standby=event.standby or self.row.standby)
-        self._schedule.urgent = True
+        self._link.schedule.urgent = True
 
     def _on_found_at_start(self, event: events.FoundAtStart) -> None:
         if self.record is not None and (why := another_run(event.round, self.record)):
@@ -141,7 +138,7 @@ class Machine:
 
     def _on_close(self, event: events.Close) -> None:
         self._closing = True
-        self._schedule.urgent = True
+        self._link.schedule.urgent = True
 
     def _on_succeeded(self, event: events.WorkersSucceeded) -> None:
         if self.state is RUNNING:
@@ -152,7 +149,8 @@ class Machine:
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
 
     def _on_synced(self, event: events.Synced) -> None:
-        if self._schedule.asked.at != self._moves.at:
+        self._link.schedule.under_way = False
+        if self._link.schedule.asked.at != self._moves.at:
             self._on_looked(event)
             return
         if self.record and not self._moves.undecided and (why := rules.another_store(self.record, event.round)):
@@ -169,10 +167,10 @@ class Machine:
 
     def _handle_answer(self, event: events.Synced) -> None:
         self._note_contact(event)
-        rows, old = self._newest.without_old(event.rows, self.row.id)
+        rows, old = self._link.current(event)
         self._actions += map(Say, self._waiting.ignored([*event.ignored, *old], event.now))
-        found, all_rows = event.round, self._schedule.asked.rows is None
-        self._moves.answered(self._schedule.asked, event)
+        found, all_rows = event.round, self._link.schedule.asked.rows is None
+        self._moves.answered(self._link.schedule.asked, event)
         if self.record is not None and not self._moves.undecided and (why := rules.another_store(self.record, found)):
             self._end(Outcome.STORE_LOST, why)
             return
@@ -181,48 +179,31 @@ class Machine:
             self._wait_for_another_store(self._earlier)
             return
         self._adopt(self.record if self._moves.undecided else found if self._earlier is None else None)
-        self._own = self._own.read(event, self._schedule.asked, self.rules.lasting)
-        self._schedule.urgent = self._schedule.urgent or self._own.doubts in (1, 2)  # at once, but not again and again
-        self.rows = rows
-        self._observe(event)
+        verdict = self._link.take_in(event, rows, self.state is RUNNING)
+        if verdict is not None:
+            if not self._link.plan.sees_all and self._may_have_lost_more():
+                verdict = event.now  # to watch the other rows, too
+            self._link.schedule.due = min(self._link.schedule.due, max(verdict, event.now) + JUST_AFTER)
 
     def _note_contact(self, event: events.Synced) -> None:
-        """Note that the store has answered. After a failure or a slow answer, the silence of other nodes is counted from this answer."""
-        before, self._contact = self._contact, self._contact.answered(event.now, event.started)
-        self._schedule.under_way = False
+        """Note that the store has answered, and whether this agent hosts it."""
+        away = self._link.answered(event)
         self.hosting = event.hosting
         if self.row.hosts != (hosts := event.hosting and not self.rules.private):
             self.row = replace(self.row, hosts=hosts)
-        if before.trouble or self._contact.took > self.rules.slow_exchange:
-            self._live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))
-        if before.trouble and before.last is not None and event.now - before.last > self.rules.expire:
-            self._say(f"the store is back after {event.now - before.last:.0f} s")
+        if away > self.rules.expire:
+            self._say(f"the store is back after {away:.0f} s")
 
     def _adopt(self, found: RoundRecord | None) -> None:
         """Adopt the record of this job; None: there is none yet."""
         if found is not None and (how := rules.disagreement(self.rules, found)):
             self._end(Outcome.DISAGREES, how)
         self.record = found
-        self._same.round.see(found and found.fence, self._now)
-
-    def _observe(self, event: events.Synced) -> None:
-        """Let ``Liveness`` know which rows were read and which of the rows asked for are absent."""
-        asked = self._schedule.asked.rows
-        self._plan.answered(asked, len(self.rows))
-        members = tuple(m.id for m in event.round.members) if event.round else ()
-        seqs = dict.fromkeys(members if asked is None else asked, -1) | {row.id: row.seq for row in self.rows.values()}
-        seqs.pop(self.row.id, None)
-        self._live.observe(seqs, event.started, event.now)
-        if self._plan.sees_all or self.state is RUNNING:
-            self._live.forget_all_but(seqs.keys() | set(members))
-        if (when := self._live.next_verdict(event.now)) is not None:
-            when = when if self._plan.sees_all or not self._may_have_lost_more() else event.now  # start now to watch the other rows, too
-            self._schedule.due = min(self._schedule.due, max(when, event.now) + JUST_AFTER)
+        self._link.same.round.see(found and found.fence, self._now)
 
     def _on_looked(self, event: events.Synced) -> None:
         """Take in what a standby store says while the store in use is lost. Give up the store in use if the other one takes over."""
-        self._schedule.under_way = False
-        place, record = self._schedule.asked.at, self.record
+        place, record = self._link.schedule.asked.at, self.record
         assert record is not None
         if place is None:
             if why := self._moves.heard_from_start(event, record):
@@ -241,7 +222,6 @@ class Machine:
 
     def _follow(self, place: Place) -> None:
         """Join the job where its store is now. No round has formed in the store that this node has found."""
-        self._schedule.under_way = False
         self.record = None
         self._moves.at = place
         self._say(f"the store of this job has moved to {place.address}")
@@ -250,13 +230,7 @@ class Machine:
     def _begin_at(self, place: Place) -> None:
         """Begin anew in another store: nothing is known of its rows, and nothing of this node is there."""
         self.row = replace(self.row, hosts=place.id == self.row.id)
-        self.rows = {}
-        self._own = replace(self._own, stored=None)
-        self._live = Liveness(self.rules.expire)
-        self._same = SameSince(self._now)
-        self._plan = PollPlan(self.rules, self.row.id, self._now)
-        self._contact = self._contact.answered(self._now, self._now)
-        self._schedule.urgent = True
+        self._link = self._link.to_another_store(self._now)
 
     def _take_over(self) -> Change | None:
         """Return the write that makes the standby store of this node the one in use; None: there is no reason to."""
@@ -266,24 +240,24 @@ class Machine:
     def _wait_for_another_store(self, record: RoundRecord) -> None:
         """Drop the connection to the store of a job that is over: its host is about to go, and that of the next run to come."""
         verdict = record.closed.verdict.value if record.closed else ""
-        self._contact = replace(self._contact, last=None, trouble=f"it still belongs to an earlier run of this job, which {verdict}")
-        self._schedule.due = self._now + self.rules.beat
-        self._schedule.urgent = False
+        trouble = f"it still belongs to an earlier run of this job, which {verdict}"
+        self._link.contact = replace(self._link.contact, last=None, trouble=trouble)
+        self._link.schedule.due = self._now + self.rules.beat
+        self._link.schedule.urgent = False
         self._actions.append(Reconnect())
 
     def _on_sync_failed(self, event: events.SyncFailed) -> None:
-        self._schedule.under_way = False
-        if (place := self._schedule.asked.at) != self._moves.at:
+        self._link.schedule.under_way = False
+        if (place := self._link.schedule.asked.at) != self._moves.at:
             self._moves.unanswered(place, event.now)
             return
-        self._contact = self._contact.failed(event.now, event.why, event.unreadable and self.record is None)
-        self._schedule.due = self._contact.retry_at(event.now, self.rules.beat, self.rules.store_grace)
-        if self._moves.at is not None and self.record is None and event.now - (self._contact.last or 0.0) >= self.rules.expire:
+        self._link.failed(event, newcomer=self.record is None)
+        if self._moves.at is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
             self._moves.turn_back(event.now + 2 * self.rules.expire)
-            self._contact = Contact()
-        if event.refused and self._contact.last is None:
+            self._link.contact = Contact()
+        if event.refused and self._link.contact.last is None:
             self._end(Outcome.TIMEOUT, event.why)
-        since = self._contact.unreadable_since
+        since = self._link.contact.unreadable_since
         if since is not None and event.now - since >= self.rules.unreadable_limit:
             self._end(Outcome.DISAGREES, event.why)  # a host of an earlier run would have ended by now
 
@@ -295,13 +269,7 @@ class Machine:
         self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
 
     def _on_stood_still(self, event: events.StoodStill) -> None:
-        """Note that this agent was suspended: that time does not count as silence of its peers, or of the store.
-
-        A store that is served here stood still as well, and its clients find it back at different times.
-        """
-        self._contact = self._contact.suspended(event.now, event.seconds)
-        without_store = self.hosting and event.seconds > self.rules.slow_exchange
-        self._live.excuse(event.now + (RECONNECT_SPREAD if without_store else 0.0))
+        self._link.stood_still(event.now, event.seconds, self.hosting)
         if event.workers_ended and self.state is RUNNING:
             reason = f"{self.row.name} {self.row.address} stood still for {event.seconds:.0f} s"
             self._break = (Cause.LOST, reason)
@@ -334,8 +302,8 @@ class Machine:
         if self._moves.undecided:
             self._wait("the host of the rendezvous store was lost; waiting until more than half of the others have come")
             return
-        if self._contact.last is None or (self._contact.trouble and not self._formed):
-            self._wait(f"waiting for the rendezvous store: {self._contact.trouble or 'connecting'}")
+        if self._link.contact.last is None or (self._link.contact.trouble and not self._formed):
+            self._wait(f"waiting for the rendezvous store: {self._link.contact.trouble or 'connecting'}")
         else:
             self._join(record)
 
@@ -345,7 +313,7 @@ class Machine:
             self._waiting.since = self._now
             if own_rank(record, self.row) is not None and record.round > self.row.done_round:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
-            elif own_rank(record, self.row) is None and self._plan.sees_all:
+            elif own_rank(record, self.row) is None and self._link.plan.sees_all:
                 self._wait_beside(record)
         elif record is None and self._moves.at is not None:
             self._wait("waiting for the node that is to take over the store")
@@ -354,14 +322,14 @@ class Machine:
         else:
             if record.index(self.row.id) is not None and self.row.done_round < record.round:
                 self.row = replace(self.row, done_round=record.round)  # the round was over before this node read it
-                self._schedule.urgent = True
-            if self._plan.sees_all:
+                self._link.schedule.urgent = True
+            if self._link.plan.sees_all:
                 self._form(record)
 
     def _begin_job(self) -> None:
         """Write the first record of this job, once an earlier run of it has ended."""
         earlier = self._earlier
-        wait = earlier and earlier_run.wait_for_end(self.rules, self._view(earlier), self._plan.sees_all, self._same.earlier)
+        wait = earlier and earlier_run.wait_for_end(self.rules, self._view(earlier), self._link.plan.sees_all, self._link.same.earlier)
         if wait:
             self._wait(wait.reason, check_again=wait.check_again)
         else:
@@ -369,9 +337,9 @@ class Machine:
 
     def _wait_beside(self, record: RoundRecord) -> None:
         """Wait beside a round that runs without this node: end it, so that the next one includes the newcomers, or stay a spare."""
-        view, began = self._view(record), self._same.round.since
-        newcomers = [row for row in self._current_candidates(view) if record.index(row.id) is None]
-        decision = formation.take_in(self.rules, view, self.row, newcomers, began, self._same.candidates.since)
+        view, began = self._view(record), self._link.same.round.since
+        newcomers = [row for row in self._link.candidates(view, self.row) if record.index(row.id) is None]
+        decision = formation.take_in(self.rules, view, self.row, newcomers, began, self._link.same.candidates.since)
         if decision.excluded:
             self._end(Outcome.EXCLUDED, decision.reason)
         elif decision.record is None:
@@ -384,28 +352,22 @@ class Machine:
     def _form(self, record: RoundRecord) -> None:
         """Form the next round if that is possible, else say what this node waits for."""
         view = self._view(record)
-        standing = self._current_candidates(view)
+        standing = self._link.candidates(view, self.row)
         if shared := updates.share_losses(view):
             self._wanted = Change(record, shared)
             return
         if len(standing) < self.rules.max_nodes and any(view.undecided(row, self.rules.proof) for row in view.newcomers()):
             self._wake_at(self._now + self.rules.beat)
             return
-        over = self._same.over.see(record.round, self._now)
-        decision = formation.form(self.rules, view.trusted(self.row), self._same.candidates.since, over)
-        can_form = self._same.formable.see(decision.record is not None, self._now)
+        over = self._link.same.over.see(record.round, self._now)
+        decision = formation.form(self.rules, view.trusted(self.row), self._link.same.candidates.since, over)
+        can_form = self._link.same.formable.see(decision.record is not None, self._now)
         if decision.record is None:
             self._wait(decision.reason, decision.news, decision.check_again)
             return
-        mine = decision.leader == self.row.id or self._plan.is_first(record, self._away)
+        mine = decision.leader == self.row.id or self._link.plan.is_first(record, self._link.away)
         if mine or self._now >= can_form + 2 * self.rules.beat:
             self._wanted = Change(record, decision.record)
-
-    def _current_candidates(self, view: View) -> list[NodeRow]:
-        """Return the candidates for the next round, and remember since when they are the same."""
-        rows = view.trusted(self.row).candidates()
-        self._same.candidates.see((frozenset(row.id for row in rows), view.record.round), self._now)
-        return rows
 
     def _in_ready(self) -> None:
         record = self._own_round()
@@ -413,7 +375,7 @@ class Machine:
             if record is not None:
                 self._leave_round()
             self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
-        elif self._view(record).seen_by_all(self._own.stored) and not self._may_not_run_alone(record):
+        elif self._view(record).seen_by_all(self._link.own.stored) and not self._may_not_run_alone(record):
             self._go(Trigger.ALL_READY)
             self._actions.append(Start(record, own_rank(record, self.row) or 0))
         else:
@@ -445,7 +407,7 @@ class Machine:
             missing = [m for m in record.members if not view.has_succeeded(m)]
             if not missing:
                 self._wanted = Change(record, updates.succeed(record, self.row.id))
-            elif self._plan.sees_all:
+            elif self._link.plan.sees_all:
                 self._progress(f"all workers here succeeded; waiting for {formation.names(missing)}")
 
     def _in_draining(self) -> None:
@@ -458,7 +420,7 @@ class Machine:
     def _in_left(self) -> None:
         """Write that this node has left, for a limited time. The store's host goes last."""
         assert self._outcome is not None
-        written = self._own.stored is not None and self._own.stored.status is LEFT
+        written = self._link.own.stored is not None and self._link.own.stored.status is LEFT
         limit = self.rules.host_lingers if self.hosting and written else GOODBYE
         record, closed = self.record, self.record.closed if self.record else None
         lingering = self.hosting and record and closed and not self._view(record).others_have_left(self.rules.proof)
@@ -466,8 +428,8 @@ class Machine:
         if self.rules.lasting and record and (marked := updates.mark_over(record, self.row)):
             self._wanted = Change(record, marked)
             written = False
-        host_gone = self._contact.trouble and closed
-        if over_time or host_gone or not self._own.introduced or (written and not lingering):
+        host_gone = self._link.contact.trouble and closed
+        if over_time or host_gone or not self._link.own.introduced or (written and not lingering):
             self.finished = True
             self._actions.append(Finish(*self._outcome, closed))
         else:
@@ -486,16 +448,16 @@ class Machine:
 
     def quiet(self, node_id: str) -> float:
         """Return the seconds since the last sign of life of another node."""
-        return self._live.quiet(node_id, self._now)
+        return self._link.live.quiet(node_id, self._now)
 
     def _view(self, record: RoundRecord) -> View:
         """Return what this node knows of the round by the rows as they were read last."""
-        return View(self.row.id, record, self.rows, self._live, self._now)
+        return self._link.view(record, self._now)
 
     @property
     def _ran(self) -> float:
         """The seconds for which this node has known the round."""
-        return self._now - self._same.round.since
+        return self._now - self._link.same.round.since
 
     @property
     def _formed(self) -> bool:
@@ -540,12 +502,12 @@ class Machine:
         state = following(self.state, trigger, "; ".join((*self._history, event)))
         self._history = (*self._history[1 - REMEMBERED :], f"{event}: {trigger.value}")
         self.row = replace(self.row, status=state, **fields)  # type: ignore[arg-type]
-        self._schedule.urgent = True
+        self._link.schedule.urgent = True
         self._waiting.restart(self._now)
 
     def _check_store_grace(self) -> None:
         """Give up on a store that is away for longer than ``store_grace``; say before that it is away."""
-        trouble, last = self._contact.trouble, self._contact.last
+        trouble, last = self._link.contact.trouble, self._link.contact.last
         if self._moves.undecided_since is not None:
             trouble, last = "too few nodes have come to the store that is to take over", self._moves.undecided_since
         if self._outcome is not None or not trouble or last is None or not self._formed:
@@ -562,7 +524,7 @@ class Machine:
 
     def _sync_if_due(self) -> None:
         """Ask for the next exchange with the store, or to be woken when it is due."""
-        schedule = self._schedule
+        schedule = self._link.schedule
         if self.finished or schedule.under_way or self._looked_elsewhere():
             return
         change = self._change()
@@ -570,28 +532,28 @@ class Machine:
             self._wake_at(schedule.due)
             return
         state = JOINING if self._moves.undecided else self.state
-        due = self._now + self._plan.interval(state, self.record, self._now - self._waiting.since, self._contact.took)
+        due = self._now + self._link.plan.interval(state, self.record, self._now - self._waiting.since, self._link.contact.took)
         everything = self._earlier is not None or self._may_have_lost_more()
-        asked = None if everything else self._plan.rows(self.state, self.record, self._away, self._now, self.hosting)
-        put = self._put()
-        sync = self._moves.complete(Sync(put, change, asked, keep_alive=self.rules.lasting and self._own.introduced), self.record)
-        self._schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
+        asked = None if everything else self._link.plan.rows(self.state, self.record, self._link.away, self._now, self.hosting)
+        put = self._link.put(self.record, self.row, self._now)
+        sync = self._moves.complete(Sync(put, change, asked, keep_alive=self.rules.lasting and self._link.own.introduced), self.record)
+        self._link.schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
         self._actions.append(sync)
 
     def _looked_elsewhere(self) -> bool:
         """Look at a standby store, if it is time to, while the store in use is lost. Return whether that is what is done now."""
-        lost = bool(self._contact.trouble) and self.state is not LEFT
+        lost = bool(self._link.contact.trouble) and self.state is not LEFT
         due = self._moves.search(self.record, lost, self.rows.values(), self._now)
         self._wake_at(due)
         if due is None or self.record is None or self._now < due:
             return False
-        self._schedule.under_way, self._schedule.asked = True, self._moves.look(self.record, self._now, self.rules.beat)
-        self._actions.append(self._schedule.asked)
+        self._link.schedule.under_way, self._link.schedule.asked = True, self._moves.look(self.record, self._now, self.rules.beat)
+        self._actions.append(self._link.schedule.asked)
         return True
 
     def _change(self) -> Change | None:
         """Return the write of the round record that is due; None before the store was read and while it is in trouble."""
-        if self._contact.last is None or self._contact.trouble:
+        if self._link.contact.last is None or self._link.contact.trouble:
             return None
         record = self.record
         if self._closing and record is not None and record.closed is None:
@@ -599,22 +561,8 @@ class Machine:
         return self._wanted
 
     def _may_have_lost_more(self) -> bool:
-        """Return whether all rows are read because several members may be lost. The store is spared while it is slow."""
-        record, slow = self.record, self._contact.trouble or self._contact.took > self.rules.beat
-        return record is not None and not slow and self._view(record).may_have_lost_more(self.row, self.rules.late)
-
-    def _put(self) -> Put | None:
-        """Return the write of this node's row that is due. The store is read first: it may be that of a job that is over."""
-        own, asked = self._own, self._schedule.asked
-        if self._contact.last is None or self.record is None or not own.write_is_due(self.row, self._now, asked, self.rules):
-            return None
-        put, self._own = own.write(self.row, self._now)
-        return put
-
-    def _away(self, node_id: str) -> bool:
-        """Return whether another node has left or is silent."""
-        row = self.rows.get(node_id)
-        return self._live.silent(node_id) or (row is not None and row.status is LEFT)
+        """Return whether all rows are read because several members may be lost."""
+        return self._link.may_have_lost_more(self.record, self.row, self._now)
 
     def _change_to_own_round(self) -> Change | None:
         """Return the write that breaks the running round, for this node's own reason or because a member is gone; None: no reason."""

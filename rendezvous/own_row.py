@@ -25,6 +25,10 @@ class OwnRow:
         """Return whether the row may stand in the store."""
         return self.seq > 0
 
+    def elsewhere(self) -> OwnRow:
+        """Return the state in another store, where the row is not yet."""
+        return replace(self, stored=None)
+
     def read(self, answer: Synced, asked: Sync, lasting: bool) -> OwnRow:
         """Return the state after the ``answer`` to an exchange, which asked to renew the row's lease if the store has leases.
 

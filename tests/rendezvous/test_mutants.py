@@ -144,17 +144,17 @@ MUTANTS = (
     ),
     mutant(
         "one's own trouble with the store excuses the others",
-        *("machine", "self._live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))", "pass"),
+        *("link", "self.live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))", "pass"),
         *("silence", "after_trouble_with_the_store_the_others_have_their_time_anew"),
     ),
     mutant(
         "the last to find the store back has some seconds more than the first",
-        *("machine", "RECONNECT_SPREAD if self.rules.lasting else", "0.0 if self.rules.lasting else"),
+        *("link", "RECONNECT_SPREAD if self.rules.lasting else", "0.0 if self.rules.lasting else"),
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     mutant(
         "after a standstill of the store's host the others have some seconds to find the store",
-        *("machine", "RECONNECT_SPREAD if without_store else 0.0", "0.0"),
+        *("link", "RECONNECT_SPREAD if without_store else 0.0", "0.0"),
         *("silence", "after_a_standstill_of_the_stores_host_the_others_have_some_seconds_to_find_the_store"),
     ),
     mutant(
@@ -230,7 +230,7 @@ MUTANTS = (
     # The decisions of a node.
     mutant(
         "no worker starts before every member has seen the round",
-        *("machine", "elif self._view(record).seen_by_all(self._own.stored) and", "elif"),
+        *("machine", "elif self._view(record).seen_by_all(self._link.own.stored) and", "elif"),
         *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
     ),
     mutant(
@@ -325,7 +325,7 @@ MUTANTS = (
     ),
     mutant(
         "a lone round is not started when it would have to stop",
-        *("machine", "seen_by_all(self._own.stored) and not self._may_not_run_alone(record)", "seen_by_all(self._own.stored)"),
+        *("machine", "seen_by_all(self._link.own.stored) and not self._may_not_run_alone(record)", "seen_by_all(self._link.own.stored)"),
         *("lone_round", "it_is_not_started_when_it_would_have_to_stop"),
     ),
     mutant(
@@ -535,7 +535,7 @@ MUTANTS = (
     ),
     mutant(
         "the machine says since when it waits",
-        *("machine", "self._now - self._waiting.since, self._contact.took)", "self._now, self._contact.took)"),
+        *("machine", "self._now - self._waiting.since, self._link.contact.took)", "self._now, self._link.contact.took)"),
         *("steps", "a_node_that_has_stopped_its_workers_soon_reads_the_others_rows_again"),
     ),
     mutant(

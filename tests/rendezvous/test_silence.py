@@ -37,7 +37,7 @@ def test_at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_afte
     stage.silence("c")
     stage.run(20)
     stage.store_up = True
-    assert stage.run(3, lambda: not stage.me.machine._contact.trouble)
+    assert stage.run(3, lambda: not stage.me.machine._link.contact.trouble)
     stage.run(RECONNECT_SPREAD + 0.8 * expire)
     assert stage.record.open
     stage.puppets["b"] = late

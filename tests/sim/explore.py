@@ -19,6 +19,7 @@ from typing import Any
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.death_notice import write_notice
 from elastirun.rendezvous.events import SyncFailed, WorkersStopped
+from elastirun.rendezvous.link import Link
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.rules import Rules
@@ -164,11 +165,12 @@ def _copied(node: Node, world: Small) -> Node:
 
 
 def _copied_machine(machine: Machine) -> Machine:
-    other = copy.copy(machine)
-    other.rows, other._actions = dict(machine.rows), []
-    other._plan, other._schedule, other._waiting = copy.copy(machine._plan), copy.copy(machine._schedule), copy.copy(machine._waiting)
-    other._live, other._moves = copy.copy(machine._live), copy.copy(machine._moves)
-    other._live._seen = {i: copy.copy(seen) for i, seen in machine._live._seen.items()}
+    other, link = copy.copy(machine), copy.copy(machine._link)
+    other._actions, other._link = [], link
+    other._waiting, other._moves = copy.copy(machine._waiting), copy.copy(machine._moves)
+    link.rows, link.live = dict(link.rows), copy.copy(link.live)
+    link.plan, link.schedule = copy.copy(link.plan), copy.copy(link.schedule)
+    link.live._seen = {i: copy.copy(seen) for i, seen in link.live._seen.items()}
     return other
 
 
@@ -182,6 +184,8 @@ def _canonical(value: Any, now: float) -> object:
         return frozenset((name, _canonical(item, now)) for name, item in value.items() if name not in UNIMPORTANT)
     if isinstance(value, tuple):
         return tuple(_canonical(item, now) for item in value)
+    if isinstance(value, Link):
+        return _canonical(vars(value), now)
     if type(value).__name__ == "Liveness":
         return _canonical(value._seen, now)
     if isinstance(value, Wait):
