@@ -386,7 +386,8 @@ class Agent:
 
     def _end(self, finish: Finish) -> int:
         """Say how it ended. Returns the exit code."""
-        if not (self._notice and self._notice.vote):
+        needed = self._notice if self._notice and self._notice.vote and finish.closed is None else None  # by others, who go on
+        if needed is None:
             self._tree.write_notice_with(b"")  # this node has left, so nobody waits for it
         self._memory.close()  # this node runs no further round, but its agent may stay for other jobs
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
@@ -401,8 +402,8 @@ class Agent:
         self._console.flush(ending.FLUSH)
         if self._session.machine.hosting and self._session.machine.place is None and not config.standalone and not self._signum:
             ending.stay_for_other_jobs(self._session, config.run_id, self._pause, self._console)
-        if self._notice and self._notice.vote:
-            self._hand_over(self._notice)
+        if needed is not None:
+            self._hand_over(needed)
         return code
 
     def _hand_over(self, notice: Notice) -> None:

@@ -60,6 +60,7 @@ def rules(config: LaunchConfig, access: StoreAccess) -> Rules:
         lasting=access.outlives_job,
         hosted=config.endpoint is not None and not access.outlives_job,
         succession=config.succession,
+        majority=config.majority,
         new_store_id=secrets.token_hex(8),
         **vars(config.timing),
     )

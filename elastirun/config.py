@@ -106,6 +106,7 @@ class RendezvousConfig:
     fixed_ranks: bool = False  # the static backend: node rank r is the node that was started with --node-rank r
     node_rank: int | None = None  # the rank with fixed_ranks, else a preference
     succession: bool = False  # another node takes over the store when its host has provably died
+    majority: bool = False  # ... or when more than half of the nodes have not heard of it for a while
 
 
 @dataclass(frozen=True, kw_only=True)

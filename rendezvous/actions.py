@@ -30,8 +30,8 @@ class Sync:
 
     ``keep_alive``: renew the lease of this node's row; only in a store that has leases.
     ``fresh``: clear the store of all keys but the agents' before the row is written.
-    ``at``: the standby store that this is about; None: the store that the job was started with.
-    ``vote``: write this before the row. ``voters``: the nodes whose votes are read, if there is no round record.
+    ``at``: the standby store that this is about; None: the store that the job was started with. ``look``: it is not the one in use.
+    ``votes``: write these before the row. ``voters``: the nodes whose votes are read, if there is no round record.
     The answer is exactly one ``Synced`` or ``SyncFailed``; there is never a second exchange beside one under way.
     """
 
@@ -41,7 +41,8 @@ class Sync:
     fresh: bool = False
     keep_alive: bool = False
     at: Place | None = None
-    vote: Vote | None = None
+    look: bool = False
+    votes: tuple[Vote, ...] = ()
     voters: tuple[str, ...] = ()
 
 

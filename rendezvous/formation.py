@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from elastirun.rendezvous import quorum
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import choose, member
@@ -27,6 +28,7 @@ class Forming:
     check_again: float | None = None  # when time alone may change the answer, seconds of this node's clock
     news: bool = False  # ``reason`` is worth a line at once
     excluded: bool = False  # this node has no place in the job
+    minority: bool = False  # too few members of an earlier round are here: the others may go on elsewhere
 
 
 def names(rows: Sequence[NodeRow | Member]) -> str:
@@ -59,6 +61,9 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
     if waiting is not None:
         return waiting
     chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
+    cut_off = _without_quorum(rules, view, [row.id for row in chosen])
+    if cut_off is not None:
+        return cut_off
     missing = _missing(rules, chosen, ready)
     if missing:
         return Forming(None, missing)
@@ -69,6 +74,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
     early = _too_early(rules, chosen, now, unchanged_since, over_since) if record.round == 0 else None
     if early is not None:
         return early
+    host = record.host if record.term else next((row.id for row in chosen if row.hosts), "")
     following = replace(
         record,
         version=record.version + 1,
@@ -77,7 +83,8 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
         reason=_why(record, lost, causes),
         broken=None,
         moved=None,
-        host=next((row.id for row in chosen if row.hosts), ""),
+        host=host,
+        quorums=quorum.following(record, view.rows, tuple(row.id for row in chosen), host) if rules.succession else (),
     )
     return Forming(following, following.reason, leader=chosen[0].id)
 
@@ -173,6 +180,20 @@ def _without_host(rules: Rules, view: View, ready: list[NodeRow], over_since: fl
     host = hosts[0]
     state = "has left" if host.status is Status.LEFT else "is silent" if view.silent(host.id) else "is not ready yet"
     return Forming(None, f"waiting for {names([host])}, which hosts the store and {state}")
+
+
+def _without_quorum(rules: Rules, view: View, ids: list[str]) -> Forming | None:
+    """Return the decision to wait because, as far as this node knows, the members of an earlier round may go on elsewhere without ``ids``.
+
+    None: they cannot, or the store never moves while its host may live.
+    """
+    record, ended = view.record, quorum.left(view.rows.values())
+    unmet = [q for q in quorum.asked(record, view.rows) if not quorum.is_met(q, ids, ended)] if rules.majority else []
+    if not unmet:
+        return None
+    here = [m for m in record.members if m.id in ids]
+    count = f"{len(here)} of the {len(record.members)} nodes of round {record.round}"
+    return Forming(None, f"only {count} are here ({names(here)}), too few to go on: the others may have, without them", minority=True)
 
 
 def _missing(rules: Rules, chosen: list[NodeRow], ready: list[NodeRow]) -> str:

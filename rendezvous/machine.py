@@ -21,7 +21,7 @@ from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.ranks import own_rank
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.succession import Moves, another_run, lost_host, standbys
+from elastirun.rendezvous.succession import DOUBT, Moves, another_run, lost_host, standbys
 from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
@@ -54,7 +54,7 @@ class Machine:
         self._outcome: tuple[Outcome, str] | None = None  # how this node ends, and why
         self._hurried = 0  # the round whose workers were told to stop at once
         self._waiting = Wait(now)  # for a round, or for the end of the goodbye
-        self._moves = Moves(row.id, rules.succession)
+        self._moves = Moves(row.id, rules)
 
     @property
     def state(self) -> Status:
@@ -116,7 +116,7 @@ class Machine:
         before: object = None
         while before != (self.state, self._outcome) and not self.finished:
             before = (self.state, self._outcome)
-            self._wanted = self._take_over() or self._change_to_own_round()
+            self._wanted = self._change_to_own_round() if not self._moves.undecided else self._take_over()
             self._check_store_grace()
             self._DECIDE[self.state](self)
         self._sync_if_due()
@@ -208,12 +208,14 @@ class Machine:
         if place is None:
             if why := self._moves.heard_from_start(event, record):
                 self._end(Outcome.STORE_LOST, why)
-        elif self._moves.should_follow(place, event, record, self.rules.expire):
+        elif self._moves.should_follow(place, event, record):
             self._move(place, record, decided=event.round is not None)
+        elif (closed := self._moves.closed(record)) is not None:
+            self.record = closed
 
     def _move(self, place: Place, record: RoundRecord, decided: bool) -> None:
-        """Give up the store in use for the standby store ``place``. The round is over here: its host has died."""
-        self._moves.move(place, record, self.rows.values(), decided, self._now)
+        """Give up the store in use for the standby store ``place``. The round is over here: its host has died, or is cut off."""
+        self._moves.move(place, record, self.rows, decided, self._now)
         reason = lost_host(record)
         if record.open:
             self.record = replace(record, broken=Broken(Cause.LOST, reason, self.row.id, (record.host,), over=True))
@@ -227,6 +229,12 @@ class Machine:
         self._say(f"the store of this job has moved to {place.address}")
         self._begin_at(place)
 
+    def _turn_back(self) -> None:
+        """Ask again where the job was started: this newcomer was sent where nobody answers, or where there is no job."""
+        self._moves.turn_back(self._now + 2 * self.rules.expire)
+        self._link = self._link.to_another_store(self._now)
+        self._link.contact = Contact()
+
     def _begin_at(self, place: Place) -> None:
         """Begin anew in another store: nothing is known of its rows, and nothing of this node is there."""
         self.row = replace(self.row, hosts=place.id == self.row.id)
@@ -234,8 +242,7 @@ class Machine:
 
     def _take_over(self) -> Change | None:
         """Return the write that makes the standby store of this node the one in use; None: there is no reason to."""
-        record = self._moves.take_over(self.rows.values())
-        return Change(None, record) if record is not None else None
+        return self._moves.take_over(self.rows, self._now) if self._outcome is None else None
 
     def _wait_for_another_store(self, record: RoundRecord) -> None:
         """Drop the connection to the store of a job that is over: its host is about to go, and that of the next run to come."""
@@ -253,8 +260,7 @@ class Machine:
             return
         self._link.failed(event, newcomer=self.record is None)
         if self._moves.at is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
-            self._moves.turn_back(event.now + 2 * self.rules.expire)
-            self._link.contact = Contact()
+            self._turn_back()
         if event.refused and self._link.contact.last is None:
             self._end(Outcome.TIMEOUT, event.why)
         since = self._link.contact.unreadable_since
@@ -270,6 +276,7 @@ class Machine:
 
     def _on_stood_still(self, event: events.StoodStill) -> None:
         self._link.stood_still(event.now, event.seconds, self.hosting)
+        self._moves.stood_still(event.now, event.seconds)
         if event.workers_ended and self.state is RUNNING:
             reason = f"{self.row.name} {self.row.address} stood still for {event.seconds:.0f} s"
             self._break = (Cause.LOST, reason)
@@ -300,7 +307,7 @@ class Machine:
             self._go(Trigger.ENDED, note=clip(self._outcome[1]))
             return
         if self._moves.undecided:
-            self._wait("the host of the rendezvous store was lost; waiting until more than half of the others have come")
+            self._wait("the host of the rendezvous store was lost; waiting until enough of the others have come")
             return
         if self._link.contact.last is None or (self._link.contact.trouble and not self._formed):
             self._wait(f"waiting for the rendezvous store: {self._link.contact.trouble or 'connecting'}")
@@ -311,12 +318,16 @@ class Machine:
         """Enter the round that names this node, wait beside a round that does not, or form the next one. The store answers."""
         if record is not None and record.open:
             self._waiting.since = self._now
+            self._moves.note_minority(False, self._now)
             if own_rank(record, self.row) is not None and record.round > self.row.done_round:
                 self._go(Trigger.NAMED, round=record.round, note="", failures=())
             elif own_rank(record, self.row) is None and self._link.plan.sees_all:
                 self._wait_beside(record)
         elif record is None and self._moves.at is not None:
             self._wait("waiting for the node that is to take over the store")
+            self._wake_at(self._link.same.round.since + self.rules.expire)
+            if self._now >= self._link.same.round.since + self.rules.expire:
+                self._turn_back()  # the store is empty: its agent was started anew
         elif record is None:
             self._begin_job()
         else:
@@ -361,6 +372,7 @@ class Machine:
             return
         over = self._link.same.over.see(record.round, self._now)
         decision = formation.form(self.rules, view.trusted(self.row), self._link.same.candidates.since, over)
+        self._moves.note_minority(decision.minority, self._now)
         can_form = self._link.same.formable.see(decision.record is not None, self._now)
         if decision.record is None:
             self._wait(decision.reason, decision.news, decision.check_again)
@@ -376,7 +388,7 @@ class Machine:
                 self._leave_round()
             self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
         elif self._view(record).seen_by_all(self._link.own.stored) and not self._may_not_run_alone(record):
-            self._go(Trigger.ALL_READY)
+            self._go(Trigger.ALL_READY, started=record.round)
             self._actions.append(Start(record, own_rank(record, self.row) or 0))
         else:
             self._progress(f"round {record.round} is formed; waiting until every member has seen it")
@@ -506,10 +518,11 @@ class Machine:
         self._waiting.restart(self._now)
 
     def _check_store_grace(self) -> None:
-        """Give up on a store that is away for longer than ``store_grace``; say before that it is away."""
+        """Give up on a store that is away, or of too few nodes, for longer than ``store_grace``; say before that it is."""
         trouble, last = self._link.contact.trouble, self._link.contact.last
-        if self._moves.undecided_since is not None:
-            trouble, last = "too few nodes have come to the store that is to take over", self._moves.undecided_since
+        what = f"the rendezvous store is away ({trouble})"
+        if self._moves.waits is not None:
+            (trouble, last), what = self._moves.waits, self._moves.waits[0]
         if self._outcome is not None or not trouble or last is None or not self._formed:
             return  # while the job has not begun, the join timeout is a node's limit
         away = self._now - last
@@ -517,7 +530,7 @@ class Machine:
             self._end(Outcome.STORE_LOST, f"the rendezvous store was away for {away:.0f} s: {trouble}")
         elif away > self.rules.expire:
             goes_on = "the workers go on" if self.state is RUNNING else "waiting"
-            self._progress(f"the rendezvous store is away ({trouble}); {goes_on} for up to {self.rules.store_grace:g} s")
+            self._progress(f"{what}; {goes_on} for up to {self.rules.store_grace:g} s")
         self._wake_at(last + self.rules.store_grace)
 
     # -- the exchange with the store ----------------------------------------------------------------------------------
@@ -525,7 +538,13 @@ class Machine:
     def _sync_if_due(self) -> None:
         """Ask for the next exchange with the store, or to be woken when it is due."""
         schedule = self._link.schedule
-        if self.finished or schedule.under_way or self._looked_elsewhere():
+        look_at = self._search()
+        self._wake_at(look_at)
+        if self.finished or schedule.under_way:
+            return
+        takes_over = self._moves.undecided and self._wanted is not None
+        if self.record is not None and look_at is not None and self._now >= look_at and not takes_over:
+            self._look(self.record)
             return
         change = self._change()
         if not schedule.urgent and change is None and self._now < schedule.due:
@@ -540,16 +559,27 @@ class Machine:
         self._link.schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
         self._actions.append(sync)
 
-    def _looked_elsewhere(self) -> bool:
-        """Look at a standby store, if it is time to, while the store in use is lost. Return whether that is what is done now."""
-        lost = bool(self._link.contact.trouble) and self.state is not LEFT
-        due = self._moves.search(self.record, lost, self.rows.values(), self._now)
-        self._wake_at(due)
-        if due is None or self.record is None or self._now < due:
-            return False
-        self._link.schedule.under_way, self._link.schedule.asked = True, self._moves.look(self.record, self._now, self.rules.beat)
+    def _search(self) -> float | None:
+        """Return the time of the next look at another store; None: none is needed.
+
+        A node that begins to doubt that the host lives waits for no answer of it any more: the others look now, too.
+        """
+        contact, schedule, doubted = self._link.contact, self._link.schedule, self._moves.doubts
+        silent_since = contact.last if contact.trouble and self.state is not LEFT else None
+        due = self._moves.search(self.record, silent_since, self.rows, self._now)
+        if silent_since is not None and self.rules.majority:
+            self._wake_at(silent_since + DOUBT * self.rules.expire)
+        if silent_since is not None and self._moves.doubts and not doubted:
+            schedule.due = self._now + self.rules.expire
+            if schedule.under_way:
+                schedule.under_way = False
+                self._actions.append(Reconnect())
+        return due
+
+    def _look(self, record: RoundRecord) -> None:
+        """Look at another store."""
+        self._link.schedule.under_way, self._link.schedule.asked = True, self._moves.look(record, self._now)
         self._actions.append(self._link.schedule.asked)
-        return True
 
     def _change(self) -> Change | None:
         """Return the write of the round record that is due; None before the store was read and while it is in trouble."""

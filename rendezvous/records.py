@@ -83,6 +83,7 @@ class NodeRow:
     failures: tuple[ExitRecord, ...] = ()  # in the last round of which it was a member
     hosts: bool = False  # its agent serves the store, so every round includes it, see docs/decisions/0009
     standby: int = 0  # the port of its standby store, which takes over when the store's host has died (docs/decisions/0020); 0: it has none
+    started: int = 0  # the last round whose workers it has started
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,20 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Quorum:
+    """Nodes of which enough must be among the members of the next round, see quorum.py."""
+
+    ids: tuple[str, ...]
+    tie: str = ""  # with this node half of them are enough; empty: none
+    ended: tuple[str, ...] = ()  # those of which nothing runs any more, as far as it was known when the store moved
+
+
+@dataclass(frozen=True)
 class MemberList:
-    """The members of a round, under ``members/<digest>``. Written once; the name is the SHA-256 of the bytes."""
+    """The members of a round and its quorums, under ``members/<digest>``. Written once; the name is the SHA-256 of the bytes."""
 
     members: tuple[Member, ...]
+    quorums: tuple[Quorum, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,9 +164,10 @@ class RoundRecord:
     quick: int = 0  # rounds in a row that failed soon after their start
     losses: int = 0  # rounds in a row that lost a node soon after their start
     settings: tuple[str, ...] = ()  # the options that every node must have been started with
-    members_digest: str = ""  # in the store only, in place of ``members``: the digest of their ``MemberList``
+    members_digest: str = ""  # in the store only, in place of ``members`` and ``quorums``: the digest of their ``MemberList``
     host: str = ""  # id of the node whose agent serves this store; empty: no agent of this job does, or it is not known yet
-    term: int = 0  # times that another node's store has taken over, see succession.py
+    term: int = 0  # rises each time that another node's store takes over, see succession.py
+    quorums: tuple[Quorum, ...] = ()  # of the rounds that may have started, this one last; empty: the store never moves
     moved: Place | None = None  # where the store of this job is instead, if no round has formed here
 
     @property

@@ -30,6 +30,7 @@ class Rules(Timing):
     lasting: bool = False  # the store outlives its jobs
     hosted: bool = False  # one of the job's agents should serve the store
     succession: bool = False  # another node's store takes over when the host of the store has died
+    majority: bool = False  # it does so, too, when the host has fallen silent, if more than half of the members are there
     new_store_id: str = "store"  # the name that this node gives to a store it finds empty
 
     @cached_property
@@ -44,7 +45,7 @@ class Rules(Timing):
             f"--expire={self.expire:g}",  # a node that is lost must have stopped by its own clock before the others replace it
             f"--store-grace={self.store_grace:g}",
             "--fail-fast" if self.fail_fast else "no --fail-fast",
-            f"--store-succession={'proof' if self.succession else 'off'}",
+            f"--store-succession={'majority' if self.majority else 'proof' if self.succession else 'off'}",
         )
 
 

@@ -90,11 +90,14 @@ class StoreThread(Exchanges[Connection]):
 
     def _serve(self, connection: Connection) -> None:
         store: Store | None = None
+        watched = False
         while (sync := connection.requests.get()) is not None:
             try:
                 if store is None:
                     connection.connected, connection.deadline = False, clock.now() + self._connect_limit
-                    store = self._connect(connection.at)
+                    store, watched = self._connect(connection.at), False
+                if not (watched or sync.look):
+                    watched = True
                     store.watch(connection.protocol.round_key, lambda: self._on_changed(connection))
                 started = clock.now()
                 connection.connected, connection.deadline = True, started + self._time_limit

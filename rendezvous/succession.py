@@ -1,30 +1,38 @@
 """The rendezvous store survives its host: which standby store takes over when the host has died, and when it may. Pure.
 
-Every agent serves a standby store, empty until the host of the store in use has died and its guard has told the others (``Vote``). Then the
-others go to the standby store of the first member in rank order whose owner is there itself. The owner writes the round record anew when
-enough of the members have come. See docs/decisions/0020 for the argument why no two stores can ever have running rounds.
+Every agent serves a standby store, empty until the host of the store in use has died and its guard has told the others (``Vote``), or,
+with ``--store-succession=majority``, until more than half of the members have not heard of the host for a while. Then they go to the
+standby store of the first member in rank order whose owner is there itself. The owner writes the round record anew when enough of the
+members have come. See docs/decisions/0020 for the argument why no two stores can ever have running rounds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from elastirun.rendezvous import quorum
 from elastirun.rendezvous.actions import Change, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Broken, Cause, Member, NodeRow, Place, RoundRecord, Status, Vote
+from elastirun.rendezvous.polling import PER_NODE
+from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, Quorum, RoundRecord, Vote
+from elastirun.rendezvous.rules import Rules
 
 IN_LINE = 8  # standby stores that may take over: the guard tells these, and so many do not all die at once
 QUICKEST_LOOK = 0.02  # seconds between two looks at standby stores, just after the store was lost: a guard needs about 0.1 s
-PATIENCE = 1.0  # seconds in an undecided store before its nodes look elsewhere: the others come at about the same time
+LATE = 1.0  # seconds for which an owner without a guard's word waits for more nodes: the others doubt at about the same time
+PATIENCE = 2.0  # seconds in an undecided store before its nodes look elsewhere, which may hang for a second
 LOOKS_OF_WAIT = 0.1  # of the time since then, up to a beat
+CLAIM_AGAIN = 0.3  # seconds between two looks where the job was started, while an owner waits for those that are about to come
+SILENT_AGAIN = 2.0  # seconds between two looks at a store that did not answer: such a look may hang for a second
+DOUBT = 2.0  # of ``expire``: how long the store is silent before its members doubt that its host lives
 
 
 def standbys(record: RoundRecord | None) -> tuple[Place, ...]:
     """Return the standby stores that may take over from the store of ``record``, the first in line first. Its host's is not among them."""
-    if record is None or not record.host or record.closed:
+    if record is None or not record.host:
         return ()
     return tuple(Place(m.id, m.address, m.standby) for m in record.members if m.id != record.host and m.standby)[:IN_LINE]
 
@@ -39,20 +47,9 @@ def gone(votes: Iterable[Vote]) -> frozenset[str]:
     return frozenset(i for vote in votes for i in vote.gone)
 
 
-def enough(members: Iterable[Member], host: str, here: Collection[str], ended: Collection[str]) -> bool:
-    """Return whether the nodes that are ``here`` may go on without the rest of the ``members`` of a round whose ``host`` has died.
-
-    More than half of the others, or all of which no end is proven; of the latter at least one. The host does not count: that it has died
-    is known to every node that has come.
-    """
-    others = {m.id for m in members} - {host}
-    present = others & set(here)
-    return bool(present) and (2 * len(present) > len(others) or others <= present | set(ended))
-
-
 def another_run(found: RoundRecord | None, record: RoundRecord) -> str:
     """Return in words that another run of the job has begun where it was started; empty: none has. Nodes that come find only that one."""
-    other = found is not None and found.round > 0 and found.store_id != record.store_id
+    other = found is not None and found.round > 0 and found.closed is None and found.store_id != record.store_id
     return "another run of this job has begun where it was started" if other else ""
 
 
@@ -62,100 +59,146 @@ def lost_host(record: RoundRecord) -> str:
     return clip(f"{host}, which hosted the rendezvous store, was lost")
 
 
-def take_over(record: RoundRecord, owner: str, now_gone: Collection[str]) -> RoundRecord:
-    """Return the record as the node ``owner`` writes it into its standby store: the last round is over, because its host is lost."""
-    lost = tuple(m.id for m in record.members if m.id in now_gone)
+def take_over(record: RoundRecord, owner: str, lost: Collection[str], needed: tuple[Quorum, ...], turn: int = 1) -> RoundRecord:
+    """Return the record as the node ``owner`` writes it into its standby store: the last round is over, because its host is lost.
+
+    ``lost``: the nodes that are not waited for. ``needed``: what the next round needs. ``turn``: the owner's place in line, from 1 on, so
+    that two owners never take over with the same term.
+    """
+    names = tuple(m.id for m in record.members if m.id in lost)
     before = record.broken
     if before is not None:  # it was over anyway, and for that reason
-        broken = replace(before, lost=tuple(dict.fromkeys((*before.lost, *lost))), over=True)
+        broken = replace(before, lost=tuple(dict.fromkeys((*before.lost, *names))), over=True)
     else:
-        broken = Broken(Cause.LOST, lost_host(record), owner, lost, over=True)
-    return replace(record, version=record.version + 1, term=record.term + 1, host=owner, broken=broken)
-
-
-def _left(rows: Iterable[NodeRow]) -> set[str]:
-    return {row.id for row in rows if row.status is Status.LEFT}
-
-
-def _is_there(row: NodeRow | None) -> bool:
-    return row is not None and row.status is not Status.LEFT
+        broken = Broken(Cause.LOST, lost_host(record), owner, names, over=True)
+    return replace(record, version=record.version + 1, term=record.term + turn, host=owner, broken=broken, quorums=needed)
 
 
 @dataclass
 class Moves:
-    """The place of the store that the node ``me`` uses, and its search for another one. ``on``: the store may move at all."""
+    """The place of the store that the node ``me`` uses, and its search for another one."""
 
     me: str
-    on: bool
+    rules: Rules
     at: Place | None = None  # the store in use; None: the one that the job was started with
     gone: frozenset[str] = frozenset()  # nodes whose end is proven
-    vote: Vote | None = None  # to be written into the store in use; None: none is, or it is there
+    votes: tuple[Vote, ...] = ()  # to be written into the store in use; empty: none is, or they are there
     undecided_since: float | None = None  # since when this node waits in a standby store that has no round record yet
+    _minority_since: float | None = None  # since when too few members of an earlier round are here to form the next one
     _vain: tuple[Place | None, float] = (None, 0.0)  # where this newcomer was sent, and nobody answered; until when it does not try again
     _searching_since: float | None = None
+    doubts: bool = False  # this node would give up the store without proof that its host has died
     _due: float = -math.inf  # the time of the next look, seconds of this node's clock
     _turn: int = 0
     _left: frozenset[str] = frozenset()  # owners of stores that this node has given up: what it has written there still stands
     _start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
     _known: RoundRecord | None = None  # the newest record that was read in any vote
-    _word: RoundRecord | None = None  # the newest record that the guard of a dead host has brought: no later round of that host has started
+    _word: Vote | None = None  # the newest that the guard of a dead host has brought: no later round of that host has started
     _claims: bool = False  # this node would take over, if no other run of the job has begun where it was started
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
     _silent_since: dict[str, float] = field(default_factory=dict)  # by owner: since when its store has not answered
+    _looked_at: dict[str, float] = field(default_factory=dict)  # by owner, "" where the job was started: when this node looked there last
 
     @property
     def undecided(self) -> bool:
         """Return whether this node waits in a standby store that nobody has taken over yet."""
         return self.undecided_since is not None
 
+    @property
+    def waits(self) -> tuple[str, float] | None:
+        """Return in words what this node waits for although the store in use answers, and since when; None: for nothing."""
+        if self.undecided_since is not None:
+            return "too few nodes have come to the store that is to take over", self.undecided_since
+        if self._minority_since is not None:
+            return "too few nodes of the last round can be reached, and the others may go on without this node", self._minority_since
+        return None
+
+    def note_minority(self, minority: bool, now: float) -> None:
+        """Note whether too few members of an earlier round are here to form the next one."""
+        self._minority_since = (self._minority_since or now) if minority else None
+
     def notice(self, record: RoundRecord | None) -> Vote | None:
         """Return what this node's guard tells the standby stores should this agent die; None: this node serves no store in use."""
-        if record is None or not self.on or self.me != (self.at.id if self.at else record.host):
+        if record is None or not self.rules.succession or self.me != (self.at.id if self.at else record.host):
             return None
-        return Vote(self.me, record, (*sorted(self.gone - {self.me}), self.me))
+        known = self._known if self.undecided and self._known is not None else record
+        return Vote(self.me, known, (*sorted(self.gone - {self.me}), self.me))
+
+    def stood_still(self, now: float, seconds: float) -> None:
+        """Note that this agent was suspended: that time is no time of waiting, and other stores may have stood still as well."""
+        for name in ("undecided_since", "_minority_since", "_searching_since"):
+            since = getattr(self, name)
+            setattr(self, name, None if since is None else min(now, since + seconds))
+        self._silent_since = {}
 
     # -- the search -----------------------------------------------------------------------------------------------------
 
+    def _line(self, record: RoundRecord | None) -> tuple[Place, ...]:
+        """Return the standby stores in line, by the newest round of the same host that is known."""
+        word = self._word.record if self._word is not None else None
+        return standbys(newest(record, word) if record is not None and word is not None and word.host == record.host else record)
+
     def places(self, record: RoundRecord | None) -> list[Place]:
         """Return the standby stores worth a look, the first in line first."""
-        return [p for p in standbys(record) if p.id not in self.gone | self._left and p != self.at] if self.on else []
+        line = self._line(record) if self.rules.succession and record is not None and not record.closed else ()
+        return [place for place in line if place.id not in self.gone | self._left and place != self.at]
 
-    def search(self, record: RoundRecord | None, lost: bool, rows: Collection[NodeRow], now: float) -> float | None:
-        """Return the time of the next look at another store; None: none is needed. ``lost``: the store in use does not answer."""
-        if not self.undecided and not (lost and self.places(record)):
-            self._searching_since = None
+    def search(self, record: RoundRecord | None, silent_since: float | None, rows: Mapping[str, NodeRow], now: float) -> float | None:
+        """Return the time of the next look at another store; None: none is needed.
+
+        ``silent_since``: when the store in use answered last; None: it answers. ``rows``: as they were read last there.
+        """
+        since = self._minority_since if silent_since is None else silent_since
+        if not self.undecided and (since is None or not self.places(record)):
+            self._searching_since, self.doubts = None, False
             return None
         if self._searching_since is None:
             self._searching_since, self._due, self._turn = now, now + self.undecided * PATIENCE, 0
-        self._claims = self._may_take_over(rows) and not self._start_is_clear
-        return now if self._claims else self._due
+        patience = DOUBT * self.rules.expire if silent_since is not None else self.rules.expire
+        doubted, self.doubts = self.doubts, self.rules.majority and since is not None and now - since >= patience
+        if self.doubts and not doubted:
+            self._searching_since, self._due, self._turn = now, now, 0  # the others look now, too
+        self._claims = not self._start_is_clear and self._needed(rows) is not None
+        if not self._claims:
+            return self._due
+        return self._looked_at.get("", now) + CLAIM_AGAIN if self._waits_for_more(rows, now) else now
 
-    def look(self, record: RoundRecord, now: float, beat: float) -> Sync:
+    def look(self, record: RoundRecord, now: float) -> Sync:
         """Return the exchange that looks at the next store. It asks for little: every node of a large job does it at once.
 
         A node that waits in an undecided store also looks where the job was started, where another run of it may have begun. The owner
         of the store does so before it takes over, and keeps such a run from forming its first round.
         """
         assert self._searching_since is not None
-        place = None if self._claims else self._next_place(self.places(record))
+        place = None if self._claims else self._next_place(self.places(record), now)
         self._turn += 1
-        self._due = now + min(max(QUICKEST_LOOK, LOOKS_OF_WAIT * (now - self._searching_since)), beat)
+        self._looked_at[place.id if place else ""] = now
+        quickest = QUICKEST_LOOK + PER_NODE * len(record.members)
+        self._due = now + min(max(quickest, LOOKS_OF_WAIT * (now - self._searching_since)), max(quickest, self.rules.beat))
         if place is None:
             start = self._start
             if self._claims and start is not None and start.round == 0 and start.moved != self.at:
-                return Sync(change=Change(start, replace(start, version=start.version + 1, moved=self.at)), rows=())
-            return Sync(rows=())
+                return Sync(change=Change(start, replace(start, version=start.version + 1, moved=self.at)), rows=(), look=True)
+            return Sync(rows=(), look=True)
         here = (self.at.id,) if self.at else ()
-        return Sync(rows=(place.id, *here), voters=(record.host, *here), at=place)
+        voters = tuple(m.id for m in record.members) if self.doubts and place.id == self.me else (record.host, *here)
+        votes = (Vote(self.me, record),) if self.doubts and not self.undecided else ()
+        return Sync(rows=(place.id, *here), voters=voters, votes=votes, at=place, look=True)
 
-    def _next_place(self, places: list[Place]) -> Place | None:
+    def _next_place(self, places: list[Place], now: float) -> Place | None:
         """Return the place of the next look: mostly one of those up to the first that answers, every fourth time one of the others."""
         answering = [k for k, place in enumerate(places) if place.id not in self._silent_since]
         count = answering[0] + 1 if answering else len(places)
         near, others = places[:count], [*places[count:], *([None] if self.undecided else [])]
+        near = [place for place in near if self._is_worth_a_look(place, now)] or near
+        others = [place for place in others if self._is_worth_a_look(place, now)]
         if others and (not near or self._turn % 4 == 3):
             return others[self._turn // 4 % len(others)]
-        return near[self._turn % len(near)]
+        return near[self._turn % len(near)] if near else None
+
+    def _is_worth_a_look(self, place: Place | None, now: float) -> bool:
+        silent = self._start_is_clear if place is None else place.id in self._silent_since
+        return not silent or now >= self._looked_at.get(place.id if place else "", -math.inf) + SILENT_AGAIN
 
     def unanswered(self, place: Place | None, now: float) -> None:
         """Note that a store was asked and did not answer; None: that where the job was started."""
@@ -170,31 +213,48 @@ class Moves:
         self._start_is_clear = found is None or found.moved == self.at or found.store_id == record.store_id
         return another_run(found, record)
 
-    def should_follow(self, place: Place, answer: Synced, record: RoundRecord, expire: float) -> bool:
+    def closed(self, record: RoundRecord) -> RoundRecord | None:
+        """Return the record of the job of ``record`` with its verdict, which the host's guard has brought; None: there is none."""
+        known = self._known
+        return known if known is not None and known.closed is not None and known.store_id == record.store_id else None
+
+    def should_follow(self, place: Place, answer: Synced, record: RoundRecord) -> bool:
         """Return whether this node gives up the store in use, and goes to that of ``place``, which has given this ``answer``.
 
-        Never before the end of the host of the store in use is proven, or another store has been taken over. A node that is the owner of
-        an undecided store gives it up only for one that is before its own in line, so that no two owners change places; whoever waits in
-        such a store leaves it only when its owner has.
+        Never before the end of the host of the store in use is proven, or another store has been taken over, or, with a majority, the
+        owner of the other store and this node both doubt that the host lives. A node that is the owner of an undecided store gives it up
+        only for one that is before its own in line, so that no two owners change places; whoever waits in such a store leaves it only
+        when its owner has.
         """
         self._silent_since = {i: since for i, since in self._silent_since.items() if i != place.id}
         self._hear(answer.votes)
         found = answer.round
         if found is not None:
             return found.store_id == record.store_id and found.term > record.term
-        if record.host not in self.gone:
+        proven = record.host in self.gone
+        if not (proven or self.doubts or self.undecided):
             return False
-        order = [p.id for p in standbys(record)]
+        order = [p.id for p in self._line(record)]
+        before = order[: order.index(place.id)] if place.id in order else order
         free = not self.undecided or self.at is None or self.at.id in self.gone
         if place.id == self.me:
-            return free and all(self._is_away(i, answer.now, expire) for i in order[: order.index(self.me)])
-        if not _is_there(answer.rows.get(place.id)):
+            enough = proven or self.undecided or self._others_doubt(answer.votes, record)
+            return free and enough and all(self._is_away(i, answer.now) for i in before)
+        if not quorum.is_there(answer.rows.get(place.id)):
             return False
         if free or self.at is None:
             return True
         if self.at.id == self.me:
-            return order.index(place.id) < order.index(self.me)
-        return _is_there(answer.rows.get(self.at.id))
+            return self.me not in before
+        return quorum.is_there(answer.rows.get(self.at.id))
+
+    def _others_doubt(self, votes: tuple[Vote, ...], record: RoundRecord) -> bool:
+        """Return whether enough nodes to go on have voted for the round of ``record``, so that none gives up the store alone.
+
+        This is the vote before the vote of Raft (Ongaro 2014, section 9.6).
+        """
+        same = {vote.id for vote in votes if (vote.record.term, vote.record.round) == (record.term, record.round)} | {self.me}
+        return bool(record.quorums) and all(quorum.is_met(q, same, self.gone) for q in record.quorums[-1:])
 
     def _hear(self, votes: tuple[Vote, ...]) -> None:
         """Take in votes. Who says that a host has died knows the newest record that this host knew: its guard's word brings both."""
@@ -202,10 +262,10 @@ class Moves:
         for vote in votes:
             self._known = newest(vote.record, self._known)
             if vote.id == vote.record.host and vote.id in vote.gone:
-                self._word = newest(vote.record, self._word)
+                self._word = vote if self._word is None or newest(vote.record, self._word.record) is vote.record else self._word
 
-    def _is_away(self, owner: str, now: float, expire: float) -> bool:
-        return owner in self.gone or now - self._silent_since.get(owner, now) >= expire
+    def _is_away(self, owner: str, now: float) -> bool:
+        return owner in self.gone or now - self._silent_since.get(owner, now) >= self.rules.expire
 
     def forward(self, record: RoundRecord | None) -> Place | None:
         """Return where this node, which has taken over the store, has it; None: it has not, or not yet."""
@@ -214,60 +274,83 @@ class Moves:
 
     # -- in a standby store -----------------------------------------------------------------------------------------------
 
-    def move(self, place: Place, record: RoundRecord, rows: Iterable[NodeRow], decided: bool, now: float) -> None:
+    def move(self, place: Place, record: RoundRecord, rows: Mapping[str, NodeRow], decided: bool, now: float) -> None:
         """Give up the store in use for that of ``place``. ``record``, ``rows``: what this node has read last in the store in use."""
-        self.gone |= _left(rows)
+        self.gone |= quorum.left(rows.values())
         if not self.undecided or self._known is None:  # else ``record`` is not what stood in a store
             self._known = newest(record, self._known)
-        self.vote = None if decided else Vote(self.me, self._known, tuple(sorted(self.gone)))
+        own = Vote(self.me, self._known, tuple(sorted(self.gone)))
+        self.votes = () if decided else (own,) if self._word is None else (self._word, own)
         self._left |= {self.at.id} if self.at else frozenset()
         self.at, self.undecided_since = place, None if decided else self.undecided_since or now
-        self._searching_since = self._start = None
-        self._start_is_clear = False
+        self._searching_since = self._start = self._minority_since = None
+        self._start_is_clear = self.doubts = False
         self._silent_since = {}
 
     def turn_back(self, until: float) -> None:
-        """Ask again where the job was started: nobody answers where this newcomer was sent. ``until``: when it may be sent there again."""
+        """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""
         self.at, self._vain = None, (self.at, until)
 
     def is_sent(self, found: RoundRecord | None, now: float) -> Place | None:
         """Return where the record ``found``, read where the job was started, sends this newcomer; None: nowhere."""
-        if not self.on or found is None or found.round > 0 or found.moved is None or (found.moved == self._vain[0] and now < self._vain[1]):
+        if not self.rules.succession or found is None or found.round > 0 or found.moved is None:
             return None
-        return found.moved
+        return None if found.moved == self._vain[0] and now < self._vain[1] else found.moved
 
     def complete(self, sync: Sync, record: RoundRecord | None) -> Sync:
         """Return the exchange with the store in use. In an undecided store the owner reads all that the others bring, they read its row."""
-        sync = replace(sync, at=self.at, vote=self.vote)
+        sync = replace(sync, at=self.at, votes=self.votes)
         if not self.undecided or self.at is None or record is None:
             return sync
         if self.at.id != self.me:
             return replace(sync, rows=(self.at.id,))
-        brought = [found for found in (record, self._known, self._word) if found is not None]
+        brought = [record, *([self._known] if self._known else []), *([self._word.record] if self._word else [])]
         return replace(sync, rows=None, voters=tuple({m.id: None for found in brought for m in found.members}))
 
     def answered(self, asked: Sync, answer: Synced) -> None:
         """Take in the answer of the store in use to what it was ``asked``."""
         self._hear(answer.votes)
         self._start_is_clear = False
-        self.vote = self.vote if asked.vote is None else None
+        self.votes = () if asked.votes == self.votes else self.votes
         if answer.round is not None:
             self.undecided_since = None
 
-    def take_over(self, rows: Collection[NodeRow]) -> RoundRecord | None:
-        """Return the record that this node writes into its own standby store; None: it may not take over, or not yet."""
-        if self._known is None or not self._start_is_clear or not self._may_take_over(rows):
+    def take_over(self, rows: Mapping[str, NodeRow], now: float) -> Change | None:
+        """Return the write that makes this node's own standby store the one in use; None: it may not take over, or not yet."""
+        needed, known = self._needed(rows), self._known
+        if known is None or needed is None or not self._start_is_clear or self._waits_for_more(rows, now):
             return None
-        return take_over(self._known, self.me, self.gone | _left(rows))
+        ended = self.gone | quorum.left(rows.values())
+        absent = {m.id for m in known.members if not quorum.is_there(rows.get(m.id))}
+        lost = ended if known.host in self.gone else absent
+        turn = next((k for k, place in enumerate(self._line(known), 1) if place.id == self.me), IN_LINE + 1)
+        return Change(None, take_over(known, self.me, lost, quorum.noted(needed, ended), turn))
 
-    def _may_take_over(self, rows: Collection[NodeRow]) -> bool:
-        """Return whether this node is the owner of the undecided store that it is in, and enough others have come.
-
-        They are counted in the round that the host's guard has named, so that all owners count in the same one. Some nodes may know a
-        newer round, which the host has never read; no worker of it has started.
-        """
-        word, known = self._word, self._known
-        if not self.undecided or self.at is None or self.at.id != self.me or word is None or known is None or word.host != known.host:
+    def _waits_for_more(self, rows: Mapping[str, NodeRow], now: float) -> bool:
+        """Return whether the owner waits for those that are about to come. A node that has no proof of an end cannot know who that is."""
+        if self._known is None or self._known.host in self.gone or now >= (self.undecided_since or 0.0) + LATE:
             return False
-        here = {row.id for row in rows if _is_there(row)}
-        return self.me in here and enough(word.members, word.host, here, self.gone | _left(rows))
+        here = {row.id for row in rows.values() if quorum.is_there(row)}
+        return not {m.id for m in self._known.members} <= here | self.gone | {self._known.host}
+
+    def _needed(self, rows: Mapping[str, NodeRow]) -> tuple[Quorum, ...] | None:
+        """Return what the next round in this node's own standby store needs; None: it may not take over that store, or not yet.
+
+        When the guard of the host has told of its end, the members of the round that it has named are counted without the host, so that
+        all owners count in the same round. Some nodes may know a newer round, which the host has never read; no worker of it has
+        started. Without such a word only a majority may go on.
+        """
+        known, word = self._known, self._word.record if self._word is not None else None
+        here = {row.id for row in rows.values() if quorum.is_there(row)}
+        if self.undecided_since is None or self.at is None or self.at.id != self.me or known is None or self.me not in here:
+            return None
+        ended = self.gone | quorum.left(rows.values())
+        if word is not None and word.host == known.host:
+            asked = quorum.asked(word, rows) if self.rules.majority else word.quorums[-1:]
+            needed = (*asked[:-1], *(quorum.without(last, word.host) for last in asked[-1:]))
+        elif self.rules.majority:
+            needed = quorum.asked(known, rows)
+        else:
+            return None
+        some = any(i in here for q in needed[-1:] for i in q.ids)
+        return needed if some and all(quorum.is_met(q, here, ended) for q in needed) else None

@@ -14,11 +14,13 @@ from elastirun.errors import BadRecord, StoreError, UnreadableRound
 from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Member, MemberList, NodeRow, Place, RoundRecord, Status, Vote
+from elastirun.rendezvous.records import MemberList, NodeRow, Place, RoundRecord, Status, Vote
 
 KEPT = "elastirun/"  # prefix of every key of the agents, in a store that workers share
 CLEAR_LIMIT = 1.5  # seconds; half of EXCHANGE_LIMIT, so that an exchange that was given up deletes nothing any more
 MAX_ROW = 256 << 10  # bytes; enough for 30 stderr lines of each of eight failed workers
+
+LISTS = 4  # lists of members that are remembered: in a store that takes over, the votes of a thousand nodes may name two or three rounds
 
 Operation = Callable[[Any], Any]  # of a ``stores.base.Store``
 Steps = Generator[Operation, Any, Any]  # takes each operation's result, returns its own
@@ -30,6 +32,10 @@ def _get(keys: list[str]) -> Operation:
 
 def _put_if(key: str, expected: bytes | None, value: bytes) -> Operation:
     return lambda store: store.put_if(key, expected, value)
+
+
+def _list(record: RoundRecord) -> MemberList:
+    return MemberList(record.members, record.quorums)
 
 
 def execute(steps: Steps, store: Any) -> Any:
@@ -54,14 +60,14 @@ class SyncProtocol:
         self._codec = codec
         self._clock = clock
         self._newest: RoundRecord | None = None  # record that was read
-        self._listed: tuple[str, tuple[Member, ...]] = ("", ())  # digest and members of the list that was read or written last
+        self._listed: dict[str, MemberList] = {}  # by digest: the lists that were read or written last
         self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as stored, and the same with its members
         self._known: dict[str, tuple[bytes, Any]] = {}  # bytes and record by key: parsing 1,000 unchanged rows again would cost 50 ms
 
     def fresh(self) -> SyncProtocol:
-        """Return a protocol for another connection. It shares only the newest record with this one, no mutable state."""
+        """Return a protocol for another connection. It knows the newest record and the lists of members, and shares no mutable state."""
         other = SyncProtocol(self._job, self._me, self._codec, self._clock)
-        other._newest = self._newest
+        other._newest, other._listed = self._newest, dict(self._listed)
         return other
 
     def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
@@ -73,8 +79,8 @@ class SyncProtocol:
         """Yield the operations of the exchange in the order that ``Sync`` names; return the answer."""
         ignored: list[str] = []
         kept_alive = sync.keep_alive and (yield lambda store: store.keep_alive(self._key(self._me)))
-        if sync.vote is not None:
-            yield from self.put_vote(sync.vote)
+        for vote in sync.votes:
+            yield from self.put_vote(vote)
         if sync.put is not None:
             yield from self._put_fresh(sync.put) if sync.fresh else self._put_row(sync.put)
         if sync.change is not None:
@@ -120,8 +126,8 @@ class SyncProtocol:
         """Write the record by compare-and-set. A new list of members is written before it, the old list is deleted after it."""
         key, base, record = self.round_key, change.base, change.record
         before = None if base is None else self._short(base)
-        if record.members and (base is None or base.members != record.members):
-            yield from self._put_members(record.members)
+        if record.members and (base is None or _list(base) != _list(record)):
+            yield from self._put_members(_list(record))
         after = self._short(record)
         value = self._codec.encode(key, after)
         found = yield _put_if(key, None if before is None else self._encode(key, before), value)
@@ -137,8 +143,8 @@ class SyncProtocol:
         yield from self._put_round(Change(record, replace(record, version=record.version + 1, moved=place)))
         return (yield from self._parse_round((yield _get([self.round_key])).get(self.round_key)))
 
-    def _put_members(self, members: tuple[Member, ...]) -> Steps:
-        digest, data = self._list(members)
+    def _put_members(self, members: MemberList) -> Steps:
+        digest, data = self._encode_list(members)
         found = yield _put_if(self._members_key(digest), None, data)
         if found is not None and found != data:
             yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
@@ -149,7 +155,7 @@ class SyncProtocol:
         Return whether it stands in the store now.
         """
         if vote.record.members:
-            yield from self._put_members(vote.record.members)
+            yield from self._put_members(_list(vote.record))
         key = self._vote_key(vote.id)
         value = self._codec.encode(key, replace(vote, record=self._short(vote.record)))
         found = yield _put_if(key, None, value)
@@ -165,11 +171,11 @@ class SyncProtocol:
                 vote = self._codec.decode(key, data, Vote)
                 if self._vote_key(vote.id) != key:
                     raise BadRecord(f"{key}: the vote of another node")
-                members = (yield from self._read_members(vote.record.members_digest)) if vote.record.members_digest else ()
+                record = yield from self._whole_record(vote.record)
             except BadRecord as error:
                 ignored.append(clip(str(error), 300))
                 continue
-            votes.append(replace(vote, record=replace(vote.record, members=members, members_digest="")))
+            votes.append(replace(vote, record=record))
         return tuple(votes)
 
     def _parse_round(self, data: bytes | None) -> Steps:
@@ -184,35 +190,48 @@ class SyncProtocol:
                 raise StoreError(f"somebody has put back an older round record: version {record.version} after {newest.version}")
             if record is not None and record.members_digest:
                 if self._whole[0] is not record:
-                    members = yield from self._read_members(record.members_digest)
-                    self._whole = record, replace(record, members=members, members_digest="")
+                    self._whole = record, (yield from self._whole_record(record))
                 record = self._whole[1]
         except BadRecord as error:
             raise StoreError(f"the round record is unreadable: {error}") from None
         self._newest = record
         return record
 
+    def _whole_record(self, short: RoundRecord) -> Steps:
+        """Return the record with the members and quorums that stand beside it. Errors: ``BadRecord``."""
+        if not short.members_digest:
+            return short
+        found = yield from self._read_members(short.members_digest)
+        return replace(short, members=found.members, quorums=found.quorums, members_digest="")
+
     def _read_members(self, digest: str) -> Steps:
-        if self._listed[0] != digest:
+        if digest not in self._listed:
             key = self._members_key(digest)
             data = (yield _get([key])).get(key, b"")
             if hashlib.sha256(data).hexdigest() != digest:
                 raise BadRecord(f"{key}: the members are missing there, or others")
-            self._listed = digest, self._codec.decode(self._job + "members", data, MemberList).members
-        return self._listed[1]
+            self._remember(digest, self._codec.decode(self._job + "members", data, MemberList))
+        return self._listed[digest]
 
-    def _list(self, members: tuple[Member, ...]) -> tuple[str, bytes]:
+    def _encode_list(self, members: MemberList) -> tuple[str, bytes]:
         """Return the digest and the bytes of a list of members."""
-        data = self._codec.encode(self._job + "members", MemberList(members))
-        self._listed = hashlib.sha256(data).hexdigest(), members
-        return self._listed[0], data
+        data = self._codec.encode(self._job + "members", members)
+        digest = hashlib.sha256(data).hexdigest()
+        self._remember(digest, members)
+        return digest, data
+
+    def _remember(self, digest: str, members: MemberList) -> None:
+        self._listed[digest] = members
+        for old in list(self._listed)[:-LISTS]:
+            del self._listed[old]
 
     def _short(self, record: RoundRecord) -> RoundRecord:
         """Return the record as it is stored, without the members: a thousand nodes read it twice a second."""
         if not record.members:
             return record
-        digest = self._listed[0] if self._listed[1] == record.members else self._list(record.members)[0]
-        return replace(record, members=(), members_digest=digest)
+        members = _list(record)
+        digest = next((digest for digest, known in self._listed.items() if known == members), None) or self._encode_list(members)[0]
+        return replace(record, members=(), quorums=(), members_digest=digest)
 
     def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
         rows: dict[str, NodeRow] = {}

@@ -46,6 +46,7 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
     node_rank = _node_rank(options, conf, static, max_nodes)
     port_option = "rdzv_endpoint" if options.has_text("rdzv_endpoint") else "master_port"
     meet_at_endpoint = store.endpoint is not None and (static or port_option == "master_port") and options.environ.get(OWN_STORE) != "1"
+    succession = _succession(options, store, static or meet_at_endpoint, max_nodes)
     return RendezvousConfig(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -57,7 +58,8 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         node_rank=node_rank,
         is_host=conf.is_host if conf.is_host is not None else node_rank == 0 if static else options.detected.is_host,
         run_id=_run_id(options, facts, store, static, max_nodes),
-        succession=_succession(options, store, static or meet_at_endpoint, max_nodes),
+        succession=succession != "off",
+        majority=succession == "majority",
     )
 
 
@@ -266,15 +268,15 @@ def _given_rank(options: GivenOptions, conf: parse.RdzvConf) -> tuple[int | None
     return rank, label
 
 
-def _succession(options: GivenOptions, store: _Store, fixed: bool, max_nodes: int) -> bool:
-    """Return whether another node takes over the store when its host dies. ``fixed``: the workers or the ranks are bound to that host."""
-    asked = options.read("store_succession", parse.choice("off", "proof")) == "proof"
+def _succession(options: GivenOptions, store: _Store, fixed: bool, max_nodes: int) -> str:
+    """Return when another node takes over the store of a host that is gone. ``fixed``: the workers or the ranks are bound to that host."""
+    asked = options.read("store_succession", parse.choice("off", "proof", "majority"))
     why = "there is no other node" if max_nodes == 1 else "etcd survives any node" if store.etcd else ""
     why = why or ("with --master-port or the static backend the job needs node 0" if fixed else "")
-    if asked and why:
+    if asked != "off" and why:
         options.warn(f"{options.label('store_succession')} has no effect: {why}")
         options.derive("store_succession", "off", why)
-    return asked and not why
+    return "off" if why else asked
 
 
 def _run_id(options: GivenOptions, facts: MachineFacts, store: _Store, static: bool, max_nodes: int) -> str:

@@ -188,7 +188,8 @@ def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> No
 
 def test_the_store_moves_where_that_is_asked_for_and_possible() -> None:
     several = "--nnodes=2 --rdzv-id=a --rdzv-endpoint=h"
-    assert [config_of(f"{several} {option} t.py").succession for option in ("", "--store-succession=proof")] == [False, True]
+    found = [config_of(f"{several} {option} t.py") for option in ("", "--store-succession=proof", "--store-succession=majority")]
+    assert [(config.succession, config.majority) for config in found] == [(False, False), (True, False), (True, True)]
     assert resolved("--store-succession=proof t.py", NOBODY)[0].succession is False
 
 

@@ -290,7 +290,7 @@ MUTANTS = (
     ),
     mutant(
         "one exchange at a time",
-        *("machine", "if self.finished or schedule.under_way or", "if self.finished or"),
+        *("machine", "if self.finished or schedule.under_way:", "if self.finished:"),
         *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
     ),
     mutant(
@@ -611,42 +611,42 @@ MUTANTS = (
     # The store survives its host.
     mutant(
         "a store is taken over by more than half, not by half",
-        *("succession", "2 * len(present) > len(others)", "2 * len(present) >= len(others)"),
+        *("quorum", "2 * count > len(ids)", "2 * count >= len(ids)"),
         *("succession", "two_groups_are_never_both_enough"),
     ),
     mutant(
         "all that have not died are enough",
-        *("succession", " or others <= present | set(ended))", ")"),
+        *("quorum", "return all(i in here or i in ended or", "return not ids or all(i in here or"),
         *("succession", "enough_is_more_than_half_of_the_others_or_all_that_have_not_died"),
     ),
     mutant(
         "nobody gives up the store before the end of its host is proven",
-        *("succession", "        if record.host not in self.gone:\n            return False\n", ""),
+        *("succession", "        if not (proven or self.doubts or self.undecided):\n            return False\n", ""),
         *("succession", "nobody_follows_before_the_end_of_the_host_is_proven"),
     ),
     mutant(
         "nobody goes to a standby store whose owner is not there",
-        *("succession", "if not _is_there(answer.rows.get(place.id)):", "if False:"),
+        *("succession", "if not quorum.is_there(answer.rows.get(place.id)):", "if False:"),
         *("succession", "nobody_follows_into_a_store_whose_owner_is_not_there"),
     ),
     mutant(
         "the next in line waits until it has asked in vain for long enough",
-        *("succession", "self._is_away(i, answer.now, expire) for i", "self._is_away(i, answer.now, 0.0) for i"),
+        *("succession", ">= self.rules.expire\n", ">= 0.0\n"),
         *("succession", "the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain"),
     ),
     mutant(
         "an owner gives up its undecided store only for one before it in line",
-        *("succession", "return order.index(place.id) < order.index(self.me)", "return True"),
+        *("succession", "return self.me not in before", "return True"),
         *("succession", "an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line"),
     ),
     mutant(
         "who waits in an undecided store stays until its owner has left",
-        *("succession", "return _is_there(answer.rows.get(self.at.id))", "return True"),
+        *("succession", "return quorum.is_there(answer.rows.get(self.at.id))", "return True"),
         *("succession", "who_waits_in_an_undecided_store_leaves_it_when_its_owner_has"),
     ),
     mutant(
         "nobody goes back to a store that it has left",
-        *("succession", "self.gone | self._left and", "self.gone and"),
+        *("succession", "not in self.gone | self._left and", "not in self.gone and"),
         *("succession", "nobody_goes_back_to_a_store_that_it_has_left"),
     ),
     mutant(
@@ -656,32 +656,32 @@ MUTANTS = (
     ),
     mutant(
         "all owners count in the round that the guard of the host has named",
-        *("succession", "enough(word.members, word.host, here", "enough(known.members, known.host, here"),
+        *("succession", "else word.quorums[-1:]", "else known.quorums[-1:]"),
         *("succession", "owners_count_in_the_round_that_the_guard_of_the_host_has_named"),
     ),
     mutant(
         "who has not heard the guard of the last host does not take over",
-        *("succession", "known is None or word.host != known.host:", "known is None:"),
+        *("succession", "if word is not None and word.host == known.host:", "if word is not None:"),
         *("succession", "who_has_not_heard_the_guard_of_the_last_host_does_not_take_over"),
     ),
     mutant(
         "the votes of all that are counted are read",
-        *("succession", "for found in (record, self._known, self._word) if", "for found in (record,) if"),
+        *("succession", "*([self._word.record] if self._word else [])]", "]"),
         *("succession", "an_owner_reads_the_votes_of_all_that_it_may_count"),
     ),
     mutant(
         "only the owner of a standby store takes over",
-        *("succession", "self.at is None or self.at.id != self.me or word is None", "self.at is None or word is None"),
+        *("succession", "self.at is None or self.at.id != self.me or known is None or", "self.at is None or known is None or"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(
         "the owner itself must be there",
-        *("succession", "return self.me in here and enough(", "return enough("),
+        *("succession", "known is None or self.me not in here:", "known is None:"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(
         "before it takes over an owner asks where the job was started",
-        *("succession", "self._known is None or not self._start_is_clear or", "self._known is None or"),
+        *("succession", "needed is None or not self._start_is_clear or", "needed is None or"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(
@@ -701,12 +701,12 @@ MUTANTS = (
     ),
     mutant(
         "a round whose host has died is over",
-        *("succession", "(*before.lost, *lost))), over=True)", "(*before.lost, *lost))))"),
+        *("succession", "(*before.lost, *names))), over=True)", "(*before.lost, *names))))"),
         *("succession", "a_record_that_is_taken_over_says_that_its_round_is_over"),
     ),
     mutant(
         "who waits in an undecided store gives up in the end",
-        *("machine", "if self._moves.undecided_since is not None:", "if False:"),
+        *("succession", "        if self.undecided_since is not None:\n            return", "        if False:\n            return"),
         *("succession", "who_waits_in_a_store_that_too_few_reach_gives_up"),
     ),
     mutant(
@@ -748,6 +748,117 @@ MUTANTS = (
         "where a round has formed nobody says that the store has moved",
         *("sync", "if record is None or record.round > 0 or record.moved == place:", "if record is None or record.moved == place:"),
         *("succession", "where_a_round_has_formed_nobody_says_that_the_store_has_moved"),
+    ),
+    # ... with a majority.
+    mutant(
+        "half of the members are enough only with the node that breaks the tie",
+        *("quorum", "2 * count == len(ids) and quorum.tie in here", "2 * count == len(ids)"),
+        *("majority", "of_two_halves_the_one_with_the_host_may_go_on"),
+    ),
+    mutant(
+        "the node that breaks a tie does",
+        *("quorum", " or (2 * count == len(ids) and quorum.tie in here)", ""),
+        *("majority", "of_two_halves_the_one_with_the_host_may_go_on"),
+    ),
+    mutant(
+        "what had ended when the store moved is known afterwards",
+        *("quorum", "i in here or i in ended or i in quorum.ended", "i in here or i in ended"),
+        *("majority", "what_had_ended_when_the_store_moved_is_known_afterwards"),
+    ),
+    mutant(
+        "a round that may not have started does not take the place of the one before",
+        *("quorum", "return record.quorums[-1:] if started else record.quorums", "return record.quorums[-1:]"),
+        *("majority", "a_round_that_may_not_have_started_does_not_take_the_place_of_the_one_before"),
+    ),
+    mutant(
+        "a round that has started does",
+        *("quorum", "return record.quorums[-1:] if started else record.quorums", "return record.quorums"),
+        *("majority", "a_round_that_may_not_have_started_does_not_take_the_place_of_the_one_before"),
+    ),
+    mutant(
+        "a node says which round's workers it has started",
+        *("machine", "self._go(Trigger.ALL_READY, started=record.round)", "self._go(Trigger.ALL_READY)"),
+        *("majority", "hosts_that_fall_silent_one_after_the_other_are_survived_as_long_as_more_than_half_are_left"),
+    ),
+    mutant(
+        "the next round forms only with a quorum",
+        *("formation", "is_met(q, ids, ended)] if rules.majority else []", "is_met(q, ids, ended)] if False else []"),
+        *("majority", "a_round_forms_in_the_store_only_with_enough_members_of_the_one_before"),
+    ),
+    mutant(
+        "nobody gives up the store alone",
+        *("succession", "or self._others_doubt(answer.votes, record)", "or True"),
+        *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
+    ),
+    mutant(
+        "a doubt about an earlier round does not count",
+        *("succession", "if (vote.record.term, vote.record.round) == (record.term, record.round)", ""),
+        *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
+    ),
+    mutant(
+        "nobody doubts early",
+        *("succession", " and now - since >= patience\n", "\n"),
+        *("majority", "nobody_doubts_early_nor_without_majority"),
+    ),
+    mutant(
+        "an owner without a word waits a moment for more",
+        *("succession", "not self._start_is_clear or self._waits_for_more(rows, now):", "not self._start_is_clear:"),
+        *("majority", "an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come"),
+    ),
+    mutant(
+        "who is not there when the store moves away from a silent host is not waited for",
+        *("succession", "lost = ended if known.host in self.gone else absent", "lost = ended"),
+        *("majority", "an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come"),
+    ),
+    mutant(
+        "a suspended node has not waited meanwhile",
+        *("machine", "        self._moves.stood_still(event.now, event.seconds)\n", ""),
+        *("majority", "nodes_that_were_suspended_together_go_on"),
+    ),
+    mutant(
+        "two owners never take over with the same term",
+        *("succession", "term=record.term + turn", "term=record.term + 1"),
+        *("majority", "two_owners_never_take_over_with_the_same_term"),
+    ),
+    mutant(
+        "a verdict that the guard of the host has brought ends the job",
+        *("machine", "elif (closed := self._moves.closed(record)) is not None:", "elif (closed := None) is not None:"),
+        *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
+    ),
+    mutant(
+        "who has doubted long enough waits for no answer of the silent host",
+        *("machine", "            if schedule.under_way:\n                schedule", "            if False:\n                schedule"),
+        *("majority", "who_begins_to_doubt_waits_for_no_answer_any_more"),
+    ),
+    mutant(
+        "a take-over goes before another look",
+        *("machine", "takes_over = self._moves.undecided and self._wanted is not None", "takes_over = False"),
+        *("majority", "a_take_over_goes_before_another_look"),
+    ),
+    mutant(
+        "the host's word is brought along",
+        *("succession", "(own,) if self._word is None else (self._word, own)", "(own,)"),
+        *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
+    ),
+    mutant(
+        "the line is that of the newest round of the host",
+        *("succession", "if record is not None and word is not None and word.host == record.host else record)", "if False else record)"),
+        *("majority", "who_knows_an_older_round_looks_where_the_newest_one_says"),
+    ),
+    mutant(
+        "a newcomer does not wait in an empty store for ever",
+        *("machine", "                self._turn_back()  # the store", "                pass  # the store"),
+        *("majority", "a_newcomer_that_was_sent_to_an_empty_store_turns_back"),
+    ),
+    mutant(
+        "another run that has ended is none",
+        *("succession", "found.round > 0 and found.closed is None and", "found.round > 0 and"),
+        *("majority", "another_run_that_has_ended_does_not_end_this_one"),
+    ),
+    mutant(
+        "the smaller side ends in the end",
+        *("machine", "        if self._moves.waits is not None:\n", "        if False:\n"),
+        *("majority", "the_smaller_side_ends_after_the_store_grace"),
     ),
 )
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous import succession
+from elastirun.rendezvous import quorum, succession
 from elastirun.rendezvous.actions import Outcome, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Synced, Tick
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Broken, Cause, Member, NodeRow, Place, RoundRecord, Status, Vote
+from elastirun.rendezvous.records import Broken, Cause, Member, NodeRow, Place, Quorum, RoundRecord, Status, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.succession import Moves
@@ -22,7 +22,9 @@ from tests.sim import invariants
 from tests.sim.world import Deaths, Node, World, write_round
 
 MEMBERS = tuple(Member(i, f"name-{i}", f"10.0.0.{k}", 1000, 2, standby=2000) for k, i in enumerate("habcd", start=1))
-RECORD = RoundRecord("s", version=5, round=3, members=MEMBERS, host="h")
+RECORD = RoundRecord("s", version=5, round=3, members=MEMBERS, host="h", quorums=(Quorum(tuple("habcd"), "h"),))
+PROOF = Rules(1, 5, succession=True)
+OFF = Rules(1, 5)
 DEAD = Vote("h", RECORD, ("h",))
 
 
@@ -188,7 +190,8 @@ def test_a_first_round_waits_until_it_would_have_heard_of_the_job_elsewhere() ->
     ],
 )
 def test_enough_is_more_than_half_of_the_others_or_all_that_have_not_died(here: str, ended: str, expected: bool) -> None:
-    assert succession.enough(MEMBERS, "h", set(here), {*ended, "h"}) is expected
+    needed = quorum.without(RECORD.quorums[-1], "h")
+    assert (bool(set(here) & set(needed.ids)) and quorum.is_met(needed, set(here), {*ended, "h"})) is expected
 
 
 def test_two_groups_are_never_both_enough() -> None:
@@ -198,7 +201,8 @@ def test_two_groups_are_never_both_enough() -> None:
         where = {i: spread // 3**k % 3 for k, i in enumerate(others)}  # 0, 1: the store in which it is; 2: it has died
         dead = {i for i in others if where[i] == 2}
         sides = [{i for i in others if where[i] == side} for side in (0, 1)]
-        assert not all(side and succession.enough(MEMBERS, "h", side, dead | {"h"}) for side in sides)
+        needed = quorum.without(RECORD.quorums[-1], "h")
+        assert not all(side and quorum.is_met(needed, side, dead | {"h"}) for side in sides)
 
 
 def test_the_standbys_are_those_of_the_members_in_rank_order_without_the_host() -> None:
@@ -218,161 +222,162 @@ def test_the_newest_record_is_that_of_the_last_term() -> None:
 
 @pytest.mark.parametrize("broken", [None, Broken(Cause.FAILURE, "boom", "b", ("c",))])
 def test_a_record_that_is_taken_over_says_that_its_round_is_over(broken: Broken | None) -> None:
-    taken = succession.take_over(replace(RECORD, broken=broken), "a", {"h", "d", "x"})
+    taken = succession.take_over(replace(RECORD, broken=broken), "a", {"h", "d", "x"}, ())
     assert (taken.version, taken.term, taken.host, taken.round, taken.store_id) == (6, 1, "a", 3, "s")
     assert taken.broken and taken.broken.over and set(taken.broken.lost) == {"h", "d", *(broken.lost if broken else ())}
     assert taken.broken.cause is (broken.cause if broken else Cause.LOST)
 
 
 def test_nobody_follows_before_the_end_of_the_host_is_proven() -> None:
-    moves = Moves("b", True)
-    assert not moves.should_follow(PLACES[1], answer("a", votes=()), RECORD, 5.0)
-    assert not moves.should_follow(PLACES[1], answer("a", votes=(Vote("c", RECORD, ("d",)),)), RECORD, 5.0)
-    assert moves.should_follow(PLACES[1], answer("a"), RECORD, 5.0)
+    moves = Moves("b", PROOF)
+    assert not moves.should_follow(PLACES[1], answer("a", votes=()), RECORD)
+    assert not moves.should_follow(PLACES[1], answer("a", votes=(Vote("c", RECORD, ("d",)),)), RECORD)
+    assert moves.should_follow(PLACES[1], answer("a"), RECORD)
 
 
 def test_nobody_follows_into_a_store_whose_owner_is_not_there() -> None:
-    moves = Moves("b", True)
-    assert not moves.should_follow(PLACES[1], answer("c", "d"), RECORD, 5.0)
+    moves = Moves("b", PROOF)
+    assert not moves.should_follow(PLACES[1], answer("c", "d"), RECORD)
     left = Synced(0.0, 0.0, None, {"a": NodeRow("a", "a", "", 0, 2, status=Status.LEFT)}, votes=(DEAD,))
-    assert not moves.should_follow(PLACES[1], left, RECORD, 5.0)
+    assert not moves.should_follow(PLACES[1], left, RECORD)
 
 
 def test_a_store_that_was_taken_over_is_followed_at_once() -> None:
-    taken = succession.take_over(RECORD, "a", {"h"})
-    assert Moves("b", True).should_follow(PLACES[1], answer(votes=(), found=taken), RECORD, 5.0)
-    assert not Moves("b", True).should_follow(PLACES[1], answer(votes=(), found=RECORD), RECORD, 5.0)
-    assert not Moves("b", True).should_follow(PLACES[1], answer(votes=(), found=replace(taken, store_id="other")), RECORD, 5.0)
+    taken = succession.take_over(RECORD, "a", {"h"}, ())
+    assert Moves("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=taken), RECORD)
+    assert not Moves("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=RECORD), RECORD)
+    assert not Moves("b", PROOF).should_follow(PLACES[1], answer(votes=(), found=replace(taken, store_id="other")), RECORD)
 
 
 def test_the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain() -> None:
-    assert Moves("a", True).should_follow(PLACES[1], answer(), RECORD, 5.0)
-    second = Moves("b", True)
-    assert not second.should_follow(PLACES[2], answer(now=1.0), RECORD, 5.0)
+    assert Moves("a", PROOF).should_follow(PLACES[1], answer(), RECORD)
+    second = Moves("b", PROOF)
+    assert not second.should_follow(PLACES[2], answer(now=1.0), RECORD)
     second.unanswered(PLACES[1], 1.0)
     second.unanswered(PLACES[1], 3.0)
-    assert not second.should_follow(PLACES[2], answer(now=5.9), RECORD, 5.0)
-    assert second.should_follow(PLACES[2], answer(now=6.0), RECORD, 5.0)
-    second.should_follow(PLACES[1], answer(now=6.1), RECORD, 5.0)  # it has answered
-    assert not second.should_follow(PLACES[2], answer(now=6.2), RECORD, 5.0)
-    assert second.should_follow(PLACES[2], answer(now=6.3, votes=(Vote("a", RECORD, ("a",)),)), RECORD, 5.0)
+    assert not second.should_follow(PLACES[2], answer(now=5.9), RECORD)
+    assert second.should_follow(PLACES[2], answer(now=6.0), RECORD)
+    second.should_follow(PLACES[1], answer(now=6.1), RECORD)  # it has answered
+    assert not second.should_follow(PLACES[2], answer(now=6.2), RECORD)
+    assert second.should_follow(PLACES[2], answer(now=6.3, votes=(Vote("a", RECORD, ("a",)),)), RECORD)
+
+
+def rows(ids: str) -> dict[str, NodeRow]:
+    return {i: NodeRow(i, i, "", 0, 2) for i in ids}
 
 
 def undecided(me: str, at: str) -> Moves:
     """A node that waits in the standby store of another, or in its own."""
-    moves = Moves(me, True)
-    moves.should_follow(PLACES[3], answer(), RECORD, 5.0)  # it has heard that the host has died
-    moves.move(next(p for p in PLACES if p.id == at), RECORD, (), False, 0.0)
+    moves = Moves(me, PROOF)
+    moves.should_follow(PLACES[3], answer(), RECORD)  # it has heard that the host has died
+    moves.move(next(p for p in PLACES if p.id == at), RECORD, {}, False, 0.0)
     return moves
 
 
 def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
-    assert undecided("b", "b").should_follow(PLACES[1], answer("a"), RECORD, 5.0)
-    assert not undecided("b", "b").should_follow(PLACES[3], answer("c"), RECORD, 5.0)
+    assert undecided("b", "b").should_follow(PLACES[1], answer("a"), RECORD)
+    assert not undecided("b", "b").should_follow(PLACES[3], answer("c"), RECORD)
 
 
 def test_who_waits_in_an_undecided_store_leaves_it_when_its_owner_has() -> None:
-    assert not undecided("c", "b").should_follow(PLACES[1], answer("a"), RECORD, 5.0)
-    assert undecided("c", "b").should_follow(PLACES[1], answer("a", "b"), RECORD, 5.0)
-    assert undecided("c", "b").should_follow(PLACES[1], answer("a", votes=(DEAD, Vote("b", RECORD, ("b",)))), RECORD, 5.0)
+    assert not undecided("c", "b").should_follow(PLACES[1], answer("a"), RECORD)
+    assert undecided("c", "b").should_follow(PLACES[1], answer("a", "b"), RECORD)
+    assert undecided("c", "b").should_follow(PLACES[1], answer("a", votes=(DEAD, Vote("b", RECORD, ("b",)))), RECORD)
 
 
 def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
     moves = undecided("b", "b")
     assert [p.id for p in moves.places(RECORD)] == ["a", "c", "d"]
-    moves.move(PLACES[1], RECORD, (), False, 1.0)
+    moves.move(PLACES[1], RECORD, {}, False, 1.0)
     assert [p.id for p in moves.places(RECORD)] == ["c", "d"]
 
 
 def test_who_says_that_a_host_has_died_knows_the_record_that_it_knew() -> None:
     newer = replace(RECORD, version=9, round=4)
-    moves = Moves("b", True)
-    moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD, 5.0)
-    moves.move(PLACES[1], RECORD, (), False, 0.0)
-    assert moves.vote == Vote("b", newer, ("h",))
+    moves = Moves("b", PROOF)
+    moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
+    moves.move(PLACES[1], RECORD, {}, False, 0.0)
+    assert moves.votes == (Vote("h", newer, ("h",)), Vote("b", newer, ("h",)))
 
 
 def test_the_guard_of_a_host_tells_what_it_knew() -> None:
-    assert Moves("h", True).notice(RECORD) == DEAD
-    assert Moves("a", True).notice(RECORD) is None and Moves("h", False).notice(RECORD) is None and Moves("h", True).notice(None) is None
+    assert Moves("h", PROOF).notice(RECORD) == DEAD
+    assert Moves("a", PROOF).notice(RECORD) is None and Moves("h", OFF).notice(RECORD) is None and Moves("h", PROOF).notice(None) is None
     owner = undecided("b", "b")
     assert owner.notice(RECORD) == Vote("b", RECORD, ("h", "b")) and undecided("c", "b").notice(RECORD) is None
 
 
 def test_only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun() -> None:
-    def rows(ids: str) -> list[NodeRow]:
-        return [NodeRow(i, i, "", 0, 2) for i in ids]
-
     owner = undecided("a", "a")
-    assert owner.take_over(rows("abc")) is None  # it has not asked where the job was started
+    assert owner.take_over(rows("abc"), 1.0) is None  # it has not asked where the job was started
     owner.unanswered(None, 1.0)
-    assert owner.take_over(rows("ab")) is None and owner.take_over(rows("bcd")) is None
-    taken = owner.take_over(rows("abc"))
-    assert taken is not None and taken.host == "a"
+    assert owner.take_over(rows("ab"), 1.0) is None and owner.take_over(rows("bcd"), 1.0) is None
+    taken = owner.take_over(rows("abc"), 1.0)
+    assert taken is not None and taken.record.host == "a"
     guest = undecided("b", "a")
     guest.unanswered(None, 1.0)
-    assert guest.take_over(rows("abc")) is None
+    assert guest.take_over(rows("abc"), 1.0) is None
 
 
-NEWER = replace(RECORD, version=9, round=4, members=(MEMBERS[0], *(Member(i, i, "", 0, 2, standby=1) for i in "efa")))
+NEXT = (MEMBERS[0], *(Member(i, i, "", 0, 2, standby=1) for i in "efa"))
+NEWER = replace(RECORD, version=9, round=4, members=NEXT, quorums=(*RECORD.quorums, Quorum(tuple("hefa"), "h")))
 
 
-def heard(*votes: Vote) -> tuple[Moves, list[NodeRow]]:
-    """The owner of its undecided store, which has read these votes there; and the rows of all that may come."""
-    owner = Moves("a", True)
-    owner.should_follow(PLACES[3], answer(votes=votes), RECORD, 5.0)
-    owner.move(PLACES[1], RECORD, (), False, 0.0)
+def heard(*votes: Vote) -> Moves:
+    """The owner of its undecided store, which has read these votes there."""
+    owner = Moves("a", PROOF)
+    owner.should_follow(PLACES[3], answer(votes=votes), RECORD)
+    owner.move(PLACES[1], RECORD, {}, False, 0.0)
     owner.unanswered(None, 1.0)
-    return owner, [NodeRow(i, i, "", 0, 2) for i in "abcdef"]
+    return owner
 
 
 def test_owners_count_in_the_round_that_the_guard_of_the_host_has_named() -> None:
     """Others may know a newer round, which the host has never read. The owner of another store may not know of that one."""
-    owner, rows = heard(DEAD, Vote("e", NEWER))
-    assert owner.take_over([row for row in rows if row.id in "aef"]) is None
-    taken = owner.take_over([row for row in rows if row.id in "abc"])
-    assert taken is not None and (taken.round, taken.version) == (4, 10), "the newest record goes on"
+    owner = heard(DEAD, Vote("e", NEWER))
+    assert owner.take_over(rows("aef"), 1.0) is None
+    taken = owner.take_over(rows("abc"), 1.0)
+    assert taken is not None and (taken.record.round, taken.record.version) == (4, 10), "the newest record goes on"
 
 
 def test_who_has_not_heard_the_guard_of_the_last_host_does_not_take_over() -> None:
-    later = succession.take_over(RECORD, "d", {"h"})
-    owner, rows = heard(DEAD, Vote("b", later, ("d",)))
-    assert owner.take_over(rows) is None
-    owner, rows = heard(DEAD, Vote("d", later, ("d",)))
-    assert owner.take_over(rows) is not None
+    later = succession.take_over(RECORD, "d", {"h"}, ())
+    assert heard(DEAD, Vote("b", later, ("d",))).take_over(rows("abcdef"), 1.0) is None
+    later = replace(later, quorums=RECORD.quorums)
+    assert heard(DEAD, Vote("d", later, ("d",))).take_over(rows("abcdef"), 1.0) is not None
 
 
 def test_an_owner_reads_the_votes_of_all_that_it_may_count() -> None:
-    owner, _ = heard(Vote("h", NEWER, ("h",)))
-    assert set(owner.complete(Sync(), RECORD).voters) == set("habcdef")
+    owner = heard(DEAD, Vote("e", NEWER))
+    assert set(owner.complete(Sync(), NEWER).voters) == set("habcdef")
 
 
 def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round() -> None:
     owner = undecided("a", "a")
-    rows = [NodeRow(i, i, "", 0, 2) for i in "abc"]
     first = RoundRecord("other", version=1)
 
     def look() -> Synced | None:
-        assert owner.search(RECORD, False, rows, 1.0) == 1.0
-        asked = owner.look(RECORD, 1.0, 0.5)
+        assert owner.search(RECORD, None, rows("abc"), 1.0) == 1.0
+        asked = owner.look(RECORD, 1.0)
         assert asked.at is None
         return Synced(1.0, 1.0, asked.change.record if asked.change else first, {})
 
     found = look()
-    assert found and not owner.heard_from_start(found, RECORD) and owner.take_over(rows) is None  # a round may form there any moment
+    assert found and not owner.heard_from_start(found, RECORD)
+    assert owner.take_over(rows("abc"), 1.0) is None  # a round may form there any moment
     found = look()
     assert found and found.round and found.round.moved == PLACES[1]
-    assert not owner.heard_from_start(found, RECORD) and owner.take_over(rows) is not None
+    assert not owner.heard_from_start(found, RECORD) and owner.take_over(rows("abc"), 1.0) is not None
     begun = replace(first, round=1, version=3)
     assert "another run of this job" in owner.heard_from_start(Synced(1.0, 1.0, begun, {}), RECORD)
-    assert owner.take_over(rows) is None
+    assert owner.take_over(rows("abc"), 1.0) is None
 
 
 def test_a_look_at_the_start_holds_for_one_exchange() -> None:
     owner = undecided("a", "a")
     owner.unanswered(None, 1.0)
     owner.answered(owner.complete(Sync(), RECORD), answer())
-    assert owner.take_over([NodeRow(i, i, "", 0, 2) for i in "abc"]) is None
+    assert owner.take_over(rows("abc"), 1.0) is None
 
 
 def test_a_newcomer_begins_no_job_in_a_standby_store() -> None:
@@ -384,7 +389,7 @@ def test_a_newcomer_begins_no_job_in_a_standby_store() -> None:
     assert any(isinstance(action, Sync) and action.at == PLACES[1] for action in asked)
     asked = machine.step(Synced(0.2, 0.1, None, {}))
     assert not [action for action in asked if isinstance(action, Sync) and action.change], "it has written a record"
-    taken = succession.take_over(RECORD, "a", {"h"})
+    taken = succession.take_over(RECORD, "a", {"h"}, ())
     asked = machine.step(Tick(0.4))
     machine.step(Synced(0.5, 0.4, replace(taken, settings=machine.rules.settings), {}))
     assert machine.record is not None and machine.record.term == 1

@@ -40,10 +40,12 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 
 
 def _taken_over(world: World, new: RoundRecord) -> None:
-    """P1, P9: a store takes over only from a host that has died, and calls only those lost that have."""
+    """P1, P9: a store takes over only from a host that has died, and calls only those lost that have; with a majority from any host."""
     broken = new.broken
     _must(broken is not None, "a store takes over with a round that is on")
     assert broken is not None
+    if world.rules.majority:
+        return
     for i in set(broken.lost) - world.called_lost.get(new.fence, set()):
         lost = next(node for node in world.nodes if node.id == i)
         _must(not lost.alive and lost.working is None, f"{i} is called lost when a store takes over, and it lives, or its workers run")
@@ -117,7 +119,7 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         _must(set(broken.lost) - set(known) <= {told.id}, f"a death notice of {told.id} that calls others lost")
         return
     for lost in set(broken.lost) - set(known):
-        times = [*world.written_at.get(lost, [-1e9]), world.t]
+        times = [*world.written_at.get((lost, world.writes_to), [-1e9]), world.t]
         gaps = [after - before for before, after in itertools.pairwise(times) if after >= world.t - 2 * EXCHANGE_LIMIT]
         silent = max(gaps)  # the node may have come back between the read and this write
         _must(silent >= world.rules.expire / RATES - SLACK, f"{lost} was called lost after {silent:.2f} s")

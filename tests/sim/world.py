@@ -83,7 +83,7 @@ class LeasedStore(MemoryStore):
         if could:
             self._world.bound[key] = lease
             if granted:
-                self._world.written_at.setdefault(self._node.id, []).append(self._world.t)
+                self._world.written_at.setdefault((self._node.id, ""), []).append(self._world.t)
             self.learnt = {"row_lease": lease}
         return found
 
@@ -93,7 +93,7 @@ class LeasedStore(MemoryStore):
             self.learnt = {"row_lease": 0}
             return False
         self._world.renew(lease)
-        self._world.written_at.setdefault(self._node.id, []).append(self._world.t)  # counts like a changed row in a store without leases
+        self._world.written_at.setdefault((self._node.id, ""), []).append(self._world.t)  # counts like a changed row
         return True
 
 
@@ -421,7 +421,8 @@ class World:
         self.store_paused = False
         self.nodes: list[Node] = []
         self.succeeded: set[tuple[str, int]] = set()  # (node, round): all workers of the node succeeded in the round
-        self.written_at: dict[str, list[float]] = {}  # when a row changed in the store
+        self.written_at: dict[tuple[str, str], list[float]] = {}  # by node and store (see ``writes_to``): when the row changed
+        self.writes_to = ""  # the owner of the store that is written to now; empty: where the job was started
         self.formed_at: dict[str, float] = {}  # by fence: when the record of the round was written
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
@@ -563,12 +564,12 @@ class World:
             self.at(0.0002 if local else self.random.uniform(*node.delay), partial(node.when_running, take))
 
     def _apply(self, node: Node, operation: Operation, store: MemoryStore | None = None, at: Place | None = None) -> Any:
-        key, data = f"job/node/{node.id}", self.data_at(at)
+        key, data, self.writes_to = f"job/node/{node.id}", self.data_at(at), at.id if at else ""
         round_before, row_before = data.get("job/round"), data.get(key)
         found = operation(store or MemoryStore(data))
         after = data.get("job/round")
         if data.get(key) != row_before and not self.rules.lasting:  # with leases, a renewal is the sign of life
-            self.written_at.setdefault(node.id, []).append(self.t)
+            self.written_at.setdefault((node.id, self.writes_to), []).append(self.t)
         if after != round_before and after is not None:
             old, new = self._round(round_before, data), self._round(after, data)
             assert new is not None

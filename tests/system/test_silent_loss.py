@@ -93,6 +93,42 @@ def test_a_node_cut_off_for_good_ends_itself_and_its_workers(nodes: Apart) -> No
     assert [nodes.ends(agent) for agent in agents[:2]] == [0, 0]
 
 
+MAJORITY = ("--store-succession=majority", "--expire=2")
+in_an_agent = pytest.mark.parametrize("nodes", ["c10d"], indirect=True)  # the store is
+
+
+@in_an_agent
+def test_the_others_go_on_without_a_silent_host_and_it_comes_to_them_when_its_cable_does(nodes: Apart) -> None:
+    agents = [nodes.start(i, *MAJORITY) for i in range(3)]
+    before = nodes.round(3)
+    cut_at = time.monotonic()
+    nodes.hosts.cut(0)
+    rest = nodes.round(2, after=before[0].round)
+    assert time.monotonic() - cut_at < 70  # promised: 2 * expire + 3 s = 7 s
+    assert "which hosted the rendezvous store, was lost" in rest[0].env["ELASTIRUN_ROUND_REASON"]
+    nodes.says(0, "too few nodes of the last round can be reached")
+    for worker in before:
+        worker.await_death()
+    nodes.hosts.mend(0)
+    whole = nodes.round(3, after=rest[0].round)
+    assert {worker.env["TORCHELASTIC_RUN_ID"] for worker in whole} == {"test"}
+    for worker in whole:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0, 0]
+
+
+@in_an_agent
+def test_of_two_nodes_the_silent_host_goes_on_and_the_other_one_ends(nodes: Apart) -> None:
+    agents = [nodes.start(i, *MAJORITY, "--store-grace=6") for i in range(2)]
+    before = nodes.round(2)
+    nodes.hosts.cut(0)
+    (alone,) = nodes.round(1, after=before[0].round)
+    assert nodes.ends(agents[1]) == 201
+    assert "giving up: the rendezvous store was away for" in nodes.out(1) and "Traceback" not in nodes.out(1)
+    alone.tell("exit 0")
+    assert nodes.ends(agents[0]) == 0
+
+
 def test_gloo_finds_the_right_interface_where_the_hosts_call_themselves_loopback(tmp_path: Path) -> None:
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     with hosts.made(2, tmp_path, debian=True) as made, Bench(ELASTIRUN) as bench:
