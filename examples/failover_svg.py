@@ -4,7 +4,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 LEFT, ACROSS, TOP, LANE, BAR = 70, 850, 46, 46, 24  # pixels
-COLOURS = {1: "#7aa6d8", 2: "#8fbf8f", 3: "#e0a030", 4: "#b48ac8"}  # by round
+COLOURS = {1: "#7aa6d8", 2: "#8fbf8f", 3: "#e0a030", 4: "#b48ac8", 5: "#6fb5b0", 6: "#d08a7a"}  # by round
 RED, GREY = "#c02020", "#666666"
 
 Event = tuple[float, int, dict[str, Any]]  # seconds since the begin, node, event
