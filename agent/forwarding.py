@@ -1,15 +1,19 @@
-"""Says, in a store that appears where the job was started, that the job's store has moved. Else a second job would begin there.
+"""Says, wherever a node may look for the job, that the job's store has moved. Else a second job would begin where it was started.
 
-The node that has taken over the store does this: the node that died, or a new one, may come up at the endpoint and serve an empty store.
+The node that has taken over the store does this. The node that died, or a new one, may come up at the first endpoint and serve an empty
+store there. At the other endpoints are standby stores, by which a node that comes finds the job when nobody answers at the first one.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from contextlib import closing, suppress
 
+from elastirun import clock
+from elastirun.agent.at_once import at_once
 from elastirun.agent.host import net
+from elastirun.agent.search import MOST_ADDRESSES
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError
 from elastirun.rendezvous.records import Place, RoundRecord
@@ -18,37 +22,107 @@ from elastirun.rendezvous.sync import SyncProtocol, execute
 
 FORWARD_EVERY = 0.3  # seconds between two tries; a node that comes up there reads its store at least twice before it forms a round
 FORWARD_LIMIT = 1.0  # seconds to connect, and for each answer; mostly nobody is there
+OTHERS_EVERY = 1.0  # seconds between two tries at the other endpoints, where no round can form first
+SLOWER = 1.1  # the factor by which the time between two tries grows while they are of no use: in 4 s to 1 s, in 50 s to 5 s
+SLOWEST_AT_FIRST = 1.0  # seconds; with FORWARD_EVERY less than ``formation.LOOK_BACK``, by which a first round waits
+SLOWEST = 5.0  # seconds; the same at the other endpoints
 
 
 class Forwarding:
-    """A thread that writes ``place``, if there is one, into any store that it finds at ``endpoint``. Nothing is raised.
+    """Writes ``place``, if there is one, into each store that it finds at ``endpoints``. Nothing is raised.
 
-    ``found`` gets the round record that is there afterwards, when it is another one than before; it is called in the thread.
+    At the first endpoint it is written into the round record, in place of a first round; at the others beside the records of a standby
+    store. Each endpoint has a thread of its own. ``found`` gets the round record that is at the first endpoint afterwards, when it is
+    another one than before; it is called in the thread. ``own``: the standby store of this agent, which needs no telling.
     """
 
-    def __init__(self, endpoint: Endpoint, protocol: SyncProtocol, found: Callable[[RoundRecord], None]) -> None:
+    def __init__(
+        self, endpoints: tuple[Endpoint, ...], protocol: SyncProtocol, found: Callable[[RoundRecord], None], own: Endpoint | None = None
+    ) -> None:
         self.place: Place | None = None  # where the store is; None: where the job was started
-        self._endpoint = endpoint
         self._protocol = protocol
         self._found = found
+        self._own = own
         self._last: RoundRecord | None = None
         self._closed = threading.Event()
-        with suppress(RuntimeError):  # the limit of processes is reached: who comes up there finds the job in no other way
-            threading.Thread(target=self._run, name="forwarding", daemon=True).start()
+        self._without_thread = list(enumerate(endpoints))
+        self._said = False
+
+    def start_threads(self) -> str:
+        """Start the threads that do not run yet. Return a line for people when one cannot be started, the first time; else nothing."""
+        try:
+            while self._without_thread:
+                number, endpoint = self._without_thread[0]
+                threading.Thread(target=self._run, args=(endpoint, number == 0), name="forwarding", daemon=True).start()
+                self._without_thread.pop(0)
+        except RuntimeError as error:  # the limit of processes is reached, for a while perhaps
+            said, self._said = self._said, True
+            why = f"{error} (see ulimit -u, or pids.max of the control group)"
+            return "" if said else f"warning: cannot yet tell nodes that come where the store of this job is: {why}"
+        return ""
 
     def close(self) -> None:
-        """End the thread, without waiting."""
+        """End the threads, without waiting."""
         self._closed.set()
 
-    def _run(self) -> None:
-        while not self._closed.wait(FORWARD_EVERY):
-            for address in net.resolve(self._endpoint.host) if self.place else ():
-                self._write_at(address)
+    def _run(self, endpoint: Endpoint, first: bool) -> None:
+        known: dict[str, _Address] = {}
+        while not self._closed.wait(FORWARD_EVERY if first else OTHERS_EVERY):
+            if (place := self.place) is None:
+                continue
+            found = [a for a in net.resolve(endpoint.host)[:MOST_ADDRESSES] if first or Endpoint(a, endpoint.port) != self._own]
+            for absent in known.keys() - found:
+                known.pop(absent).close()
+            known = {address: known.get(address) or _Address(address, endpoint.port, first) for address in found}
+            due = [one for one in known.values() if one.is_due(place)]
+            at_once(lambda one, place=place: self._write_at(one, place), due, 4 * FORWARD_LIMIT)  # type: ignore[misc]
+        for one in known.values():
+            one.close()
 
-    def _write_at(self, address: str) -> None:
-        with suppress(StoreError), closing(PlainTcpStore(address, self._endpoint.port, FORWARD_LIMIT)) as store:
-            if place := self.place:
-                record = execute(self._protocol.fresh().put_moved(place), store)
-                if record is not None and record != self._last:
-                    self._last = record
-                    self._found(record)
+    def _write_at(self, one: _Address, place: Place) -> None:
+        record = one.write(place, self._protocol)
+        if record is not None and record != self._last:
+            self._last = record
+            self._found(record)
+
+
+class _Address:
+    """One address of an endpoint: the connection to the store there, and the time of the next try.
+
+    The connection is kept, because a TCPStore looks up the name of each client that connects, and answers nobody meanwhile.
+    """
+
+    def __init__(self, address: str, port: int, first: bool) -> None:
+        self._where = (address, port)
+        self._first = first
+        self._store: PlainTcpStore | None = None
+        self._place: Place | None = None  # that of the last try
+        self._useless = 0  # tries since something answered
+        self._due = -math.inf  # the time of the next try on the clock of this node; infinity: one is under way
+
+    def is_due(self, place: Place) -> bool:
+        """Return whether to try now. A try that has not come back is not repeated."""
+        return self._due < math.inf and (place != self._place or clock.now() >= self._due)
+
+    def write(self, place: Place, protocol: SyncProtocol) -> RoundRecord | None:
+        """Write ``place`` into the store that is there. Return its round record, from the first endpoint; None: there is none."""
+        began, self._due = clock.now(), math.inf
+        self._useless, self._place = self._useless if place == self._place else 0, place
+        record: RoundRecord | None = None
+        try:
+            if self._store is None:
+                self._store = PlainTcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
+            record = execute(protocol.fresh().put_moved(place) if self._first else protocol.put_place(place), self._store)
+            self._useless = 0
+        except StoreError:
+            self.close()
+            self._useless += 1
+        slowest = SLOWEST_AT_FIRST if self._first else SLOWEST
+        self._due = began + min(FORWARD_EVERY * SLOWER ** min(self._useless, 100), slowest)
+        return record
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None

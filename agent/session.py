@@ -57,6 +57,7 @@ class Session:
     def of(cls, config: LaunchConfig, row: NodeRow, worker_store_failed: Callable[[str], None]) -> Session:
         """Return a session with the store that ``config`` names. ``row`` is how this node introduces itself."""
         access = store_access(config)
+        access.me = row.id
         protocol = SyncProtocol(access.key_prefix, row.id, Codec(config.token), clock.now)
         thread = StoreThread(access.connect, protocol, access.exchange_limit)
         return cls(Machine(rules(config, access), row, clock.now()), thread, access, worker_store_failed)
@@ -132,6 +133,7 @@ class Session:
             self.worker_store = self.access.worker_store(self._worker_store_failed)
             reachable = self.machine.step(self._reachable(event.now, self.access.node_address.address, self.worker_store))
         actions = reachable + self.machine.step(event)
+        self.access.newcomer = self.machine.round_known[0] == 0
         if isinstance(event, Synced):
             self.access.forward(self.machine.forward, lambda record: self.post(FoundAtStart(self._now(), record)))
         return actions

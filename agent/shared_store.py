@@ -10,6 +10,7 @@ from __future__ import annotations
 import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous.codec import clip
@@ -34,8 +35,13 @@ def register(store: Store, job: str) -> str:
     if store.hosting:
         store.put_if(HOST, None, name)
         return job
+    return host_of(store, job)
+
+
+def host_of(store: Any, job: str) -> str:
+    """Return the job of the agent that hosts a store, which may be ``job``; empty: no agent has said so, as in each standby store."""
     host = store.get([HOST]).get(HOST, b"")
-    return job if host == name else urllib.parse.unquote(host[:600].decode(errors="replace"))
+    return job if host == urllib.parse.quote(job, safe="").encode() else urllib.parse.unquote(host[:600].decode(errors="replace"))
 
 
 def wait_for_other_jobs(store: Store, job: str, pause: Callable[[float], bool], say: Callable[[str], None]) -> None:

@@ -13,26 +13,29 @@ import threading
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from elastirun import clock
 from elastirun.agent import shared_store
+from elastirun.agent.at_once import at_once
 from elastirun.agent.forwarding import Forwarding
 from elastirun.agent.host import net
 from elastirun.agent.host.listening import EVERYWHERE
 from elastirun.agent.private_etcd import PrivateEtcd
+from elastirun.agent.search import MOST_ASKED, Search
 from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import Endpoint, Etcd, LaunchConfig
-from elastirun.errors import StartError, StoreError
+from elastirun.errors import StartError, StoreError, StoreMoved
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.records import NodeRow, Place, RoundRecord
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores import tcp, torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.sync import SyncProtocol, execute
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
@@ -98,6 +101,8 @@ class StoreAccess:
     outlives_job = False  # the store, with the keys of the job, is still there when all nodes of the job have ended
     exchange_limit = EXCHANGE_LIMIT  # seconds for one exchange with the store
     standby_port = 0  # of the standby store that this agent serves; 0: it serves none
+    me = ""  # the id of this agent's row
+    newcomer = True  # no round of the job was seen yet, so its store may be anywhere
 
     def __init__(self, config: LaunchConfig) -> None:
         self.config = config
@@ -155,11 +160,10 @@ class StoreAccess:
             self.notices.append(f"warning: the workers' store {_EVERYWHERE}: {self.node_address.address} is no address of this machine")
         return made
 
-    def _find_node_address(self) -> None:
+    def _find_node_address(self, store_address: str, store_port: int) -> None:
         """Set this node's address, once. Looks names up, which may take seconds."""
         if self._address is None:
-            assert self._reached is not None
-            address = self._choose_address(*self._reached)
+            address = self._choose_address(store_address, store_port)
             number = next(iter(net.resolve(address)), address)
             self._address = NodeAddress(address, number, net.interface_of(number), net.interface_of("127.0.0.1"))
 
@@ -185,7 +189,7 @@ class MemoryAccess(StoreAccess):
                 self._host_failed = self._host_failed or (clock.now(), str(error))
                 raise StoreError(str(error)) from None
         self._reached = self._worker_socket.getsockname()[:2] if self._worker_socket else ("127.0.0.1", 0)
-        self._find_node_address()
+        self._find_node_address(*self._reached)
         return MemoryStore(self._data)
 
     def _choose_address(self, store_address: str, store_port: int) -> str:
@@ -198,6 +202,7 @@ class EndpointAccess(StoreAccess):
     def __init__(self, config: LaunchConfig, endpoint: Endpoint) -> None:
         super().__init__(config)
         self._endpoint = endpoint
+        self._search = Search(config, endpoint)
         self._own_names, self._own_addresses = net.own_names()
         self._known: tuple[str, ...] = ()  # the endpoint's addresses by the last lookup that found any; a later one may fail
         self._served_at = ""  # the address on which this agent serves the store; empty for every interface
@@ -210,18 +215,36 @@ class EndpointAccess(StoreAccess):
     def connect(self, at: Place | None) -> Store:
         if at is not None:
             return self._open_standby(at)
-        store = self._open()
+        store = self._open_or_search()
         self._register(store)
         if self.config.succession:
             self._serve_standby()
+        if store.hosting and self.newcomer and (place := self._search.find(self._own_stores(), hosting=True)):
+            job = rules(self.config, self)
+            first = RoundRecord(job.new_store_id, settings=job.settings)
+            execute(self._protocol().put_moved(place, first), store)  # in place of a first round
         return store
+
+    def _open_or_search(self) -> tcp.TcpStore:
+        """Open the store where the job was started. Raises StoreMoved when that fails, and another endpoint says where the store is."""
+        try:
+            return self._open()
+        except StoreError as error:
+            if self.newcomer and (place := self._search.find(self._own_stores(), hosting=False)):
+                raise StoreMoved(str(error), place) from None
+            raise
+
+    def _protocol(self) -> SyncProtocol:
+        return SyncProtocol(self.key_prefix, "", Codec(self.config.token), clock.now)
 
     def forward(self, place: Place | None, found: Callable[[RoundRecord], None]) -> None:
         if place is not None and self._forwarding is None:
-            protocol = SyncProtocol(self.key_prefix, "", Codec(self.config.token), clock.now)
-            self._forwarding = Forwarding(self._endpoint, protocol, found)
+            own = Endpoint(self.node_address.number, self.standby_port)
+            self._forwarding = Forwarding((self._endpoint, *self.config.other_endpoints), self._protocol(), found, own)
         if self._forwarding is not None:
             self._forwarding.place = place
+            if place is not None and (line := self._forwarding.start_threads()):
+                self.notices.append(line)
 
     def close(self) -> None:
         if self._forwarding is not None:
@@ -238,7 +261,7 @@ class EndpointAccess(StoreAccess):
             if self._standby is not None:
                 return
             try:
-                listening = net.listen_on(self.node_address.number, self.config.port_range)
+                listening = self._listen_at_endpoint() or net.listen_on(self.node_address.number, self.config.port_range)
             except StartError as error:
                 raise StoreError(str(error)) from None
             if net.listens_everywhere(listening):
@@ -246,39 +269,103 @@ class EndpointAccess(StoreAccess):
             self._standby = tcp.ServedStore(listening)
             self.standby_port = self._standby.port
 
+    def _listen_at_endpoint(self) -> socket.socket | None:
+        """Return a socket for the standby store at the port of an endpoint where newcomers look; None: there is none, or it is taken.
+
+        Not where the job was started: who serves the store there could not do so again.
+        """
+        number = self.node_address.number
+        for port, here in self._search.standby_ports(number):
+            with suppress(StartError):
+                return net.listen_on(number, (port, port))
+            if here and not self._served:
+                where = Endpoint(number, port)
+                self.notices.append(f"warning: another process has port {port}: newcomers that ask at {where} do not find this job")
+        return None
+
+    def _own_stores(self) -> tuple[Endpoint, ...]:
+        """Return where this agent serves stores by itself."""
+        standby = [Endpoint(self.node_address.number, self.standby_port)] if self._standby is not None else []
+        found = net.resolve(self._endpoint.host) if self._served else ()
+        own = [address for address in found if net.is_own(address)] or found  # none is ours: they are translated to ours
+        return (*standby, *(Endpoint(address, self._endpoint.port) for address in own))
+
+    def _is_own(self, at: Place) -> bool:
+        own = self._own_stores()
+        return any(Endpoint(address, at.port) in own for address in net.resolve(at.address))
+
     def _open_standby(self, at: Place) -> Store:
         """Open the standby store ``at``, which may be this agent's own. Fails soon where nothing listens, or nothing answers."""
-        if self._standby is not None and (at.address, at.port) == (self.node_address.address, self._standby.port):
+        where = Endpoint(at.address, at.port)
+        if self._standby is not None and at.id == self.me:
             return self._standby.connect()
+        if at.port in (self.standby_port, self._endpoint.port) and self._is_own(at):
+            raise StoreError(f"the node that served the standby store at {where} has ended; this agent listens there now")
         why = net.probe(at.address, at.port, STANDBY_LIMIT)
         for address in () if why else net.resolve(at.address):
             foreign = net.who_answers(address, at.port, STANDBY_LIMIT)
             if foreign is None:
-                return tcp.TcpStore(address, at.port)
+                store = tcp.TcpStore(address, at.port)
+                net.shorten_name_timeouts()
+                self._host_failed = None  # a newcomer needs no store of its own where the job was started
+                self._find_node_address(address, at.port)
+                self._serve_standby()
+                return store
             why = f"what listens there {foreign}"
-        raise StoreError(f"the standby store at {Endpoint(at.address, at.port)}: {why or 'the name does not resolve'}")
+        raise StoreError(f"the standby store at {where}: {why or 'the name does not resolve'}")
 
     def _reach(self) -> tuple[str, int]:
         """Return address and port of a TCPStore that answers at the endpoint. Errors: ``StoreError``."""
         endpoint = self._endpoint
-        self._known = net.resolve(endpoint.host) or self._known
-        whys = {address: net.probe(address, endpoint.port, 2.0) for address in self._known}
-        for address, why in whys.items():
-            if why is None:
-                if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
-                    raise StoreError(f"what listens at {endpoint} {foreign}")
+        self._known = net.resolve(endpoint.host)[:MOST_ASKED] or self._known
+        whys = at_once(lambda address: net.probe(address, endpoint.port, 2.0), self._known, 2.5)
+        listening = [address for address, why in whys.items() if why is None]
+        strange = at_once(self._what_is_wrong_at, listening, 3 * ANSWER_LIMIT)
+        for address, wrong in strange.items():
+            if not wrong:
                 net.shorten_name_timeouts()
                 self._reached = (address, endpoint.port)
                 self._for_guard = {"kind": "tcp", "address": address, "port": endpoint.port}
                 return self._reached
+        if strange:
+            raise StoreError(next(iter(strange.values())))
         why = next(iter(whys.values()), None) or "the name does not resolve"
         if self._reached:
             raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")
+        if hint := self._hint:
+            raise StoreError(f"{why}{hint}")
         raise StoreError(f"{why}; {net.explain_no_host(endpoint, self._own_names, self._own_addresses, self.config.endpoint_option)}")
+
+    def _what_is_wrong_at(self, address: str) -> str:
+        """Return why the job cannot meet at what listens at this address of the endpoint; empty: it can.
+
+        A standby store may listen there, with other nodes of the job in a list, or in a name of several addresses. In such a store no
+        round may form first, and nobody has said that it is hosted for jobs.
+        """
+        endpoint = self._endpoint
+        if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
+            return f"what listens at {endpoint} {foreign}"
+        if not self._search.several:
+            return ""
+        try:
+            with closing(PlainTcpStore(address, endpoint.port)) as store:
+                hosted = shared_store.host_of(store, self.config.run_id)
+        except StoreError as error:
+            return str(error)
+        return "" if hosted else f"no agent has said yet that it hosts the store at {Endpoint(address, endpoint.port)}{self._hint}"
+
+    @property
+    def _hint(self) -> str:
+        """Advice for people when no node hosts the store because the endpoint names several machines; mostly empty."""
+        option = self.config.endpoint_option
+        how = f"put one of them before it in {option}, or give one of them --rdzv-conf=is_host=1"
+        return f"; {self._endpoint.host} is the name of several machines: {how}" if self._search.is_shared else ""
 
     def _open_socket(self) -> socket.socket | None:
         """Return a listening socket for the rendezvous store if this node is its host. Errors: ``StoreError``."""
         endpoint = self._endpoint
+        if self.config.is_host is None and self._search.is_shared:
+            return None
         try:
             listening = net.open_host_socket(endpoint, self.config.is_host, self.config.endpoint_option)
         except StartError as error:
@@ -301,7 +388,8 @@ class EndpointAccess(StoreAccess):
         if host not in ("", job):
             known = f"the store is hosted by the agent of job {host!r}"
             self.notices.append(f"warning: {known}: should that agent die, this job ends with it")
-        self._find_node_address()
+        assert self._reached is not None
+        self._find_node_address(*self._reached)
         if self.config.meet_at_endpoint and host == job:
             reached = self._reached[0] if self._reached and not store.hosting else self.node_address.number
             self.worker_endpoint = self._served_at or reached, self._endpoint.port
@@ -341,7 +429,7 @@ class EtcdAccess(StoreAccess):
             self._reached = (found[0] if found else endpoint.host, endpoint.port)
         with suppress(ImportError):  # loading the class holds up the loop, so it is done before this node joins
             torch_class.tcp_store_class()
-        self._find_node_address()
+        self._find_node_address(*self._reached)
         return made
 
 

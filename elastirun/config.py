@@ -99,6 +99,7 @@ class RendezvousConfig:
     max_nodes: int
     run_id: str
     endpoint: Endpoint | None  # of the store that one of the agents hosts; None without etcd: a store inside this agent
+    other_endpoints: tuple[Endpoint, ...] = ()  # where the store may be once it has moved, see decision 0021; only with ``succession``
     etcd: Etcd | None = None
     endpoint_option: str = "--rdzv-endpoint"  # name of the option that gave the port of ``endpoint``, for messages
     is_host: bool | None = None  # None: host the store if the endpoint is an address of this machine

@@ -5,6 +5,7 @@
     ├── StartError         a valid command that this machine cannot carry out                ExitCode.ENVIRONMENT
     ├── StoreError         the store did not answer, or answered with an error                retried; ExitCode.RENDEZVOUS when it lasts
     │   ├── StoreRefused   the store refuses this node, so waiting does not help
+    │   ├── StoreMoved     the store is elsewhere, and this node knows where
     │   └── UnreadableRound  the round record does not parse
     ├── JobFailed          the job of ``elastirun.launch`` failed; carries the root cause and the launcher's exit code
     └── BadRecord          bytes in the store that are not a record of ours
@@ -19,6 +20,8 @@ Errors in a worker have a root of their own. ``elastirun.train.errors`` has thos
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class ElastirunError(Exception):
@@ -39,6 +42,14 @@ class StoreError(ElastirunError):
 
 class StoreRefused(StoreError):
     """The store answers and refuses this node: wrong password, no permission, expired certificate. Only people can correct that."""
+
+
+class StoreMoved(StoreError):
+    """The store of the job is not where the job was started. ``place``: where it is, a ``Place`` of ``elastirun.rendezvous.records``."""
+
+    def __init__(self, text: str, place: Any) -> None:
+        super().__init__(text)
+        self.place = place
 
 
 class UnreadableRound(StoreError):

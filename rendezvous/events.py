@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord, Vote
+from elastirun.rendezvous.records import ExitRecord, NodeRow, Place, RoundRecord, Vote
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class SyncFailed(Event):
     why: str
     refused: bool = False  # the store denies access: waiting does not help
     unreadable: bool = False  # there is a round record, but this node cannot read it
+    moved: Place | None = None  # where the store of this job is, which was looked for where the job was started
 
 
 class Changed(Event):

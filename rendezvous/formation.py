@@ -14,7 +14,7 @@ from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, pause_before,
 from elastirun.rendezvous.updates import break_up, count_failure, count_loss
 from elastirun.rendezvous.view import View
 
-LOOK_BACK = 1.0  # seconds; a store that has taken over from this one says so within 0.3 s to whoever serves an empty one in its place
+LOOK_BACK = 2.0  # seconds; a store that has taken over from this one says so within 1.3 s to whoever serves an empty one in its place
 MOST_NAMES = 3  # nodes that one line names; such a line is repeated every 10 s
 
 

@@ -258,6 +258,10 @@ class Machine:
         if (place := self._link.schedule.asked.at) != self._moves.at:
             self._moves.unanswered(place, event.now)
             return
+        told = RoundRecord("", moved=event.moved) if event.moved is not None and place is None and not self._formed else None
+        if (place := self._moves.is_sent(told, event.now)) is not None:
+            self._follow(place)
+            return
         self._link.failed(event, newcomer=self.record is None)
         if self._moves.at is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
             self._turn_back()

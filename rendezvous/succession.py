@@ -268,8 +268,8 @@ class Moves:
         return owner in self.gone or now - self._silent_since.get(owner, now) >= self.rules.expire
 
     def forward(self, record: RoundRecord | None) -> Place | None:
-        """Return where this node, which has taken over the store, has it; None: it has not, or not yet."""
-        mine = self.at is not None and self.at.id == self.me and not self.undecided
+        """Return where this node, which has taken over the store, has it; None: it has not, or not yet, or another node may have, too."""
+        mine = self.at is not None and self.at.id == self.me and self.waits is None
         return self.at if mine and record is not None and not record.closed else None
 
     # -- in a standby store -----------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class SyncProtocol:
     def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
         self._job = job
         self.round_key = job + "round"
+        self.moved_key = job + "moved"  # in a standby store: where the store in use is
         self.vote_keys = (f"{job}vote/", f"{job}members/")  # the keys that ``put_vote`` writes begin so
         self._me = me
         self._codec = codec
@@ -135,12 +136,37 @@ class SyncProtocol:
             old = self._members_key(before.members_digest)
             yield lambda store: store.delete(old)
 
-    def put_moved(self, place: Place) -> Steps:
-        """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that is there afterwards."""
-        record = yield from self._parse_round((yield _get([self.round_key])).get(self.round_key))
-        if record is None or record.round > 0 or record.moved == place:
+    def put_moved(self, place: Place, first: RoundRecord | None = None) -> Steps:
+        """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that is there afterwards.
+
+        ``first``: what is written, with ``place``, where there is no record yet; None: nothing.
+        """
+        record = yield from self._read_round()
+        written = first if record is None else replace(record, version=record.version + 1)
+        if written is None or written.round > 0 or (record is not None and record.moved == place):
             return record
-        yield from self._put_round(Change(record, replace(record, version=record.version + 1, moved=place)))
+        yield from self._put_round(Change(record, replace(written, moved=place)))
+        return (yield from self._read_round())
+
+    def put_place(self, place: Place) -> Steps:
+        """Say in a standby store that the job's store is at ``place``, over whatever stands there."""
+        key = self.moved_key
+        value = self._codec.encode(key, place)
+        found = (yield _get([key])).get(key)
+        if found != value:
+            yield _put_if(key, found, value)
+
+    def find_job(self) -> Steps:
+        """Return what a store says of the job: the round record in it, and the place of the store in use. None: nothing."""
+        record = yield from self._read_round()
+        data = (yield _get([self.moved_key])).get(self.moved_key)
+        try:
+            place = None if data is None else self._codec.decode(self.moved_key, data, Place)
+        except BadRecord as error:
+            raise StoreError(f"unreadable: {error}") from None
+        return record, place
+
+    def _read_round(self) -> Steps:
         return (yield from self._parse_round((yield _get([self.round_key])).get(self.round_key)))
 
     def _put_members(self, members: MemberList) -> Steps:

@@ -36,6 +36,7 @@ class Option:
 
 
 _BACKEND_RULE = "static: fixed node ranks. Not given: c10d for MIN:MAX or an endpoint without --node-rank."
+_LIST_RULE = "etcd: HOST:2379,HOST:2379,... With --store-succession a list: where the store may be later."
 _DETECT_RULE = "if no endpoint is given, take it and what else is missing from a Slurm step or a Kubernetes Job."
 _SUCCESSION = "Another node takes over the store. proof: when its host was killed or leaves; majority: or is silent."
 _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
@@ -60,7 +61,7 @@ GROUPS = {
         Option("role", "NAME", "default", "A name for the workers: ROLE_NAME in their environment."),
     ),
     "Rendezvous": (
-        Option("rdzv_endpoint", "HOST[:PORT]", "", "Where the nodes meet. PORT: 29400, static: 29500; etcd: HOST:2379,HOST:2379,..."),
+        Option("rdzv_endpoint", "HOST[:PORT]", "", f"Where the nodes meet. PORT: 29400, static: 29500; {_LIST_RULE}"),
         Option("rdzv_id", "NAME", "none", "The job's name, the same on every node; another job must have another."),
         Option("rdzv_backend", "c10d|static|etcd", "static", f"etcd: separate etcd servers. {_BACKEND_RULE}"),
         Option("master_addr", "HOST", "127.0.0.1", "The address of node 0, where the nodes meet; --rdzv-endpoint takes precedence."),

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 LONGEST_NAME = 200  # characters in a run id or role: they become file names (255 bytes at most) and keys
 LONGEST_TIME = 365 * 24 * 3600.0  # seconds: a year; anything longer is a typing mistake, and timers would overflow
+MOST_ENDPOINTS = 16  # each is one thread in the node that tells them where the store has moved
 LONGEST_QUOTE = 80  # characters of a text in a message
 
 
@@ -148,6 +149,24 @@ def endpoint(text: str, default_port: int) -> Endpoint:
     if not where:
         raise ValueError(f"{quote(text)} has no host; give HOST:PORT, such as node0:{port}")
     return Endpoint(host(where), int(port))
+
+
+def endpoints(text: str, default_port: int) -> tuple[Endpoint, ...]:
+    """Parse ``endpoint``s with commas between them. The first is where the store is served, the others are where it may be later."""
+    items = [item.strip() for item in text.split(",")]
+    if len(items) == 1:
+        return (endpoint(text, default_port),)
+    if not all(items):
+        raise ValueError(f"{quote(text)} has an empty item; give HOST:PORT,HOST:PORT,... without a comma too many")
+    if len(items) > MOST_ENDPOINTS:
+        raise ValueError(f"{quote(text)} names {len(items)} endpoints; give at most {MOST_ENDPOINTS}: those of a few nodes are enough")
+    found = tuple(endpoint(item, default_port) for item in items)
+    for one in found:
+        if found.count(one) > 1:
+            raise ValueError(f"{quote(text)} names {one} twice; give each endpoint once")
+        if one.port == 0:
+            raise ValueError(f"{quote(text)}: port 0 is any free port, which the other nodes do not know; give each endpoint a port")
+    return found
 
 
 def port_range(text: str) -> tuple[int, int]:

@@ -22,6 +22,7 @@ class _Store:
     """The store where the nodes meet. With neither endpoint nor etcd servers it is private to this agent."""
 
     endpoint: Endpoint | None = None
+    others: tuple[Endpoint, ...] = ()  # of the list, where the store may be once it has moved
     etcd: Etcd | None = None
     why_private: str = ""  # in words, for messages
 
@@ -51,6 +52,7 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         endpoint=store.endpoint,
+        other_endpoints=_other_endpoints(options, store, succession != "off"),
         etcd=store.etcd,
         endpoint_option=options.label(port_option) if store.endpoint else RendezvousConfig.endpoint_option,
         meet_at_endpoint=meet_at_endpoint,
@@ -126,12 +128,13 @@ def _standalone_backend(options: GivenOptions) -> str:
 
 
 def _store(options: GivenOptions, conf: parse.RdzvConf, backend: str, max_nodes: int) -> _Store:
+    others: list[Endpoint] = []
     if options.flag("standalone"):
         return _Store(etcd=Etcd(()) if backend == "etcd" else None, why_private=options.label("standalone"))
     if backend == "etcd":
         return _Store(etcd=_etcd(options, conf))
     if options.has_text("rdzv_endpoint"):
-        endpoint, given_as = _rdzv_endpoint(options, backend)
+        (endpoint, *others), given_as = _rdzv_endpoints(options, backend)
     elif _has_master(options, backend, max_nodes):
         endpoint, given_as = _master_endpoint(options)
     elif max_nodes > 1:
@@ -144,21 +147,23 @@ def _store(options: GivenOptions, conf: parse.RdzvConf, backend: str, max_nodes:
     if endpoint.port == 0:
         options.derive("rdzv_endpoint", "private", f"port 0 of {given_as}")
         return _Store(why_private=given_as)
-    return _Store(endpoint)
+    return _Store(endpoint, tuple(others))
 
 
-def _rdzv_endpoint(options: GivenOptions, backend: str) -> tuple[Endpoint, str]:
-    """Return --rdzv-endpoint, and how it was given."""
+def _rdzv_endpoints(options: GivenOptions, backend: str) -> tuple[tuple[Endpoint, ...], str]:
+    """Return the endpoints of --rdzv-endpoint, with c10d one or more, and how they were given."""
     label = options.label("rdzv_endpoint")
     port = STATIC_PORT if backend == "static" and options.is_given("rdzv_backend") else C10D_PORT
-    endpoint = options.read("rdzv_endpoint", lambda text: parse.endpoint(text, port))
-    if str(endpoint) != options.text("rdzv_endpoint"):
-        options.derive("rdzv_endpoint", endpoint, f"{label}, with {backend}'s port")
-    for dest, same in (("master_addr", endpoint.host), ("master_port", str(endpoint.port))):
+    one = backend == "static"
+    found = options.read("rdzv_endpoint", lambda text: (parse.endpoint(text, port),) if one else parse.endpoints(text, port))
+    spelled = ",".join(map(str, found))
+    if spelled != options.text("rdzv_endpoint"):
+        options.derive("rdzv_endpoint", spelled, f"{label}, with {backend}'s port")
+    for dest, same in (("master_addr", found[0].host), ("master_port", str(found[0].port))):
         # Operators set the variables of both on every pod, so a variable is not worth a warning.
         if options.origin(dest) == Origin.COMMAND_LINE and options.text(dest) != same:
             options.warn(f"{options.label(dest)} is ignored: {label} goes before it")
-    return endpoint, f"{label}={endpoint}"
+    return found, f"{label}={spelled}"
 
 
 def _has_master(options: GivenOptions, backend: str, max_nodes: int) -> bool:
@@ -277,6 +282,14 @@ def _succession(options: GivenOptions, store: _Store, fixed: bool, max_nodes: in
         options.warn(f"{options.label('store_succession')} has no effect: {why}")
         options.derive("store_succession", "off", why)
     return "off" if why else asked
+
+
+def _other_endpoints(options: GivenOptions, store: _Store, succession: bool) -> tuple[Endpoint, ...]:
+    """Return the endpoints after the first one. They are of use only where the store can move."""
+    if store.others and not succession:
+        options.warn(f"{options.label('rdzv_endpoint')}: only {store.endpoint} is used; the others are for --store-succession")
+        options.derive("rdzv_endpoint", store.endpoint, "the first of the list")
+    return store.others if succession else ()
 
 
 def _run_id(options: GivenOptions, facts: MachineFacts, store: _Store, static: bool, max_nodes: int) -> str:

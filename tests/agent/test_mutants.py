@@ -23,7 +23,7 @@ SERVED = "self._selector.unregister(connection.socket)\n        if self._is_serv
 DROPPED = "a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt"
 OTHERS = "other users are not answered"
 AGAIN = "        if found is not None and found != value:\n            found = yield _put_if(key, found, value)\n"
-MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open()\n"
+MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open_or_search()\n"
 MUTANTS = (
     mutant(
         "only memory of a fixed size is held",
@@ -423,7 +423,7 @@ MUTANTS = (
     ),
     mutant(
         "no job is on the list of a standby store",
-        *("store_access", "            return self._open_standby(at)\n        store = self._open()\n", MOVED),
+        *("store_access", "            return self._open_standby(at)\n        store = self._open_or_search()\n", MOVED),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
     ),
     mutant(
@@ -448,12 +448,12 @@ MUTANTS = (
     ),
     mutant(
         "where the job was started is looked at again and again",
-        *("forwarding", "while not self._closed.wait(FORWARD_EVERY):", "if not self._closed.wait(FORWARD_EVERY):"),
+        *("forwarding", "while not self._closed.wait(FORWARD_EVERY if first else OTHERS_EVERY):", "for _ in range(3):"),
         *("standby_stores", "whatever_else_is_there_does_not_end_the_tries[nobody]"),
     ),
     mutant(
         "a store that cannot be written to does not end the tries",
-        *("forwarding", "with suppress(StoreError), closing(", "with closing("),
+        *("forwarding", "        except StoreError:\n", "        except BlockingIOError:\n"),
         *("standby_stores", "whatever_else_is_there_does_not_end_the_tries[another program]"),
     ),
     mutant(
@@ -523,8 +523,144 @@ MUTANTS = (
     ),
     mutant(
         "a job whose rounds have begun is not sent elsewhere",
-        *("../rendezvous/sync", "record.round > 0 or record.moved == place:", "record.moved == place:"),
+        *("../rendezvous/sync", "if written is None or written.round > 0 or (record", "if written is None or (record"),
         *("standby_stores", "a_store_in_which_a_round_has_formed_is_left_alone"),
+    ),
+    # Several endpoints.
+    mutant(
+        "a newcomer asks the other endpoints",
+        *("store_access", "if self.newcomer and (place := self._search.find(self._own_stores(), hosting=False)):", "if place := None:"),
+        *("search", "a_newcomer_is_sent_where_a_standby_store_says[4]"),
+    ),
+    mutant(
+        "a member waits for proof",
+        *("store_access", "            if self.newcomer and (place", "            if (place"),
+        *("search", "a_member_looks_nowhere_else"),
+    ),
+    mutant(
+        "a node is a newcomer until it has seen a round",
+        *("session", "self.access.newcomer = self.machine.round_known[0] == 0", "self.access.newcomer = True"),
+        *("session", "a_node_is_a_newcomer_until_it_has_seen_a_round"),
+    ),
+    mutant(
+        "the access knows the id of this node",
+        *("session", "        access.me = row.id\n", ""),
+        *("session", "the_access_knows_the_standby_store_of_this_node_by_the_id_of_its_row"),
+    ),
+    mutant(
+        "who serves the first endpoint asks the others",
+        *("store_access", "if store.hosting and self.newcomer and (place", "if False and (place"),
+        *("search", "who_serves_the_first_endpoint_says_there_what_the_others_say"),
+    ),
+    mutant(
+        "no job starts in a standby store",
+        *("store_access", '        if not self._search.several:\n            return ""\n', '        return ""\n'),
+        *("search", "a_standby_store_is_not_taken_for_the_one_where_a_job_starts"),
+    ),
+    mutant(
+        "a standby store is where newcomers look",
+        *("store_access", "self._listen_at_endpoint() or net.listen_on", "net.listen_on"),
+        *("search", "each_node_of_the_list_serves_its_standby_store_where_newcomers_look"),
+    ),
+    mutant(
+        "no standby store where the job is started",
+        *("search", "if (address, port) != (*first, self._first.port):", "if True:"),
+        *("search", "no_standby_store_is_where_the_job_is_started"),
+    ),
+    mutant(
+        "a node that was sent serves a standby store",
+        *("store_access", "                self._serve_standby()\n                return store\n", "                return store\n"),
+        *("search", "a_newcomer_that_was_sent_serves_a_standby_store_as_well"),
+    ),
+    mutant(
+        "a node does not take its own store for that of a dead one",
+        *("store_access", "self._endpoint.port) and self._is_own(at):", "self._endpoint.port) and False:"),
+        *("search", "a_node_that_has_taken_the_port_of_a_dead_one_is_not_taken_for_it"),
+    ),
+    mutant(
+        "a round that is found is surer than a word",
+        *("search", "sorted(words.values(), key=lambda word: -word.term)", "words.values()"),
+        *("search", "a_newcomer_joins_the_store_in_which_it_finds_a_round"),
+    ),
+    mutant(
+        "a job that is over is not joined",
+        *("search", "goes_on = record.closed is None and bool(record.host)", "goes_on = bool(record.host)"),
+        *("search", "a_store_without_a_round_that_can_go_on_is_no_job[record2]"),
+    ),
+    mutant(
+        "each place that is named has its turn",
+        *("search", "place = min(found, key=lambda one: self._sent.index(one) if one in self._sent else -1)", "place = found[0]"),
+        *("search", "where_several_places_are_named_each_has_its_turn"),
+    ),
+    mutant(
+        "two orders of the list are found",
+        *("search", "raise StoreRefused(why) if hosting else StoreError(why)", "return None"),
+        *("search", "two_orders_of_the_list_are_found"),
+    ),
+    mutant(
+        "the store of an earlier run is not about to begin a job",
+        *("search", "(record.round > 0 or record.closed is not None):", "record.closed is None and record.round > 0:"),
+        *("search", "the_store_of_an_earlier_run_stops_no_new_one"),
+    ),
+    mutant(
+        "a name of several machines does not say who serves",
+        *("search", "return len({net.is_own(address) for address in found}) > 1", "return False"),
+        *("search", "a_name_of_several_machines_does_not_say_which_of_them_serves"),
+    ),
+    mutant(
+        "a silent endpoint delays no other",
+        *("at_once", "            thread.start()\n", "            thread.run()\n"),
+        *("search", "several_are_asked_at_the_same_time"),
+    ),
+    mutant(
+        "who never answers is left behind",
+        *("at_once", "results.get(timeout=max(0.001, until - clock.now()))", "results.get()"),
+        *("search", "one_that_never_answers_is_left_behind"),
+    ),
+    mutant(
+        "all endpoints are told where the store has moved",
+        *("store_access", "Forwarding((self._endpoint, *self.config.other_endpoints),", "Forwarding((self._endpoint,),"),
+        *("search", "a_thread_that_cannot_start_is_told_once_and_tried_again"),
+    ),
+    mutant(
+        "the store in use is not told where it is",
+        *("forwarding", " if first or Endpoint(a, endpoint.port) != self._own]", "]"),
+        *("search", "all_other_endpoints_are_told"),
+    ),
+    mutant(
+        "tries that are of no use become rarer",
+        *("forwarding", "SLOWER ** min(self._useless, 100)", "1.0"),
+        *("search", "tries_that_are_of_no_use_become_rarer[True-1.0]"),
+    ),
+    mutant(
+        "news is told at once",
+        *("forwarding", "(place != self._place or clock.now() >= self._due)", "clock.now() >= self._due"),
+        *("search", "tries_that_are_of_no_use_become_rarer[False-5.0]"),
+    ),
+    mutant(
+        "an answer makes the tries frequent again",
+        *("forwarding", "            self._useless = 0\n        except", "        except"),
+        *("search", "an_answer_makes_the_tries_frequent_again"),
+    ),
+    mutant(
+        "a store is asked over one connection",
+        *("forwarding", "            if self._store is None:\n", "            if True:\n"),
+        *("search", "a_store_that_was_told_is_asked_over_the_same_connection"),
+    ),
+    mutant(
+        "a thread that cannot start is told once",
+        *("forwarding", "said, self._said = self._said, True", "said = False"),
+        *("search", "a_thread_that_cannot_start_is_told_once_and_tried_again"),
+    ),
+    mutant(
+        "a thread that cannot start is tried again",
+        *("forwarding", "said, self._said = self._said, True", "said, self._said, self._without_thread = self._said, True, []"),
+        *("search", "a_thread_that_cannot_start_is_told_once_and_tried_again"),
+    ),
+    mutant(
+        "a first round waits for the rarest tries",
+        *("../rendezvous/formation", "LOOK_BACK = 2.0", "LOOK_BACK = 1.0"),
+        *("search", "a_first_round_waits_longer_than_the_rarest_tries"),
     ),
 )
 

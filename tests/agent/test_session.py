@@ -17,7 +17,7 @@ from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import FoundAtStart, Leave, Reachable, StoodStill, Synced, SyncFailed, Tick
 from elastirun.rendezvous.exchanges import Connection, Exchanges
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Place, RoundRecord
+from elastirun.rendezvous.records import Member, Place, RoundRecord
 from elastirun.rendezvous.sync import SyncProtocol
 from tests.cli.test_resolve import config_of
 from tests.sim.world import WorkerPorts
@@ -147,6 +147,24 @@ def test_where_the_store_has_moved_is_said_after_each_answer(waiting: tuple[Sess
         session.step(Synced(mute.t, mute.t, None, {}))
     assert said == [None, place]
     assert session.next_event() == FoundAtStart(mute.t, record), "what is found there is the machine's business"
+
+
+def test_the_access_knows_the_standby_store_of_this_node_by_the_id_of_its_row(session: Session) -> None:
+    assert session.access.me == session.machine.row.id
+
+
+def test_a_node_is_a_newcomer_until_it_has_seen_a_round(waiting: tuple[Session, Mute]) -> None:
+    """A newcomer looks for the job at all endpoints."""
+    session, mute = waiting
+    session.worker_store = WorkerPorts(1000)
+    settings = session.machine.rules.settings
+    session.step(Tick(0.1))
+    for record in (None, RoundRecord("s", settings=settings)):
+        session.step(Synced(mute.t, mute.t, record, {}))
+        assert session.access.newcomer
+    member = Member("n9", "n9", "127.0.0.9", 1, 1)
+    session.step(Synced(mute.t, mute.t, RoundRecord("s", 2, 1, (member,), settings=settings), {}))
+    assert not session.access.newcomer
 
 
 def test_the_port_of_the_standby_store_is_told_with_the_address_and_with_each_new_port(waiting: tuple[Session, Mute]) -> None:

@@ -63,6 +63,7 @@ def access(i: int, port: int, option: str = "--store-succession=proof") -> Itera
     where = f"--rdzv-endpoint=127.0.0.1:{port} --local-addr=127.0.0.{i}"
     made = store_access.store_access(config_of(f"--nnodes=1:3 --rdzv-id=test {where} {option} t.py"))
     assert isinstance(made, EndpointAccess)
+    made.me = f"n{i}"
     try:
         yield made
     finally:
@@ -71,7 +72,7 @@ def access(i: int, port: int, option: str = "--store-succession=proof") -> Itera
 
 
 def place(of: EndpointAccess) -> Place:
-    return Place("id", of.node_address.address, of.standby_port)
+    return Place(of.me, of.node_address.address, of.standby_port)
 
 
 def test_each_agent_serves_an_empty_standby_store_on_its_own_address(port: int) -> None:
@@ -210,9 +211,12 @@ def await_place(store: ServedStore, place: Place, token: bytes | None = None) ->
 
 
 @contextmanager
-def forwarding(port: int, found: Callable[[RoundRecord], None] = lambda record: None, token: bytes | None = None) -> Iterator[Forwarding]:
-    made = Forwarding(Endpoint("127.0.0.1", port), protocol(token), found)
+def forwarding(
+    port: int, found: Callable[[RoundRecord], None] = lambda record: None, token: bytes | None = None, others: tuple[Endpoint, ...] = ()
+) -> Iterator[Forwarding]:
+    made = Forwarding((Endpoint("127.0.0.1", port), *others), protocol(token), found)
     made.place = HERE
+    assert made.start_threads() == ""
     try:
         yield made
     finally:

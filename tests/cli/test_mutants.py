@@ -124,6 +124,42 @@ MUTANTS = (
     mutant(
         "one pod of a JobSet hosts", "detect_kubernetes", "is_host=job == index == 0", "is_host=index == 0", "one_pod_of_a_job_set_hosts"
     ),
+    # A list of endpoints.
+    *(
+        Mutant(rule, module, old, new, f"tests/cli/{test}", "elastirun/cli")
+        for rule, module, old, new, test in (
+            (
+                "no endpoint twice",
+                *("parse", "if found.count(one) > 1:", "if False:"),
+                "test_parse.py::test_what_are_no_endpoints[a:1,b:1,a:1-names a:1 twice]",
+            ),
+            (
+                "no empty endpoint",
+                *("parse", "    if not all(items):\n", "    items = [item for item in items if item]\n    if False:\n"),
+                "test_parse.py::test_what_are_no_endpoints[a,,b-an empty item]",
+            ),
+            (
+                "each endpoint has a port",
+                *("parse", "        if one.port == 0:\n", "        if False:\n"),
+                "test_parse.py::test_what_are_no_endpoints[a:1,b:0-port 0 is any free port]",
+            ),
+            (
+                "a list is for a store that moves",
+                *("rendezvous_options", "return store.others if succession else ()", "return store.others"),
+                "test_resolve.py::test_a_list_of_endpoints_is_for_a_store_that_moves",
+            ),
+            (
+                "a list that has no effect is warned of",
+                *("rendezvous_options", "if store.others and not succession:", "if False:"),
+                "test_resolve.py::test_a_list_of_endpoints_is_for_a_store_that_moves",
+            ),
+            (
+                "the static backend takes one endpoint",
+                *("rendezvous_options", 'one = backend == "static"', "one = False"),
+                "test_resolve.py::test_the_static_backend_takes_one_endpoint",
+            ),
+        )
+    ),
 )
 
 

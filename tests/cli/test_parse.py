@@ -79,6 +79,29 @@ def test_what_is_no_endpoint(text: str, hint: str) -> None:
     assert hint in complaint(lambda given: parse.endpoint(given, 29400), text)
 
 
+def test_endpoints() -> None:
+    assert parse.endpoints(" node0:7 ", 29400) == (Endpoint("node0", 7),)
+    assert parse.endpoints("node0, node1:7,[fd00::1]:8", 29400) == (Endpoint("node0", 29400), Endpoint("node1", 7), Endpoint("fd00::1", 8))
+    assert parse.endpoints("node0:0", 29400) == (Endpoint("node0", 0),), "alone it means a private store"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("a,,b", "an empty item"),
+        ("a,b,", "a comma too many"),
+        (",", "an empty item"),
+        ("a:1,b:1,a:1", "names a:1 twice"),
+        ("a,b,a:29400", "names a:29400 twice"),
+        ("a:1,b:0", "port 0 is any free port"),
+        ("a:1,tcp://b:1", "without tcp://"),
+        (",".join(f"n{i}" for i in range(17)), "names 17 endpoints; give at most 16"),
+    ],
+)
+def test_what_are_no_endpoints(text: str, hint: str) -> None:
+    assert hint in complaint(lambda given: parse.endpoints(given, 29400), text)
+
+
 @pytest.mark.parametrize(("text", "expected"), [("node0", "node0"), (" ::1 ", "::1"), ("[::1]", "::1"), ("127.0.0.1", "127.0.0.1")])
 def test_host(text: str, expected: str) -> None:
     assert parse.host(text) == expected

@@ -193,6 +193,27 @@ def test_the_store_moves_where_that_is_asked_for_and_possible() -> None:
     assert resolved("--store-succession=proof t.py", NOBODY)[0].succession is False
 
 
+def test_a_list_of_endpoints_is_for_a_store_that_moves() -> None:
+    line = "--nnodes=2 --rdzv-id=a --rdzv-endpoint=h,k:7 {} t.py"
+    moving = config_of(line.format("--store-succession=proof"))
+    assert (moving.endpoint, moving.other_endpoints) == (Endpoint("h", 29400), (Endpoint("k", 7),))
+    variables = {"PET_RDZV_ENDPOINT": "h,k:7", "PET_STORE_SUCCESSION": "proof"}
+    assert config_of("--nnodes=2 --rdzv-id=a t.py", variables).other_endpoints == (Endpoint("k", 7),)
+    plain = config_of(line.format(""), warnings=1)
+    assert (plain.endpoint, plain.other_endpoints) == (Endpoint("h", 29400), ())
+    assert warning_of(line.format("")) == "--rdzv-endpoint: only h:29400 is used; the others are for --store-succession"
+    shown = [resolved(line.format(option))[1].rows() for option in ("--store-succession=proof", "")]
+    whole, first = (next((row.value, row.source) for row in rows if row.option == "--rdzv-endpoint") for rows in shown)
+    assert whole == ("h:29400,k:7", "derived: --rdzv-endpoint, with c10d's port")
+    assert first == ("h:29400", "derived: the first of the list")
+
+
+def test_the_static_backend_takes_one_endpoint() -> None:
+    for backend in ("--rdzv-backend=static", ""):
+        error = error_of(f"--nnodes=2 --node-rank=0 {backend} --store-succession=proof --rdzv-endpoint=h,k t.py")
+        assert "names several endpoints" in error
+
+
 def test_ignored_node_numbers_leave_one_node() -> None:
     config = config_of("--standalone --nnodes=1:4 t.py", warnings=1)
     assert (config.min_nodes, config.max_nodes) == (1, 1)

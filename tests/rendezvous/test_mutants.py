@@ -746,8 +746,18 @@ MUTANTS = (
     ),
     mutant(
         "where a round has formed nobody says that the store has moved",
-        *("sync", "if record is None or record.round > 0 or record.moved == place:", "if record is None or record.moved == place:"),
+        *("sync", "if written is None or written.round > 0 or (record", "if written is None or (record"),
         *("succession", "where_a_round_has_formed_nobody_says_that_the_store_has_moved"),
+    ),
+    mutant(
+        "a newcomer goes where another endpoint sends it",
+        *("machine", "self._moves.is_sent(told, event.now)) is not None:", "self._moves.is_sent(None, event.now)) is not None:"),
+        *("succession", "a_newcomer_goes_where_another_endpoint_sends_it"),
+    ),
+    mutant(
+        "a member is sent nowhere",
+        *("machine", "and place is None and not self._formed else None", "and place is None else None"),
+        *("succession", "a_member_is_sent_nowhere"),
     ),
     # ... with a majority.
     mutant(

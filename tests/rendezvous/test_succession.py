@@ -8,9 +8,9 @@ import pytest
 
 from elastirun.errors import StoreError
 from elastirun.rendezvous import quorum, succession
-from elastirun.rendezvous.actions import Outcome, Sync
+from elastirun.rendezvous.actions import Outcome, Say, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Synced, Tick
+from elastirun.rendezvous.events import Synced, SyncFailed, Tick
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Broken, Cause, Member, NodeRow, Place, Quorum, RoundRecord, Status, Vote
 from elastirun.rendezvous.rules import Rules
@@ -393,6 +393,39 @@ def test_a_newcomer_begins_no_job_in_a_standby_store() -> None:
     asked = machine.step(Tick(0.4))
     machine.step(Synced(0.5, 0.4, replace(taken, settings=machine.rules.settings), {}))
     assert machine.record is not None and machine.record.term == 1
+
+
+def test_a_newcomer_goes_where_another_endpoint_sends_it() -> None:
+    """Nobody answers where the job was started."""
+    machine = Machine(Rules(1, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    machine.step(Tick(0.0))
+    asked = machine.step(SyncFailed(0.1, "refused", moved=PLACES[1]))
+    assert machine.place == PLACES[1] and [action.at for action in asked if isinstance(action, Sync)] == [PLACES[1]]
+    assert any(isinstance(action, Say) and "has moved to" in action.text for action in asked)
+    machine._moves.turn_back(10.0)
+    machine.step(Tick(1.0))
+    machine.step(SyncFailed(1.1, "refused", moved=PLACES[1]))
+    assert machine.place is None, "nobody has answered there"
+    machine.step(Tick(3.0))
+    machine.step(SyncFailed(3.1, "refused", moved=PLACES[2]))
+    assert machine.place == PLACES[2]
+
+
+def test_a_newcomer_goes_there_also_when_it_has_read_a_record_without_a_round() -> None:
+    machine = Machine(Rules(2, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    machine.step(Tick(0.0))
+    machine.step(Synced(0.1, 0.0, RoundRecord("other", settings=machine.rules.settings), {}))
+    machine.step(SyncFailed(0.2, "refused", moved=PLACES[1]))
+    assert machine.place == PLACES[1] and machine.record is None
+
+
+def test_a_member_is_sent_nowhere() -> None:
+    """It has written into the store whose host has died, so that it needs the proof of that."""
+    machine = Machine(Rules(1, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    machine.step(Tick(0.0))
+    machine.step(Synced(0.1, 0.0, replace(RECORD, settings=machine.rules.settings), {}))
+    machine.step(SyncFailed(0.2, "refused", moved=PLACES[1]))
+    assert machine.place is None and machine.record is not None
 
 
 @pytest.mark.parametrize(("present", "expected"), [("bc", ""), ("abc", "abc")])

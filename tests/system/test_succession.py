@@ -123,3 +123,73 @@ def test_without_the_option_nobody_takes_over(nodes: Cluster) -> None:
     nodes.round(2)
     kill(agents[0])
     assert nodes.ends(agents[1], PATIENCE) == 201
+
+
+# -- a list of endpoints
+
+
+def agent_of_list(nodes: Cluster, i: int, *options: str) -> subprocess.Popen[str]:
+    """Start the agent of "node" 127.0.0.<i>; the list has the endpoints of nodes 1, 2 and 3."""
+    where = ",".join(f"127.0.0.{host}:{nodes.port}" for host in (1, 2, 3))
+    return nodes.agent(i, *PROOF, f"--rdzv-endpoint={where}", *options, nnodes="1:4")
+
+
+def agent_pid(worker: Worker) -> int:
+    return int(worker.env["ELASTIRUN_AGENT"].split("-")[0])
+
+
+def run_of(workers: list[Worker]) -> str:
+    """Return the name of the run that the workers belong to: a second run of the job would have another one."""
+    (name,) = {worker.env["ELASTIRUN_FENCE"].partition(":")[0] for worker in workers}
+    return name
+
+
+def test_a_node_of_any_address_finds_the_job_while_nobody_is_at_the_first_endpoint(nodes: Cluster) -> None:
+    agents = [agent_of_list(nodes, i) for i in (1, 2, 3)]
+    before = nodes.round(3)
+    kill(agents[0])
+    smaller = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    new = agent_of_list(nodes, 4)
+    larger = nodes.round(3, after=smaller[0].round, timeout=EXPIRE - 5)
+    assert run_of(larger) == run_of(before) and new.pid in {agent_pid(worker) for worker in larger}
+    finish(nodes, [*agents[1:], new], larger)
+
+
+def test_a_node_of_the_list_that_was_killed_comes_back_to_its_place(nodes: Cluster) -> None:
+    """The first endpoint is dead, and this node's own place in the list says nothing yet."""
+    agents = [agent_of_list(nodes, i) for i in (1, 2, 3)]
+    before = nodes.round(3)
+    kill(agents[0])
+    smaller = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    i = next(i for i, agent in enumerate(agents) if agent.pid == agent_pid(smaller[1]))
+    kill(agents[i])
+    nodes.round(1, after=smaller[0].round, timeout=EXPIRE - 5)
+    agents[i] = agent_of_list(nodes, i + 1)
+    again = nodes.round(2, after=smaller[0].round + 1, timeout=EXPIRE - 5)
+    assert run_of(again) == run_of(before)
+    finish(nodes, agents[1:], again)
+
+
+def test_the_node_of_the_first_endpoint_comes_back_and_begins_no_second_job(nodes: Cluster) -> None:
+    agents = [agent_of_list(nodes, i) for i in (1, 2, 3)]
+    before = nodes.round(3)
+    kill(agents[0])
+    smaller = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    back = agent_of_list(nodes, 1, "--last-call=0")
+    whole = nodes.round(3, after=smaller[0].round, timeout=EXPIRE - 5)
+    assert run_of(whole) == run_of(before)
+    finish(nodes, [*agents[1:], back], whole)
+
+
+def test_all_nodes_of_the_list_that_start_from_nothing_begin_one_job(nodes: Cluster) -> None:
+    agents = [agent_of_list(nodes, i) for i in (1, 2, 3)]
+    before = nodes.round(3)
+    kill(agents[0])
+    nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    for agent in agents[1:]:
+        kill(agent)
+    nodes.pending.clear()
+    agents = [agent_of_list(nodes, i, "--last-call=2") for i in (3, 2, 1)]
+    whole = nodes.round(3)
+    assert run_of(whole) != run_of(before)
+    finish(nodes, agents, whole)

@@ -1,0 +1,37 @@
+"""Calls a function for several items at the same time, so that one that is slow does not hold up the others."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from elastirun import clock
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def at_once(function: Callable[[T], R], items: Sequence[T], limit: float) -> dict[T, R]:
+    """Return the results of ``function`` by item, in the order of ``items``: those that come within ``limit`` seconds.
+
+    ``function`` raises nothing. A call that takes longer goes on in its thread, and its result is lost.
+    """
+    if len(items) == 1:
+        return {items[0]: function(items[0])}
+    until = clock.now() + limit
+    results: queue.SimpleQueue[tuple[T, R]] = queue.SimpleQueue()
+    for item in items:
+        thread = threading.Thread(target=lambda item=item: results.put((item, function(item))), name="at once", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of processes is reached
+            thread.run()
+    found: dict[T, R] = {}
+    with suppress(queue.Empty):
+        while len(found) < len(items):
+            item, result = results.get(timeout=max(0.001, until - clock.now()))
+            found[item] = result
+    return {item: found[item] for item in items if item in found}
