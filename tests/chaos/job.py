@@ -118,7 +118,7 @@ class Job:
         self._files: dict[str, Ticks] = {}
         self._old: set[str] = set()  # those that have not been written to for long
         self.network = Network(nodes + terms.etcd, folder, seed)
-        self.where = ["--rdzv-endpoint=h0:29400"]
+        self.where = ["--rdzv-endpoint=" + ",".join(f"h{i}:29400" for i in range(min(3, nodes) if terms.succession else 1))]
         self.etcd: subprocess.Popen[bytes] | None = None
         if terms.etcd:
             self.where = ["--rdzv-backend=etcd", f"--rdzv-endpoint=h{nodes}:2379"]
