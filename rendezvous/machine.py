@@ -208,10 +208,12 @@ class Machine:
         if place is None:
             if why := self._moves.heard_from_start(event, record):
                 self._end(Outcome.STORE_LOST, why)
-        elif self._moves.should_follow(place, event, record):
-            self._move(place, record, decided=event.round is not None)
-        elif (closed := self._moves.closed(record)) is not None:
+            return
+        follows = self._moves.should_follow(place, event, record)
+        if (closed := self._moves.closed(record)) is not None:
             self.record = closed
+        elif follows:
+            self._move(place, record, decided=event.round is not None)
 
     def _move(self, place: Place, record: RoundRecord, decided: bool) -> None:
         """Give up the store in use for the standby store ``place``. The round is over here: its host has died, or is cut off."""

@@ -313,9 +313,12 @@ def test_two_owners_never_take_over_with_the_same_term() -> None:
     assert terms == [1, 2]
 
 
-def test_a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job() -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.2, 0.4, 0.6, 0.8])
+def test_a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job(delay: float) -> None:
+    """It does so also for the first in line, which reads it in its own standby store."""
     world = told(3)
     host, *others = world.nodes
+    world.run(delay, lambda: False)
     for node in world.nodes:
         node.succeed()
     world.watch.append(lambda world, node, old, new: [setattr(node, "cut", True) for node in others if new.closed])

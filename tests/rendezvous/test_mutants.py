@@ -755,6 +755,11 @@ MUTANTS = (
         *("succession", "a_newcomer_goes_where_another_endpoint_sends_it"),
     ),
     mutant(
+        "an owner in the smaller part sends nobody to its store",
+        *("succession", "self.at.id == self.me and self.waits is None", "self.at.id == self.me and not self.undecided"),
+        *("succession", "an_owner_in_the_smaller_part_sends_nobody_to_its_store"),
+    ),
+    mutant(
         "a member is sent nowhere",
         *("machine", "and place is None and not self._formed else None", "and place is None else None"),
         *("succession", "a_member_is_sent_nowhere"),
@@ -832,7 +837,12 @@ MUTANTS = (
     ),
     mutant(
         "a verdict that the guard of the host has brought ends the job",
-        *("machine", "elif (closed := self._moves.closed(record)) is not None:", "elif (closed := None) is not None:"),
+        *("machine", "if (closed := self._moves.closed(record)) is not None:", "if (closed := None) is not None:"),
+        *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
+    ),
+    mutant(
+        "a verdict goes before a move",
+        *("machine", "(closed := self._moves.closed(record)) is not None:", "not follows and (closed := self._moves.closed(record)):"),
         *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
     ),
     mutant(

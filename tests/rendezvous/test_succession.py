@@ -285,6 +285,19 @@ def test_who_waits_in_an_undecided_store_leaves_it_when_its_owner_has() -> None:
     assert undecided("c", "b").should_follow(PLACES[1], answer("a", votes=(DEAD, Vote("b", RECORD, ("b",)))), RECORD)
 
 
+def test_an_owner_in_the_smaller_part_sends_nobody_to_its_store() -> None:
+    """Another node may have taken over as well, with the larger part."""
+    owner = undecided("a", "a")
+    record = replace(RECORD, host="a", term=1)
+    assert owner.forward(record) is None, "it has not taken over yet"
+    owner.undecided_since = None
+    sent = []
+    for minority in (False, True, False):
+        owner.note_minority(minority, 1.0)
+        sent.append(owner.forward(record))
+    assert sent == [PLACES[1], None, PLACES[1]]
+
+
 def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
     moves = undecided("b", "b")
     assert [p.id for p in moves.places(RECORD)] == ["a", "c", "d"]
