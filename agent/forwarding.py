@@ -40,6 +40,7 @@ class Forwarding:
         self, endpoints: tuple[Endpoint, ...], protocol: SyncProtocol, found: Callable[[RoundRecord], None], own: Endpoint | None = None
     ) -> None:
         self.place: Place | None = None  # where the store is; None: where the job was started
+        self.job: RoundRecord | None = None  # the round record there
         self._protocol = protocol
         self._found = found
         self._own = own
@@ -80,7 +81,7 @@ class Forwarding:
             one.close()
 
     def _write_at(self, one: _Address, place: Place) -> None:
-        record = one.write(place, self._protocol)
+        record = one.write(place, self._protocol, self.job)
         if record is not None and record != self._last:
             self._last = record
             self._found(record)
@@ -104,7 +105,7 @@ class _Address:
         """Return whether to try now. A try that has not come back is not repeated."""
         return self._due < math.inf and (place != self._place or clock.now() >= self._due)
 
-    def write(self, place: Place, protocol: SyncProtocol) -> RoundRecord | None:
+    def write(self, place: Place, protocol: SyncProtocol, job: RoundRecord | None) -> RoundRecord | None:
         """Write ``place`` into the store that is there. Return its round record, from the first endpoint; None: there is none."""
         began, self._due = clock.now(), math.inf
         self._useless, self._place = self._useless if place == self._place else 0, place
@@ -112,7 +113,7 @@ class _Address:
         try:
             if self._store is None:
                 self._store = PlainTcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
-            record = execute(protocol.fresh().put_moved(place) if self._first else protocol.put_place(place), self._store)
+            record = execute(protocol.fresh().put_moved(place, job=job) if self._first else protocol.put_place(place), self._store)
             self._useless = 0
         except StoreError:
             self.close()

@@ -124,8 +124,11 @@ class StoreAccess:
         """Return how the guard opens the store ``at`` when this agent has died (death_notice.py); None: not at all."""
         return {"kind": "tcp", "address": at.address, "port": at.port} if at else self._for_guard
 
-    def forward(self, place: Place | None, found: Callable[[RoundRecord], None]) -> None:
-        """Say where the job was started, from now on, that its store is at ``place``; None: say nothing. ``found``: see ``Forwarding``."""
+    def forward(self, place: Place | None, job: RoundRecord | None, found: Callable[[RoundRecord], None]) -> None:
+        """Say where the job was started, from now on, that its store is at ``place``, with the record ``job``; None: say nothing.
+
+        ``found``: see ``Forwarding``.
+        """
 
     def end_store(self) -> None:
         """End the store that this agent serves, if it does."""
@@ -237,12 +240,12 @@ class EndpointAccess(StoreAccess):
     def _protocol(self) -> SyncProtocol:
         return SyncProtocol(self.key_prefix, "", Codec(self.config.token), clock.now)
 
-    def forward(self, place: Place | None, found: Callable[[RoundRecord], None]) -> None:
+    def forward(self, place: Place | None, job: RoundRecord | None, found: Callable[[RoundRecord], None]) -> None:
         if place is not None and self._forwarding is None:
             own = Endpoint(self.node_address.number, self.standby_port)
             self._forwarding = Forwarding((self._endpoint, *self.config.other_endpoints), self._protocol(), found, own)
         if self._forwarding is not None:
-            self._forwarding.place = place
+            self._forwarding.place, self._forwarding.job = place, job
             if place is not None and (line := self._forwarding.start_threads()):
                 self.notices.append(line)
 

@@ -158,7 +158,10 @@ class Machine:
                 self._on_sync_failed(events.SyncFailed(event.now, why))  # its host is gone, and a standby store may take over
                 return
         if (place := self._moves.is_sent(event.round, event.now)) is not None:
-            self._follow(place)
+            if event.round is not None and event.round.round > 0 and self.record is not None:
+                self._move(place, self.record, decided=True)
+            else:
+                self._follow(place)
             return
         if event.round is not None and (lie := rules.untrue(self.rules, event.round, self.row)):
             self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {lie}"))

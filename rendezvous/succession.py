@@ -292,8 +292,11 @@ class Moves:
         self.at, self._vain = None, (self.at, until)
 
     def is_sent(self, found: RoundRecord | None, now: float) -> Place | None:
-        """Return where the record ``found``, read where the job was started, sends this newcomer; None: nowhere."""
-        if not self.rules.succession or found is None or found.round > 0 or found.moved is None:
+        """Return where the record ``found``, read where the job was started, sends this node; None: nowhere.
+
+        It sends a newcomer if no round has formed there, and all others if their job has gone on elsewhere without its host.
+        """
+        if not self.rules.succession or found is None or found.moved in (None, self.at):
             return None
         return None if found.moved == self._vain[0] and now < self._vain[1] else found.moved
 

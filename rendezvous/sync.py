@@ -136,14 +136,16 @@ class SyncProtocol:
             old = self._members_key(before.members_digest)
             yield lambda store: store.delete(old)
 
-    def put_moved(self, place: Place, first: RoundRecord | None = None) -> Steps:
+    def put_moved(self, place: Place, first: RoundRecord | None = None, job: RoundRecord | None = None) -> Steps:
         """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that is there afterwards.
 
-        ``first``: what is written, with ``place``, where there is no record yet; None: nothing.
+        ``first``: what is written, with ``place``, where there is no record yet; None: nothing. ``job``: the record at ``place``; where an
+        earlier store of that job still answers, because its host lives and was cut off, this is said in spite of its rounds.
         """
         record = yield from self._read_round()
         written = first if record is None else replace(record, version=record.version + 1)
-        if written is None or written.round > 0 or (record is not None and record.moved == place):
+        earlier = record is not None and job is not None and record.store_id == job.store_id and record.term < job.term
+        if written is None or (written.round > 0 and not earlier) or (record is not None and record.moved == place):
             return record
         yield from self._put_round(Change(record, replace(written, moved=place)))
         return (yield from self._read_round())

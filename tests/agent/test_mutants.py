@@ -523,7 +523,7 @@ MUTANTS = (
     ),
     mutant(
         "a job whose rounds have begun is not sent elsewhere",
-        *("../rendezvous/sync", "if written is None or written.round > 0 or (record", "if written is None or (record"),
+        *("../rendezvous/sync", "(written.round > 0 and not earlier) or (record", "False or (record"),
         *("standby_stores", "a_store_in_which_a_round_has_formed_is_left_alone"),
     ),
     # Several endpoints.

@@ -479,24 +479,24 @@ def test_tries_that_are_of_no_use_become_rarer(paced: list[float], first: bool, 
         pauses = []
         for _ in range(60):
             assert one.is_due(X)
-            one.write(X, protocol())
+            one.write(X, protocol(), None)
             began = paced[0]
             while not one.is_due(X):
                 paced[0] += 0.05
             pauses.append(paced[0] - began)
         assert pauses[0] < 0.5 and max(pauses[:5]) < 0.6 and pauses[-1] == pytest.approx(slowest, abs=0.1)
-        one.write(X, protocol())
+        one.write(X, protocol(), None)
         assert one.is_due(Y), "news is told at once"
-        one.write(Y, protocol())
+        one.write(Y, protocol(), None)
         assert one._useless == 1
 
 
 def test_an_answer_makes_the_tries_frequent_again(paced: list[float], port: int) -> None:
     one = forwarding_module._Address("127.0.0.1", port, True)
     for _ in range(60):
-        one.write(X, protocol())
+        one.write(X, protocol(), None)
     store = ServedStore(listening(port=port))
-    one.write(X, protocol())
+    one.write(X, protocol(), None)
     paced[0] += forwarding_module.FORWARD_EVERY + 0.01
     assert one.is_due(X)
     one.close()
@@ -516,11 +516,11 @@ def test_a_thread_that_cannot_start_is_told_once_and_tried_again(node: Open, por
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
         for _ in range(3):
-            access.forward(X, lambda record: None)
+            access.forward(X, None, lambda record: None)
     (line,) = access.notices
     assert "cannot yet tell nodes that come where the store of this job is: can't start new thread (see ulimit -u" in line
     standby = ServedStore(listening("127.0.0.3", port))
-    access.forward(X, lambda record: None)
+    access.forward(X, None, lambda record: None)
     await_word(3, port, X)
     assert len(access.notices) == 1
     standby.close()

@@ -140,7 +140,7 @@ def test_where_the_store_has_moved_is_said_after_each_answer(waiting: tuple[Sess
     said: list[Place | None] = []
     record = RoundRecord("another run's")
     session.worker_store = WorkerPorts(1000)
-    monkeypatch.setattr(session.access, "forward", lambda place, found: (said.append(place), found(record)))
+    monkeypatch.setattr(session.access, "forward", lambda place, job, found: (said.append(place), found(record)))
     session.step(Tick(0.1))
     for place in (None, Place("n1", "10.0.0.1", 1)):
         monkeypatch.setattr(Machine, "forward", place)

@@ -746,7 +746,7 @@ MUTANTS = (
     ),
     mutant(
         "where a round has formed nobody says that the store has moved",
-        *("sync", "if written is None or written.round > 0 or (record", "if written is None or (record"),
+        *("sync", "(written.round > 0 and not earlier) or (record", "False or (record"),
         *("succession", "where_a_round_has_formed_nobody_says_that_the_store_has_moved"),
     ),
     mutant(
@@ -879,6 +879,16 @@ MUTANTS = (
         "the smaller side ends in the end",
         *("machine", "        if self._moves.waits is not None:\n", "        if False:\n"),
         *("majority", "the_smaller_side_ends_after_the_store_grace"),
+    ),
+    mutant(
+        "only an earlier store of the same job is sent elsewhere in spite of its rounds",
+        *("sync", "record.store_id == job.store_id and record.term < job.term", "job.term > 0"),
+        *("succession", "an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is"),
+    ),
+    mutant(
+        "a member that is sent elsewhere remains a member",
+        *("machine", "if event.round is not None and event.round.round > 0 and self.record is not None:", "if False:"),
+        *("succession", "an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is"),
     ),
 )
 

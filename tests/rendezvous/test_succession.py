@@ -477,3 +477,22 @@ def test_where_a_round_has_formed_nobody_says_that_the_store_has_moved() -> None
     assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)).version == 2
     write_round(data, RoundRecord("other", version=3, round=1))
     assert execute(protocol.put_moved(PLACES[2]), MemoryStore(data)) == RoundRecord("other", version=3, round=1)
+
+
+def test_an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is() -> None:
+    protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
+    write_round(data, RECORD)
+    job = replace(RECORD, version=9, term=1)
+    for other in (RECORD, replace(job, store_id="other")):
+        assert execute(protocol.put_moved(PLACES[1], job=other), MemoryStore(data)) == RECORD
+    told = execute(protocol.put_moved(PLACES[1], job=job), MemoryStore(data))
+    assert told == replace(RECORD, version=6, moved=PLACES[1])
+    newcomer, member = Machine(PROOF, NodeRow("n", "n", "", 0, 2), 0.0), Machine(PROOF, NodeRow("b", "b", "", 0, 2), 0.0)
+    for machine in (newcomer, member):
+        machine.step(Tick(0.0))
+    member.step(Synced(0.1, 0.0, replace(RECORD, settings=PROOF.settings), {}))
+    member.step(Tick(1.0))
+    for machine in (newcomer, member):
+        machine.step(Synced(1.1, 1.0, replace(told, settings=PROOF.settings), {}))
+        assert machine.place == PLACES[1]
+    assert newcomer.record is None and member.record and member.record.broken and not member._moves.undecided

@@ -114,7 +114,7 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         return
     known = old.broken.lost if old and old.broken and old.round == new.round else ()
     told = world.telling
-    if told is not None:
+    if told is not None and new.moved is None:
         _must(not told.up and told.working is None, f"a death notice of {told.id}, which lives, or whose workers run")
         _must(set(broken.lost) - set(known) <= {told.id}, f"a death notice of {told.id} that calls others lost")
         return

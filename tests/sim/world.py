@@ -612,7 +612,8 @@ class World:
         for node in self.nodes:
             place = node.machine.forward
             if place is not None and node.alive and not node.frozen:
-                self._go_on_telling(node, None, SyncProtocol("job/", node.id, CODEC, lambda: 0.0).put_moved(place), None)
+                protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
+                self._go_on_telling(node, None, protocol.put_moved(place, job=node.machine.record), None)
         self.at(FORWARD_EVERY, self._forward)
 
     def _go_on_telling(self, node: Node, at: Place | None, steps: Steps, found: Any) -> None:
