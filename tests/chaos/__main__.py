@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, metavar="N", help="3 or 4, by the seed, when not given")
     parser.add_argument("--expire", type=float, default=Terms.expire, metavar="SECONDS")
     parser.add_argument("--etcd", action="store_true", help="the nodes meet at an etcd on a host of its own")
-    parser.add_argument("--succession", action="store_true", help="another node takes over the store when its host has died")
+    parser.add_argument("--succession", choices=["off", "proof", "majority"], default="off", help="the agents' --store-succession")
     parser.add_argument("--calm", type=float, metavar="SECONDS", help="do nothing for so long")
     parser.add_argument("--plan", action="store_true", help="show the faults and do nothing")
     parser.add_argument("--keep", action="store_true", help="keep the folder in any case")

@@ -29,12 +29,15 @@ class Fault:
         lasts = f" for {self.seconds:g} s" if self.seconds else ""
         return f"{self.kind} h{self.node}{lasts}" + (f" after {self.after:g} s" if self.after else "")
 
-    def touched(self, nodes: int) -> set[int]:
-        """Who may be taken for lost because of it. Without the network of the store's host, nobody reaches the store."""
+    def touched(self, nodes: int, moves: bool) -> set[int]:
+        """Who may be taken for lost because of it. Without the network of the store's host, nobody reaches the store.
+
+        ``moves``: any node may host the store.
+        """
         if self.kind in ("worker", "term"):
             return set()
         network = self.kind in ("cut", "mute", "deaf", "noise")
-        return set(range(nodes)) if network and self.node == 0 else {self.node}
+        return set(range(nodes)) if network and (self.node == 0 or moves) else {self.node}
 
 
 def draw(seed: int, count: int, nodes: int, terms: Terms, longest: float = 100.0) -> list[list[Fault]]:

@@ -41,7 +41,7 @@ class Terms:
     store_grace: float = 15.0
     most: int = 3  # nodes in a round; who is more is a spare
     etcd: bool = False  # they meet at an etcd on a host of its own, to which nothing is done
-    succession: bool = False  # another node takes over the store when its host has died
+    succession: str = "off"  # proof, majority: another node takes over the store when its host is gone
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Job:
         self._files: dict[str, Ticks] = {}
         self._old: set[str] = set()  # those that have not been written to for long
         self.network = Network(nodes + terms.etcd, folder, seed)
-        self.where = ["--rdzv-endpoint=" + ",".join(f"h{i}:29400" for i in range(min(3, nodes) if terms.succession else 1))]
+        self.where = ["--rdzv-endpoint=" + ",".join(f"h{i}:29400" for i in range(1 if terms.succession == "off" else min(3, nodes)))]
         self.etcd: subprocess.Popen[bytes] | None = None
         if terms.etcd:
             self.where = ["--rdzv-backend=etcd", f"--rdzv-endpoint=h{nodes}:2379"]
@@ -201,7 +201,7 @@ class Job:
         terms = self.terms
         options = [f"--nnodes=1:{terms.most}", *self.where, "--rdzv-id=chaos", "--max-restarts=100000", "--restart-pause=0"]
         options += [f"--expire={terms.expire:g}", f"--store-grace={terms.store_grace:g}", "--last-call=1", f"--log-dir={logs}"]
-        options += ["--store-succession=proof"] * terms.succession
+        options += [f"--store-succession={terms.succession}"]
         command = self.network[i].inside(sys.executable, "-m", "elastirun", *options, str(self.script))
         env = {**os.environ, "CHAOS_AGENT": name, "CHAOS_TICKS": str(self.ticks), "TMPDIR": str(self.temporary)}
         with open(self.folder / f"{name}.out", "ab") as out:

@@ -102,7 +102,8 @@ class Play:
             now = time.monotonic() - origin
             if waiting and now >= waiting[0].after:
                 fault = waiting.pop(0)
-                done = Done(str(fault), fault.kind, fault.node, fault.touched(len(self.job.agents)), time.monotonic())
+                touched = fault.touched(len(self.job.agents), self.job.terms.succession != "off")
+                done = Done(str(fault), fault.kind, fault.node, touched, time.monotonic())
                 self.done.append(done)
                 on.append((now + fault.seconds, begin(self.job, fault), done))
             for entry in [entry for entry in on if now >= entry[0]]:
