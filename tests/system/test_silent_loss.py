@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.lab import ELASTIRUN, WORKER, Bench
 from tests.support import hosts
-from tests.support.cluster import Cluster, dies
+from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.etcd_server import alone, needs_etcd
 
 if reason := hosts.missing():
@@ -26,13 +26,13 @@ class Apart(Cluster):
     def __init__(self, folder: Path, backend: str) -> None:
         super().__init__(folder)
         self.hosts = hosts.Hosts(4, folder, debian=True)
-        self.where = ["--rdzv-endpoint=h0:29400"]
+        self.where = ["--nnodes=1:3", "--rdzv-endpoint=h0:29400"]
         if backend == "etcd":
-            self.where = ["--rdzv-backend=etcd", "--rdzv-endpoint=h3:2379"]
+            self.where = ["--nnodes=1:3", "--rdzv-backend=etcd", "--rdzv-endpoint=h3:2379"]
             self.agents.append(subprocess.Popen(self.hosts[3].inside(*alone(folder, "http://0.0.0.0:2379")), stderr=subprocess.DEVNULL))
 
     def start(self, i: int, *options: str) -> subprocess.Popen[str]:
-        return self.launch(i, "--nnodes=1:3", *self.where, "--rdzv-id=test", *options, str(self.script))
+        return self.launch(i, *self.where, "--rdzv-id=test", *options, str(self.script))
 
     def launch(self, i: int, *arguments: str) -> subprocess.Popen[str]:
         command = self.hosts[i].inside(sys.executable, "-m", "elastirun", *arguments)
@@ -63,7 +63,7 @@ def test_survivors_go_on_and_the_lost_node_comes_back_when_its_cable_does(nodes:
     assert master in {host.address for host in nodes.hosts.hosts}, "a real address, though each host calls itself 127.0.1.1"
     assert {w.env["GLOO_SOCKET_IFNAME"] for w in before} == {"eth0"}
 
-    cut = 2 if "etcd" not in nodes.where[0] else next(i for i in range(3) if nodes.hosts[i].address == master)
+    cut = 2 if "etcd" not in nodes.where[1] else next(i for i in range(3) if nodes.hosts[i].address == master)
     cut_at = time.monotonic()
     nodes.hosts.cut(cut)
     rest = nodes.round(2, after=before[0].round)
@@ -127,6 +127,51 @@ def test_of_two_nodes_the_silent_host_goes_on_and_the_other_one_ends(nodes: Apar
     assert "giving up: the rendezvous store was away for" in nodes.out(1) and "Traceback" not in nodes.out(1)
     alone.tell("exit 0")
     assert nodes.ends(agents[0]) == 0
+
+
+# -- a list of endpoints
+
+
+def run_of(workers: list[Worker]) -> str:
+    """Return the name of the run that the workers belong to: a second run of the job would have another one."""
+    (name,) = {worker.env["ELASTIRUN_FENCE"].partition(":")[0] for worker in workers}
+    return name
+
+
+@in_an_agent
+def test_a_new_host_finds_the_job_while_the_first_one_of_the_list_is_silent(nodes: Apart) -> None:
+    nodes.where = ["--rdzv-endpoint=h0,h1,h2", "--nnodes=1:4", "--last-call=0.5"]
+    agents = [nodes.start(i, *MAJORITY) for i in range(3)]
+    before = nodes.round(3)
+    nodes.hosts.cut(0)
+    rest = nodes.round(2, after=before[0].round)
+    agents.append(nodes.start(3, *MAJORITY))
+    more = nodes.round(3, after=rest[0].round)
+    nodes.hosts.mend(0)
+    whole = nodes.round(4, after=more[0].round)
+    assert run_of(before) == run_of(rest) == run_of(more) == run_of(whole)
+    for worker in whole:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0, 0, 0]
+
+
+@in_an_agent
+def test_a_new_host_finds_the_job_by_a_name_with_several_addresses(nodes: Apart) -> None:
+    """Nobody has the first of these addresses, so it is silent."""
+    for host in nodes.hosts.hosts:
+        with open(nodes.tmp_path / f"hosts{host.number}", "a") as names:
+            names.writelines(f"{address} pods\n" for address in (f"{hosts.NET}.9", *(h.address for h in nodes.hosts.hosts[:3])))
+    nodes.where = ["--rdzv-endpoint=h0,pods", "--nnodes=1:4", "--last-call=0.5", "--store-succession=proof"]
+    agents = [nodes.start(i) for i in range(3)]
+    before = nodes.round(3)
+    kill(agents[0])
+    rest = nodes.round(2, after=before[0].round)
+    agents[0] = nodes.start(3)
+    whole = nodes.round(3, after=rest[0].round)
+    assert run_of(before) == run_of(whole)
+    for worker in whole:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0, 0]
 
 
 def test_gloo_finds_the_right_interface_where_the_hosts_call_themselves_loopback(tmp_path: Path) -> None:
