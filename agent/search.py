@@ -56,24 +56,25 @@ class Search:
         found = net.resolve(self._first.host) if self._config.succession else ()
         return len({net.is_own(address) for address in found}) > 1
 
-    def find(self, own: tuple[Endpoint, ...], hosting: bool) -> Place | None:
+    def find(self, without: tuple[Endpoint, ...], hosting: bool) -> Place | None:
         """Return where the store of the job is by the word of the stores at the endpoints; None: they do not say.
 
-        ``own``: the stores that this agent serves, which are not asked. ``hosting``: one of them is where a job starts. When several
-        places are named, return the one that was not returned for the longest time: a node that is dead may still be named somewhere.
+        ``without``: which are not asked, because this agent serves them or nobody listens there. ``hosting``: this agent serves the store
+        where a job starts. When several places are named, return the one that was not returned for the longest time: a node that is dead
+        may still be named somewhere.
         Raises StoreError when another agent is about to begin the same job elsewhere; StoreRefused when this one was, too.
         """
         if not self.several:
             return None
         known = self._addresses()
+        first = () if hosting else [Endpoint(address, self._first.port) for address in known[self._first]]
         places = dict.fromkeys(Endpoint(a, one.port) for one, addresses in known.items() for a in addresses)
-        words = at_once(self._ask, [one for one in places if one not in own][:MOST_ASKED], 4 * ASK_LIMIT)
+        words = at_once(self._ask, [one for one in places if one not in without][:MOST_ASKED], 4 * ASK_LIMIT)
         found = [word.place for word in sorted(words.values(), key=lambda word: -word.term) if word.place is not None]
         if found:
             place = min(found, key=lambda one: self._sent.index(one) if one in self._sent else -1)
             self._sent = [*(one for one in self._sent if one != place), place][-MOST_REMEMBERED:]
             return place
-        first = () if hosting else [Endpoint(address, self._first.port) for address in known[self._first]]
         for one in (one for one, word in words.items() if word.begins and one not in first):
             why = f"{one} serves a store for this job, too; give all nodes the same --rdzv-endpoint, in the same order"
             raise StoreRefused(why) if hosting else StoreError(why)

@@ -206,6 +206,7 @@ class EndpointAccess(StoreAccess):
         super().__init__(config)
         self._endpoint = endpoint
         self._search = Search(config, endpoint)
+        self._unreached: tuple[Endpoint, ...] = ()  # addresses of the endpoint where nobody listened when it was tried last
         self._own_names, self._own_addresses = net.own_names()
         self._known: tuple[str, ...] = ()  # the endpoint's addresses by the last lookup that found any; a later one may fail
         self._served_at = ""  # the address on which this agent serves the store; empty for every interface
@@ -233,7 +234,7 @@ class EndpointAccess(StoreAccess):
         try:
             return self._open()
         except StoreError as error:
-            if self.newcomer and (place := self._search.find(self._own_stores(), hosting=False)):
+            if self.newcomer and (place := self._search.find((*self._own_stores(), *self._unreached), hosting=False)):
                 raise StoreMoved(str(error), place) from None
             raise
 
@@ -323,6 +324,7 @@ class EndpointAccess(StoreAccess):
         self._known = net.resolve(endpoint.host)[:MOST_ASKED] or self._known
         whys = at_once(lambda address: net.probe(address, endpoint.port, 2.0), self._known, 2.5)
         listening = [address for address, why in whys.items() if why is None]
+        self._unreached = tuple(Endpoint(address, endpoint.port) for address in self._known if address not in listening)
         strange = at_once(self._what_is_wrong_at, listening, 3 * ANSWER_LIMIT)
         for address, wrong in strange.items():
             if not wrong:

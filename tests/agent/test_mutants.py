@@ -529,8 +529,13 @@ MUTANTS = (
     # Several endpoints.
     mutant(
         "a newcomer asks the other endpoints",
-        *("store_access", "if self.newcomer and (place := self._search.find(self._own_stores(), hosting=False)):", "if place := None:"),
+        *("store_access", "(place := self._search.find((*self._own_stores(), *self._unreached), hosting=False))", "(place := None)"),
         *("search", "a_newcomer_is_sent_where_a_standby_store_says[4]"),
+    ),
+    mutant(
+        "who was found silent is not asked again",
+        *("store_access", "(*self._own_stores(), *self._unreached)", "(*self._own_stores(),)"),
+        *("search", "who_was_found_silent_is_not_asked_again"),
     ),
     mutant(
         "a member waits for proof",

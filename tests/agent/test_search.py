@@ -12,7 +12,7 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent import forwarding as forwarding_module
-from elastirun.agent import shared_store, store_access
+from elastirun.agent import search, shared_store, store_access
 from elastirun.agent.at_once import at_once
 from elastirun.agent.forwarding import Forwarding
 from elastirun.agent.host import net
@@ -271,6 +271,22 @@ def test_a_standby_store_is_not_taken_for_the_one_where_a_job_starts(node: Open,
     without_first(node)
     with pytest.raises(StoreError, match=f"no agent has said yet that it hosts the store at 127.0.0.2:{port}"):
         node(4, (2, 3)).connect(None)
+
+
+def test_a_node_with_another_order_of_the_list_finds_a_job_that_has_moved_to_its_first_endpoint(node: Open, port: int) -> None:
+    second, _ = without_first(node)
+    put(second, RECORD)
+    assert moved_to(node(4, (2, 1))) == Place("n2", "127.0.0.2", port)
+
+
+def test_who_was_found_silent_is_not_asked_again(node: Open, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_first(node)
+    asked: list[Endpoint] = []
+    new = node(4)
+    monkeypatch.setattr(new._search, "_ask", lambda one: asked.append(one) or search._Word())  # type: ignore[func-returns-value]
+    with pytest.raises(StoreError):
+        new.connect(None)
+    assert sorted(map(str, asked)) == [f"127.0.0.2:{port}", f"127.0.0.3:{port}"]
 
 
 def test_two_orders_of_the_list_are_found(node: Open, port: int) -> None:
