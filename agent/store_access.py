@@ -236,6 +236,8 @@ class EndpointAccess(StoreAccess):
         except StoreError as error:
             if self.newcomer and (place := self._search.find((*self._own_stores(), *self._unreached), hosting=False)):
                 raise StoreMoved(str(error), place) from None
+            if self.newcomer and self.config.other_endpoints:
+                raise StoreError(f"{error}; no other endpoint says where this job is") from None
             raise
 
     def _protocol(self) -> SyncProtocol:
