@@ -96,7 +96,8 @@ def _too_early(rules: Rules, chosen: list[NodeRow], now: float, unchanged_since:
         reason = f"{len(chosen)} of at most {rules.max_nodes} nodes joined ({names(chosen)}); last call for more"
         return Forming(None, reason, check_again=until)
     until = over_since + LOOK_BACK
-    if rules.succession and now < until:
+    others_could_run = rules.min_nodes < rules.max_nodes  # else they wait for one of these nodes, and end when they hear of this round
+    if rules.succession and others_could_run and now < until:
         return Forming(None, "waiting for word from another node that has taken over the store of this job", check_again=until)
     return None
 

@@ -726,7 +726,7 @@ MUTANTS = (
     ),
     mutant(
         "the first round waits until it would have heard of the job elsewhere",
-        *("formation", "if rules.succession and now < until:", "if False:"),
+        *("formation", "if rules.succession and others_could_run and now < until:", "if False:"),
         *("succession", "a_first_round_waits_until_it_would_have_heard_of_the_job_elsewhere"),
     ),
     mutant(
@@ -889,6 +889,11 @@ MUTANTS = (
         "a member that is sent elsewhere remains a member",
         *("machine", "if event.round is not None and event.round.round > 0 and self.record is not None:", "if False:"),
         *("succession", "an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is"),
+    ),
+    mutant(
+        "a first round of all nodes that there can be waits for no word",
+        *("formation", "rules.succession and others_could_run and now", "rules.succession and now"),
+        *("succession", "a_first_round_of_all_nodes_that_there_can_be_waits_for_no_word"),
     ),
 )
 

@@ -166,10 +166,17 @@ def test_a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started(
 
 
 def test_a_first_round_waits_until_it_would_have_heard_of_the_job_elsewhere() -> None:
-    world = World(hosted=True, succession=True, min_nodes=1, max_nodes=1)
-    node = world.add()
-    assert world.run(5, lambda: node.working is not None)
+    world = World(hosted=True, succession=True, min_nodes=1, max_nodes=2)
+    nodes = [world.add(), world.add()]
+    assert world.run(5, world.running(*nodes))
     assert world.t > 1.0
+
+
+def test_a_first_round_of_all_nodes_that_there_can_be_waits_for_no_word() -> None:
+    world = World(hosted=True, succession=True, min_nodes=2, max_nodes=2)
+    nodes = [world.add(), world.add()]
+    assert world.run(5, world.running(*nodes))
+    assert world.t < 1.0
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------------------
