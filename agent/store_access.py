@@ -264,7 +264,8 @@ class EndpointAccess(StoreAccess):
     def _serve_standby(self) -> None:
         """Serve an empty store, once, which takes over when the store's host has died."""
         with self._one_serves:
-            if self._standby is not None:
+            only_one = self.config.port_range is not None and self.config.port_range[0] == self.config.port_range[1]
+            if self._standby is not None or only_one:  # which the workers' store needs
                 return
             try:
                 listening = self._listen_at_endpoint() or net.listen_on(self.node_address.number, self.config.port_range)

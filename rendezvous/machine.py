@@ -154,7 +154,7 @@ class Machine:
             self._on_looked(event)
             return
         if self.record and not self._moves.undecided and (why := rules.another_store(self.record, event.round)):
-            if self._moves.places(self.record) and (event.round is None or event.round.round == 0):
+            if self._moves.places(self.record) and not event.hosting and (event.round is None or event.round.round == 0):
                 self._on_sync_failed(events.SyncFailed(event.now, why))  # its host is gone, and a standby store may take over
                 return
         if (place := self._moves.is_sent(event.round, event.now)) is not None:

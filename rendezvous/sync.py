@@ -222,7 +222,7 @@ class SyncProtocol:
                 record = self._whole[1]
         except BadRecord as error:
             raise StoreError(f"the round record is unreadable: {error}") from None
-        self._newest = record
+        self._newest = record or newest  # a standby store, which is empty, makes nobody forget it
         return record
 
     def _whole_record(self, short: RoundRecord) -> Steps:

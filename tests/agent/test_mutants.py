@@ -412,8 +412,13 @@ MUTANTS = (
         *("standby_stores", "an_agent_without_the_option_serves_none"),
     ),
     mutant(
+        "a single port is left to the workers' store",
+        *("store_access", "if self._standby is not None or only_one:", "if self._standby is not None:"),
+        *("standby_stores", "a_node_with_a_single_port_serves_no_standby_store"),
+    ),
+    mutant(
         "one standby store for each agent",
-        *("store_access", "            if self._standby is not None:\n                return\n", ""),
+        *("store_access", "if self._standby is not None or only_one:", "if only_one:"),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
     ),
     mutant(

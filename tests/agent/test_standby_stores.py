@@ -75,6 +75,15 @@ def place(of: EndpointAccess) -> Place:
     return Place(of.me, of.node_address.address, of.standby_port)
 
 
+def test_a_node_with_a_single_port_serves_no_standby_store(port: int) -> None:
+    only = free_port()
+    with access(1, port, f"--port-range={only}:{only}") as host:
+        host.connect(None).close()
+        assert host.standby_port == 0
+        with closing(socket.create_server(("127.0.0.1", only))):
+            pass  # it is free
+
+
 def test_each_agent_serves_an_empty_standby_store_on_its_own_address(port: int) -> None:
     with access(1, port) as host, access(2, port) as other:
         stores = [each.connect(None) for each in (host, other)]

@@ -188,8 +188,10 @@ def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> No
 
 def test_the_store_moves_where_that_is_asked_for_and_possible() -> None:
     several = "--nnodes=2 --rdzv-id=a --rdzv-endpoint=h"
-    found = [config_of(f"{several} {option} t.py") for option in ("", "--store-succession=proof", "--store-succession=majority")]
-    assert [(config.succession, config.majority) for config in found] == [(False, False), (True, False), (True, True)]
+    options = ("", "--store-succession=proof", "--store-succession=majority", "--store-succession=off", "--nnodes=1:3")
+    found = [config_of(f"{several} {option} t.py") for option in options]
+    expected = [(True, False), (True, False), (True, True), (False, False), (True, True)]
+    assert [(config.succession, config.majority) for config in found] == expected, "two nodes have no majority without each other"
     assert resolved("--store-succession=proof t.py", NOBODY)[0].succession is False
 
 
@@ -199,10 +201,11 @@ def test_a_list_of_endpoints_is_for_a_store_that_moves() -> None:
     assert (moving.endpoint, moving.other_endpoints) == (Endpoint("h", 29400), (Endpoint("k", 7),))
     variables = {"PET_RDZV_ENDPOINT": "h,k:7", "PET_STORE_SUCCESSION": "proof"}
     assert config_of("--nnodes=2 --rdzv-id=a t.py", variables).other_endpoints == (Endpoint("k", 7),)
-    plain = config_of(line.format(""), warnings=1)
+    plain = config_of(line.format("--store-succession=off"), warnings=1)
     assert (plain.endpoint, plain.other_endpoints) == (Endpoint("h", 29400), ())
-    assert warning_of(line.format("")) == "--rdzv-endpoint: only h:29400 is used; the others are for --store-succession"
-    shown = [resolved(line.format(option))[1].rows() for option in ("--store-succession=proof", "")]
+    warning = "--rdzv-endpoint: only h:29400 is used; the others are for --store-succession"
+    assert warning_of(line.format("--store-succession=off")) == warning
+    shown = [resolved(line.format(option))[1].rows() for option in ("", "--store-succession=off")]
     whole, first = (next((row.value, row.source) for row in rows if row.option == "--rdzv-endpoint") for rows in shown)
     assert whole == ("h:29400,k:7", "derived: --rdzv-endpoint, with c10d's port")
     assert first == ("h:29400", "derived: the first of the list")

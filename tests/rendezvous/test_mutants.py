@@ -895,6 +895,11 @@ MUTANTS = (
         *("formation", "rules.succession and others_could_run and now", "rules.succession and now"),
         *("succession", "a_first_round_of_all_nodes_that_there_can_be_waits_for_no_word"),
     ),
+    mutant(
+        "a look at an empty store makes nobody believe an older record",
+        *("sync", "self._newest = record or newest", "self._newest = record"),
+        *("succession", "a_look_at_an_empty_store_makes_nobody_believe_an_older_record"),
+    ),
 )
 
 

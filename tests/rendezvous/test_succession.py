@@ -466,6 +466,17 @@ def test_a_record_of_a_later_term_is_not_an_older_one() -> None:
         protocol.carry_out(MemoryStore(data), Sync(rows=()), 0.0)
 
 
+def test_a_look_at_an_empty_store_makes_nobody_believe_an_older_record() -> None:
+    protocol, data = SyncProtocol("job/", "me", Codec(), lambda: 0.0), dict[str, bytes]()
+    write_round(data, replace(RECORD, version=9))
+    protocol.carry_out(MemoryStore(data), Sync(rows=()), 0.0)
+    protocol.fresh().carry_out(MemoryStore({}), Sync(rows=(), look=True), 0.0)
+    protocol.carry_out(MemoryStore({}), Sync(rows=(), look=True), 0.0)
+    write_round(data, RECORD)
+    with pytest.raises(StoreError, match="an older round record"):
+        protocol.carry_out(MemoryStore(data), Sync(rows=()), 0.0)
+
+
 def test_votes_come_with_the_members_of_their_round_and_garbage_is_ignored() -> None:
     protocol, store = SyncProtocol("job/", "b", Codec(), lambda: 0.0), MemoryStore()
     execute(protocol.put_vote(DEAD), store)

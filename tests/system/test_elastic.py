@@ -125,8 +125,7 @@ def test_whoever_owns_the_endpoints_address_hosts(nodes: Cluster) -> None:
 
 
 def test_the_store_gone_for_good_is_told_in_one_line(nodes: Cluster) -> None:
-    host = nodes.agent(1, "--store-grace=3", "--expire=2", nnodes="2")
-    other = nodes.agent(2, "--store-grace=3", "--expire=2", nnodes="2")
+    host, other = (nodes.agent(i, "--store-grace=3", "--expire=2", "--store-succession=off", nnodes="2") for i in (1, 2))
     workers = nodes.round(2)
     kill(host)
     assert nodes.ends(other) == 201

@@ -97,7 +97,7 @@ def test_2_for_wrong_use_and_3_for_what_is_missing_here(nodes: Cluster) -> None:
 def test_3_for_a_node_with_other_settings_than_the_job_which_goes_on(nodes: Cluster) -> None:
     a = nodes.agent(1, QUICK, nnodes="1:2")
     (worker,) = nodes.round(1)
-    odd = nodes.agent(2, nnodes="1:3")
+    odd = nodes.agent(2, "--store-succession=proof", nnodes="1:3")
     assert nodes.ends(odd) == 3
     assert "giving up: this node was started with --nnodes=1:3, the job runs with --nnodes=1:2" in nodes.out(2)
     worker.tell("exit 0")
@@ -154,7 +154,7 @@ def test_200_when_peers_are_lost_and_too_few_come_back_in_time(nodes: Cluster) -
 
 def test_201_when_too_few_nodes_come_in_time_or_the_store_goes_away(nodes: Cluster) -> None:
     alone = nodes.launch(3, "--nnodes=3", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=a", "--join-timeout=2", str(nodes.script))
-    a, b = nodes.agent(1, "--store-grace=2", nnodes="2"), nodes.agent(2, "--store-grace=2", nnodes="2")
+    a, b = (nodes.agent(i, "--store-grace=2", "--store-succession=off", nnodes="2") for i in (1, 2))
     nodes.round(2)
     kill(a)
     assert (nodes.ends(b), nodes.ends(alone)) == (201, 201)

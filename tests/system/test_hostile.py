@@ -31,6 +31,7 @@ from tests.support.cluster import PATIENCE, Cluster, Worker
 
 JOB = "elastirun/job/test/"
 TOKEN = b"0123456789abcdef"
+LOST = "giving up: the rendezvous store lost this job: it began anew, or its keys were deleted"
 ROOM = 160 << 10  # KiB that an agent may grow by: the largest value in these tests is 7 MiB, and each is read several times
 
 
@@ -247,13 +248,22 @@ def test_a_round_record_that_stays_unreadable_ends_the_job_after_the_store_grace
 
 
 def test_a_round_record_that_is_deleted_ends_the_job_at_once(nodes: Cluster) -> None:
-    job = start(nodes, token=TOKEN)
+    job = start(nodes, "--store-succession=off", token=TOKEN)
     job.stranger.client.delete_key(JOB + "round")
     for worker in job.workers:
         worker.await_death()
     job.end([201, 201])
     for i in (1, 2):
-        assert "giving up: the rendezvous store lost this job: it began anew, or its keys were deleted" in nodes.out(i)
+        assert LOST in nodes.out(i)
+
+
+def test_when_the_round_record_is_deleted_the_others_go_on_without_the_store(nodes: Cluster) -> None:
+    job = start(nodes, token=TOKEN)
+    job.stranger.client.delete_key(JOB + "round")
+    after = nodes.round(1, after=job.workers[0].round)
+    assert nodes.ends(job.agents[0]) == 201 and LOST in nodes.out(1)
+    after[0].tell("exit 0")
+    assert nodes.ends(job.agents[1]) == 0
 
 
 def test_an_older_signed_round_that_is_put_back_is_not_obeyed(nodes: Cluster) -> None:

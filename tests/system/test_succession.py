@@ -117,8 +117,8 @@ def test_the_guard_of_a_node_that_has_moved_speaks_to_the_store_where_it_is(node
     finish(nodes, [agent for agent in agents[1:] if agent is not victim], [alone])
 
 
-def test_without_the_option_nobody_takes_over(nodes: Cluster) -> None:
-    options = ("--expire=2", "--store-grace=3", "--last-call=0.5")
+def test_where_it_is_switched_off_nobody_takes_over(nodes: Cluster) -> None:
+    options = ("--expire=2", "--store-grace=3", "--last-call=0.5", "--store-succession=off")
     agents = [nodes.agent(i, *options, nnodes="1:2") for i in (1, 2)]
     nodes.round(2)
     kill(agents[0])
