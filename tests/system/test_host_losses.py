@@ -1,0 +1,17 @@
+"""The search for wrong ends after the loss of the node that hosts the store: ``tests/system/host_losses.py`` finds them."""
+
+from __future__ import annotations
+
+from tests.system.host_losses import Ran, disorder
+
+
+def test_a_step_of_a_round_after_the_first_one_of_a_later_round_is_found() -> None:
+    old = [Ran("run", 1, rank, 2, rank, (0.0, 1.0, 2.0, 5.0 + rank)) for rank in (0, 1)]
+    assert not list(disorder([*old, Ran("run", 2, 0, 1, 1, (4.0, 5.5, 6.0))])), "step 3 of round 1 was made at 5, as rank 0 says"
+    (found,) = disorder([*old, Ran("run", 2, 0, 1, 1, (4.0, 4.5, 6.0))])
+    assert found == "round 1 made a step 0.50 s after the first step of a later round"
+    assert list(disorder([*old, Ran("run", 2, 0, 1, 1, (4.0, 4.5)), Ran("run", 3, 0, 1, 1, (5.0,))])) == [found], "round 3 made no step"
+
+
+def test_two_rounds_of_one_number_are_found() -> None:
+    assert list(disorder([Ran("run", 2, 0, 1, node, (0.0,)) for node in (0, 1)])) == ["two workers were rank 0 of round 2"]
