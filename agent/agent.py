@@ -213,7 +213,7 @@ class Agent:
             event = self._session.next_event()
             if event is None:
                 return
-            if isinstance(event, Synced | SyncFailed):
+            if isinstance(event, Synced | SyncFailed) and not self._session.machine.looking:
                 self._round_check.settle(event)
             if isinstance(event, Synced):
                 net.shorten_name_timeouts()  # not before the store was reached: its name may need a slow name server

@@ -40,6 +40,7 @@ from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
+OWNER = "elastirun/owner"  # in a standby store: the id of the node that serves it; that of a later agent may be at the same port
 STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and to answer; the next one in line may take over meanwhile
 
 
@@ -273,8 +274,10 @@ class EndpointAccess(StoreAccess):
                 raise StoreError(str(error)) from None
             if net.listens_everywhere(listening):
                 self.notices.append(f"warning: the standby store {_EVERYWHERE}: {self.node_address.address} is no address of this machine")
-            self._standby = tcp.ServedStore(listening)
-            self.standby_port = self._standby.port
+            standby = tcp.ServedStore(listening)
+            with closing(standby.connect()) as store:
+                store.put_if(OWNER, None, self.me.encode())
+            self._standby, self.standby_port = standby, standby.port
 
     def _listen_at_endpoint(self) -> socket.socket | None:
         """Return a socket for the standby store at the port of an endpoint where newcomers look; None: there is none, or it is taken.
@@ -313,6 +316,9 @@ class EndpointAccess(StoreAccess):
             foreign = net.who_answers(address, at.port, STANDBY_LIMIT)
             if foreign is None:
                 store = tcp.TcpStore(address, at.port)
+                if store.get([OWNER]).get(OWNER) != at.id.encode():
+                    store.close()
+                    raise StoreError(f"the standby store at {where} is another agent's; the one that served it has ended")
                 net.shorten_name_timeouts()
                 self._host_failed = None  # a newcomer needs no store of its own where the job was started
                 self._find_node_address(address, at.port)

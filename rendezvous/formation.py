@@ -180,7 +180,9 @@ def _without_host(rules: Rules, view: View, ready: list[NodeRow], over_since: fl
         return None
     host = hosts[0]
     state = "has left" if host.status is Status.LEFT else "is silent" if view.silent(host.id) else "is not ready yet"
-    return Forming(None, f"waiting for {names([host])}, which hosts the store and {state}")
+    gone = host.status is Status.LEFT or view.silent(host.id)  # perhaps to another store, when it was cut off
+    reason = f"waiting for {names([host])}, which hosts the store and {state}"
+    return Forming(None, reason, minority=gone and rules.majority and record.round > 0)
 
 
 def _without_quorum(rules: Rules, view: View, ids: list[str]) -> Forming | None:

@@ -27,6 +27,7 @@ from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READ
 from elastirun.rendezvous.view import View
 
 CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
+ASK_AGAIN = 2.0  # seconds for which a node that begins to doubt leaves the store in use alone, to meet the others at a standby store
 REMEMBERED = 8  # transitions that the error about an impossible one names
 
 
@@ -82,6 +83,11 @@ class Machine:
         vote = self._moves.notice(self.record) if self.hosting else None
         places = tuple(p for p in standbys(self.record) if p.id != self.row.id)
         return (places, vote) if vote is not None and places else None
+
+    @property
+    def looking(self) -> bool:
+        """Whether the exchange under way is with another store than the one in use, and so says nothing about the round of this node."""
+        return self._link.schedule.under_way and self._link.schedule.asked.look
 
     @property
     def place(self) -> Place | None:
@@ -579,7 +585,7 @@ class Machine:
         if silent_since is not None and self.rules.majority:
             self._wake_at(silent_since + DOUBT * self.rules.expire)
         if silent_since is not None and self._moves.doubts and not doubted:
-            schedule.due = self._now + self.rules.expire
+            schedule.due = self._now + ASK_AGAIN
             if schedule.under_way:
                 schedule.under_way = False
                 self._actions.append(Reconnect())

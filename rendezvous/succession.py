@@ -71,7 +71,7 @@ def take_over(record: RoundRecord, owner: str, lost: Collection[str], needed: tu
         broken = replace(before, lost=tuple(dict.fromkeys((*before.lost, *names))), over=True)
     else:
         broken = Broken(Cause.LOST, lost_host(record), owner, names, over=True)
-    return replace(record, version=record.version + 1, term=record.term + turn, host=owner, broken=broken, quorums=needed)
+    return replace(record, version=record.version + 1, term=record.term + turn, host=owner, broken=broken, quorums=needed, moved=None)
 
 
 @dataclass
@@ -251,9 +251,11 @@ class Moves:
     def _others_doubt(self, votes: tuple[Vote, ...], record: RoundRecord) -> bool:
         """Return whether enough nodes to go on have voted for the round of ``record``, so that none gives up the store alone.
 
+        Or for the one before: the host may be lost while it forms a round, which some have read.
         This is the vote before the vote of Raft (Ongaro 2014, section 9.6).
         """
-        same = {vote.id for vote in votes if (vote.record.term, vote.record.round) == (record.term, record.round)} | {self.me}
+        recent = [vote for vote in votes if vote.record.term == record.term and vote.record.round >= record.round - 1]
+        same = {vote.id for vote in recent} | {self.me}
         return bool(record.quorums) and all(quorum.is_met(q, same, self.gone) for q in record.quorums[-1:])
 
     def _hear(self, votes: tuple[Vote, ...]) -> None:
@@ -341,7 +343,7 @@ class Moves:
 
         When the guard of the host has told of its end, the members of the round that it has named are counted without the host, so that
         all owners count in the same round. Some nodes may know a newer round, which the host has never read; no worker of it has
-        started. Without such a word only a majority may go on.
+        started. Without such a word only a majority may go on, and not if all of it has succeeded: the host may say that the job has.
         """
         known, word = self._known, self._word.record if self._word is not None else None
         here = {row.id for row in rows.values() if quorum.is_there(row)}
@@ -355,5 +357,6 @@ class Moves:
             needed = quorum.asked(known, rows)
         else:
             return None
-        some = any(i in here for q in needed[-1:] for i in q.ids)
+        proven = word is not None and word.host == known.host
+        some = any(i in here and (proven or rows[i].succeeded != known.round) for q in needed[-1:] for i in q.ids)
         return needed if some and all(quorum.is_met(q, here, ended) for q in needed) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -178,9 +179,9 @@ class SyncProtocol:
             yield _put_if(self._members_key(digest), found, data)  # somebody else has written there
 
     def put_vote(self, vote: Vote) -> Steps:
-        """Write the vote over whatever stands there, with its members beside it: a thousand nodes vote for the same round.
+        """Write the vote over an older one of this node, with its members beside it: a thousand nodes vote for the same round.
 
-        Return whether it stands in the store now.
+        Return whether it stands in the store now, or a newer one: a guard's word is not lost to a doubt that arrives late.
         """
         if vote.record.members:
             yield from self._put_members(_list(vote.record))
@@ -188,6 +189,10 @@ class SyncProtocol:
         value = self._codec.encode(key, replace(vote, record=self._short(vote.record)))
         found = yield _put_if(key, None, value)
         if found is not None and found != value:
+            with suppress(BadRecord):  # garbage is written over
+                there = self._codec.decode(key, found, Vote)
+                if (there.record.term, there.record.version) >= (vote.record.term, vote.record.version) and {*there.gone} >= {*vote.gone}:
+                    return True
             found = yield _put_if(key, found, value)
         return found == value
 

@@ -38,7 +38,7 @@ class Option:
 _BACKEND_RULE = "static: fixed node ranks. Not given: c10d for MIN:MAX or an endpoint without --node-rank."
 _LIST_RULE = "etcd: HOST:2379,HOST:2379,... c10d: a list says where the store may be later."
 _DETECT_RULE = "if no endpoint is given, take it and what else is missing from a Slurm step or a Kubernetes Job."
-_SUCCESSION = "Another node takes over the store. proof: of a host that died or left; majority: or is silent. auto: by --nnodes."
+_SUCCESSION = "Another node takes over the store. proof: when its host has died or left; majority: or is silent."
 _JOIN, _LAST, _EXPIRE, _STORE, _GRACE, _PAUSE = (
     f"{time:g}" for time in (Timing.join_timeout, Timing.last_call, Timing.expire, Timing.store_grace, Timing.grace, Timing.restart_pause)
 )
@@ -72,7 +72,7 @@ GROUPS = {
         Option("last_call", "SECONDS", _LAST, "How long the first round waits for more nodes once MIN have joined.", new=True),
         Option("expire", "SECONDS", _EXPIRE, "A node that is silent for this long is lost: the others go on without it.", new=True),
         Option("store_grace", "SECONDS", _STORE, "How long workers go on while the rendezvous store cannot be reached.", new=True),
-        Option("store_succession", "auto|majority|proof|off", "auto", _SUCCESSION, new=True),
+        Option("store_succession", "proof|majority|off", "proof", _SUCCESSION, new=True),
         Option("token_file", "FILE", None, "A secret of 16 bytes or more; only nodes that have it can take part.", new=True),
         Option("rdzv_conf", "KEY=VALUE,...", "", "torchrun's settings: join_timeout, last_call_timeout, is_host, ..."),
         Option("detect", "auto|off", "auto", f"auto: {_DETECT_RULE}", new=True),

@@ -275,18 +275,15 @@ def _given_rank(options: GivenOptions, conf: parse.RdzvConf) -> tuple[int | None
 
 def _succession(options: GivenOptions, store: _Store, fixed: bool, max_nodes: int) -> str:
     """Return when another node takes over the store of a host that is gone. ``fixed``: the workers or the ranks are bound to that host."""
-    asked, label = options.read("store_succession", parse.choice("auto", "majority", "proof", "off")), options.label("store_succession")
+    asked, label = options.read("store_succession", parse.choice("proof", "majority", "off")), options.label("store_succession")
     why = "there is no other node" if max_nodes == 1 else "etcd survives any node" if store.etcd else ""
     why = why or ("with --master-port or the static backend the job needs node 0" if fixed else "")
-    if why:
-        if asked not in ("auto", "off"):
-            options.warn(f"{label} has no effect: {why}")
-        options.derive("store_succession", "off", why)
-        return "off"
-    if asked == "auto":
-        asked = "majority" if max_nodes > 2 else "proof"
-        options.derive("store_succession", asked, f"--nnodes: at most {max_nodes} nodes")
-    return asked
+    if not why:
+        return asked
+    if asked != "off" and options.is_given("store_succession"):
+        options.warn(f"{label} has no effect: {why}")
+    options.derive("store_succession", "off", why)
+    return "off"
 
 
 def _other_endpoints(options: GivenOptions, store: _Store, succession: bool) -> tuple[Endpoint, ...]:

@@ -22,7 +22,7 @@ STRANGERS = "strangers_neither_hang_nor_fill_the_agent"
 SERVED = "self._selector.unregister(connection.socket)\n        if self._is_served(connection, FRESH):"
 DROPPED = "a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt"
 OTHERS = "other users are not answered"
-AGAIN = "        if found is not None and found != value:\n            found = yield _put_if(key, found, value)\n"
+AGAIN = "            found = yield _put_if(key, found, value)\n"
 MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open_or_search()\n"
 MUTANTS = (
     mutant(
@@ -415,6 +415,11 @@ MUTANTS = (
         "a single port is left to the workers' store",
         *("store_access", "if self._standby is not None or only_one:", "if self._standby is not None:"),
         *("standby_stores", "a_node_with_a_single_port_serves_no_standby_store"),
+    ),
+    mutant(
+        "a later agent's standby store at the same port is not taken for an earlier one's",
+        *("store_access", "if store.get([OWNER]).get(OWNER) != at.id.encode():", "if False:"),
+        *("standby_stores", "the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one"),
     ),
     mutant(
         "one standby store for each agent",

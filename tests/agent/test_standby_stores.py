@@ -75,6 +75,14 @@ def place(of: EndpointAccess) -> Place:
     return Place(of.me, of.node_address.address, of.standby_port)
 
 
+def test_the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one(port: int) -> None:
+    with access(1, port) as host, access(2, port) as other:
+        for each in (host, other):
+            each.connect(None).close()
+        with pytest.raises(StoreError, match="is another agent's; the one that served it has ended"):
+            host.connect(replace(place(other), id="an earlier agent's"))
+
+
 def test_a_node_with_a_single_port_serves_no_standby_store(port: int) -> None:
     only = free_port()
     with access(1, port, f"--port-range={only}:{only}") as host:

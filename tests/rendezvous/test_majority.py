@@ -12,7 +12,7 @@ from elastirun.rendezvous.events import Synced, SyncFailed, Tick
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Cause, Closed, NodeRow, Quorum, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.succession import Moves, another_run
+from elastirun.rendezvous.succession import Moves, another_run, take_over
 from tests.rendezvous import test_formation
 from tests.rendezvous.test_succession import PLACES, RECORD, answer, goes_on, rows, told
 from tests.sim.world import Deaths, World
@@ -177,7 +177,8 @@ def votes(ids: str, number: int = 3) -> tuple[Vote, ...]:
 def test_the_first_in_line_gives_up_the_store_when_enough_others_doubt_too() -> None:
     assert not doubting("a").should_follow(PLACES[1], answer(votes=votes("b")), RECORD)
     assert doubting("a").should_follow(PLACES[1], answer(votes=votes("bc")), RECORD)
-    assert not doubting("a").should_follow(PLACES[1], answer(votes=votes("bc", number=2)), RECORD), "they doubted earlier"
+    assert not doubting("a").should_follow(PLACES[1], answer(votes=votes("bc", number=1)), RECORD), "they doubted earlier"
+    assert doubting("a").should_follow(PLACES[1], answer(votes=votes("bc", number=2)), RECORD), "they have not read the last round"
 
 
 def test_the_others_go_to_an_owner_that_has_given_up_the_store() -> None:
@@ -298,6 +299,47 @@ def test_another_run_that_has_ended_does_not_end_this_one() -> None:
     other = replace(RECORD, store_id="other")
     assert another_run(other, RECORD)
     assert not another_run(replace(other, closed=Closed(Verdict.SUCCEEDED, "", "x")), RECORD)
+
+
+def test_members_do_not_stay_with_a_host_that_has_gone_to_another_store() -> None:
+    world = world_of(5, store_grace=60.0)
+    h, a, b, c, y = world.nodes
+    h.side = c.side = 1
+    a.side = b.side = 2
+    world.run(14.0)  # h and c are too few, and doubt
+    for node in (h, c, y):
+        node.side = 3
+    goes_on(world, h, c, y, within=30.0)
+
+
+def test_who_comes_late_to_a_decision_after_success_does_not_undo_it() -> None:
+    """The workers of all others have succeeded. The host, which is cut off, may say that the job has."""
+    world = world_of(3)
+    host, *others = world.nodes
+    for node in others:
+        node.succeed()
+    assert world.run(5, lambda: {node.machine.state for node in others} == {Status.DONE})
+    world.run(1)
+    host.side = 1
+    world.run(WITHIN)
+    host.succeed()
+    assert world.run(5, lambda: bool(host.machine.record and host.machine.record.closed))
+    world.run(30)
+    assert all(len(node.starts) == 1 for node in others), "a round beside a job that has succeeded"
+
+
+def test_a_look_says_nothing_about_the_store_in_use() -> None:
+    machine = Machine(MAJORITY, NodeRow("b", "b", "", 0, 2), 0.0)
+    machine.step(Tick(0.0))
+    machine.step(Synced(0.1, 0.0, replace(RECORD, settings=MAJORITY.settings), {}))
+    machine.step(Tick(1.0))
+    assert not machine.looking
+    machine.step(SyncFailed(4.0, "no answer"))
+    assert machine.looking
+
+
+def test_a_take_over_sends_nobody_elsewhere() -> None:
+    assert take_over(replace(RECORD, moved=PLACES[2]), "a", {"h"}, ()).moved is None
 
 
 def test_two_owners_never_take_over_with_the_same_term() -> None:

@@ -807,7 +807,7 @@ MUTANTS = (
     ),
     mutant(
         "a doubt about an earlier round does not count",
-        *("succession", "if (vote.record.term, vote.record.round) == (record.term, record.round)", ""),
+        *("succession", " and vote.record.round >= record.round - 1]", "]"),
         *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
     ),
     mutant(
@@ -899,6 +899,31 @@ MUTANTS = (
         "a look at an empty store makes nobody believe an older record",
         *("sync", "self._newest = record or newest", "self._newest = record"),
         *("succession", "a_look_at_an_empty_store_makes_nobody_believe_an_older_record"),
+    ),
+    mutant(
+        "members do not stay with a host that has gone to another store",
+        *("formation", "minority=gone and rules.majority and record.round > 0)", "minority=False)"),
+        *("majority", "members_do_not_stay_with_a_host_that_has_gone_to_another_store"),
+    ),
+    mutant(
+        "a majority that has succeeded forms no round beside the host",
+        *("succession", "(proven or rows[i].succeeded != known.round)", "True"),
+        *("majority", "who_comes_late_to_a_decision_after_success_does_not_undo_it"),
+    ),
+    mutant(
+        "a look says nothing about the store in use",
+        *("machine", "return self._link.schedule.under_way and self._link.schedule.asked.look", "return False"),
+        *("majority", "a_look_says_nothing_about_the_store_in_use"),
+    ),
+    mutant(
+        "a take-over sends nobody elsewhere",
+        *("succession", "quorums=needed, moved=None)", "quorums=needed)"),
+        *("majority", "a_take_over_sends_nobody_elsewhere"),
+    ),
+    mutant(
+        "a word of a guard is not lost to a doubt that arrives late",
+        *("sync", "                    return True\n", "                    pass\n"),
+        *("succession", "a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late"),
     ),
 )
 

@@ -487,6 +487,15 @@ def test_votes_come_with_the_members_of_their_round_and_garbage_is_ignored() -> 
     assert found.votes == (DEAD,) and len(found.ignored) == 2
 
 
+def test_a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late() -> None:
+    protocol, store = SyncProtocol("job/", "b", Codec(), lambda: 0.0), MemoryStore()
+    older = Vote("h", replace(RECORD, version=4))
+    for vote, stands in ((older, older), (DEAD, DEAD), (older, DEAD)):
+        assert execute(protocol.put_vote(vote), store)
+        found = SyncProtocol("job/", "b", Codec(), lambda: 0.0).carry_out(store, Sync(rows=(), voters=("h",)), 0.0)
+        assert found.votes == (stands,)
+
+
 def test_where_a_round_has_formed_nobody_says_that_the_store_has_moved() -> None:
     protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
     assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)) is None

@@ -97,7 +97,7 @@ def test_2_for_wrong_use_and_3_for_what_is_missing_here(nodes: Cluster) -> None:
 def test_3_for_a_node_with_other_settings_than_the_job_which_goes_on(nodes: Cluster) -> None:
     a = nodes.agent(1, QUICK, nnodes="1:2")
     (worker,) = nodes.round(1)
-    odd = nodes.agent(2, "--store-succession=proof", nnodes="1:3")
+    odd = nodes.agent(2, nnodes="1:3")
     assert nodes.ends(odd) == 3
     assert "giving up: this node was started with --nnodes=1:3, the job runs with --nnodes=1:2" in nodes.out(2)
     worker.tell("exit 0")
