@@ -615,7 +615,9 @@ class Machine:
         if record is None or not record.open:
             self._break = None
             return None
-        if self._break is not None and record.round == self.row.round:
+        if record.round != self.row.round:
+            self._break = None  # this node has not read that its own round is over, only the next one
+        if self._break is not None:
             return Change(record, updates.break_up(record, *self._break, self.row.id, self._ran))
         lost = updates.lose_member(self._view(record), self.rules.expire, self._ran)
         return Change(record, lost) if lost else None

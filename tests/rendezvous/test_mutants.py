@@ -234,6 +234,11 @@ MUTANTS = (
         *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
     ),
     mutant(
+        "a reason to end a round does not end the next one",
+        *("machine", "        if record.round != self.row.round:\n", "        if False:\n"),
+        *("steps", "the_reason_to_end_a_round_does_not_end_the_next_one"),
+    ),
+    mutant(
         "another store is another rendezvous",
         *("rules", "if found.store_id == record.store_id else", "if True else"),
         *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),

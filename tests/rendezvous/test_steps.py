@@ -113,6 +113,20 @@ def test_a_round_that_is_over_before_it_began_is_given_up_and_the_next_is_joined
     assert stage.run(3, lambda: stage.record.round == 2)
 
 
+def test_the_reason_to_end_a_round_does_not_end_the_next_one() -> None:
+    """A worker here loses its peers, the others end the round for the loss, and this node reads nothing before the next one."""
+    stage = running("b", "c")
+    stage.store_up = False
+    stage.me.fail()
+    stage.run(1)
+    assert stage.me.machine.state is Status.JOINING and stage.record.open, "its workers have ended, and nobody has read why"
+    stage.form(ME, "b", "c", number=2)
+    stage.store_up = True
+    assert stage.run(5, lambda: stage.me.starts[-1][0] == 2)
+    stage.run(3)
+    assert stage.record.open and stage.record.round == 2 and stage.mine.status is Status.RUNNING
+
+
 def test_a_ready_node_whose_round_breaks_starts_nothing() -> None:
     stage = met(min_nodes=2)
     stage.puppet("b")

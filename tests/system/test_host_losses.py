@@ -1,8 +1,8 @@
-"""The search for wrong ends after the loss of the node that hosts the store: ``tests/system/host_losses.py`` finds them."""
+"""The search for wrong ends after the loss of the node that hosts the store (``tests/system/host_losses.py``), and one such loss."""
 
 from __future__ import annotations
 
-from tests.system.host_losses import Ran, disorder
+from tests.system.host_losses import Ran, disorder, one_loss
 
 
 def test_a_step_of_a_round_after_the_first_one_of_a_later_round_is_found() -> None:
@@ -15,3 +15,9 @@ def test_a_step_of_a_round_after_the_first_one_of_a_later_round_is_found() -> No
 
 def test_two_rounds_of_one_number_are_found() -> None:
     assert list(disorder([Ran("run", 2, 0, 1, node, (0.0,)) for node in (0, 1)])) == ["two workers were rank 0 of round 2"]
+
+
+def test_workers_that_fail_as_the_host_is_killed_cost_no_restart() -> None:
+    """The others' workers lose their peer before their agents know that the store is gone."""
+    result = one_loss("kill", 3, expire=30.0, after=0.3, peers="fail")
+    assert not result.wrong and result.took is not None and result.took < 25, result
