@@ -1,7 +1,10 @@
-"""Every history of a small world, breadth first: all next events are tried in every order, except from states seen before.
+"""Every history of a small world: all next events are tried in every order, except from states seen before.
 
 Exchanges with the store are whole here, and time goes on in steps; what may happen to them is that they are answered, lost on the way,
 or carried out with the answer lost. The random histories have the rest.
+
+``explore`` goes breadth first, and so reaches every state that is a few events away. ``deviate`` reaches the end of each history: the usual
+event happens next, except in a few places, and those are anywhere. So it tries the death of the store's host at every point.
 
     python -m tests.sim.explore --seconds 60
 """
@@ -10,33 +13,52 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
+import functools
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
-from elastirun.rendezvous.actions import Sync
+from elastirun.rendezvous.actions import Outcome, Sync
 from elastirun.rendezvous.death_notice import write_notice
-from elastirun.rendezvous.events import SyncFailed, WorkersStopped
-from elastirun.rendezvous.link import Link
-from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.progress import Wait
+from elastirun.rendezvous.events import FoundAtStart, SyncFailed, WorkersStopped
+from elastirun.rendezvous.exchanges import Answer
+from elastirun.rendezvous.records import Place, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.sync import SyncProtocol, execute
 from tests.sim import invariants
-from tests.sim.world import CODEC, Node, World, WorldExchanges
+from tests.sim.world import CODEC, Node, Violation, World, WorldExchanges
 
 STEP = 0.5  # seconds; the longest time that passes at once
 FAULTS = 2  # crashes, failures, departures and lost messages in one history
+CALM = 8  # usual events in a row, while all nodes are in one running round, after which a history is at its end
+ENDLESS = 1000  # usual events in a row without such a round: there will never be one
+
+
+@dataclass(frozen=True)
+class Word:
+    """The word of the guard of the dead agent ``node_id`` that has not arrived yet: a death notice, or a vote for the store ``at``."""
+
+    node_id: str
+    at: Place | None
+    vote: Vote | None = None
+
+    def __str__(self) -> str:
+        return f"word of {self.node_id} to {self.at.id if self.at else 'the store'}"
 
 
 class Small(World):
     """A world in which nothing happens by itself: each event is chosen."""
 
     def __init__(self, rules: Rules, nodes: int, first_round: bool) -> None:
-        super().__init__(0, rules)
+        super().__init__(0, rules, hosted=rules.succession)
         self.pending: dict[str, Sync] = {}
+        self.words: tuple[Word, ...] = ()
+        self.unheard = 0  # words of guards that were lost, or were for a store that had ended
         self.faults = 0
         self.done: tuple[str, ...] = ()  # the names of the events so far
         for i in range(nodes):
@@ -53,6 +75,13 @@ class Small(World):
 
     def begin(self, node: Node, sync: Sync) -> None:
         self.pending[node.id] = sync
+
+    def tell_death(self, node: Node) -> None:
+        self.words += (Word(node.id, node.machine.place),)
+
+    def tell_standbys(self, node: Node) -> None:
+        places, vote = node.machine.last_words or ((), None)
+        self.words += tuple(Word(node.id, place, vote) for place in places)
 
     def at(self, delay: float, what: Callable[[], Any]) -> None:
         pass  # ``pass_time`` wakes the machines; the end of workers is one of the options
@@ -76,10 +105,12 @@ class Small(World):
         self.pending.pop(node_id, None)
         self.hand_over(node, node.connection, lambda now: SyncFailed(now, "lost"))
 
-    def _carried_out(self, node: Node) -> Any:
+    def _carried_out(self, node: Node) -> Answer:
         sync = self.pending.pop(node.id)
-        answer = self._apply(node, lambda store: node.connection.protocol.carry_out(store, sync, node.now))
-        return replace(answer, hosting=node.hosts)
+        if not self._is_up(sync.at):
+            return SyncFailed(node.now, "connection refused")
+        answer = self._apply(node, lambda store: node.connection.protocol.carry_out(store, sync, node.now), at=sync.at)
+        return replace(answer, hosting=self._is_local(node, sync.at))
 
     def stopped(self, node_id: str) -> None:
         node = self.node(node_id)
@@ -92,12 +123,26 @@ class Small(World):
             self.pending.pop(node_id, None)
         getattr(self.node(node_id), kind)()
 
-    def write_notice(self, node_id: str) -> None:
-        """Write the death notice of an agent that has died, as its guard does."""
-        self.telling = node = self.node(node_id)
-        protocol = SyncProtocol("job/", node_id, CODEC, lambda: 0.0)
-        self._apply(node, lambda store: execute(write_notice(protocol, node_id, 0, 0.0), store))
-        self.telling = None
+    def hear(self, word: Word) -> None:
+        """Let the word of a guard arrive, if its store is still there."""
+        self.lose_word(word, unheard=not self._is_up(word.at))
+        if self._is_up(word.at):
+            self.telling = node = self.node(word.node_id)
+            protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
+            steps = protocol.put_vote(word.vote) if word.vote else write_notice(protocol, node.id, 0, 0.0)
+            self._apply(node, lambda store: execute(steps, store), at=word.at)
+            self.telling = None
+
+    def lose_word(self, word: Word, unheard: bool = True) -> None:
+        self.words, self.unheard = tuple(other for other in self.words if other is not word), self.unheard + unheard
+
+    def say_moved(self, node_id: str) -> None:
+        """Let the node that has taken over the store say so where the job was started."""
+        node = self.node(node_id)
+        protocol, place = SyncProtocol("job/", node_id, CODEC, lambda: 0.0), node.machine.forward
+        assert place is not None
+        found = self._apply(node, lambda store: execute(protocol.put_moved(place), store))
+        node.feed(lambda now: FoundAtStart(now, found))
 
     def pass_time(self) -> None:
         """Let time pass until a machine wants to wake up, at most STEP."""
@@ -106,28 +151,43 @@ class Small(World):
         for node in alive:
             node.turn()
 
-    def options(self) -> Iterable[tuple[str, Callable[[Small], None]]]:
-        yield "time", Small.pass_time
-        for node in self.nodes:
-            i = node.id
-            if not node.up and not node.finish:
-                yield f"death notice of {i}", lambda w, i=i: w.write_notice(i)
-            if not node.alive:
-                continue
-            if i in self.pending:
-                yield f"answer {i}", lambda w, i=i: w.answer(i)
+    def options(self) -> Iterator[tuple[str, Callable[[Small], object]]]:
+        """Yield what can happen next, the usual event first: all that is under way arrives at once, then time passes."""
+        for word in self.words:
+            yield str(word), lambda w, word=word: w.hear(word)
+        for i in sorted(self.pending):
+            yield f"answer {i}", lambda w, i=i: w.answer(i)
+        alive = [node for node in self.nodes if node.alive]
+        for node in alive:
             if node.stopping:
-                yield f"stopped {i}", lambda w, i=i: w.stopped(i)
-            elif node.working:
-                yield f"succeed {i}", lambda w, i=i: w.node(i).succeed()
-            if self.faults < FAULTS:
-                if i in self.pending:
-                    yield f"lose request {i}", lambda w, i=i: w.lose(i, False)
-                    yield f"lose reply {i}", lambda w, i=i: w.lose(i, True)
-                yield f"crash {i}", lambda w, i=i: w.fault("crash", i)
-                yield f"leave {i}", lambda w, i=i: w.fault("leave", i)
+                yield f"stopped {node.id}", lambda w, i=node.id: w.stopped(i)
+        for node in alive:
+            if node.machine.forward is not None and self.record_at_start_is_not(node.machine.forward):
+                yield f"{node.id} says where the store is", lambda w, i=node.id: w.say_moved(i)
+        yield "time", Small.pass_time
+        for node in alive:
+            if node.working and not node.stopping:
+                yield f"succeed {node.id}", lambda w, i=node.id: w.node(i).succeed()
+        if self.faults < FAULTS:
+            yield from self.possible_faults()
+
+    def possible_faults(self) -> Iterator[tuple[str, Callable[[Small], object]]]:
+        for word in self.words if self.hosted else ():
+            yield f"lose {word}", lambda w, word=word: w.lose_word(word)
+        for i in self.pending:
+            yield f"lose request {i}", lambda w, i=i: w.lose(i, False)
+            yield f"lose reply {i}", lambda w, i=i: w.lose(i, True)
+        for node in self.nodes:
+            if node.alive:
+                yield f"crash {node.id}", lambda w, i=node.id: w.fault("crash", i)
+                yield f"leave {node.id}", lambda w, i=node.id: w.fault("leave", i)
                 if node.working and not node.stopping:
-                    yield f"fail {i}", lambda w, i=i: w.fault("fail", i)
+                    yield f"fail {node.id}", lambda w, i=node.id: w.fault("fail", i)
+
+    def record_at_start_is_not(self, place: Place) -> bool:
+        """Return whether a store that has appeared where the job was started does not send others to ``place`` yet, and could."""
+        found = self._round(self.data.get("job/round"), self.data) if self.store_up else None
+        return found is not None and found.round == 0 and found.moved != place
 
     # -- states -----------------------------------------------------------------------------------------------------------
 
@@ -135,17 +195,19 @@ class Small(World):
         """Return a copy that can go on differently. It shares values, but nothing that changes."""
         other = copy.copy(self)
         other.data, other.pending = dict(self.data), dict(self.pending)
-        other.succeeded = set(self.succeeded)
+        other.succeeded, other.formed_at, other.last_written = set(self.succeeded), dict(self.formed_at), dict(self.last_written)
+        other.called_lost = {fence: set(lost) for fence, lost in self.called_lost.items()}
         other.written_at = {i: times[-3:] for i, times in self.written_at.items()}
         other.nodes = [_copied(node, other) for node in self.nodes]
         return other
 
-    def key(self) -> object:
+    def key(self) -> Hashable:
         """Return a key that is equal for two worlds with the same future. Times count from now."""
         alive = [n for n in self.nodes if n.alive]
-        workers = tuple((n.id, n.stopping, n.ended_by_guard, n.working and n.working.round) for n in alive)
-        nodes = workers, tuple(_canonical(vars(n.machine), n.now) for n in alive)
-        return nodes, frozenset(self.data.items()), frozenset(self.pending.items()), self.faults, frozenset(self.succeeded)
+        workers = tuple((n.id, n.stopping, n.ended_by_guard, n.working and n.working.round, frozenset(n.standby.items())) for n in alive)
+        nodes = workers, tuple(_canonical(n.machine, n.now) for n in alive)
+        stores = self.store_up, frozenset(self.data.items()), frozenset(self.pending.items()), self.words
+        return nodes, stores, self.faults, frozenset(self.succeeded)
 
 
 def _copied(node: Node, world: Small) -> Node:
@@ -154,52 +216,82 @@ def _copied(node: Node, world: Small) -> Node:
     protocol = copy.copy(node.connection.protocol)
     protocol._known, protocol._clock = dict(protocol._known), lambda: other.now
     exchanges = WorldExchanges(other, protocol)
-    exchanges._pending = node.session._exchanges._pending
+    exchanges._pending, exchanges._connection.at = node.session._exchanges._pending, node.connection.at
     other.connection = exchanges._connection
     other.session = copy.copy(node.session)
-    other.session.machine, other.session._exchanges = _copied_machine(node.machine), exchanges
+    other.session.machine, other.session._exchanges = _own_copy(node.machine), exchanges
     other.session.worker_store, other.session._now = copy.copy(node.session.worker_store), lambda: other.now
     other.starts, other.began, other.stops = list(node.starts), list(node.began), list(node.stops)
-    other.ready_for, other.said = set(node.ready_for), []
+    other.ready_for, other.said, other.standby = set(node.ready_for), [], dict(node.standby)
     return other
 
 
-def _copied_machine(machine: Machine) -> Machine:
-    other, link = copy.copy(machine), copy.copy(machine._link)
-    other._actions, other._link = [], link
-    other._waiting, other._moves = copy.copy(machine._waiting), copy.copy(machine._moves)
-    link.rows, link.live = dict(link.rows), copy.copy(link.live)
-    link.plan, link.schedule = copy.copy(link.plan), copy.copy(link.schedule)
-    link.live._seen = {i: copy.copy(seen) for i, seen in link.live._seen.items()}
-    return other
-
-
-UNIMPORTANT = {"rules", "_event", "_history", "_actions"}
-
-
-def _canonical(value: Any, now: float) -> object:
-    if isinstance(value, float):
-        return round(value - now, 2) if abs(value - now) < 1e6 else value
+def _own_copy(value: Any) -> Any:
+    """Return a copy of a part of a machine. It shares only values that never change: those of records, actions and events."""
     if isinstance(value, dict):
-        return frozenset((name, _canonical(item, now)) for name, item in value.items() if name not in UNIMPORTANT)
-    if isinstance(value, tuple):
-        return tuple(_canonical(item, now) for item in value)
-    if isinstance(value, Link):
-        return _canonical(vars(value), now)
-    if type(value).__name__ == "Liveness":
-        return _canonical(value._seen, now)
-    if isinstance(value, Wait):
-        return _canonical(value.since, now)
-    if type(value).__name__ in ("_Seen", "PollPlan", "Schedule", "Contact", "OwnRow", "Moves"):
-        return tuple(_canonical(getattr(value, f.name), now) for f in fields(value) if f.name not in UNIMPORTANT)
-    return value
+        return {name: _own_copy(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_own_copy(item) for item in value]
+    if not _changes(type(value)):
+        return value
+    other = copy.copy(value)
+    for name, item in vars(value).items():
+        setattr(other, name, _own_copy(item))
+    return other
+
+
+@functools.cache
+def _changes(kind: type) -> bool:
+    """Return whether objects of this class of the rendezvous can change."""
+    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return kind.__module__.startswith("elastirun.rendezvous") and not frozen and not issubclass(kind, Enum)
+
+
+UNIMPORTANT = {"rules", "_rules", "_event", "_history", "_actions", "me"}
+OF_TIMES = ("Contact", "OwnRow")  # classes of values that never change, with times
+
+
+def _canonical(value: Any, now: float) -> Hashable:
+    """Return a part of a machine as a value that is equal for two machines with the same future."""
+    kind = type(value)
+    if kind is float:
+        return int((value - now) * 100.0 + 0.5) if abs(value - now) < 1e6 else value
+    if kind is dict:
+        return frozenset([(name, _canonical(item, now)) for name, item in value.items()])
+    if kind is tuple:
+        return tuple([_canonical(item, now) for item in value])
+    if _has_times(kind):
+        return tuple([_canonical(item, now) for name, item in vars(value).items() if name not in UNIMPORTANT])
+    return value  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _has_times(kind: type) -> bool:
+    return kind.__name__ in OF_TIMES or _changes(kind)
 
 
 @dataclass(frozen=True)
 class Explored:
     states: int
-    depth: int  # all histories up to this many steps were tried
+    depth: int  # all histories up to this many steps, or with this many unusual events, were tried
     violation: str | None = None
+
+
+def _let(world: Small, name: str, act: Callable[[Small], object]) -> Small:
+    """Let one more event happen. Raises what must never happen, with the events that led to it."""
+    world.done = (*world.done, name)
+    try:
+        act(world)
+        world._watch_progress()
+    except AssertionError as violation:
+        raise Violation(f"{violation} {_story(world)}") from None
+    return world
+
+
+def _story(world: Small) -> str:
+    """Return in words what has happened. Usual events have no names, and are counted."""
+    parts = [f"{len(list(events))} usual events" if not name else ", ".join(events) for name, events in itertools.groupby(world.done)]
+    return f"after: {', '.join(parts)}"
 
 
 def explore(start: Small, seconds: float, most: int = 10**9) -> Explored:
@@ -212,17 +304,46 @@ def explore(start: Small, seconds: float, most: int = 10**9) -> Explored:
         if time.monotonic() > end or len(seen) >= most:
             return Explored(len(seen), depth)
         for name, act in world.options():
-            other = world.branch()
-            other.done = (*world.done, name)
             try:
-                act(other)
-            except AssertionError as violation:
-                return Explored(len(seen), depth, f"{violation} after: {', '.join(other.done)}")
+                other = _let(world.branch(), name, act)
+            except Violation as violation:
+                return Explored(len(seen), depth, str(violation))
             key = other.key()
             if key not in seen:
                 seen.add(key)
                 queue.append((other, depth + 1))
     return Explored(len(seen), 10**9)
+
+
+def deviate(start: Small, unusual: int, seconds: float = 1e9, given: str = "") -> Explored:
+    """Try all histories from ``start`` to their ends in which at most so many ``unusual`` events happen, until ``seconds`` are over.
+
+    ``given``: an event that may happen at any point besides.
+    """
+    seen: dict[Hashable, int] = {}  # by state: how many unusual events were tried from there on
+    end = time.monotonic() + seconds
+
+    def follow(world: Small, left: int) -> None:
+        calm = steps = 0
+        while calm < CALM and time.monotonic() < end:
+            if seen.get(key := world.key(), -1) >= left:
+                return
+            seen[key] = left
+            usual, *others = world.options()
+            for name, act in others if left else [other for other in others if other[0] == given]:
+                follow(_let(world.branch(), name, act), left - (name != given))
+            _let(world, "", usual[1])
+            steps += 1
+            calm = calm + 1 if world.all_finished() or invariants.settled(world) else 0
+            gave_up = [node.id for node in world.nodes if node.outcome is Outcome.STORE_LOST and not world.unheard]
+            if steps > ENDLESS or gave_up:
+                raise Violation(f"{f'{gave_up} lost the store' if gave_up else 'no end'} {_story(world)}")
+
+    try:
+        follow(start.branch(), unusual)
+    except Violation as violation:
+        return Explored(len(seen), unusual, str(violation))
+    return Explored(len(seen), unusual if time.monotonic() < end else 0)
 
 
 WORLDS = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastirun.rendezvous import polling
 from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.records import Blame
+from elastirun.rendezvous.records import Blame, RoundRecord
 from elastirun.rendezvous.rules import Rules, hold
 from tests.sim import invariants
 from tests.sim.world import Deaths, Node, Push, Violation, World
@@ -22,6 +23,8 @@ ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all
 # crashes again and again.
 WIDE, UNEVEN, LOOPING = 0.1, 0.25, 0.1
 SUCCESSION = 0.5  # share of the histories with a store that a node hosts in which another node's store may take over
+WIDER, CROWDED = 0.6, 0.5  # shares of those with faults of ``WIDER_KINDS``, and of these with four to seven nodes
+LOOK_EVERY = 0.02  # seconds between two looks at whether the moment of a fault has come
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,22 @@ HOST_KINDS = {
     "split": (4, 20.0),  # in two halves that do not reach each other
 }
 
+# Faults of a network that is torn in any way, of a loop that stands still alone, and of all machines at once, for the same histories. Some
+# wait for a moment that no drawn time would meet.
+WIDER_KINDS = {
+    "parts": (2, 20.0),  # the network is in three or four parts
+    "walls": (3, 30.0),  # some nodes cannot open a connection to some others
+    "wall_off_host": (4, 30.0),  # some nodes cannot open a connection to the host of the store in use; it can to them
+    "stall": (1, 16.0),
+    "stall_host": (2, 16.0),
+    "suspend": (1, 16.0),  # all machines at once
+    "suspend_undecided": (2, 16.0),  # the same, once a node waits in a standby store that nobody has taken over yet
+    "kill_owner": (2, 20.0),  # the owner of such a store dies
+    "kill_unread": (4, 20.0),  # the host dies, and there is a round that its agent has not read
+}
 
 CONNECTED = {"crash", "reboot", "storm", "leave", "fail", "fail_two", "succeed_one", "kill_host", "leave_host", "dark_host", "loop"}
+CONNECTED |= {"stall", "stall_host", "kill_owner", "kill_unread"}
 
 
 def draw(seed: int) -> Plan:
@@ -143,6 +160,8 @@ def draw(seed: int) -> Plan:
     third = random.Random(f"succession {seed}")
     if hosted and high > 1 and third.random() < SUCCESSION:
         plan = replace(plan, rules=replace(plan.rules, succession=True), faults=_with_host_faults(plan, third))
+        if third.random() < WIDER:
+            plan = _with_wider_faults(plan, third)
     if wide:
         plan = replace(plan, sparse=own.choice([1.0, 4.0, 16.0]))
     if uneven:
@@ -153,10 +172,35 @@ def draw(seed: int) -> Plan:
 
 def _with_host_faults(plan: Plan, rng: random.Random) -> tuple[Fault, ...]:
     """Return the faults of the plan with one to four more, close to each other, of the node that hosts the store in use."""
-    names, weights = list(HOST_KINDS), [weight for weight, _ in HOST_KINDS.values()]
-    faults, when = [], rng.uniform(3.0, TROUBLE)
-    for kind in rng.choices(names, weights, k=rng.choice([1, 2, 3, 4])):
-        faults.append(Fault(when, kind, rng.randrange(plan.nodes), rng.uniform(0, HOST_KINDS[kind][1]), rng.random()))
+    return _with_close_faults(plan, rng, HOST_KINDS, rng.uniform(3.0, TROUBLE), [1, 2, 3, 4])
+
+
+def _with_wider_faults(plan: Plan, rng: random.Random) -> Plan:
+    """Return the plan with one to four more faults, of ``WIDER_KINDS``, mostly just before a fault of the host.
+
+    Often there are more nodes: with three, few things can go wrong between those that do not host the store, and spares take the place of
+    members that are cut off. Often there are fewer other faults, and mostly the guards tell: a story needs both to go on to its end.
+    """
+    others = rng.choice([0.0, 0.5, 1.0])
+    plan = replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind in HOST_KINDS or rng.random() < others))
+    if not plan.deaths.told and rng.random() < 0.7:
+        plan = replace(plan, deaths=replace(plan.deaths, told=1.0))
+    if rng.random() < CROWDED and not plan.rules.fixed_ranks:
+        nodes = rng.randint(4, 7)
+        most = nodes - rng.choice([0, 1, 1, 2])
+        plan = replace(plan, nodes=nodes, rules=replace(plan.rules, max_nodes=most, min_nodes=min(most, plan.rules.min_nodes)))
+    of_host = [fault.when for fault in plan.faults if fault.kind in HOST_KINDS]
+    when = max(2.0, rng.choice(of_host) - rng.expovariate(0.2)) if rng.random() < 0.7 else rng.uniform(3.0, TROUBLE)
+    return replace(plan, faults=_with_close_faults(plan, rng, WIDER_KINDS, when, [1, 2, 2, 3, 4]))
+
+
+def _with_close_faults(
+    plan: Plan, rng: random.Random, kinds: dict[str, tuple[float, float]], when: float, counts: list[int]
+) -> tuple[Fault, ...]:
+    """Return the faults of the plan with some more of ``kinds``, the first one at ``when``, the others close to each other."""
+    names, weights, faults = list(kinds), [weight for weight, _ in kinds.values()], []
+    for kind in rng.choices(names, weights, k=rng.choice(counts)):
+        faults.append(Fault(when, kind, rng.randrange(plan.nodes), rng.uniform(0, kinds[kind][1]), rng.random()))
         when = min(TROUBLE, when + rng.expovariate(rng.choice([0.2, 2.0, 10.0])))
     return tuple(sorted((*plan.faults, *faults), key=lambda f: f.when))
 
@@ -192,6 +236,7 @@ class History:
         kinds = {fault.kind for fault in plan.faults}
         self.world.disconnected = plan.rules.succession and bool(kinds - CONNECTED)
         self.world.push, self.world.deaths = plan.push, plan.deaths
+        self._suspended_until = 0.0  # the end of the time for which all machines are suspended
         invariants.install(self.world)
 
     def run(self, transcript: bool = False) -> Result:
@@ -261,6 +306,9 @@ class History:
         return f"{nodes}; {on}"
 
     def _add(self, name: str, index: int) -> None:
+        if (left := self._suspended_until - self.world.t) > 0:
+            self.world.at(left, lambda: self._again(index))
+            return
         count = len(self.world.nodes)
         offset, rate = self.plan.clocks[count % 64]
         rank = index if self.plan.rules.fixed_ranks else None
@@ -291,10 +339,13 @@ class History:
     def _heal(self) -> None:
         """End all faults, and start the nodes anew that have gone, as a supervisor would."""
         world = self.world
+        self._suspended_until = 0.0
+        world.walls.clear()
         for node in world.nodes:
             node.cut, node.side = False, 0
             node.loss, node.delay, node.late = 0.0, (0.0005, 0.005), None
             node.thaw()
+            node.end_stall()
         world.resume_store()
         host_gone = self.plan.hosted and not next((n for n in reversed(world.nodes) if n.hosts), world.nodes[0]).alive
         if not host_gone:
@@ -401,8 +452,10 @@ class History:
 
     def _kill_host(self, node: Node, fault: Fault) -> None:
         if host := self._host():
-            host.crash()
-            self._for(fault, lambda: self._again(int(host.name[1:])))
+            self._kill(host, fault)
+
+    def _kill(self, node: Node, fault: Fault) -> None:
+        self._crash(node, replace(fault, who=int(node.name[1:])))
 
     def _dark_host(self, node: Node, fault: Fault) -> None:
         if host := self._host():
@@ -419,9 +472,85 @@ class History:
 
     def _split(self, node: Node, fault: Fault) -> None:
         bits = int(fault.x * 2**16)
+        self._take_sides(fault, [bits >> i % 16 & 1 for i in range(len(self.world.nodes))])
+
+    def _parts(self, node: Node, fault: Fault) -> None:
+        rng = random.Random(fault.x)
+        parts = rng.choice([3, 4])
+        self._take_sides(fault, [rng.randrange(parts) for _ in self.world.nodes])
+
+    def _take_sides(self, fault: Fault, sides: list[int]) -> None:
+        """Split the network, so that each node is on its side. New incarnations of a node stay there."""
+        for other, side in zip(self.world.nodes, sides, strict=True):
+            other.side = side
+        self._for(fault, lambda: [setattr(other, "side", 0) for other in self.world.nodes])
+
+    def _walls(self, node: Node, fault: Fault) -> None:
+        """Keep some nodes from opening connections to some others; half of the time none of the two reaches the other."""
+        rng, names = random.Random(fault.x), [f"n{i}" for i in range(self.plan.nodes)]
+        share, both = rng.choice([0.1, 0.3, 0.6]), rng.random() < 0.5
+        pairs = {pair for pair in itertools.permutations(names, 2) if rng.random() < share}
+        self._build(fault, pairs | {(b, a) for a, b in pairs if both})
+
+    def _wall_off_host(self, node: Node, fault: Fault) -> None:
+        rng, host = random.Random(fault.x), self._host()
+        self._build(fault, {(f"n{i}", host.name) for i in range(self.plan.nodes) if host and rng.random() < 0.5})
+
+    def _build(self, fault: Fault, pairs: set[tuple[str, str]]) -> None:
+        wall = frozenset(pairs)
+        self.world.walls.append(wall)
+        self._for(fault, lambda: wall in self.world.walls and self.world.walls.remove(wall))
+
+    def _stall(self, node: Node, fault: Fault) -> None:
+        node.stall()
+        self._for(fault, node.end_stall)
+
+    def _stall_host(self, node: Node, fault: Fault) -> None:
+        if host := self._host():
+            self._stall(host, fault)
+
+    def _suspend(self, node: Node, fault: Fault) -> None:
+        """Suspend all machines. They go on one after the other, within half a second."""
+        self._suspended_until = max(self._suspended_until, self.world.t + fault.lasts)
         for i, other in enumerate(self.world.nodes):
-            other.side = bits >> i % 16 & 1
-            self._for(fault, lambda other=other: setattr(other, "side", 0))
+            other.freeze(workers_too=True)
+            self._for(replace(fault, lasts=fault.lasts + (i * fault.x) % 0.5), other.thaw)
+
+    def _suspend_undecided(self, node: Node, fault: Fault) -> None:
+        self._once(lambda: any(map(self.world.undecided, self.world.nodes)), lambda: self._suspend(node, fault))
+
+    def _kill_owner(self, node: Node, fault: Fault) -> None:
+        def owner() -> Node | None:
+            return next((n for n in self.world.nodes if self.world.undecided(n) and n.machine.place and n.machine.place.id == n.id), None)
+
+        self._once(owner, lambda: self._kill(owner() or node, fault))
+
+    def _kill_unread(self, node: Node, fault: Fault) -> None:
+        """Let the loop of the host stand still when the next round is written, and kill the host when others have read that round.
+
+        Mostly that round is one without many of the members: they cannot open a connection to the host from now on.
+        """
+        rng, record, host = random.Random(fault.x), self.world.record, self._host()
+        if record is not None and host is not None and rng.random() < 0.7:
+            others = [m.name for m in record.members if m.id != host.id]
+            cut_off = rng.sample(others, rng.randint(len(others) // 2, len(others) // 2 + 1) if others else 0)
+            self._build(replace(fault, lasts=TROUBLE), {(name, host.name) for name in cut_off})
+
+        def see(world: World, _: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+            host = self._host()
+            if old is not None and new.round > old.round and host is not None and world.t < TROUBLE:
+                world.watch = [watch for watch in world.watch if watch is not see]
+                host.stall()
+                self._for(replace(fault, lasts=0.05 + fault.x), lambda: self._kill(host, fault))
+
+        self.world.watch = [*self.world.watch, see]
+
+    def _once(self, moment: Callable[[], object], act: Callable[[], object]) -> None:
+        """Act at the first ``moment`` that comes before all faults end."""
+        if moment():
+            act()
+        elif self.world.t < TROUBLE:
+            self.world.at(LOOK_EVERY, lambda: self._once(moment, act))
 
     def _fail(self, node: Node, fault: Fault) -> None:
         blame = Blame.VICTIM if int(fault.x * 3) == 2 else Blame.OWN_FAULT

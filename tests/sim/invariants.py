@@ -28,7 +28,7 @@ def _must(holds: bool, what: str) -> None:
 
 def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
     if old is None and new.term:
-        _taken_over(world, new)
+        _taken_over(world, node, new)
         return
     if old is not None and world.rules.lasting and new.store_id != old.store_id:
         _must(not _complete(world, old), f"the next run begins while round {old.round} of the last one goes on")
@@ -39,8 +39,17 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
         world.formed_at[new.fence] = world.t
 
 
-def _taken_over(world: World, new: RoundRecord) -> None:
-    """P1, P9: a store takes over only from a host that has died, and calls only those lost that have; with a majority from any host."""
+def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
+    """P1, P9: one store at a time takes over, only from a host that has died, and it calls only those lost that have.
+
+    With a majority, a store takes over from any host.
+    """
+    for other in world.nodes:
+        record = world.record_at(other) if other.alive and other is not node else None
+        twice = record is not None and record.store_id == new.store_id and record.term >= new.term
+        _must(not twice, f"{node.id} takes over although {other.id} has done so, and lives")
+    for m in new.members:
+        world.written_at.setdefault((m.id, node.id), []).append(world.t)  # its silence there counts from now on
     broken = new.broken
     _must(broken is not None, "a store takes over with a round that is on")
     assert broken is not None

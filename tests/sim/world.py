@@ -5,8 +5,8 @@ hour takes a second and the same seed gives the same history. Between any two op
 request or a reply can be lost, or come late; whoever gave up waiting does not know whether its write was applied, exactly as with a
 real store.
 
-Three things are simpler than for real agents: a connection is there at once; no operation is repeated, as etcd's client does, and the
-limit of an exchange is therefore the shorter one of a TCPStore; and the loop of an agent never stands still without its other threads.
+Two things are simpler than for real agents: a connection is there at once; and no operation is repeated, as etcd's client does, so that
+the limit of an exchange is the shorter one of a TCPStore.
 """
 
 from __future__ import annotations
@@ -195,11 +195,12 @@ class Node:
     up: bool = True
     frozen: bool = False
     workers_frozen: bool = False
+    stalled: bool = False  # the loop of its agent stands still; its other threads, and the stores that it serves, go on
     cut_out: bool = False  # its requests are lost
     cut_in: bool = False  # the replies to it are lost
     loss: float = 0.0  # chance of losing a message, each way
     delay: tuple[float, float] = (0.0005, 0.005)  # of a message, seconds
-    side: int = 0  # of a network that is split in two
+    side: int = 0  # of a network that is split: nodes on different sides do not reach each other
     dark: bool = False  # its machine is off: nobody answers there, and no guard
     standby: dict[str, bytes] = field(default_factory=dict)  # its standby store, which ends with its agent
     late: tuple[float, float] | None = None  # of a request, in place of ``delay``
@@ -218,6 +219,7 @@ class Node:
     row_lease: int = 0  # the lease of its row, as far as its agent knows
     renewed: float = 0.0  # when its guard's lease was last renewed, by its clock
     waiting: list[Callable[[], object]] = field(default_factory=list)  # what its threads will do when it is not frozen any more
+    held: list[Callable[[float], Event]] = field(default_factory=list)  # what will happen to its loop when that is not stalled any more
     _wait: float = math.inf  # seconds, by its clock, that its loop means to sleep at the end of each turn
     _turns: int = 0
 
@@ -251,8 +253,13 @@ class Node:
         return self.working is not None and not self.workers_frozen
 
     def feed(self, make: Callable[[float], Event]) -> None:
-        """Let the event of ``make`` happen to the node once it runs."""
-        self.when_running(lambda: (self.session.post(make(self.now)), self.turn()))
+        """Let the event of ``make`` happen to the node once its loop runs."""
+        self.when_running(lambda: self.held.append(make) if self.stalled else self.post(make))
+
+    def post(self, make: Callable[[float], Event]) -> None:
+        """Add the event of ``make`` to those of the loop, in a thread of the agent or in the loop itself."""
+        self.session.post(make(self.now))
+        self.turn()
 
     def when_running(self, what: Callable[[], object]) -> None:
         """Let a thread of the agent do ``what``, now or when it runs again."""
@@ -263,7 +270,7 @@ class Node:
 
     def turn(self) -> None:
         """Let the loop of the agent go round."""
-        if self.frozen or not self.alive:
+        if self.frozen or self.stalled or not self.alive:
             return
         now = self.now
         self.session.check_standstill(now, self._wait, self._guard_acts(0.1 if self.lone else min(0.5, self.lease / 10)))
@@ -361,8 +368,29 @@ class Node:
         self.frozen, self.workers_frozen = True, workers_too
         if self.hosts:
             self.world.pause_store()
-        if self._lease_end < math.inf and not workers_too:
-            self.world.at(max(0.0, self._lease_end - self.now) / self.rate, lambda: self.frozen and self._guard_acts(1e-6))
+        if not workers_too:
+            self._let_guard_act()
+
+    def stall(self) -> None:
+        """Let the loop of the agent stand still, as a long garbage collection or SIGSTOP of one thread does. Other threads go on."""
+        if self.alive and not self.frozen and not self.stalled:
+            self.stalled = True
+            self._let_guard_act()
+
+    def end_stall(self) -> None:
+        """Let the loop go on. What came to the other threads meanwhile is there at once, with the time at which it came."""
+        if self.stalled:
+            self.stalled = False
+            held, self.held = self.held, []
+            for make in held:
+                self.session.post(make(self.now))
+            self.turn()
+
+    def _let_guard_act(self) -> None:
+        """Let the guard end the workers when its lease is over, unless the loop of the agent goes on before."""
+        if self._lease_end < math.inf:
+            over = max(0.0, self._lease_end - self.now) / self.rate
+            self.world.at(over, lambda: (self.frozen or self.stalled) and self._guard_acts(1e-6))
 
     @property
     def _lease_end(self) -> float:
@@ -376,7 +404,7 @@ class Node:
         over = (self.working is not None or self.ended_by_guard) and self.now > self._lease_end - early
         if over:
             self.working, self.ended_by_guard = None, True
-            self.lone = self.lone and self.frozen
+            self.lone = self.lone and (self.frozen or self.stalled)
         return over
 
     def thaw(self) -> None:
@@ -430,6 +458,7 @@ class World:
         self._progressing: list[RoundRecord | None] = []
         self.called_lost: dict[str, set[str]] = {}  # by fence: the members that a record of that round has called lost
         self.last_written: dict[str, RoundRecord] = {}  # by name of the store
+        self.walls: list[frozenset[tuple[str, str]]] = []  # pairs of names: the first node cannot open a connection to the second one
         self.disconnected = False  # whoever serves an empty store where the job was started may not hear that its store has moved
         self.replaced = 0  # times that another store has taken the place of this one
         self.graces = (math.inf, math.inf)  # seconds until workers that are to stop are killed: planned, and after a failure
@@ -464,6 +493,7 @@ class World:
         access = WorldAccess(f"10.0.0.{names.index(name) + 1}")
         node.session = Session(Machine(rules, row, node.now), exchanges, access, node.said.append, lambda: node.now)
         node.hosts = self.hosted and name == (self.nodes or [node])[0].name
+        node.side = next((other.side for other in reversed(self.nodes) if other.name == name), 0)
         if self.hosted and node.hosts and self.nodes:
             self.replace_store()  # what its last incarnation held is gone
         self.nodes.append(node)
@@ -482,6 +512,11 @@ class World:
             return next(node for node in self.nodes if node.id == at.id)
         return next((node for node in reversed(self.nodes) if node.hosts), None)
 
+    def undecided(self, node: Node) -> bool:
+        """Return whether the node waits in a standby store that nobody has taken over yet."""
+        at = node.machine.place
+        return node.alive and at is not None and "job/round" not in self.data_at(at)
+
     def data_at(self, at: Place | None) -> dict[str, bytes]:
         server = self.server(at)
         return self.data if at is None or server is None else server.standby
@@ -491,9 +526,15 @@ class World:
         server = self.server(at)
         if node.cut_in if reply else node.cut_out:
             return True
-        if self.rules.succession and server is not None and (server.dark or server.side != node.side or server.cut):
+        if self.rules.succession and server is not None and not self._reaches(node, server):
             return True
         return rng.random() < node.loss
+
+    def _reaches(self, node: Node, server: Node) -> bool:
+        """Return whether the network, and the machine of the ``server``, let the node speak to the server."""
+        if server.dark or server.cut or server.side != node.side:
+            return False
+        return not any((node.name, server.name) in wall for wall in self.walls)
 
     def begin(self, node: Node, sync: Sync) -> None:
         """Begin an exchange over the node's connection. After it is given up it goes on: its writes arrive, but nobody hears of them."""
@@ -581,6 +622,10 @@ class World:
             self._announce_change(at)
         return found
 
+    def wrote(self, node_id: str, at: Place | None) -> None:
+        """Note that the row of the node has changed in the store ``at``."""
+        self.written_at.setdefault((at.id if at else "", node_id), []).append(self.t)
+
     # -- death notices --------------------------------------------------------------------------------------------------
 
     def tell_death(self, node: Node) -> None:
@@ -624,7 +669,7 @@ class World:
             return
         except StopIteration as done:
             if isinstance(record := done.value, RoundRecord):
-                node.feed(lambda now: FoundAtStart(now, record))
+                node.when_running(partial(node.post, lambda now: FoundAtStart(now, record)))
             return
         if not self.loses(node, at, self.death_random):
             self.at(self.death_random.uniform(*node.delay), partial(self._take_notice, node, at, steps, operation))
@@ -686,9 +731,13 @@ class World:
         """The round record of the store in use: the newest one in a store that is served."""
         if not self.rules.succession:
             return self._round(self.data.get("job/round"), self.data)
-        stores = [self.data] * self.store_up + [node.standby for node in self.nodes if node.alive]
-        found = [record for data in stores if (record := self._round(data.get("job/round"), data)) is not None]
+        at_start = self._round(self.data.get("job/round"), self.data) if self.store_up else None
+        found = [record for record in (at_start, *(self.record_at(node) for node in self.nodes if node.alive)) if record is not None]
         return max(found or self.last_written.values(), key=lambda record: (record.term, record.version), default=None)
+
+    def record_at(self, node: Node) -> RoundRecord | None:
+        """Return the round record in the standby store of the node; None: nobody has taken that store over."""
+        return self._round(node.standby.get("job/round"), node.standby)
 
     def _round(self, value: bytes | None, data: dict[str, bytes]) -> RoundRecord | None:
         if value is None:
