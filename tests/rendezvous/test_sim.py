@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from elastirun.rendezvous.succession import standbys
 from tests.sim import history, invariants
-from tests.sim.history import Fault, History, draw, shrink
-from tests.sim.world import Violation, World
+from tests.sim.history import HOST_KINDS, WIDER_KINDS, Fault, History, draw, shrink
+from tests.sim.world import Deaths, Violation, World, write_round
 
 CHUNK = 50
 
@@ -68,3 +69,72 @@ def test_some_histories_are_of_many_nodes_and_some_of_unlike_ones() -> None:
     wide = [plan for plan in plans if plan.nodes > 5]
     assert {plan.nodes for plan in wide} >= {6, 7, 8, 9} and any(plan.sparse > 1 for plan in wide)
     assert any(len(set(plan.timings)) > 1 and len(set(plan.slots)) > 1 for plan in plans)
+
+
+# -- a torn network, loops that stand still, suspended machines -------------------------------------------------------------------
+
+
+def hosted(count: int = 3) -> World:
+    """A world with a round of ``count`` nodes, in which another node may take over the store of node 0."""
+    world = World(hosted=True, min_nodes=1, max_nodes=count, store_grace=15.0, succession=True)
+    world.deaths = Deaths(told=1.0)
+    invariants.install(world)
+    for _ in range(count):
+        world.add()
+    assert world.run(20, world.running(*world.nodes))
+    return world
+
+
+def test_a_store_goes_on_while_the_loop_of_its_host_stands_still() -> None:
+    world = hosted()
+    host, a, b = world.nodes
+    seen = [n.machine.kept_alive for n in (host, a, b)]
+    host.stall()
+    world.run(4)
+    assert [n.machine.kept_alive > before + 3 for n, before in zip((host, a, b), seen, strict=True)] == [False, True, True]
+    host.end_stall()
+    assert world.run(3, lambda: host.machine.kept_alive > seen[0] + 3) and world.running(host, a, b)()
+
+
+def test_the_guard_ends_the_workers_of_a_loop_that_stands_still_for_too_long() -> None:
+    world = hosted()
+    host = world.nodes[0]
+    host.stall()
+    assert world.run(1.1 * host.lease, lambda: host.ended_by_guard) and host.working is None
+
+
+def test_a_wall_keeps_one_node_from_another_and_from_no_third_one() -> None:
+    world = hosted()
+    host, a, b = world.nodes
+    world.walls = [frozenset({(a.name, host.name)})]
+    assert world.run(12, world.running(host, b))
+    world.walls.clear()
+    assert world.run(20, world.running(host, a, b))
+
+
+def test_a_second_owner_of_the_same_term_is_noticed() -> None:
+    world = hosted()
+    world.nodes[0].crash()
+    last = world.nodes[2]
+    assert world.run(10, world.running(world.nodes[1], last))
+    record = world.record
+    assert record is not None and record.term == 1
+    at = next(place for place in standbys(record) if place.id == last.id)
+    with pytest.raises(Violation, match="takes over although"):
+        world._apply(last, lambda store: write_round(store._data, replace(record, host=last.id)), at=at)
+
+
+def test_with_succession_there_are_faults_of_all_kinds_and_without_none_of_them() -> None:
+    plans = [draw(seed) for seed in range(3000)]
+    kinds = {True: set[str](), False: set[str]()}
+    for plan in plans:
+        kinds[plan.rules.succession] |= {fault.kind for fault in plan.faults}
+    new = HOST_KINDS.keys() | WIDER_KINDS.keys()
+    assert kinds[True] >= new and not kinds[False] & new
+
+
+@pytest.mark.parametrize("kind", [*HOST_KINDS, *WIDER_KINDS])
+def test_a_job_outlives_each_fault_of_a_host_or_a_network(kind: str) -> None:
+    plan = next(plan for plan in map(draw, range(3000)) if plan.rules.succession and plan.nodes > 2)
+    plan = replace(plan, deaths=Deaths(told=1.0), faults=(Fault(5.0, "kill_host", 0, 9.0, 0.5), Fault(5.1, kind, 1, 6.0, 0.5)))
+    assert History(plan).run().violation is None

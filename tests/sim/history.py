@@ -24,6 +24,7 @@ ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all
 WIDE, UNEVEN, LOOPING = 0.1, 0.25, 0.1
 SUCCESSION = 0.5  # share of the histories with a store that a node hosts in which another node's store may take over
 WIDER, CROWDED = 0.6, 0.5  # shares of those with faults of ``WIDER_KINDS``, and of these with four to seven nodes
+MAJORITY = 0.4  # share of the histories with succession in which a majority is enough, without the proof that the host has died
 LOOK_EVERY = 0.02  # seconds between two looks at whether the moment of a fault has come
 
 
@@ -162,6 +163,8 @@ def draw(seed: int) -> Plan:
         plan = replace(plan, rules=replace(plan.rules, succession=True), faults=_with_host_faults(plan, third))
         if third.random() < WIDER:
             plan = _with_wider_faults(plan, third)
+        if third.random() < MAJORITY:
+            plan = replace(plan, rules=replace(plan.rules, majority=True))
     if wide:
         plan = replace(plan, sparse=own.choice([1.0, 4.0, 16.0]))
     if uneven:

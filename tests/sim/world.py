@@ -622,10 +622,6 @@ class World:
             self._announce_change(at)
         return found
 
-    def wrote(self, node_id: str, at: Place | None) -> None:
-        """Note that the row of the node has changed in the store ``at``."""
-        self.written_at.setdefault((at.id if at else "", node_id), []).append(self.t)
-
     # -- death notices --------------------------------------------------------------------------------------------------
 
     def tell_death(self, node: Node) -> None:
