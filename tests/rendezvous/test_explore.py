@@ -6,7 +6,7 @@ import pytest
 
 from elastirun.rendezvous.succession import Moves
 from elastirun.rendezvous.view import View
-from tests.sim.explore import HOST_DIES, MESSAGES, WITH_SUCCESSION, WORLDS, deviate, explore
+from tests.sim.explore import MESSAGES, WITH_SUCCESSION, WORLDS, deviate, explore
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -30,22 +30,31 @@ def test_a_state_seen_before_is_not_tried_again() -> None:
     assert world.key() != same.key() and world.t < same.t
 
 
-@pytest.mark.parametrize(("name", "among"), [*zip(WITH_SUCCESSION, [("",), MESSAGES], strict=True)])
-def test_the_host_of_the_store_dies_at_every_point(name: str, among: tuple[str, ...]) -> None:
-    """Told by its guard, with one more unusual event at every point: of two nodes any event, of three a message lost, late or overtaken."""
-    found = deviate(WITH_SUCCESSION[name](), 1, HOST_DIES, among)
-    assert found.violation is None and found.states > 5000
+@pytest.mark.parametrize(
+    ("name", "unusual", "among", "least"),
+    [
+        ("the store's host of two dies", 1, ("",), 9000),
+        ("the store's host of three dies", 1, MESSAGES, 20_000),
+        ("the store's host of three is cut off", 0, ("",), 2000),
+    ],
+)
+def test_the_host_of_the_store_is_lost_at_every_point(name: str, unusual: int, among: tuple[str, ...], least: int) -> None:
+    """Besides, one more ``unusual`` event at every point: of two nodes any one, of three a message that is lost, late or overtaken."""
+    make, event = WITH_SUCCESSION[name]
+    found = deviate(make(), unusual, event, among)
+    assert found.violation is None and found.states >= least
 
 
 def test_a_job_that_ends_with_its_store_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = WITH_SUCCESSION["the store's host of two dies"]()
+    make, event = WITH_SUCCESSION["the store's host of two dies"]
+    world = make()
     monkeypatch.setattr(Moves, "take_over", lambda *_: None)
-    violation = deviate(world, 0, HOST_DIES).violation
+    violation = deviate(world, 0, event).violation
     assert violation and violation.startswith("the job ended with the store after: crash n0-0, ")
 
 
 def test_a_world_shares_nothing_that_changes_with_its_copy() -> None:
-    world = WITH_SUCCESSION["the store's host of three dies"]()
+    world = WITH_SUCCESSION["the store's host of three dies"][0]()
     world.fault("crash", world.nodes[0].id)
     before, other = world.key(), world.branch()
     while not other.nodes[1].starts[1:]:

@@ -58,6 +58,7 @@ class Small(World):
         super().__init__(0, rules, hosted=rules.succession)
         self.pending: dict[str, Sync] = {}
         self.words: tuple[Word, ...] = ()
+        self.once_cut = frozenset[str]()  # nodes that were cut off; they may find the others too late
         self.unheard = 0  # words of guards that were lost, or were for a store that had ended
         self.faults = 0
         self.done: tuple[str, ...] = ()  # the names of the events so far
@@ -109,6 +110,8 @@ class Small(World):
         sync = self.pending.pop(node.id)
         if not self._is_up(sync.at):
             return SyncFailed(node.now, "connection refused")
+        if not self._is_local(node, sync.at) and self.loses(node, sync.at, self.random):
+            return SyncFailed(node.now, "lost")
         answer = self._apply(node, lambda store: node.connection.protocol.carry_out(store, sync, node.now), at=sync.at)
         return replace(answer, hosting=self._is_local(node, sync.at))
 
@@ -122,6 +125,11 @@ class Small(World):
         if kind == "crash":
             self.pending.pop(node_id, None)
         getattr(self.node(node_id), kind)()
+
+    def cut_off(self, node_id: str) -> None:
+        """Cut the node off from all others."""
+        self.faults, self.once_cut = self.faults + 1, self.once_cut | {node_id}
+        self.node(node_id).cut = True
 
     def hear(self, word: Word) -> None:
         """Let the word of a guard arrive, if its store is still there."""
@@ -166,6 +174,8 @@ class Small(World):
                 yield f"{node.id} says where the store is", lambda w, i=node.id: w.say_moved(i)
         yield "time", Small.pass_time
         for node in alive:
+            if node.cut:
+                yield f"mend the network of {node.id}", lambda w, i=node.id: setattr(w.node(i), "cut", False)
             if node.working and not node.stopping:
                 yield f"succeed {node.id}", lambda w, i=node.id: w.node(i).succeed()
         if self.faults < FAULTS:
@@ -183,6 +193,8 @@ class Small(World):
                 yield f"leave {node.id}", lambda w, i=node.id: w.fault("leave", i)
                 if node.working and not node.stopping:
                     yield f"fail {node.id}", lambda w, i=node.id: w.fault("fail", i)
+                if self.rules.majority and not node.cut:
+                    yield f"cut off {node.id}", lambda w, i=node.id: w.cut_off(i)
 
     def record_at_start_is_not(self, place: Place) -> bool:
         """Return whether a store that has appeared where the job was started does not send others to ``place`` yet, and could."""
@@ -204,8 +216,9 @@ class Small(World):
     def key(self) -> Hashable:
         """Return a key that is equal for two worlds with the same future. Times count from now."""
         alive = [n for n in self.nodes if n.alive]
-        workers = tuple((n.id, n.stopping, n.ended_by_guard, n.working and n.working.round, frozenset(n.standby.items())) for n in alive)
-        nodes = workers, tuple(_canonical(n.machine, n.now) for n in alive)
+        workers = tuple((n.id, n.stopping, n.ended_by_guard, n.working and n.working.round) for n in alive)
+        beside = tuple((n.cut, frozenset(n.standby.items())) for n in alive)
+        nodes = workers, beside, tuple(_canonical(n.machine, n.now) for n in alive)
         stores = self.store_up, frozenset(self.data.items()), frozenset(self.pending.items()), self.words
         return nodes, stores, self.faults, frozenset(self.succeeded)
 
@@ -315,10 +328,17 @@ def explore(start: Small, seconds: float, most: int = 10**9) -> Explored:
     return Explored(len(seen), 10**9)
 
 
+def _settled(world: Small) -> bool:
+    """Return whether all nodes are in one running round, none of them cut off, or at their ends."""
+    return world.all_finished() or (invariants.settled(world) and not any(node.cut for node in world.nodes if node.alive))
+
+
 def _gave_up(world: Small) -> bool:
-    """Return whether a node has given up the store although one node at most has gone, and its guard was heard."""
-    gone = [node for node in world.nodes if not node.up or node.outcome not in (None, Outcome.STORE_LOST)]
-    return len(gone) < 2 and not world.unheard and any(node.outcome is Outcome.STORE_LOST for node in world.nodes)
+    """Return whether a node has given up the store although one other node at most is gone, and its guard was heard if that is needed."""
+    stayed = [node for node in world.nodes if node.id not in world.once_cut and node.up]
+    there = [node for node in stayed if node.outcome in (None, Outcome.STORE_LOST)]
+    enough = len(there) >= len(world.nodes) - 1 and (world.rules.majority or not world.unheard)
+    return enough and any(node.outcome is Outcome.STORE_LOST for node in there)
 
 
 def deviate(start: Small, unusual: int, given: str = "", among: tuple[str, ...] = ("",), seconds: float = 1e9) -> Explored:
@@ -342,7 +362,7 @@ def deviate(start: Small, unusual: int, given: str = "", among: tuple[str, ...] 
                 follow(_let(world.branch(), name, act), left - (name != given))
             _let(world, "", usual[1])
             steps += 1
-            calm = calm + 1 if world.all_finished() or invariants.settled(world) else 0
+            calm = calm + 1 if _settled(world) else 0
             if steps > ENDLESS or _gave_up(world):
                 raise Violation(f"{'no end' if steps > ENDLESS else 'the job ended with the store'} {_story(world)}")
 
@@ -360,17 +380,18 @@ WORLDS = {
     "a round of three runs": lambda: Small(Rules(1, 3, max_restarts=1, last_call=1.2, expire=2.0), 3, True),
 }
 
-WITH_SUCCESSION = {
-    "the store's host of two dies": lambda: _taken_over(2),
-    "the store's host of three dies": lambda: _taken_over(3),
+WITH_SUCCESSION = {  # and the event that may happen at any point
+    "the store's host of two dies": (lambda: _taken_over(2), "crash n0-0"),
+    "the store's host of three dies": (lambda: _taken_over(3), "crash n0-0"),
+    "the store's host of three is cut off": (lambda: _taken_over(3, majority=True), "cut off n0-0"),
 }
-HOST_DIES = "crash n0-0"
 MESSAGES = ("answer", "lose", "time")  # messages that are lost, late or overtaken
 
 
-def _taken_over(nodes: int) -> Small:
+def _taken_over(nodes: int, majority: bool = False) -> Small:
     """Return a world in which another node can take over the store, with a round that runs."""
-    return Small(Rules(1, nodes, max_restarts=1, last_call=1.2, expire=2.0, store_grace=8.0, succession=True), nodes, True)
+    rules = Rules(1, nodes, max_restarts=1, last_call=1.2, expire=2.0, store_grace=8.0, succession=True, majority=majority)
+    return Small(rules, nodes, True)
 
 
 def main() -> None:
@@ -381,8 +402,8 @@ def main() -> None:
         found = explore(make(), arguments.seconds)
         depth = "all of it" if found.depth == 10**9 else f"every history of {found.depth} steps"
         print(f"{name}: {found.states} states, {depth}; {found.violation or 'nothing that must never happen'}", flush=True)
-    for name, make in WITH_SUCCESSION.items():
-        found = deviate(make(), 1, HOST_DIES, seconds=arguments.seconds)
+    for name, (make, event) in WITH_SUCCESSION.items():
+        found = deviate(make(), 1, event, seconds=arguments.seconds)
         depth = "at every point, with every other unusual event" if found.depth else "not all of it"
         print(f"{name}: {found.states} states, {depth}; {found.violation or 'nothing that must never happen'}", flush=True)
 
