@@ -49,7 +49,7 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
         twice = record is not None and record.store_id == new.store_id and record.term >= new.term
         _must(not twice, f"{node.id} takes over although {other.id} has done so, and lives")
     for m in new.members:
-        world.written_at.setdefault((m.id, node.id), []).append(world.t)  # its silence there counts from now on
+        world.written_at.setdefault((m.id, node.id), [world.t])  # who has not come counts as silent from now on
     broken = new.broken
     _must(broken is not None, "a store takes over with a round that is on")
     assert broken is not None
