@@ -16,6 +16,7 @@ from tests.support.cluster import cluster
 FOREIGN = "203.0.113.250"  # an address for documentation, which no machine has
 PRIVATE = "the workers' store: a free port of 127.0.0.1"
 ETCD = "the rendezvous store: not here, it is etcd"
+STANDBY = "the standby store: a free port of the address that leads to the other nodes"
 BY_ROUTE = "the workers' store: a free port of the address that leads to the other nodes, while this node has rank 0"
 
 
@@ -32,20 +33,19 @@ BY_ROUTE = "the workers' store: a free port of the address that leads to the oth
         ("--nnodes=2 --node-rank=1 --master-addr=127.0.0.3", ["the rendezvous store: not here", "the workers' store: the same"]),
         (
             f"--nnodes=2 --rdzv-id=j --rdzv-endpoint={FOREIGN}",
-            [f"the rendezvous store: not here, {FOREIGN} is no address of this machine", BY_ROUTE],
+            [f"the rendezvous store: not here, {FOREIGN} is no address of this machine", BY_ROUTE, STANDBY],
         ),
         (
             f"--nnodes=2 --rdzv-id=j --rdzv-endpoint={FOREIGN}:7 --rdzv-conf=is_host=1",
-            ["the rendezvous store: port 7 of every interface of this machine", BY_ROUTE],
+            ["the rendezvous store: port 7 of every interface of this machine", BY_ROUTE, STANDBY],
         ),
-        ("--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7", ["the rendezvous store: 127.0.0.3:7 if no other agent does", BY_ROUTE]),
         (
-            "--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7 --store-succession=proof",
-            [
-                "the rendezvous store: 127.0.0.3:7 if no other agent does",
-                BY_ROUTE,
-                "the standby store: a free port of the address that leads to the other nodes",
-            ],
+            "--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7 --store-succession=off",
+            ["the rendezvous store: 127.0.0.3:7 if no other agent does", BY_ROUTE],
+        ),
+        (
+            "--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7",
+            ["the rendezvous store: 127.0.0.3:7 if no other agent does", BY_ROUTE, STANDBY],
         ),
         ("--rdzv-backend=etcd --rdzv-endpoint=h", [ETCD, BY_ROUTE]),
         ("--port-range=7:9", ["the workers' store: a free port from 7 to 9 of 127.0.0.1"]),
@@ -76,7 +76,7 @@ def test_every_interface_is_not_listened_on_without_a_word(tmp_path: Path) -> No
 def test_a_name_that_is_hidden_behind_the_loopback_is_described_as_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's /etc/hosts maps the name to 127.0.1.1, so this node cannot know which of its addresses the others get for it."""
     monkeypatch.setattr(net, "_look_up", lambda host: (("127.0.0.3",), True))
-    (store, _) = describe(config_of("--nnodes=2 --rdzv-id=j --rdzv-endpoint=hidden:7 t.py"))
+    store, *_ = describe(config_of("--nnodes=2 --rdzv-id=j --rdzv-endpoint=hidden:7 t.py"))
     assert store == "the rendezvous store: port 7 of every interface of this machine if no other agent does"
     listener = net.open_host_socket(Endpoint("hidden", 0), None)
     assert listener is not None and net.listens_everywhere(listener)

@@ -106,7 +106,7 @@ def test_never_true_for_a_node_that_was_frozen_while_the_others_went_on(nodes: C
 
 def test_nobody_can_tell_while_the_store_is_away(nodes: Cluster) -> None:
     for i in (1, 2):
-        nodes.agent(i, nnodes="2")
+        nodes.agent(i, "--store-succession=off", nnodes="2")
     one, two = nodes.round(2)
     assert asks(two)
     kill(nodes.agents[0])  # the store's host
