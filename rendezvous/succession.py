@@ -134,9 +134,14 @@ class Moves:
     # -- the search -----------------------------------------------------------------------------------------------------
 
     def _line(self, record: RoundRecord | None) -> tuple[Place, ...]:
-        """Return the standby stores in line, by the newest round of the same host that is known."""
+        """Return the standby stores in line: those of the round that the host's guard has named, then those of the round in ``record``.
+
+        Whoever has read a round that the host has not, or has not read its last one, so finds those that have.
+        """
         word = self._word.record if self._word is not None else None
-        return standbys(newest(record, word) if record is not None and word is not None and word.host == record.host else record)
+        if record is None or word is None or word.host != record.host:
+            return standbys(record)
+        return tuple(dict.fromkeys((*standbys(word), *standbys(record))))
 
     def places(self, record: RoundRecord | None) -> list[Place]:
         """Return the standby stores worth a look, the first in line first."""

@@ -275,11 +275,12 @@ def test_nodes_that_were_suspended_together_go_on() -> None:
     goes_on(world, a, b)
 
 
-def test_who_knows_an_older_round_looks_where_the_newest_one_says() -> None:
+def test_who_knows_another_round_looks_first_where_the_guard_of_the_host_says() -> None:
     newer = replace(RECORD, version=9, round=4, members=(RECORD.members[0], *RECORD.members[3:]))
     moves = Moves("b", MAJORITY)
     moves.should_follow(PLACES[1], answer(votes=(Vote("h", newer, ("h",)),)), RECORD)
-    assert [place.id for place in moves.places(RECORD)] == ["c", "d"]
+    assert [place.id for place in moves.places(RECORD)] == ["c", "d", "a", "b"]
+    assert [place.id for place in Moves("b", MAJORITY).places(RECORD)] == ["a", "b", "c", "d"]
 
 
 def test_a_newcomer_that_was_sent_to_an_empty_store_turns_back() -> None:

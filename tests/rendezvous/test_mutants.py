@@ -866,9 +866,9 @@ MUTANTS = (
         *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
     ),
     mutant(
-        "the line is that of the newest round of the host",
-        *("succession", "if record is not None and word is not None and word.host == record.host else record)", "if False else record)"),
-        *("majority", "who_knows_an_older_round_looks_where_the_newest_one_says"),
+        "the line begins with that of the round which the guard of the host has named",
+        *("succession", "dict.fromkeys((*standbys(word), *standbys(record)))", "dict.fromkeys(standbys(record))"),
+        *("majority", "who_knows_another_round_looks_first_where_the_guard_of_the_host_says"),
     ),
     mutant(
         "a newcomer does not wait in an empty store for ever",
