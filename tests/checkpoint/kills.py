@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import select
 import signal
@@ -120,7 +121,9 @@ def freezes(path: Path, count: int, rng: random.Random) -> tuple[int, list[str]]
 
 
 def main() -> int:
-    counts = [int(argument) for argument in sys.argv[1:3]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("counts", type=int, nargs=2, metavar="N", help="kills, and stops")
+    counts = parser.parse_args().counts
     with tempfile.TemporaryDirectory() as killed, tempfile.TemporaryDirectory() as frozen:
         begun = time.monotonic()
         wrong = kills(Path(killed), counts[0], random.Random(counts[0]))
