@@ -215,6 +215,21 @@ def lost_store(cluster: Cluster) -> Job:
     return job
 
 
+def evicted_store(cluster: Cluster) -> Job:
+    """Without etcd an evicted index 0 hands the store over: no other pod ends, and its replacement, at another address, finds the job."""
+    job = start_slowly(cluster, slow())
+    job.at(0).says("3 workers on cpu")
+    saved(cluster)
+    job.at(0).terminate(disruption=True)
+    assert job.at(0).ends() == 143, job.story()
+    job.at(0, which=1).says("the store of this job has moved to")
+    job.at(0, which=1).says("round .* 3 nodes")
+    hurry(cluster)
+    trained(job)
+    assert len(job.pods) == 4 and not any(job.retries(index) for index in range(3)), job.story()
+    return job
+
+
 def lost_first_index(cluster: Cluster) -> Job:
     """With etcd index 0 is a pod like any other: when it is killed the others go on, and its replacement joins."""
     serve_etcd(cluster)
@@ -333,6 +348,6 @@ SHORT: dict[str, Scenario] = {"plain": plain, "eviction": eviction, "raising-scr
 ALL: dict[str, Scenario] = {
     **SHORT,
     "killed-agent": killed_agent, "paused": paused, "scaled": scaled, "sick-machine": sick_machine, "excluded": excluded,
-    "lost-store": lost_store, "lost-first-index": lost_first_index,
+    "lost-store": lost_store, "evicted-store": evicted_store, "lost-first-index": lost_first_index,
     "strange-surroundings": strange_surroundings, "process-one": process_one,
 }
