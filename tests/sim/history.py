@@ -119,7 +119,7 @@ WIDER_KINDS = {
 }
 
 CONNECTED = {"crash", "reboot", "storm", "leave", "fail", "fail_two", "succeed_one", "kill_host", "leave_host", "dark_host", "loop"}
-CONNECTED |= {"stall", "stall_host", "kill_owner", "kill_unread"}
+CONNECTED |= {"stall", "stall_host", "kill_owner"}
 
 
 def draw(seed: int) -> Plan:
