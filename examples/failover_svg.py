@@ -62,7 +62,9 @@ class Picture:
         times = [at for at, one, _ in self.events if one == node]
         middle = self.top(node) + BAR / 2
         self.text(10, self.top(node) + 16, f"node {node}")
-        self.line(self.x(times[0]), middle, self.x(times[-1]), middle, f'stroke="{GREY}"')
+        for begin in (at for at, one, e in self.events if one == node and e["event"] == "start"):
+            end = next((at for at, one, e in self.events if one == node and at > begin and e["event"] == "kill"), times[-1])
+            self.line(self.x(begin), middle, self.x(end), middle, f'stroke="{GREY}"')
 
     def draw_round(self, at: float, node: int, event: dict[str, Any], titled: bool) -> None:
         """The bar of the node's worker; above all lanes the round's title, unless another node has drawn it."""

@@ -160,6 +160,16 @@ def test_a_round_forms_in_the_store_only_with_enough_members_of_the_one_before()
     assert formed is not None and formed.quorums == (Quorum(FIVE, "h"), Quorum(tuple("hab"), "h"))
 
 
+def test_who_waits_for_a_silent_host_looks_for_it_elsewhere() -> None:
+    """It may have gone to another store, when it was left with too few nodes."""
+    record = test_formation.after("habcd", Cause.LOST, host="h", quorums=(Quorum(FIVE, "h"),))
+    there = test_formation.rows(test_formation.row(i, 1, hosts=i == "h") for i in FIVE)
+    for silent, rules, minority in (("h", MAJORITY, True), ("", MAJORITY, False), ("h", replace(MAJORITY, majority=False), False)):
+        rows = {**there, "h": replace(there["h"], status=Status.READY)}
+        decision = formation.form(rules, test_formation.view(replace(record, round=1), rows, silent), 0.0, 0.0)
+        assert decision.record is None and decision.minority is minority, decision.reason
+
+
 # -- the vote before the vote ----------------------------------------------------------------------------------------------------------
 
 

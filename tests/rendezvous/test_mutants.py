@@ -908,7 +908,7 @@ MUTANTS = (
     mutant(
         "members do not stay with a host that has gone to another store",
         *("formation", "minority=gone and rules.majority and record.round > 0)", "minority=False)"),
-        *("majority", "members_do_not_stay_with_a_host_that_has_gone_to_another_store"),
+        *("majority", "who_waits_for_a_silent_host_looks_for_it_elsewhere"),
     ),
     mutant(
         "a majority that has succeeded forms no round beside the host",
