@@ -57,13 +57,10 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
     if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
         return _give_up(rules, record, causes)
     ready, held = _admit(rules, record, view.candidates())
-    waiting = _without_host(rules, view, ready, over_since)
+    chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
+    waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, [row.id for row in chosen])
     if waiting is not None:
         return waiting
-    chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
-    cut_off = _without_quorum(rules, view, [row.id for row in chosen])
-    if cut_off is not None:
-        return cut_off
     missing = _missing(rules, chosen, ready)
     if missing:
         return Forming(None, missing)

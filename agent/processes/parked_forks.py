@@ -73,7 +73,7 @@ class ParkedForks:
         self._modules = tuple(name for name in modules if name != AUTO)
         self._learns = AUTO in modules
         self._learnt: dict[str, str] = {}  # modules that the workers have imported, in this order, with the digest of the environment then
-        self._learn_at = math.inf  # the time at which the server is told of ``_learnt``
+        self._learn_at = math.inf  # when the fork server is to be told what was learnt; infinity: nothing new
         self._like = like
         self._count = count
         self._selector = selector

@@ -161,7 +161,7 @@ def test_one_endpoint_is_as_ever(node: Open, port: int) -> None:
     assert not isinstance(caught.value, StoreMoved)
 
 
-# -- where a newcomer is sent
+# -- the store to which a newcomer goes
 
 
 @pytest.mark.parametrize("i", [2, 4])

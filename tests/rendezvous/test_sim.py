@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous.succession import standbys
+from tests.rendezvous.test_succession import told
 from tests.sim import history, invariants
 from tests.sim.history import HOST_KINDS, WIDER_KINDS, Fault, History, draw, shrink
 from tests.sim.world import Deaths, Violation, World, write_round
@@ -74,19 +75,8 @@ def test_some_histories_are_of_many_nodes_and_some_of_unlike_ones() -> None:
 # -- a torn network, loops that stand still, suspended machines -------------------------------------------------------------------
 
 
-def hosted(count: int = 3) -> World:
-    """A world with a round of ``count`` nodes, in which another node may take over the store of node 0."""
-    world = World(hosted=True, min_nodes=1, max_nodes=count, store_grace=15.0, succession=True)
-    world.deaths = Deaths(told=1.0)
-    invariants.install(world)
-    for _ in range(count):
-        world.add()
-    assert world.run(20, world.running(*world.nodes))
-    return world
-
-
 def test_a_store_goes_on_while_the_loop_of_its_host_stands_still() -> None:
-    world = hosted()
+    world = told()
     host, a, b = world.nodes
     seen = [n.machine.kept_alive for n in (host, a, b)]
     host.stall()
@@ -97,14 +87,14 @@ def test_a_store_goes_on_while_the_loop_of_its_host_stands_still() -> None:
 
 
 def test_the_guard_ends_the_workers_of_a_loop_that_stands_still_for_too_long() -> None:
-    world = hosted()
+    world = told()
     host = world.nodes[0]
     host.stall()
     assert world.run(1.1 * host.lease, lambda: host.ended_by_guard) and host.working is None
 
 
 def test_a_wall_keeps_one_node_from_another_and_from_no_third_one() -> None:
-    world = hosted()
+    world = told()
     host, a, b = world.nodes
     world.walls = [frozenset({(a.name, host.name)})]
     assert world.run(12, world.running(host, b))
@@ -113,7 +103,7 @@ def test_a_wall_keeps_one_node_from_another_and_from_no_third_one() -> None:
 
 
 def test_a_second_owner_of_the_same_term_is_noticed() -> None:
-    world = hosted()
+    world = told()
     world.nodes[0].crash()
     last = world.nodes[2]
     assert world.run(10, world.running(world.nodes[1], last))
