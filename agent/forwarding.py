@@ -113,7 +113,8 @@ class _Address:
         try:
             if self._store is None:
                 self._store = PlainTcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
-            record = execute(protocol.fresh().put_moved(place, job=job) if self._first else protocol.put_place(place), self._store)
+            here = execute(protocol.here(), self._store)
+            record = execute(here.put_moved(place, job=job) if self._first else here.put_place(place), self._store)
             self._useless = 0
         except StoreError:
             self.close()

@@ -106,7 +106,7 @@ class Search:
         protocol = SyncProtocol(shared_store.prefix(job), "", Codec(self._config.token), clock.now)
         try:
             with closing(PlainTcpStore(one.host, one.port, ASK_LIMIT)) as store:
-                record, place = execute(protocol.find_job(), store)
+                record, place = execute(execute(protocol.here(), store).find_job(), store)
                 if record is not None and (record.round > 0 or record.closed is not None):
                     goes_on = record.closed is None and bool(record.host)
                     return _Word(Place(record.host, one.host, one.port), record.term) if goes_on else _Word()

@@ -35,12 +35,11 @@ from elastirun.rendezvous.stores import tcp, torch_class
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
-OWNER = "elastirun/owner"  # in a standby store: the id of the node that serves it; that of a later agent may be at the same port
 STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and to answer; the next one in line may take over meanwhile
 
 
@@ -123,7 +122,7 @@ class StoreAccess:
 
     def for_guard(self, at: Place | None) -> dict[str, Any] | None:
         """Return how the guard opens the store ``at`` when this agent has died (death_notice.py); None: not at all."""
-        return {"kind": "tcp", "address": at.address, "port": at.port} if at else self._for_guard
+        return {"kind": "tcp", "address": at.address, "port": at.port, "owner": at.id} if at else self._for_guard
 
     def forward(self, place: Place | None, job: RoundRecord | None, found: Callable[[RoundRecord], None]) -> None:
         """Say where the job was started, from now on, that its store is at ``place``, with the record ``job``; None: say nothing.

@@ -4,8 +4,8 @@
 asked for with records instead of remembered bytes. Nothing is evaluated or unpickled; whatever is wrong with the bytes,
 the one answer is ``BadRecord`` (or ``BadSignature``).
 
-A signed value is the JSON, a newline, and the hexadecimal HMAC-SHA256 (RFC 2104) over the key, a zero byte and the JSON:
-a row copied under another key, or from another job, does not verify.
+A signed value is the JSON, a newline, and the hexadecimal HMAC-SHA256 (RFC 2104) over the store's name, the key and the JSON, with a
+zero byte after each of the first two: a row copied under another key, from another job, or into another store does not verify.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from elastirun.errors import BadRecord, BadSignature
 
-FORMAT = 4  # raised when a field is added or changes its meaning
+FORMAT = 5  # raised when a field is added or changes its meaning
 MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
 MAX_TEXT = 1024  # characters of any one string; enough for a line of stderr or a reason
 MAX_ITEMS = 16_384  # entries of any one list; more than the nodes of any job
@@ -36,9 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Codec:
-    """Turns records into the bytes that are stored under their ``key``, and back. ``token`` None: unsigned."""
+    """Turns records into the bytes that are stored under their ``key``, and back. ``token`` None: unsigned.
+
+    ``store``: the id of the node whose standby store holds them; empty: they are in the store that the job was started with, or anywhere.
+    """
 
     token: bytes | None = None
+    store: str = ""
 
     def encode(self, key: str, record: Any) -> bytes:
         payload = _spell({"v": FORMAT, **_plain(record)})
@@ -68,7 +72,7 @@ class Codec:
 
     def _mac(self, key: str, payload: bytes) -> bytes:
         assert self.token is not None
-        return hmac.digest(self.token, key.encode() + b"\0" + payload, "sha256").hex().encode("ascii")
+        return hmac.digest(self.token, f"{self.store}\0{key}\0".encode() + payload, "sha256").hex().encode("ascii")
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:

@@ -68,8 +68,7 @@ class Exchanges(Generic[C]):
 
     def submit(self, sync: Sync) -> None:
         if sync.at != self._connection.at:
-            self.reconnect()
-            self._connection.at = sync.at
+            self._connect_to(sync.at)
         self._pending = True
         self._execute(self._connection, sync)
 
@@ -101,9 +100,11 @@ class Exchanges(Generic[C]):
 
     def reconnect(self) -> None:
         """Abandon the connection, so that the next exchange uses a fresh one."""
+        self._connect_to(self._connection.at)
+
+    def _connect_to(self, at: Place | None) -> None:
         self._abandon(self._connection)
-        at = self._connection.at
-        self._connection = self._new(self._connection.protocol.fresh())
+        self._connection = self._new(self._connection.protocol.fresh(at.id if at else ""))
         self._connection.at = at
 
     def close(self) -> None:

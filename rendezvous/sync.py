@@ -13,11 +13,12 @@ from typing import Any
 
 from elastirun.errors import BadRecord, StoreError, UnreadableRound
 from elastirun.rendezvous.actions import Change, Put, Sync
-from elastirun.rendezvous.codec import Codec, clip
+from elastirun.rendezvous.codec import MAX_TEXT, Codec, clip
 from elastirun.rendezvous.events import Synced
 from elastirun.rendezvous.records import MemberList, NodeRow, Place, RoundRecord, Status, Vote
 
 KEPT = "elastirun/"  # prefix of every key of the agents, in a store that workers share
+OWNER = "elastirun/owner"  # in a standby store: the id of the node that serves it; that of a later agent may be at the same port
 CLEAR_LIMIT = 1.5  # seconds; half of EXCHANGE_LIMIT, so that an exchange that was given up deletes nothing any more
 MAX_ROW = 256 << 10  # bytes; enough for 30 stderr lines of each of eight failed workers
 
@@ -51,7 +52,11 @@ def execute(steps: Steps, store: Any) -> Any:
 
 
 class SyncProtocol:
-    """Turns each ``Sync`` into store operations. ``job`` is the prefix of every key, ``me`` this node's id."""
+    """Turns each ``Sync`` into store operations. ``job`` is the prefix of every key, ``me`` this node's id.
+
+    What is signed for one store (``Codec.store``) means nothing in another one. Only lists of members hold everywhere, because a signed
+    record has the digest of their bytes.
+    """
 
     def __init__(self, job: str, me: str, codec: Codec, clock: Callable[[], float]) -> None:
         self._job = job
@@ -60,15 +65,19 @@ class SyncProtocol:
         self.vote_keys = (f"{job}vote/", f"{job}members/")  # the keys that ``put_vote`` writes begin so
         self._me = me
         self._codec = codec
+        self._list_codec = replace(codec, store="")
         self._clock = clock
         self._newest: RoundRecord | None = None  # record that was read
         self._listed: dict[str, MemberList] = {}  # by digest: the lists that were read or written last
         self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as stored, and the same with its members
         self._known: dict[str, tuple[bytes, Any]] = {}  # bytes and record by key: parsing 1,000 unchanged rows again would cost 50 ms
 
-    def fresh(self) -> SyncProtocol:
-        """Return a protocol for another connection. It knows the newest record and the lists of members, and shares no mutable state."""
-        other = SyncProtocol(self._job, self._me, self._codec, self._clock)
+    def fresh(self, store: str = "") -> SyncProtocol:
+        """Return a protocol for another connection, to the ``store`` that ``Codec.store`` describes.
+
+        It knows the newest record and the lists of members, and shares no mutable state.
+        """
+        other = SyncProtocol(self._job, self._me, replace(self._codec, store=store), self._clock)
         other._newest, other._listed = self._newest, dict(self._listed)
         return other
 
@@ -159,6 +168,11 @@ class SyncProtocol:
         if found != value:
             yield _put_if(key, found, value)
 
+    def here(self) -> Steps:
+        """Return a protocol for the store at the other end, whatever kind of store that is."""
+        owner = (yield _get([OWNER])).get(OWNER, b"")
+        return self.fresh(owner[:MAX_TEXT].decode("ascii", "replace"))
+
     def find_job(self) -> Steps:
         """Return what a store says of the job: the round record in it, and the place of the store in use. None: nothing."""
         record = yield from self._read_round()
@@ -243,12 +257,12 @@ class SyncProtocol:
             data = (yield _get([key])).get(key, b"")
             if hashlib.sha256(data).hexdigest() != digest:
                 raise BadRecord(f"{key}: the members are missing there, or others")
-            self._remember(digest, self._codec.decode(self._job + "members", data, MemberList))
+            self._remember(digest, self._list_codec.decode(self._job + "members", data, MemberList))
         return self._listed[digest]
 
     def _encode_list(self, members: MemberList) -> tuple[str, bytes]:
         """Return the digest and the bytes of a list of members."""
-        data = self._codec.encode(self._job + "members", members)
+        data = self._list_codec.encode(self._job + "members", members)
         digest = hashlib.sha256(data).hexdigest()
         self._remember(digest, members)
         return digest, data

@@ -96,7 +96,7 @@ def _tell(notice: Notice, vote: Vote, place: Place, told: set[str]) -> None:
     """Write the vote into the standby store at ``place``, unless nothing answers there."""
     from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 
-    protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token), clock.now)
+    protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token, place.id), clock.now)
     with suppress(StoreError), closing(PlainTcpStore(place.address, place.port, STANDBY_LIMIT, protocol.vote_keys)) as store:
         if execute(protocol.put_vote(vote), store):
             told.add(place.id)
@@ -105,7 +105,7 @@ def _tell(notice: Notice, vote: Vote, place: Place, told: set[str]) -> None:
 def _carry_out(notice: Notice, where: dict[str, Any], died: float) -> bool:
     store = _connect(where)
     try:
-        protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token), lambda: died)
+        protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token, where.get("owner", "")), lambda: died)
         return bool(execute(write_notice(protocol, notice.me, notice.round, died - notice.since), store))
     finally:
         store.close()

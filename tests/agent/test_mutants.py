@@ -443,7 +443,7 @@ MUTANTS = (
     ),
     mutant(
         "the guard is sent to the store in use",
-        *("store_access", '"port": at.port} if at else self._for_guard', '"port": at.port} if False else self._for_guard'),
+        *("store_access", '"owner": at.id} if at else self._for_guard', '"owner": at.id} if False else self._for_guard'),
         *("standby_stores", "the_guard_is_sent_to_the_store_in_use"),
     ),
     mutant(
@@ -541,6 +541,16 @@ MUTANTS = (
         "a newcomer asks the other endpoints",
         *("store_access", "(place := self._search.find((*self._own_stores(), *self._unreached), hosting=False))", "(place := None)"),
         *("search", "a_newcomer_is_sent_where_a_standby_store_says[4]"),
+    ),
+    mutant(
+        "who looks for a job knows whose store it asks",
+        *("search", "execute(execute(protocol.here(), store).find_job(), store)", "execute(protocol.find_job(), store)"),
+        *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
+    ),
+    mutant(
+        "who says where the store is knows whom it tells",
+        *("forwarding", "else here.put_place(place)", "else protocol.put_place(place)"),
+        *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
     ),
     mutant(
         "who was found silent is not asked again",

@@ -103,9 +103,9 @@ def moved_to(access: EndpointAccess) -> Place:
     return place
 
 
-def without_first(node: Open) -> list[EndpointAccess]:
+def without_first(node: Open, token: bytes | None = None) -> list[EndpointAccess]:
     """Start a job with nodes 1, 2 and 3, and end the store of node 1. Return the access of the other two."""
-    host, *others = [node(i) for i in (1, 2, 3)]
+    host, *others = [node(i, token=token) for i in (1, 2, 3)]
     for one in (host, *others):
         one.connect(None).close()
     host.end_store()
@@ -202,6 +202,25 @@ def test_a_word_that_is_not_signed_sends_nobody_anywhere(node: Open, port: int) 
     tell(3, port, X)
     with pytest.raises(StoreError) as caught:
         node(4, token=b"the token of this job").connect(None)
+    assert not isinstance(caught.value, StoreMoved)
+
+
+def test_what_is_signed_for_one_standby_store_sends_nobody_from_another_one(node: Open, port: int) -> None:
+    token = b"the token of this job"
+    second, third = without_first(node, token)
+    first, newcomer = Endpoint("127.0.0.1", port), node(4, token=token)
+    telling = Forwarding((first, Endpoint("127.0.0.2", port)), protocol(token), lambda record: None)
+    telling.place = X
+    assert telling.start_threads() == ""
+    await_word(2, port, X, token)
+    telling.close()
+    assert moved_to(newcomer) == X
+    key = protocol(token).moved_key
+    with plain(2, port) as signed_there, plain(3, port) as copied_to:
+        assert copied_to.put_if(key, None, signed_there.get([key])[key])
+        assert signed_there.put_if(key, signed_there.get([key])[key], b"{}")
+    with pytest.raises(StoreError) as caught:
+        newcomer.connect(None)
     assert not isinstance(caught.value, StoreMoved)
 
 
@@ -400,16 +419,16 @@ def test_a_node_that_has_taken_the_port_of_a_dead_one_is_not_taken_for_it(node: 
 # -- the word of the node that has taken over
 
 
-def place_at(i: int, port: int) -> Place | None:
+def place_at(i: int, port: int, token: bytes | None = None) -> Place | None:
     with plain(i, port) as store:
-        found: Place | None = execute(protocol().find_job(), store)[1]
+        found: Place | None = execute(protocol(token).fresh(f"n{i}").find_job(), store)[1]
         return found
 
 
-def await_word(i: int, port: int, place: Place) -> None:
+def await_word(i: int, port: int, place: Place, token: bytes | None = None) -> None:
     """Wait until the standby store of node ``i`` names the place. Nothing pushes it, so this function polls."""
     end = time.monotonic() + PATIENCE
-    while place_at(i, port) != place:
+    while place_at(i, port, token) != place:
         assert time.monotonic() < end
         time.sleep(0.02)
 

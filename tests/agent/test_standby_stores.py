@@ -194,7 +194,7 @@ def test_the_guard_is_sent_to_the_store_in_use(port: int) -> None:
         host.connect(None), other.connect(None)
         assert other.for_guard(None) == {"kind": "tcp", "address": "127.0.0.1", "port": port}
         other.connect(place(host)).close()
-        assert other.for_guard(place(host)) == {"kind": "tcp", "address": "127.0.0.1", "port": host.standby_port}
+        assert other.for_guard(place(host)) == {"kind": "tcp", "address": "127.0.0.1", "port": host.standby_port, "owner": host.me}
         assert other.for_guard(None) == {"kind": "tcp", "address": "127.0.0.1", "port": port}, "an answer that comes late changes nothing"
 
 
@@ -334,7 +334,7 @@ class Standbys:
     def told(self, token: bytes | None = None) -> list[tuple[Vote, ...]]:
         """The votes in each of our stores, as a node reads them."""
         sync = Sync(rows=(), voters=("n0",))
-        return [protocol(token).carry_out(store.connect(), sync, 0.0).votes for store in self.served]
+        return [protocol(token).fresh(f"n{k}").carry_out(store.connect(), sync, 0.0).votes for k, store in enumerate(self.served, 1)]
 
     def await_told(self) -> None:
         """Wait until each of our stores has a vote. Nothing pushes it, so this method polls."""

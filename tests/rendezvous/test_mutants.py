@@ -417,8 +417,18 @@ MUTANTS = (
     ),
     mutant(
         "a signature holds for one key",
-        *("codec", 'key.encode() + b"\\0" + payload', "payload"),
+        *("codec", "f\"{self.store}\\0{key}\\0\"", "f\"{self.store}\\0\""),
         *("codec", "a_signature_holds_for_one_key_one_token_and_nothing_unsigned"),
+    ),
+    mutant(
+        "a signature holds for one store",
+        *("codec", "f\"{self.store}\\0{key}\\0\"", "f\"{key}\\0\""),
+        *("codec", "a_signature_holds_for_one_key_one_token_and_nothing_unsigned"),
+    ),
+    mutant(
+        "an exchange signs for the store that it goes to",
+        *("exchanges", 'fresh(at.id if at else "")', "fresh()"),
+        *("store_thread", "what_is_signed_for_one_store_is_nothing_in_another_one"),
     ),
     mutant(
         "another's row under one's own key is written over",

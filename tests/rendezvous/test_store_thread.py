@@ -17,10 +17,10 @@ import pytest
 
 from elastirun.errors import StoreError, StoreRefused
 from elastirun.rendezvous import exchanges, store_thread
-from elastirun.rendezvous.actions import Put, Sync
-from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.actions import Change, Put, Sync
+from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Changed, Synced, SyncFailed
-from elastirun.rendezvous.records import Place, Status
+from elastirun.rendezvous.records import Place, RoundRecord, Status, Vote
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
@@ -257,6 +257,25 @@ def test_each_exchange_is_with_the_store_that_it_names(made: list[StoreThread]) 
     thread.reconnect()
     thread.submit(Sync(at=None))
     assert isinstance(answer(thread), Synced) and len(stores[None]) == 3
+
+
+def test_what_is_signed_for_one_store_is_nothing_in_another_one(made: list[StoreThread]) -> None:
+    """Whoever reaches several stores of a job can copy rows, votes and records from one to the other."""
+    data: dict[str, bytes] = {}
+    thread = StoreThread(lambda at: Watching(data), SyncProtocol(JOB, "me", Codec(b"token"), time.monotonic), PATIENCE, PATIENCE)
+    made.append(thread)
+    vote, there = Vote("n1", RoundRecord("s", host="n1"), ("n1",)), Place("n1", "10.0.0.1", 1)
+    thread.submit(Sync(Put(None, row("me")), votes=(vote,), rows=(), voters=("n1",), at=there))
+    found = answer(thread)
+    assert isinstance(found, Synced) and found.rows and found.votes == (vote,)
+    for copied_to in (None, Place("n2", "10.0.0.2", 1)):
+        thread.submit(Sync(rows=(), voters=("n1",), at=copied_to))
+        found = answer(thread)
+        assert isinstance(found, Synced) and not found.rows and not found.votes and len(found.ignored) == 2
+    thread.submit(Sync(change=Change(None, RoundRecord("s")), rows=(), at=there))
+    assert isinstance(answer(thread), Synced)
+    thread.submit(Sync(rows=(), at=None))
+    assert isinstance(answer(thread), SyncFailed)
 
 
 def test_threads_and_descriptors_do_not_grow_with_reconnects(made: list[StoreThread]) -> None:
