@@ -40,6 +40,7 @@ from elastirun.rendezvous.records import ExitRecord, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
+LARGEST_VOTE = 48 << 10  # bytes of a vote in the notice of a member; a pipe to the guard holds 64 KiB without asking for more
 LOGS_LIMIT = 2.0  # seconds to open a round's log files; the loop waits for that, and must not seem to stand still
 
 
@@ -229,7 +230,8 @@ class Agent:
     def _brief_guard(self) -> None:
         """Tell the guard where to write this agent's death notice, and which round that would be about.
 
-        A store that is served here ends with this agent. Then the notice is a vote, for the standby stores of the others.
+        A store that is served here ends with this agent. Then the guard votes in the standby stores of the others. That of another member
+        does so where the store cannot be reached, except in a job so large that the vote could keep the notice from fitting into the pipe.
         """
         machine, access = self._session.machine, self._session.access
         words = machine.last_words
@@ -240,6 +242,8 @@ class Agent:
             self._briefed, self._notice = known, None
             if store or vote:
                 spelled = encode_vote(vote, self._config.token) if vote else ""
+                if store and len(spelled) > LARGEST_VOTE:
+                    spelled = ""
                 self._notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.round_known, spelled)
             self._tree.write_notice_with(self._notice.encode() if self._notice else b"")
 
@@ -386,7 +390,7 @@ class Agent:
 
     def _end(self, finish: Finish) -> int:
         """Say how it ended. Returns the exit code."""
-        needed = self._notice if self._notice and self._notice.vote and finish.closed is None else None  # by others, who go on
+        needed = self._notice if self._session.machine.last_words and finish.closed is None else None  # by others, who go on
         if needed is None:
             self._tree.write_notice_with(b"")  # this node has left, so nobody waits for it
         self._memory.close()  # this node runs no further round, but its agent may stay for other jobs
@@ -407,7 +411,7 @@ class Agent:
         return code
 
     def _hand_over(self, notice: Notice) -> None:
-        """End the store that is served here, which other nodes still need, and tell their standby stores. Else the guard tells them."""
+        """Tell the standby stores of the others that this node has ended, with the store that it served. Else the guard tells them."""
         self._session.close()
         self._session.access.end_store()
         if tell_standbys(notice, set()):

@@ -79,8 +79,10 @@ class Machine:
 
     @property
     def last_words(self) -> tuple[tuple[Place, ...], Vote] | None:
-        """The word of this node's guard to the standby stores when this agent has died; None: this agent hosts no store that could move."""
-        vote = self._moves.notice(self.record) if self.hosting else None
+        """The word of this node, or of its guard, to the standby stores when this agent has ended; None: it need not say anything there."""
+        stored = self._link.own.stored
+        has_left = stored is not None and stored.status is LEFT and not self.hosting  # the store says so
+        vote = None if has_left else self._moves.notice(self.record)
         places = tuple(p for p in standbys(self.record) if p.id != self.row.id)
         return (places, vote) if vote is not None and places else None
 
@@ -161,7 +163,8 @@ class Machine:
             return
         if self.record and not self._moves.undecided and (why := rules.another_store(self.record, event.round)):
             if self._moves.places(self.record) and not event.hosting and (event.round is None or event.round.round == 0):
-                self._on_sync_failed(events.SyncFailed(event.now, why))  # its host is gone, and a standby store may take over
+                self._moves.replaced()  # its host is gone, and a standby store may take over
+                self._on_sync_failed(events.SyncFailed(event.now, why))
                 return
         if (place := self._moves.is_sent(event.round, event.now)) is not None:
             if event.round is not None and event.round.round > 0 and self.record is not None:
@@ -179,7 +182,7 @@ class Machine:
         rows, old = self._link.current(event)
         self._actions += map(Say, self._waiting.ignored([*event.ignored, *old], event.now))
         found, all_rows = event.round, self._link.schedule.asked.rows is None
-        self._moves.answered(self._link.schedule.asked, event)
+        self._moves.answered(self._link.schedule.asked, event, self.record)
         if self.record is not None and not self._moves.undecided and (why := rules.another_store(self.record, found)):
             self._end(Outcome.STORE_LOST, why)
             return

@@ -96,6 +96,7 @@ class Moves:
     _word: Vote | None = None  # the newest that the guard of a dead host has brought: no later round of that host has started
     _claims: bool = False  # this node would take over, if no other run of the job has begun where it was started
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
+    _is_replaced: bool = False  # a store without this job answers where the store in use was
     _silent_since: dict[str, float] = field(default_factory=dict)  # by owner: since when its store has not answered
     _looked_at: dict[str, float] = field(default_factory=dict)  # by owner, "" where the job was started: when this node looked there last
 
@@ -118,10 +119,14 @@ class Moves:
         self._minority_since = (self._minority_since or now) if minority else None
 
     def notice(self, record: RoundRecord | None) -> Vote | None:
-        """Return what this node's guard tells the standby stores should this agent die; None: this node serves no store in use."""
-        if record is None or not self.rules.succession or self.me != (self.at.id if self.at else record.host):
-            return None
+        """Return what this node's guard tells the standby stores should this agent die; None: there is nobody whom it concerns.
+
+        The word of the store's host moves the store. That of another member counts where the store cannot be reached: both may have died.
+        """
         known = self._known if self.undecided and self._known is not None else record
+        serves = record is not None and self.me == (self.at.id if self.at else record.host)
+        if known is None or not self.rules.succession or not (serves or known.index(self.me) is not None):
+            return None
         return Vote(self.me, known, (*sorted(self.gone - {self.me}), self.me))
 
     def stood_still(self, now: float, seconds: float) -> None:
@@ -159,7 +164,7 @@ class Moves:
             return None
         if self._searching_since is None:
             self._searching_since, self._due, self._turn = now, now + self.undecided * PATIENCE, 0
-        patience = DOUBT * self.rules.expire if silent_since is not None else self.rules.expire
+        patience = self.rules.expire * (0.0 if self._is_replaced else DOUBT if silent_since is not None else 1.0)
         doubted, self.doubts = self.doubts, self.rules.majority and since is not None and now - since >= patience
         if self.doubts and not doubted:
             self._searching_since, self._due, self._turn = now, now, 0  # the others look now, too
@@ -186,7 +191,8 @@ class Moves:
                 return Sync(change=Change(start, replace(start, version=start.version + 1, moved=self.at)), rows=(), look=True)
             return Sync(rows=(), look=True)
         here = (self.at.id,) if self.at else ()
-        voters = tuple(m.id for m in record.members) if self.doubts and place.id == self.me else (record.host, *here)
+        few = dict.fromkeys((record.host, *here, *(p.id for p in self._line(record))))  # those in line may have died with the host
+        voters = tuple(m.id for m in record.members) if self.doubts and place.id == self.me else tuple(few)
         votes = (Vote(self.me, record),) if self.doubts and not self.undecided else ()
         return Sync(rows=(place.id, *here), voters=voters, votes=votes, at=place, look=True)
 
@@ -204,6 +210,10 @@ class Moves:
     def _is_worth_a_look(self, place: Place | None, now: float) -> bool:
         silent = self._start_is_clear if place is None else place.id in self._silent_since
         return not silent or now >= self._looked_at.get(place.id if place else "", -math.inf) + SILENT_AGAIN
+
+    def replaced(self) -> None:
+        """Note that the store in use is gone: another one, in which no round has formed, answers there. It waits for nobody for long."""
+        self._is_replaced = True
 
     def unanswered(self, place: Place | None, now: float) -> None:
         """Note that a store was asked and did not answer; None: that where the job was started."""
@@ -232,7 +242,7 @@ class Moves:
         when its owner has.
         """
         self._silent_since = {i: since for i, since in self._silent_since.items() if i != place.id}
-        self._hear(answer.votes)
+        self._hear(answer.votes, record)
         found = answer.round
         if found is not None:
             return found.store_id == record.store_id and found.term > record.term
@@ -263,8 +273,12 @@ class Moves:
         same = {vote.id for vote in recent} | {self.me}
         return bool(record.quorums) and all(quorum.is_met(q, same, self.gone) for q in record.quorums[-1:])
 
-    def _hear(self, votes: tuple[Vote, ...]) -> None:
-        """Take in votes. Who says that a host has died knows the newest record that this host knew: its guard's word brings both."""
+    def _hear(self, found: tuple[Vote, ...], record: RoundRecord | None) -> None:
+        """Take in votes about the job of ``record``, and none of another run of it.
+
+        Who says that a host has died knows the newest record that this host knew: its guard's word brings both.
+        """
+        votes = [vote for vote in found if record is not None and vote.record.store_id == record.store_id]
         self.gone |= gone(votes)
         for vote in votes:
             self._known = newest(vote.record, self._known)
@@ -291,7 +305,7 @@ class Moves:
         self._left |= {self.at.id} if self.at else frozenset()
         self.at, self.undecided_since = place, None if decided else self.undecided_since or now
         self._searching_since = self._start = self._minority_since = None
-        self._start_is_clear = self.doubts = False
+        self._start_is_clear = self.doubts = self._is_replaced = False
         self._silent_since = {}
 
     def turn_back(self, until: float) -> None:
@@ -317,10 +331,10 @@ class Moves:
         brought = [record, *([self._known] if self._known else []), *([self._word.record] if self._word else [])]
         return replace(sync, rows=None, voters=tuple({m.id: None for found in brought for m in found.members}))
 
-    def answered(self, asked: Sync, answer: Synced) -> None:
-        """Take in the answer of the store in use to what it was ``asked``."""
-        self._hear(answer.votes)
-        self._start_is_clear = False
+    def answered(self, asked: Sync, answer: Synced, record: RoundRecord | None) -> None:
+        """Take in the answer of the store in use to what it was ``asked``. ``record``: of the job, as this node has known it."""
+        self._hear(answer.votes, record)
+        self._start_is_clear = self._is_replaced = False
         self.votes = () if asked.votes == self.votes else self.votes
         if answer.round is not None:
             self.undecided_since = None

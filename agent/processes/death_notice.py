@@ -1,6 +1,7 @@
 """The death notice of an agent, at the edge: the agent names the store in time, and its guard opens that store when the agent has died.
 
-The store of the agent that hosts it has died with it. For that agent the guard writes a vote into the standby stores of the others.
+The store of the agent that hosts it has died with it. For that agent, and where the store cannot be reached, the guard writes a vote into
+the standby stores of the others.
 The guard imports this module when all else is done. See docs/decisions/0019 and 0020.
 """
 
@@ -29,7 +30,7 @@ TELL_LIMIT = 2.5  # seconds for all of them; those that have not answered by the
 
 @dataclass(frozen=True)
 class Notice:
-    """All that a death notice needs. ``store``: as ``StoreAccess.for_guard`` describes it; None: the agent serves it, and there is a vote.
+    """All that a death notice needs. ``store``: as ``StoreAccess.for_guard`` describes it; None: the agent serves it.
     ``since``: a moment, see ``elastirun.clock``.
     """
 
@@ -39,7 +40,7 @@ class Notice:
     token: bytes | None
     round: int  # the last round that the agent knew
     since: float  # from when on
-    vote: str = ""  # a ``Vote`` as the codec spells it
+    vote: str = ""  # for the standby stores, if the store cannot be reached: a ``Vote`` as the codec spells it
 
     def encode(self) -> bytes:
         token = None if self.token is None else self.token.hex()
@@ -54,14 +55,16 @@ class Notice:
 def write(data: bytes, died: float) -> bool:
     """Write the notice that ``data`` describes, of an agent that died at the moment ``died``. Return whether it is done.
 
-    A store that cannot be reached leaves the others to find the silence.
+    Stores that cannot be reached leave the others to find the silence.
     """
     notice = Notice.decode(data)
     told: set[str] = set()
     for pause in (*PAUSES, None):
         with suppress(StoreError):
-            if tell_standbys(notice, told) if notice.vote else _carry_out(notice, notice.store or {}, died):
+            if notice.store and _carry_out(notice, notice.store, died):
                 return True
+        if notice.vote and tell_standbys(notice, told):
+            return True
         if pause is not None:
             select.select([], [], [], pause)
     return False

@@ -502,6 +502,16 @@ MUTANTS = (
         *("standby_stores", "a_notice_too_long_for_the_pipe_is_left_out_and_the_guard_stays"),
     ),
     mutant(
+        "a guard votes where the store cannot be reached",
+        *("processes/death_notice", "if notice.vote and tell_standbys", "if notice.vote and not notice.store and tell_standbys"),
+        *("standby_stores", "the_vote_of_a_member_is_for_a_store_that_cannot_be_reached"),
+    ),
+    mutant(
+        "a guard votes only where the store cannot be reached",
+        *("processes/death_notice", "                return True\n", "                pass\n"),
+        *("standby_stores", "the_vote_of_a_member_is_for_a_store_that_cannot_be_reached"),
+    ),
+    mutant(
         "who hands over ends its store first",
         *("agent", "        self._session.access.end_store()\n        if tell", "        if tell"),
         *("standby_stores", "who_hands_over_ends_its_store_before_it_tells_the_others"),

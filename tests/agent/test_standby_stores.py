@@ -366,6 +366,15 @@ def test_each_member_finds_the_vote_of_the_dead_host_with_the_whole_round(standb
     assert write(stores.notice(token=token).encode(), clock.now()) and stores.told(token) == [(vote,), (vote,)], "as often as you like"
 
 
+def test_the_vote_of_a_member_is_for_a_store_that_cannot_be_reached(standbys: Callable[[int], Standbys], port: int) -> None:
+    stores, mine = standbys(1), {"kind": "tcp", "address": "127.0.0.1", "port": port}
+    store = ServedStore(listening("127.0.0.1", port))
+    notice = replace(stores.notice(), store=mine)
+    assert write(notice.encode(), clock.now()) and stores.told() == [()]
+    store.close()
+    assert write(notice.encode(), clock.now()) and stores.told() == [(Vote("n0", stores.record(), ("n0",)),)]
+
+
 def test_nothing_else_is_written(standbys: Callable[[int], Standbys]) -> None:
     stores = standbys(1)
     assert write(stores.notice().encode(), clock.now())

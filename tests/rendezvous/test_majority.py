@@ -41,6 +41,17 @@ def test_the_others_go_on_without_a_host_of_which_nobody_tells(count: int) -> No
     assert world.record and (world.record.term, world.record.host) == (1, others[0].id)
 
 
+def test_a_host_that_is_started_anew_at_once_joins_the_others() -> None:
+    """Its empty store shows them that the old one is gone, so that they need not wait until they doubt."""
+    world = world_of(3, store_grace=60.0)
+    host, *others = world.nodes
+    host.crash()
+    world.run(0.3)
+    again = world.add("n0")
+    goes_on(world, *others, again, within=8.0)
+    assert world.record and world.record.store_id == f"store-of-{host.id}"
+
+
 @pytest.mark.parametrize(("count", "beside"), [(3, 0), (5, 0), (5, 1)])
 def test_the_greater_part_goes_on_without_a_host_that_is_cut_off_and_the_smaller_part_follows_when_it_can(count: int, beside: int) -> None:
     world = world_of(count, store_grace=60.0)
@@ -215,7 +226,7 @@ def test_a_host_that_is_left_with_too_few_follows_as_the_others_do() -> None:
 
 def test_a_doubt_is_written_where_it_is_counted() -> None:
     asked = doubting("b").look(RECORD, 10.0)
-    assert asked == Sync(rows=("a",), voters=("h",), votes=(Vote("b", RECORD),), at=PLACES[1], look=True)
+    assert asked == Sync(rows=("a",), voters=FIVE, votes=(Vote("b", RECORD),), at=PLACES[1], look=True)
     assert set(doubting("a").look(RECORD, 10.0).voters) == set(FIVE)
 
 

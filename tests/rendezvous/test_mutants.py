@@ -940,6 +940,32 @@ MUTANTS = (
         *("sync", "                    return True\n", "                    pass\n"),
         *("succession", "a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late"),
     ),
+    # ... and others with it.
+    mutant(
+        "the guard of any member speaks where the store is gone",
+        *("succession", "not (serves or known.index(self.me) is not None)", "not serves"),
+        *("succession", "the_host_dies_and_others_with_it[1-4]"),
+    ),
+    mutant(
+        "who looks for a store hears of the end of those in line",
+        *("succession", "(record.host, *here, *(p.id for p in self._line(record)))", "(record.host, *here)"),
+        *("succession", "the_host_dies_and_others_with_it[2-5]"),
+    ),
+    mutant(
+        "who leaves without the store says so in the standby stores",
+        *("machine", "vote = None if has_left else", "vote = None if not self.hosting else"),
+        *("succession", "a_member_that_leaves_while_the_host_dies_is_not_waited_for"),
+    ),
+    mutant(
+        "votes about another run are not heard",
+        *("succession", "if record is not None and vote.record.store_id == record.store_id]", "]"),
+        *("succession", "votes_about_another_run_are_not_heard"),
+    ),
+    mutant(
+        "an empty store in its place shows that a store is gone",
+        *("machine", "                self._moves.replaced()", "                pass"),
+        *("majority", "a_host_that_is_started_anew_at_once_joins_the_others"),
+    ),
 )
 
 

@@ -82,11 +82,23 @@ def test_a_host_that_leaves_is_told_of_when_it_has_gone() -> None:
     assert host.outcome is Outcome.LEFT
 
 
-def test_two_die_at_once() -> None:
-    world = told(4)
-    world.nodes[0].crash()
-    world.nodes[1].crash()
-    goes_on(world, *world.nodes[2:], within=15.0)
+@pytest.mark.parametrize("count", [4, 5])
+@pytest.mark.parametrize("left", [1, 2])
+def test_the_host_dies_and_others_with_it(count: int, left: int) -> None:
+    """Their guards cannot say so in the store, which has ended as well."""
+    world = told(count)
+    for node in world.nodes[:-left]:
+        node.crash()
+    goes_on(world, *world.nodes[-left:], within=1.5)
+
+
+def test_a_member_that_leaves_while_the_host_dies_is_not_waited_for() -> None:
+    world = told(3)
+    host, a, b = world.nodes
+    host.crash()
+    a.leave()
+    goes_on(world, b, within=5.0)
+    assert a.outcome is Outcome.LEFT
 
 
 def test_a_host_of_which_nobody_tells_ends_the_job_as_before() -> None:
@@ -337,9 +349,16 @@ def test_who_says_that_a_host_has_died_knows_the_record_that_it_knew() -> None:
 
 def test_the_guard_of_a_host_tells_what_it_knew() -> None:
     assert Moves("h", PROOF).notice(RECORD) == DEAD
-    assert Moves("a", PROOF).notice(RECORD) is None and Moves("h", OFF).notice(RECORD) is None and Moves("h", PROOF).notice(None) is None
+    assert Moves("a", PROOF).notice(RECORD) == Vote("a", RECORD, ("a",)), "the store may be gone, too"
+    assert Moves("x", PROOF).notice(RECORD) is None and Moves("h", OFF).notice(RECORD) is None and Moves("h", PROOF).notice(None) is None
     owner = undecided("b", "b")
-    assert owner.notice(RECORD) == Vote("b", RECORD, ("h", "b")) and undecided("c", "b").notice(RECORD) is None
+    assert owner.notice(RECORD) == Vote("b", RECORD, ("h", "b")) and undecided("c", "b").notice(RECORD) == Vote("c", RECORD, ("h", "c"))
+
+
+def test_votes_about_another_run_are_not_heard() -> None:
+    moves = Moves("b", PROOF)
+    other = Vote("h", replace(RECORD, store_id="another"), ("h", "b"))
+    assert not moves.should_follow(PLACES[1], answer("a", votes=(other,)), RECORD) and not moves.gone
 
 
 def test_only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun() -> None:
@@ -411,7 +430,7 @@ def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_
 def test_a_look_at_the_start_holds_for_one_exchange() -> None:
     owner = undecided("a", "a")
     owner.unanswered(None, 1.0)
-    owner.answered(owner.complete(Sync(), RECORD), answer())
+    owner.answered(owner.complete(Sync(), RECORD), answer(), RECORD)
     assert owner.take_over(rows("abc"), 1.0) is None
 
 

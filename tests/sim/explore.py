@@ -108,7 +108,7 @@ class Small(World):
 
     def _carried_out(self, node: Node) -> Answer:
         sync = self.pending.pop(node.id)
-        if not self._is_up(sync.at):
+        if not self.is_up(sync.at):
             return SyncFailed(node.now, "connection refused")
         if not self._is_local(node, sync.at) and self.loses(node, sync.at, self.random):
             return SyncFailed(node.now, "lost")
@@ -133,8 +133,8 @@ class Small(World):
 
     def hear(self, word: Word) -> None:
         """Let the word of a guard arrive, if its store is still there."""
-        self.lose_word(word, unheard=not self._is_up(word.at))
-        if self._is_up(word.at):
+        self.lose_word(word, unheard=not self.is_up(word.at))
+        if self.is_up(word.at):
             self.telling = node = self.node(word.node_id)
             protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
             steps = protocol.put_vote(word.vote) if word.vote else write_notice(protocol, node.id, 0, 0.0)

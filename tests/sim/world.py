@@ -356,7 +356,7 @@ class Node:
         self.working = None
         if self.workers_frozen or self.finish or self.dark:
             return
-        if self.machine.hosting:
+        if self.machine.hosting or not self.world.is_up(self.machine.place):
             self.world.tell_standbys(self)
         else:
             self.world.tell_death(self)
@@ -580,7 +580,7 @@ class World:
             return False
         return True
 
-    def _is_up(self, at: Place | None) -> bool:
+    def is_up(self, at: Place | None) -> bool:
         server = self.server(at)
         return self.store_up if at is None or server is None else server.alive
 
@@ -588,7 +588,7 @@ class World:
         at = connection.at
         if self._held_up(at, lambda: self._arrive(node, connection, steps, operation)):
             return
-        if not self._is_up(at):
+        if not self.is_up(at):
             refused = partial(self.hand_over, node, connection, lambda now: SyncFailed(now, "connection refused"))
             self.at(0.002, partial(node.when_running, refused))
             return
@@ -638,7 +638,7 @@ class World:
             self.at(delay, partial(self._go_on_telling, node, node.machine.place, steps, None))
 
     def tell_standbys(self, node: Node) -> None:
-        """Let the guard of the node that hosted the store tell the standby stores that it has ended, as well as guards work."""
+        """Let the guard of a node tell the standby stores that it has ended, as well as guards work."""
         rng, deaths, words = self.death_random, self.deaths, node.machine.last_words
         if words is None or rng.random() >= deaths.told:
             return
@@ -671,7 +671,7 @@ class World:
             self.at(self.death_random.uniform(*node.delay), partial(self._take_notice, node, at, steps, operation))
 
     def _take_notice(self, node: Node, at: Place | None, steps: Steps, operation: Operation) -> None:
-        if self._held_up(at, partial(self._take_notice, node, at, steps, operation)) or not self._is_up(at):
+        if self._held_up(at, partial(self._take_notice, node, at, steps, operation)) or not self.is_up(at):
             return
         self.telling = node
         found = self._apply(node, operation, LeasedStore(self, node) if self.rules.lasting else None, at)

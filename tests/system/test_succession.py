@@ -80,12 +80,13 @@ def test_hosts_are_killed_one_after_another_until_one_node_is_left(nodes: Cluste
     finish(nodes, agents, workers)
 
 
-def test_the_host_and_the_first_in_line_are_killed_at_once(nodes: Cluster) -> None:
-    agents, before = start(nodes, 4, "--expire=2", nnodes="1:4")
-    for agent in agents[:2]:
+@pytest.mark.parametrize("left", [2, 1])
+def test_the_host_is_killed_and_others_with_it(nodes: Cluster, left: int) -> None:
+    agents, before = start(nodes, 4, nnodes="1:4")
+    for agent in agents[:-left]:
         agent.kill()
-    after = nodes.round(2, after=before[0].round)
-    finish(nodes, agents[2:], after)
+    after = nodes.round(left, after=before[0].round, timeout=EXPIRE - 5)
+    finish(nodes, agents[-left:], after)
 
 
 def test_the_host_is_killed_while_it_leaves(nodes: Cluster) -> None:
