@@ -81,7 +81,7 @@ join-timeout - PET_JOIN_TIMEOUT 600
 last-call - PET_LAST_CALL 5
 expire - PET_EXPIRE 5
 store-grace - PET_STORE_GRACE 60
-store-succession - PET_STORE_SUCCESSION proof
+store-succession - PET_STORE_SUCCESSION majority
 token-file - PET_TOKEN_FILE None
 rdzv-conf - PET_RDZV_CONF ''
 detect - PET_DETECT auto
