@@ -17,6 +17,7 @@ from elastirun import clock
 from elastirun.agent import ending, events, health
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
+from elastirun.agent.hang_watch import HangWatch
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
@@ -36,7 +37,7 @@ from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Leave, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
-from elastirun.rendezvous.records import ExitRecord, RoundRecord
+from elastirun.rendezvous.records import Blame, ExitRecord, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
@@ -112,6 +113,8 @@ class Agent:
         stack.callback(self._forks.close)
         callbacks = (self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._tree.owns, self._tree.worker_reaped)
         self._workers = Workers(self._selector, *callbacks, starts=self._forks.spawn)
+        self._hangs = HangWatch(config.hang_timeout, self._workers, self._events_log.write, self._console.say, self._on_hung)
+        stack.callback(self._hangs.close)
         self._session = Session.of(config, row, self._worker_store_failed)
         stack.callback(self._session.close)
         if etcd := self._session.access.private_etcd:
@@ -194,8 +197,8 @@ class Agent:
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something must be done although no descriptor is ready; None: there is nothing."""
         now = clock.now()
-        parts = (self._logs, self._round_check, self._memory, self._forks)
-        times = (self._session.due, self._tracker.report_at, self._workers.deadline, *(part.tick(now) for part in parts))
+        ticks = [part.tick(now) for part in (self._logs, self._round_check, self._memory, self._forks, self._hangs)]
+        times = (self._session.due, self._tracker.report_at, self._workers.deadline, *ticks)  # a tick may bring a report
         first = min(moment for moment in times if moment is not None)
         return None if first == math.inf else max(0.0, first - clock.now())
 
@@ -291,6 +294,11 @@ class Agent:
         self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
         self._tracker.worker_ended(end)
 
+    def _on_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str]) -> None:
+        """End a worker that makes no progress any more."""
+        if end := self._workers.kill(local_rank):
+            self._tracker.worker_hung(end, blame, note, stack)
+
     def _on_stuck(self, text: str) -> None:
         """Leave: a worker that SIGKILL does not end keeps its GPU, so this node cannot run another round."""
         self._console.say(text)
@@ -298,6 +306,7 @@ class Agent:
         self._session.post(Leave(clock.now(), "a worker hangs in the kernel"))
 
     def _on_workers_idle(self) -> None:
+        self._hangs.stop()
         self._lone = False
         if self._tracker.stopped or self._finish:
             self._tree.kill_left_behind()
@@ -323,6 +332,7 @@ class Agent:
             self._end_left_running()
         self._round_check.stopping = "no"
         self._tracker.start_round(record.round - 1, alone=record.world_size == 1)
+        self._node = replace(self._node, pages=self._hangs.pages.renew(record.members[node_rank].slots))
         try:
             specs = self._specs(record, node_rank)
             self._announce(record, node_rank, specs)
@@ -331,6 +341,7 @@ class Agent:
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
             store.end_round()
             self._workers.start(specs, logs)
+            self._hangs.start(alone=len(record.members) == 1)
             self._tree.add_workers(self._workers.pids)
             self._forks.refill()
             self._started = True
@@ -364,6 +375,7 @@ class Agent:
         if self._tracker.stopped:  # the second request for the same round: the stop must be shorter
             self._workers.stop(action.within or 0.0)
             return
+        self._hangs.stop()
         self._tracker.before_stop(self._workers.alive)
         self._round_check.stopping = "planned" if action.planned else "failure"
         timing = self._config.timing

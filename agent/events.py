@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -111,6 +111,16 @@ class StoodStill(Event, kind="stood_still"):
 
     seconds: float
     workers_ended: bool
+
+
+@dataclass(frozen=True)
+class Hang(Event, kind="hang"):
+    """No worker of this node makes steps any more."""
+
+    seconds: float  # since the last step
+    limit: float  # seconds that it may take
+    ranks: Sequence[int]  # that are about to be ended
+    workers: Sequence[Mapping[str, object]]  # rank, pid, steps and stack of each
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 
+from elastirun import progress_page
 from elastirun.agent.host import numa
 from elastirun.agent.processes import marks
 from elastirun.agent.processes.spawn import WorkerSpec
@@ -30,6 +31,7 @@ class NodeEnvironment:
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
     mark: str = ""  # ELASTIRUN_AGENT, by which the guard recognises processes of this agent
     socket: str = ""  # ELASTIRUN_SOCKET, where workers ask whether their round is current; empty: nowhere
+    pages: Sequence[str] = ()  # ELASTIRUN_PROGRESS by local rank: the page in which the worker stamps its steps; empty: there are none
     group: str = ""  # the control group for the workers; empty: there is none
     files: int | None = None  # soft limit of open descriptors for the workers; None: the agent's
 
@@ -44,7 +46,7 @@ def worker_specs(
     for place in places(record, node_rank):
         cpus = node.cpu_sets[place.local_rank] if node.cpu_sets else None
         first = {marks.VARIABLE: node.mark}  # at the beginning, so that the guard finds it in an environment of any length
-        own = _own(config, place, node.environ)
+        own = _own(config, place, node.environ) | {progress_page.VARIABLE: node.pages[place.local_rank] if node.pages else ""}
         env = {**first, **node.environ, **shared, **own, "TORCHELASTIC_ERROR_FILE": error_file(place.local_rank)}
         env.setdefault("OMP_NUM_THREADS", str(_threads(node.cpus, record.members[node_rank].slots, cpus)))
         specs.append(WorkerSpec(place.local_rank, place.rank, _for_rank(argv, place.local_rank), env, cpus, node.group, node.files))

@@ -124,6 +124,7 @@ class LaunchConfig(RendezvousConfig):
     fail_fast: bool = False  # the same failure twice without progress in between ends the job
     exit_code_from_worker: bool = False  # a failed job exits with the code of the worker that caused it
     timing: Timing = field(default_factory=Timing)
+    hang_timeout: float | None = None  # seconds without a step after which workers hang; 0: learned (``auto``); None: off
     logs: LogPolicy = field(default_factory=LogPolicy)
     token: bytes | None = field(default=None, repr=False)  # the secret that signs every record in the store
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # these stop this node

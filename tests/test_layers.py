@@ -34,20 +34,24 @@ class Layer:
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
 EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.secret_files")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
+PAGE = "elastirun.progress_page"
 ASKING = ("elastirun.agent_socket", "elastirun.current_round")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
     Layer("elastirun.rendezvous.store_thread", ("elastirun.rendezvous", *SHARED)),
     # decisions
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
+    Layer("elastirun.agent.hangs", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),
-    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", "psutil", *SHARED), in_functions=("torch",)),
+    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),
     Layer("elastirun.checkpoint.export", ("elastirun.checkpoint", "elastirun.errors"), in_functions=("torch", "elastirun.train")),
     Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", *ASKING), in_functions=("fsspec",)),
     Layer("elastirun.current_round", ("elastirun.errors", "elastirun.agent_socket")),
     Layer("elastirun.agent_socket"),
-    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", *ASKING)),
+    Layer(PAGE, never=EFFECTS),
+    Layer("elastirun.progress", (PAGE,)),
+    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", *ASKING)),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.standard_streams"),

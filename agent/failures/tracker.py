@@ -23,6 +23,7 @@ from elastirun.agent.failures import oom
 from elastirun.agent.failures.classify import (
     STDOUT_CLOSED,
     explain_signal,
+    limit_lines,
     lost_its_stdout,
     make_record,
     may_be_stopped_from_outside,
@@ -61,6 +62,7 @@ class FailureTracker:
         self._held: list[ExitRecord] = []  # those of ``_records`` that do not count if the agent is signalled
         self._leaving = False  # the agent was signalled, so this node leaves
         self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the output of workers that were failing when the agent stopped them
+        self._hung: set[int] = set()  # local ranks of workers that were ended because they hung
         self._oom_kills = oom.oom_kills()
         self.stopped = False
         self.report_at = math.inf
@@ -85,8 +87,16 @@ class FailureTracker:
         if not self.stopped:
             self.report_at = min(self.report_at, clock.now() + hold)
 
+    def worker_hung(self, end: WorkerExit, blame: Blame, note: str, stack: Sequence[str]) -> None:
+        """Record the failure of a worker that is being killed because it hung. Its end adds nothing, nor does it delay the report."""
+        self._hung.add(end.local_rank)
+        after = round(end.after, 3)
+        self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, end.code, blame, after, limit_lines(stack), note))
+
     def worker_ended(self, end: WorkerExit) -> None:
         """Record the end of a worker as a failure if it is one."""
+        if end.local_rank in self._hung:
+            return
         if end.killed_by_us:
             if end.code and end.local_rank in self._shown:
                 self.add(make_record(self._node, end, self._shown[end.local_rank], alone=self._alone))

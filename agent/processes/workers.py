@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastirun import clock
@@ -94,6 +94,11 @@ class Workers:
         return tuple(self._alive)
 
     @property
+    def processes(self) -> Mapping[int, Process]:
+        """The workers that have not ended, by local rank."""
+        return self._alive
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Pids of the workers that nobody else may reap: those that run, and ended ones that have left something running."""
         return self._alive_pids() + self._left_running.workers
@@ -148,6 +153,14 @@ class Workers:
         else:
             self._kill_at = min(self._kill_at, now + grace)
         self.tick(now)
+
+    def kill(self, local_rank: int) -> WorkerExit | None:
+        """Kill one worker and its process group. Return the end that it is about to have; None if it has ended already."""
+        process = self._alive.get(local_rank)
+        if process is None or process.ended:
+            return None
+        process.kill_group()
+        return WorkerExit(local_rank, process.spec.rank, process.pid, -signal.SIGKILL, self._clock() - self._began, killed_by_us=True)
 
     def end_left_running(self) -> int:
         """Kill what workers that ended by themselves have left running, and wait for at most ``DRAIN``. Returns how many there were."""

@@ -81,6 +81,7 @@ GROUPS = {
         Option("max_restarts", "N", "0", "How often all workers may be restarted because one of them failed."),
         Option("restart_window", "SECONDS", "0", "A round that runs this long resets the count of restarts; 0: never.", new=True),
         Option("fail_fast", "", None, "End the job when the same failure occurs twice without progress in between.", new=True),
+        Option("hang_timeout", "off|auto|SECONDS", "off", "Restart when no worker of this node has made a step for so long.", new=True),
         Option("restart_pause", "SECONDS", _PAUSE, "Longest pause before a restart; pauses grow when rounds fail quickly.", new=True),
         Option("exit_code_from_worker", "", None, "Exit with the failed worker's exit code instead of 1.", new=True),
         Option("grace", "SECONDS", _GRACE, "Time from SIGTERM to SIGKILL when workers are stopped.", new=True),

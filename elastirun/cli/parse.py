@@ -69,6 +69,16 @@ def seconds(low: float = 0.0, *, above: bool = False) -> Callable[[str], float]:
     return parse
 
 
+def hang_timeout(text: str) -> float | None:
+    """Parse ``off`` (None), ``auto`` (0: the limit is learned), or seconds."""
+    if text in ("off", "auto"):
+        return None if text == "off" else 0.0
+    try:
+        return seconds(0.0, above=True)(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or one of off, auto") from None
+
+
 def choice(*names: str) -> Callable[[str], str]:
     """Return a parser that accepts one of ``names``."""
 

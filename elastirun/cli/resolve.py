@@ -51,6 +51,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         fail_fast=options.flag("fail_fast"),
         exit_code_from_worker=options.flag("exit_code_from_worker"),
         timing=timing,
+        hang_timeout=options.read("hang_timeout", parse.hang_timeout),
         logs=logs,
         signals=signals,
         forward_signals=forward_signals,

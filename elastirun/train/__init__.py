@@ -1,6 +1,7 @@
 """The training core: what a worker may use to train on changing worlds. It needs torch, and knows nothing of the launcher."""
 
 from elastirun.current_round import is_current
+from elastirun.progress import progress
 
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.per_rank import PerRank
@@ -36,4 +37,5 @@ __all__ = [
     "is_current",
     "keyed_rng",
     "load_checkpoint",
+    "progress",
 ]

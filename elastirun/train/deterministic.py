@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from elastirun.progress import progress
+
 from .bucket_memory import make_views
 from .collectives import copy_from_first, verify_same
 from .control_words import REQUESTS
@@ -191,6 +193,7 @@ class DeterministicShards:
 
     def _exchange(self, sums: Sequence[_Sum], size: int) -> None:
         """Add up all ranks' ``sums`` along the tree; set the gradients, the mean over ``size`` samples."""
+        progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
         result, factor = self._result, self._largest(size) / size
         assert result is not None
         asked = frozenset(self._asked)  # a signal handler may add one meanwhile, for the next step

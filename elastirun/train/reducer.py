@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
+from elastirun.progress import progress
+
 from . import autograd_engine, under_way
 from .arrival import Arrival
 from .backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Trigger
@@ -167,6 +169,7 @@ class Reducer:
         """Begin a backward, unless this is an inner one."""
         if self._backward is not None:
             return
+        progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
         self._conclude()
         reduces = self.schedule.count()
         backward = self._backward = Backward(reduces, self.local_report.samples, self.watch.expected.copy(), self.watch.seen)

@@ -17,6 +17,9 @@ __all__ = ["copy"]  # the fixture
 
 mutant = mutants_in("elastirun/agent", "tests/agent")
 of_rendezvous = mutants_in("elastirun/rendezvous", "tests/rendezvous")
+of_workers = mutants_in("elastirun", "tests/agent")
+EVALUATION = "an_evaluation_as_long_as_twenty_steps_is_no_hang_by_the_learned_limit[10.0]"
+CAUSE = "the_worker_that_is_not_where_the_others_wait_is_the_cause"
 LIMIT = "memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count"
 STRANGERS = "strangers_neither_hang_nor_fill_the_agent"
 SERVED = "self._selector.unregister(connection.socket)\n        if self._is_served(connection, FRESH):"
@@ -25,62 +28,6 @@ OTHERS = "other users are not answered"
 AGAIN = "            found = yield _put_if(key, found, value)\n"
 MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open_or_search()\n"
 MUTANTS = (
-    # elastirun status
-    mutant(
-        "of two stores with one job the higher term counts",
-        *("status_reader", "if sight.job not in best or best[sight.job].newness < sight.newness:", "if True:"),
-        *("status_reader", "of_two_stores_the_one_with_the_higher_term_counts"),
-    ),
-    mutant(
-        "a store that has moved is followed",
-        *("status_reader", "                return moved\n", "                pass\n"),
-        *("status_reader", "a_store_that_has_moved_is_followed"),
-    ),
-    mutant(
-        "a store in use is not left for where it was once",
-        *("status_reader", "if moved is not None and (record is None or record.round == 0):", "if moved is not None:"),
-        *("status_reader", "a_store_that_says_where_it_was_once_and_where_it_is_now"),
-    ),
-    mutant(
-        "a store that has moved is that of a node",
-        *("status_reader", "if self._place.id and store.get([OWNER])", "if False and store.get([OWNER])"),
-        *("status_reader", "the_store_at_the_place_must_be_that_nodes"),
-    ),
-    mutant(
-        "a record that is replaced is read again",
-        *("status_reader", "            if not left:\n", "            if True:\n"),
-        *("status_reader", "a_record_that_is_replaced_while_it_is_read_is_read_again"),
-    ),
-    mutant(
-        "stores that are down are not waited for",
-        *("status_reader", "until = min(until, clock.now() + LATER_LIMIT) if answer.sights else until", "pass"),
-        *("status_reader", "stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_none"),
-    ),
-    mutant(
-        "a status keeps its connections",
-        *("status_reader", "            if self._store is None:\n", "            if True:\n"),
-        *("status_reader", "one_connection_serves_all_looks_unless_it_is_lost"),
-    ),
-    mutant(
-        "a member that has not started is waited for",
-        *("job_status", "    if missing := _not_started(view):\n", "    if missing := []:\n"),
-        *("job_status", "who_is_waited_for_while_a_round_runs"),
-    ),
-    mutant(
-        "a member that is lost is not waited for",
-        *("job_status", "if not view.is_over(m)]:", "if not view.says_over(m)]:"),
-        *("job_status", "who_is_waited_for_between_two_rounds"),
-    ),
-    mutant(
-        "the nodes that differ are shown",
-        *("status_screen", "(_is_usual(nodes[i], usual), i)", "(i,)"),
-        *("job_status", "of_a_large_job_the_nodes_that_differ_are_shown_and_the_others_counted"),
-    ),
-    mutant(
-        "a screen is printable",
-        *("status_screen", 'return [clip(f"{title:9} {text}", WIDTH)', 'return [(f"{title:9} {text}")'),
-        *("job_status", "whatever_the_records_hold_the_screen_is_printable_and_no_wider"),
-    ),
     mutant(
         "only memory of a fixed size is held",
         *("checkpoint_memory", "fcntl.fcntl(fd, _GET_SEALS) & _SEALS == _SEALS", "bool(fcntl.fcntl(fd, _GET_SEALS) & _SEALS)"),
@@ -752,6 +699,78 @@ MUTANTS = (
         "a first round waits for the rarest tries",
         *("../rendezvous/formation", "LOOK_BACK = 2.0", "LOOK_BACK = 1.0"),
         *("search", "a_first_round_waits_longer_than_the_rarest_tries"),
+    ),
+    mutant(
+        "one worker that makes steps is enough",
+        *("hangs", "if any(age <= max(", "if all(age <= max("),
+        *("hangs", "a_hang_is_a_time_without_a_step_of_any_worker"),
+    ),
+    mutant(
+        "nothing counts before the first step",
+        *("hangs", "< (1 if self._timeout else LEAST_STEPS)", "< (0 if self._timeout else LEAST_STEPS)"),
+        *("hangs", "before_its_first_step_a_worker_does_not_hang"),
+    ),
+    mutant("a limit is learned first", "hangs", "LEAST_STEPS = 30", "LEAST_STEPS = 1", "hangs", "a_learned_limit_needs_some_dozen_steps"),
+    mutant("an evaluation is no hang", "hangs", "PAUSE_FACTOR = 30, 2", "PAUSE_FACTOR = 3, 2", "hangs", EVALUATION),
+    mutant(
+        "a pause may be longer than the last one",
+        *("hangs", "PAUSE_FACTOR = 30, 2", "PAUSE_FACTOR = 30, 1"),
+        *("hangs", "a_pause_may_be_twice_as_long_as_the_longest_before_also_in_another_round"),
+    ),
+    mutant(
+        "a standstill of the agent is no hang",
+        *("hangs", "            self.excuse(now)\n", "            pass\n"),
+        *("hangs", "the_time_of_a_standstill_does_not_count"),
+    ),
+    mutant(
+        "a worker gets the time that it asks for",
+        *("hangs", "max(limit, _within(pages[rank]))", "limit"),
+        *("hangs", "a_worker_may_ask_for_time"),
+    ),
+    mutant(
+        "a stopped worker is the cause",
+        *("hangs", "[worker for worker in workers if worker.stopped]", "[]"),
+        *("hangs", f"{CAUSE}[workers0-named0-0]"),
+    ),
+    mutant(
+        "a worker in a collective is not behind",
+        *("hangs", "0 < worker.steps < most and not worker.waits_for_peers", "0 < worker.steps < most"),
+        *("hangs", f"{CAUSE}[workers5-named5-4]"),
+    ),
+    mutant(
+        "a signal without a handler is not sent",
+        *("hang_watch", " and process.catches(page.signal):", ":"),
+        *("hangs", "a_signal_that_the_worker_does_not_catch_is_not_sent"),
+    ),
+    mutant(
+        "a step ends the alarm",
+        *("hang_watch", "                self._forget()\n            elif", "            elif"),
+        *("hangs", "a_step_in_the_meantime_ends_the_alarm"),
+    ),
+    mutant(
+        "a page keeps its size",
+        *("hang_watch", "                fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)\n", ""),
+        *("hangs", "nobody_can_make_a_page_smaller_so_that_another_reads_beyond_its_end"),
+    ),
+    mutant(
+        "the end of a worker that hung is no second failure",
+        *("failures/tracker", "        if end.local_rank in self._hung:\n            return\n", ""),
+        *("hangs", "the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds_nothing"),
+    ),
+    of_workers(
+        "one process stamps a page",
+        *("progress", "words[PID] not in (0, os.getpid())", "False"),
+        *("hangs", "one_process_stamps_a_page"),
+    ),
+    of_workers(
+        "a fork stamps nothing",
+        *("progress", "    os.register_at_fork(after_in_child=_forget)\n", ""),
+        *("hangs", "one_process_stamps_a_page"),
+    ),
+    of_workers(
+        "a pause that was announced is not learned",
+        *("progress", " and not words[WITHIN]", ""),
+        *("hangs", "a_pause_that_was_announced_is_not_learned"),
     ),
 )
 

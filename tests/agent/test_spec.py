@@ -23,6 +23,7 @@ TOKEN = b"the secret of this job"
 CONFIG = LaunchConfig(
     command=Command("t.py"), min_nodes=1, max_nodes=3, nproc=2, run_id="job7", endpoint=Endpoint("h", 1), max_restarts=4, token=TOKEN
 )
+PAGES = tuple(f"/page{i}" for i in range(16))
 EVERYWHERE = {
     "WORLD_SIZE": "6",
     "GROUP_WORLD_SIZE": "3",
@@ -44,7 +45,7 @@ EVERYWHERE = {
     "ELASTIRUN_DEADLINE": "30",
 }
 PER_NODE = {"LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS"}
-PER_WORKER = {"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"}
+PER_WORKER = {"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE", "ELASTIRUN_PROGRESS"}
 
 
 def round_of(*slots: int, roles: str = "") -> RoundRecord:
@@ -66,7 +67,7 @@ def specs(
     """The workers of a node with ``config`` fitted to its place in the round."""
     member = record.members[node_rank]
     config = replace(config, nproc=member.slots, role=member.role)
-    here = NodeEnvironment(environ or {}, cpus, "eth1", "lo", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket")
+    here = NodeEnvironment(environ or {}, cpus, "eth1", "lo", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket", pages=PAGES)
     return worker_specs(config, record, node_rank, here, lambda local: f"/logs/{local}/error.json")
 
 
@@ -108,6 +109,12 @@ def test_what_differs_between_workers_or_rounds_is_what_the_fork_server_lacks() 
         name: value for name, value in same.items() if name not in forkserver.ROUND_NAMES
     }
     assert next(iter(like.env)) == "ELASTIRUN_AGENT", "at the beginning, where the guard finds it"
+
+
+def test_each_worker_has_a_page_of_its_own_and_none_where_there_are_none() -> None:
+    assert column(round_of(2, 1), "ELASTIRUN_PROGRESS") == [("/page0",), ("/page1",), ("/page0",)]
+    (spec,) = worker_specs(replace(CONFIG, nproc=1), round_of(1), 0, NodeEnvironment({"ELASTIRUN_PROGRESS": "/outer"}), lambda local: "")
+    assert spec.env["ELASTIRUN_PROGRESS"] == "", "never that of a worker that has started this launcher"
 
 
 def test_ranks_with_different_numbers_of_workers() -> None:

@@ -188,8 +188,9 @@ def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> No
 
 def test_the_store_moves_where_that_is_asked_for_and_possible() -> None:
     given = [f"--store-succession={how}" for how in ("proof", "majority", "off")]
-    found = [config_of(f"--nnodes=2 --rdzv-id=a --rdzv-endpoint=h {option} t.py") for option in ("", *given)]
-    assert [(config.succession, config.majority) for config in found] == [(True, True), (True, False), (True, True), (False, False)]
+    for nodes, by_default in ((2, (True, False)), (3, (True, True))):
+        found = [config_of(f"--nnodes={nodes} --rdzv-id=a --rdzv-endpoint=h {option} t.py") for option in ("", *given)]
+        assert [(config.succession, config.majority) for config in found] == [by_default, (True, False), (True, True), (False, False)]
     assert resolved("--store-succession=proof t.py", NOBODY)[0].succession is False
 
 
@@ -464,4 +465,5 @@ def test_signals_to_pass_on() -> None:
 def test_which_failures_count() -> None:
     config = config_of("--restart-window=90 --fail-fast --exit-code-from-worker t.py")
     assert (config.restart_window, config.fail_fast, config.exit_code_from_worker) == (90.0, True, True)
+    assert [config_of(text).hang_timeout for text in ("t.py", "--hang-timeout=auto t.py", "--hang-timeout=90 t.py")] == [None, 0.0, 90.0]
     assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)

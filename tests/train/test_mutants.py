@@ -27,6 +27,11 @@ LEAVES = "everybody_ends_as_if_it_was_signalled_when_the_last_one_is_done"
 HANDLERS = "a_handler_that_was_there_before_is_called_and_comes_back"
 FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 MUTANTS = (
+    mutant(
+        "a backward is a step",
+        *("reducer", "        progress()  # before", "        # before"),
+        *("progress", "each_backward_is_a_step_and_each_reduction_of_shards"),
+    ),
     mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),
     mutant(
         "a travelling bucket is nobody's gradient",

@@ -1,0 +1,404 @@
+"""Hang detection: the page of a worker, the decision, and which worker is named."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import math
+import os
+import re
+import selectors
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastirun import clock
+from elastirun.agent import events, hangs
+from elastirun.agent.failures.tracker import FailureTracker
+from elastirun.agent.hang_watch import HangWatch, ProgressPages
+from elastirun.agent.hangs import AUTO, BEHIND, OUTSIDE, STOPPED, UNCLEAR, WAITING, HangDetector, Observed, judge
+from elastirun.agent.processes.process import Process
+from elastirun.agent.processes.spawn import WorkerSpec
+from elastirun.agent.processes.workers import WorkerExit
+from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
+from elastirun.rendezvous.records import Blame, ExitRecord
+
+WORKER = """
+import math, os, signal, sys
+from elastirun.progress import progress
+for within in eval(sys.argv[1]):
+    progress(within)
+print("stamped", flush=True)
+while True:
+    signal.pause()
+"""
+PATIENCE = 60.0  # seconds
+
+
+def page(steps: int, stamped: float = 0.0, longest: float = 0.0, within: float = 0.0) -> Page:
+    """A page with durations in seconds."""
+    return Page(1, 0, steps, int(stamped * NS), int(longest * NS), FOREVER if within == math.inf else int(within * NS))
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_page_of_this_version_is_read() -> None:
+    numbers = struct.pack("<6Q", 7, 60, 3, 5, 4, 0)
+    assert Page.parse(MAGIC + numbers + b"more") == Page(7, 60, 3, 5, 4, 0)
+    assert Page.parse(b"elastpg2" + numbers) is None
+    assert Page.parse((MAGIC + numbers)[:-1]) is None and Page.parse(b"") is None
+
+
+@pytest.fixture
+def pages() -> Iterator[ProgressPages]:
+    made = ProgressPages()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker(pages: ProgressPages) -> Iterator[Any]:
+    """``worker(calls)`` starts a worker that calls ``progress`` with each of ``calls`` and waits; the last page is its own."""
+    started: list[Process] = []
+
+    def start(calls: str = "[None, None]", script: str = WORKER, count: int = 1) -> Process:
+        paths = pages.renew(count)
+        read, write = os.pipe()
+        env = {**os.environ, VARIABLE: paths[-1]}
+        spec = WorkerSpec(count - 1, count + 6, (sys.executable, "-c", script, calls), env)
+        started.append(Process(spec, selectors.DefaultSelector(), lambda process, code: None, write))
+        os.close(write)
+        with open(read) as out:
+            assert out.readline() == "stamped\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill_and_reap(PATIENCE)
+
+
+def test_a_worker_stamps_its_page_and_writes_its_stacks_at_a_signal(worker: Any, pages: ProgressPages) -> None:
+    before = time.monotonic_ns()
+    process = worker("[None, None, 5.0]", count=2)
+    assert pages.read(0) is None, "nobody has opened it"
+    found = pages.read(1)
+    assert found and (found.pid, found.steps, found.within) == (process.pid, 3, 5 * NS)
+    assert before < found.stamped < time.monotonic_ns() and 0 < found.longest < found.stamped - before
+    assert process.catches(found.signal)
+    process.signal(found.signal)
+    ((file, _, function),) = await_stack(pages, 1)
+    assert (file, function) == ("<string>", "<module>")
+
+
+def await_stack(pages: ProgressPages, local_rank: int) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while not (stack := hangs.main_stack(pages.stacks(local_rank))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return stack
+
+
+def test_a_pause_that_was_announced_is_not_learned(worker: Any, pages: ProgressPages) -> None:
+    worker(script=WORKER.replace("progress(within)", "progress(within); import time; time.sleep(0.2)"), calls="[math.inf, None]")
+    found = pages.read(0)
+    assert found and (found.steps, found.longest, found.within) == (2, 0, 0)
+
+
+def test_one_process_stamps_a_page(worker: Any, pages: ProgressPages) -> None:
+    """Neither a fork of the worker nor another process below it, which has the same variable."""
+    script = """
+import os, subprocess, sys
+from elastirun.progress import progress
+progress()
+if (child := os.fork()) == 0:
+    progress()
+    os._exit(0)
+os.waitpid(child, 0)
+subprocess.run([sys.executable, "-c", "from elastirun.progress import progress; progress()"], check=True)
+print("stamped", flush=True)
+os.read(0, 1)
+"""
+    process = worker(script=script)
+    found = pages.read(0)
+    assert found and (found.pid, found.steps) == (process.pid, 1)
+
+
+@pytest.mark.parametrize("path", ["", "/no/such/page", "/dev/null", __file__])
+def test_without_a_page_nothing_happens(worker: Any, pages: ProgressPages, path: str) -> None:
+    worker(script=f"import os\nos.environ['{VARIABLE}'] = {path!r}\n{WORKER}")
+    assert pages.read(0) is None
+
+
+def test_nobody_can_make_a_page_smaller_so_that_another_reads_beyond_its_end(pages: ProgressPages) -> None:
+    (path,) = pages.renew(1)
+    with open(path, "r+b") as file, pytest.raises(OSError):
+        file.truncate(0)
+
+
+# -- the decision --------------------------------------------------------------------------------------------------------------
+
+
+def first_hang(detector: HangDetector, samples: Iterable[tuple[float, dict[int, Page]]]) -> float | None:
+    """The moment at which a hang is found."""
+    return next((now for now, pages in samples if detector.look(now, pages) is not None), None)
+
+
+def training(step: float, end: float, every: float = 5.0, steps_until: float = math.inf, longest: float = 0.0) -> Any:
+    """Samples of a worker whose steps take ``step`` seconds, until it makes none from ``steps_until`` on."""
+    for count in range(1, int(end / every) + 1):
+        now = count * every
+        steps = int(min(now, steps_until) / step)
+        yield now, {0: page(steps, steps * step, max(step, longest))}
+
+
+def test_a_hang_is_a_time_without_a_step_of_any_worker() -> None:
+    detector = HangDetector(10.0)
+    detector.start_round(0.0)
+    assert detector.interval == 2.5
+    for now in range(1, 30):
+        assert detector.look(now, {0: page(5), 1: page(now // 8 + 1)}) is None, "one worker still makes steps"
+    found = [detector.look(now, {0: page(5), 1: page(4)}) for now in range(30, 45)]
+    assert found == [None] * 5 + list(range(11, 21)), "the last step was seen at 24"
+    assert detector.look(45, {0: page(5), 1: page(5)}) is None, "it goes on"
+
+
+def test_before_its_first_step_a_worker_does_not_hang() -> None:
+    assert first_hang(HangDetector(10.0), [(now, {0: page(0)}) for now in range(600)]) is None
+
+
+def test_a_worker_that_ended_does_not_count() -> None:
+    detector = HangDetector(4.0)
+    detector.start_round(0.0)
+    for now in range(4):
+        assert detector.look(now, {0: page(9), 1: page(now + 1)}) is None
+    assert first_hang(detector, [(now, {0: page(9)}) for now in range(4, 20)]) == 5.0
+
+
+def test_a_worker_may_ask_for_time() -> None:
+    def announced(within: float) -> float | None:
+        return first_hang(HangDetector(4.0), [(float(now), {0: page(9, within=within), 1: page(9)}) for now in range(100)])
+
+    assert (announced(1), announced(50), announced(math.inf)) == (5.0, 51.0, None)
+
+
+def test_the_time_of_a_standstill_does_not_count() -> None:
+    detector = HangDetector(10.0)
+    detector.start_round(0.0)
+    for now in (2.0, 4.0, 6.0, 500.0, 502.0, 504.0, 506.0, 508.0, 510.0):
+        assert detector.look(now, {0: page(9)}) is None, "the agent stood still until 500"
+    assert detector.look(512.0, {0: page(9)}) == 12.0
+
+
+def test_a_round_begins_anew() -> None:
+    detector = HangDetector(10.0)
+    for now in range(10):
+        detector.look(now, {0: page(9)})
+    detector.start_round(10.0)
+    assert first_hang(detector, [(float(now), {0: page(9)}) for now in range(11, 40)]) == 22.0
+
+
+def test_a_learned_limit_needs_some_dozen_steps() -> None:
+    detector = HangDetector(AUTO)
+    assert first_hang(detector, training(0.1, 3600, steps_until=2.9)) is None
+    assert first_hang(HangDetector(AUTO), training(0.1, 3600, steps_until=3.0)) == pytest.approx(65, abs=5.1)
+
+
+@pytest.mark.parametrize("step", [0.01, 1.0, 3.0, 10.0, 60.0])
+def test_an_evaluation_as_long_as_twenty_steps_is_no_hang_by_the_learned_limit(step: float) -> None:
+    detector, end = HangDetector(AUTO), 100 * step + 100
+    assert first_hang(detector, training(step, end + 20 * step, steps_until=end)) is None
+    found = first_hang(HangDetector(AUTO), training(step, end + 100 * step + 200, steps_until=end))
+    assert found is not None and max(60, 30 * step) <= found - end + step <= max(60, 30 * step) + 2 * step + 15
+
+
+def test_a_pause_may_be_twice_as_long_as_the_longest_before_also_in_another_round() -> None:
+    detector = HangDetector(AUTO)
+    assert first_hang(detector, training(0.1, 100, longest=300)) is None
+    detector.start_round(0.0)
+    assert detector.limit == 600
+    assert first_hang(detector, training(0.1, 700, steps_until=100)) is None
+
+
+# -- the cause -----------------------------------------------------------------------------------------------------------------
+
+LOADER = (("/lib/python3.12/selectors.py", "415", "select"), ("/lib/torch/utils/data/dataloader.py", "1", "_get_data"))
+BARRIER = (("/lib/torch/distributed/distributed_c10d.py", "1", "barrier"), ("/lib/torch/distributed/c10d_logger.py", "1", "wrapper"))
+BACKWARD = (("/lib/torch/autograd/graph.py", "979", "_engine_run_backward"), ("t.py", "9", "<module>"))
+OURS = (("/elastirun/train/transports/shared_memory.py", "273", "wait"), ("/elastirun/train/reducer.py", "1", "_wait"))
+
+
+def seen(rank: int, stack: Any = (), steps: int = 40, stopped: bool = False) -> Observed:
+    return Observed(rank, rank + 8, 100 + rank, steps, stopped, stack)
+
+
+@pytest.mark.parametrize(
+    ("workers", "named", "how"),
+    [
+        ([seen(0, BARRIER), seen(1, stopped=True), seen(2, LOADER)], (1,), STOPPED),
+        ([seen(0, BACKWARD), seen(1, LOADER), seen(2, OURS)], (1,), OUTSIDE),
+        ([seen(0, BACKWARD), seen(1)], (1,), OUTSIDE),
+        ([seen(0, BACKWARD), seen(1, steps=0)], (0,), WAITING),
+        ([seen(0, LOADER), seen(1, LOADER, 39), seen(2, LOADER)], (1,), BEHIND),
+        ([seen(0, BARRIER), seen(1, OURS, 39)], (1,), WAITING),
+        ([seen(0, BARRIER), seen(1, BACKWARD)], (0,), WAITING),
+        ([seen(0, LOADER), seen(1, LOADER)], (0,), UNCLEAR),
+        ([seen(0, steps=0), seen(1)], (0,), UNCLEAR),
+    ],
+)
+def test_the_worker_that_is_not_where_the_others_wait_is_the_cause(workers: list[Observed], named: tuple[int, ...], how: int) -> None:
+    verdict = judge(workers)
+    assert (verdict.local_ranks, verdict.how) == (named, how)
+
+
+def test_a_node_that_knows_the_cause_better_acts_first() -> None:
+    holds = [hangs.Verdict((0,), how).hold for how in (STOPPED, BEHIND, OUTSIDE, UNCLEAR, WAITING)]
+    assert holds == sorted(holds) and holds[0] == 0 and len({*holds}) == 5
+
+
+def test_the_main_thread_is_found_in_what_faulthandler_writes(tmp_path: Path) -> None:
+    done, ready = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: (ready.set(), done.wait()))
+    other.start()
+    assert ready.wait(PATIENCE)
+    with open(tmp_path / "stacks", "w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    done.set()
+    other.join()
+    assert text.count("most recent call first") >= 2
+    assert hangs.main_stack(text)[0][2] == "test_the_main_thread_is_found_in_what_faulthandler_writes"
+    assert hangs.main_stack("x" * 5000 + "\n  File \"a\", line 1 in b\n") == (), "no thread has begun"
+
+
+def test_a_stack_is_told_in_a_line_and_as_a_traceback() -> None:
+    stack = tuple((f"/a/f{i}.py", str(i), "g") for i in range(9))
+    assert hangs.describe(seen(0, stack)) == "f0.py:0 in g < f1.py:1 in g < f2.py:2 in g < ... < f7.py:7 in g < f8.py:8 in g"
+    assert hangs.traceback(seen(0, stack))[1] == '  File "/a/f8.py", line 8, in g'
+    assert hangs.traceback(seen(0, stopped=True)) == ["stopped by a signal"]
+    assert hangs.describe(replace(seen(0), waits_in="nfs_wait")) == "in the kernel's nfs_wait"
+
+
+# -- the agent's part ----------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A watch of one process, and what it has said and done."""
+
+    def __init__(self, process: Process, pages: ProgressPages, timeout: float | None = 4.0, alone: bool = False) -> None:
+        self.said: list[str] = []
+        self.events: list[Any] = []
+        self.ended: list[tuple[int, Blame, str, list[str]]] = []
+        workers: Any = SimpleNamespace(processes={process.spec.local_rank: process})
+        self.watch = HangWatch(timeout, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end))
+        self.watch.pages = self.pages = pages
+        self.local_rank = process.spec.local_rank
+        self.watch.start(alone)
+        self.now = clock.now()
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, by the watch's clock. Wait for the stacks when it has asked for them."""
+        end = self.now + seconds
+        while (due := self.watch.tick(self.now)) <= end:
+            self.now = due
+        self.now = end
+
+
+def test_a_hang_is_told_with_stacks_and_the_worker_is_ended(worker: Any, pages: ProgressPages) -> None:
+    process = worker()
+    watched = Watched(process, pages)
+    watched.run(6.5)
+    await_stack(pages, 0)
+    watched.run(1)
+    rank = f"rank 7 (pid {process.pid}, 2 steps)"
+    assert watched.said[0] == "the workers here hang: no step for 6 s (limit 4 s); where they are, innermost call first:"
+    (line,) = watched.said[1:]
+    assert re.fullmatch(rf"  {re.escape(rank)}: <string>:\d+ in <module>", line)
+    (hang,) = watched.events
+    assert isinstance(hang, events.Hang) and (hang.limit, hang.ranks, hang.workers[0]["pid"]) == (4.0, [7], process.pid)
+    assert watched.ended == [], "another node may know better"
+    watched.run(6)
+    ((local_rank, blame, note, stack),) = watched.ended
+    assert (local_rank, blame) == (0, Blame.OWN_FAULT) and note.startswith("hung: no step for 1") and stack[-1].endswith("in <module>")
+    watched.run(60)
+    assert len(watched.ended) == 1
+
+
+def test_a_worker_that_is_stopped_is_ended_at_once(worker: Any, pages: ProgressPages) -> None:
+    process = worker()
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    watched = Watched(process, pages)
+    watched.run(7.5)
+    ((_, blame, note, stack),) = watched.ended
+    assert (blame, note, stack) == (Blame.OWN_FAULT, "hung: no step for 6 s (stopped by a signal)", ["stopped by a signal"])
+
+
+def test_a_step_in_the_meantime_ends_the_alarm(worker: Any, pages: ProgressPages) -> None:
+    watched = Watched(worker(), pages)
+    watched.run(7.5)
+    assert len(watched.said) == 2
+    with open(f"/proc/{os.getpid()}/fd/{pages._fds[0]}", "r+b") as file:
+        file.seek(3 * 8)
+        file.write(struct.pack("<Q", 3))
+    watched.run(4)
+    assert watched.said[2:] == ["a worker has made a step again"]
+    assert watched.ended == []
+
+
+def test_off_or_stopped_nothing_is_watched(worker: Any, pages: ProgressPages) -> None:
+    process = worker()
+    off, stopped = Watched(process, pages, timeout=None), Watched(process, pages)
+    stopped.watch.stop()
+    for watched in (off, stopped):
+        watched.run(3600)
+        assert watched.said == []
+
+
+def test_a_worker_in_a_debugger_does_not_hang(worker: Any, pages: ProgressPages) -> None:
+    process = worker()
+    seize, detach = 0x4206, 17  # PTRACE_SEIZE and PTRACE_DETACH of <sys/ptrace.h>
+    if ctypes.CDLL(None, use_errno=True).ptrace(seize, process.pid, 0, 0):
+        pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+    try:
+        watched = Watched(process, pages)
+        watched.run(60)
+        assert watched.said == []
+    finally:
+        ctypes.CDLL(None).ptrace(detach, process.pid, 0, 0)
+
+
+def test_a_signal_that_the_worker_does_not_catch_is_not_sent(worker: Any, pages: ProgressPages) -> None:
+    process = worker()
+    found = pages.read(0)
+    assert found
+    with open(f"/proc/{os.getpid()}/fd/{pages._fds[0]}", "r+b") as file:
+        file.seek(2 * 8)
+        file.write(struct.pack("<Q", signal.SIGTERM))
+    watched = Watched(process, pages, alone=True)
+    watched.run(7.5)
+    assert len(watched.ended) == 1
+    process.signal(found.signal)
+    while not hangs.main_stack(pages.stacks(0)):
+        assert not process.ended
+        time.sleep(0.01)
+
+
+def test_the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds_nothing() -> None:
+    tracker = FailureTracker("n", cast(Any, None))
+    tracker.start_round(0, alone=False)
+    end = WorkerExit(1, 5, 99, -9, 70.0, killed_by_us=False)
+    tracker.worker_hung(end, Blame.OWN_FAULT, "hung: no step for 60 s", ["where it hung"])
+    assert tracker.report_at <= clock.now()
+    tracker.worker_ended(end)
+    assert tracker.failures == (ExitRecord("n", 5, 1, 99, -9, Blame.OWN_FAULT, 70.0, ("where it hung",), "hung: no step for 60 s"),)

@@ -1,0 +1,38 @@
+"""The modules of ``elastirun.train`` stamp a step when they begin to reduce, before they wait for other ranks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from elastirun.agent.hang_watch import ProgressPages
+from elastirun.progress_page import VARIABLE
+from elastirun.train import DeterministicShards, DistributedDataParallel, ElasticDataLoader
+from tests.support.worlds import run
+
+
+def steps(rank: int, world: int) -> list[int]:
+    """The steps on this rank's page after each backward."""
+    pages = ProgressPages()
+    (os.environ[VARIABLE],) = pages.renew(1)
+    found = []
+    ddp = DistributedDataParallel(nn.Linear(4, 1))
+    for count in range(3):
+        loss = ddp(torch.ones(2, 4)).sum()
+        found.append(page.steps if (page := pages.read(0)) else 0)
+        with ddp.no_sync() if count == 1 else torch.enable_grad():
+            loss.backward()
+    shards = DeterministicShards(nn.Linear(4, 1), shards=2)
+    loader = ElasticDataLoader(torch.ones(8, 4), 4)  # type: ignore[arg-type]  # a tensor has a length and samples by index
+    for step in loader.steps(shards):
+        for batch in step:
+            shards(batch).sum().backward()
+    page = pages.read(0)
+    assert page
+    return [*found, page.steps]
+
+
+def test_each_backward_is_a_step_and_each_reduction_of_shards() -> None:
+    assert run(2, steps) == [[0, 1, 2, 5]] * 2
