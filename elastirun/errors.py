@@ -6,7 +6,8 @@
     ├── StoreError         the store did not answer, or answered with an error                retried; ExitCode.RENDEZVOUS when it lasts
     │   ├── StoreRefused   the store refuses this node, so waiting does not help
     │   ├── StoreMoved     the store is elsewhere, and this node knows where
-    │   └── UnreadableRound  the round record does not parse
+    │   ├── UnreadableRound  the round record does not parse
+    │   └── UnreadableMembers  the members that the round record names are not there, mostly because it is being replaced
     ├── JobFailed          the job of ``elastirun.launch`` failed; carries the root cause and the launcher's exit code
     └── BadRecord          bytes in the store that are not a record of ours
         └── BadSignature   a record that was not signed with our token
@@ -54,6 +55,10 @@ class StoreMoved(StoreError):
 
 class UnreadableRound(StoreError):
     """The round record does not parse: the nodes have different tokens or versions, or another program wrote it."""
+
+
+class UnreadableMembers(StoreError):
+    """The members that the round record names are not there, or do not parse: a newer record may just be written."""
 
 
 class JobFailed(ElastirunError):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from elastirun.errors import BadRecord, StoreError, UnreadableRound
+from elastirun.errors import BadRecord, StoreError, UnreadableMembers, UnreadableRound
 from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import MAX_TEXT, Codec, clip
 from elastirun.rendezvous.events import Synced
@@ -240,7 +240,7 @@ class SyncProtocol:
                     self._whole = record, (yield from self._whole_record(record))
                 record = self._whole[1]
         except BadRecord as error:
-            raise StoreError(f"the round record is unreadable: {error}") from None
+            raise UnreadableMembers(f"the round record is unreadable: {error}") from None
         self._newest = record or newest  # a standby store, which is empty, makes nobody forget it
         return record
 

@@ -20,7 +20,7 @@ from elastirun.errors import BadRecord, StoreError
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import MAX_BYTES
 from elastirun.rendezvous.records import Closed, ExitRecord, NodeRow, RoundRecord, Verdict
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores import tcp_index
 from elastirun.rendezvous.stores.etcd.client import LARGEST
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import MAX_ROW, SyncProtocol
@@ -181,12 +181,12 @@ def test_a_long_line_of_other_than_ascii_in_the_index_is_no_key(server: Server) 
 def test_an_index_that_somebody_floods_is_a_store_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     store = server.connect()
     store.put_if("flood/a", None, b"1")
-    monkeypatch.setattr(tcp, "MOST_KEYS", 100)
+    monkeypatch.setattr(tcp_index, "MOST_KEYS", 100)
     server.foul("append", "flood/~index", "".join(f"\nflood/{i}\n" for i in range(99)))
     assert store.under("flood/") == {"flood/a": b"1"}
     server.foul("append", "flood/~index", "\nflood/x\n")
     with pytest.raises(StoreError, match="below flood/: somebody floods the store"):
         store.under("flood/")
-    monkeypatch.setattr(tcp, "LONGEST_INDEX", 100)
+    monkeypatch.setattr(tcp_index, "LONGEST_INDEX", 100)
     with pytest.raises(StoreError, match="somebody floods the store"):
         store.under("flood/")

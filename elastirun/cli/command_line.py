@@ -33,6 +33,9 @@ One to three nodes, elastic; the same command on each node, whenever it comes up
 
 Two nodes with fixed ranks; on the other node the same with --node-rank=1:
   elastirun --nnodes=2 --node-rank=0 --master-addr=node0 --nproc-per-node=8 train.py
+
+How a job stands, from any machine that reaches its endpoint; elastirun status --help:
+  elastirun status --rdzv-endpoint=node0
 """
 _NOTES = """\
 Options come before SCRIPT. What follows SCRIPT is passed to it; ${local_rank} there becomes the

@@ -23,25 +23,28 @@ from typing import NoReturn
 from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
-from elastirun.cli import command_line
+from elastirun.cli import command_line, status_command
 from elastirun.cli.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
 from elastirun.cli.options import GROUPS
 from elastirun.cli.parse import quote
 from elastirun.cli.resolve import resolve
+from elastirun.cli.token_file import read_token
 from elastirun.config import Command, Etcd, LaunchConfig
 from elastirun.errors import ElastirunError, StartError, UsageError
-from elastirun.secret_files import advice, read_secret_file
+from elastirun.secret_files import advice
 
-TOKEN_BYTES = range(16, 4097)  # length of a secret, in bytes: short enough to read whole, too long to guess
 PROBE_TIMEOUT = 300.0  # seconds for importing torch and counting devices: a cold disk or a busy driver may take minutes
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one agent to its end, and exit with its status. ``argv`` is without the program's name; None: ``sys.argv``."""
+    words = sys.argv[1:] if argv is None else argv
+    if status_command.is_asked(words, os.environ):
+        sys.exit(status_command.main(words[1:]))
     prepared: LaunchConfig | int = ExitCode.OK
     try:
-        prepared = _prepare(sys.argv[1:] if argv is None else argv)
+        prepared = _prepare(words)
         status = prepared if isinstance(prepared, int) else _launch(prepared)
     except ElastirunError as error:
         _say(str(error))
@@ -87,7 +90,7 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     if importlib.util.find_spec("torch") is None:
         raise StartError(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
     _check_log_dir(options, config.logs.log_dir)
-    config = replace(config, token=_token(options))
+    config = replace(config, token=read_token(options))
     _warn_of_readable_secrets(options, config.etcd)
     dry_run = options.flag("dry_run")
     for warning in options.warnings:
@@ -158,26 +161,6 @@ def _check_log_dir(options: GivenOptions, log_dir: Path | None) -> None:
         raise UsageError(f"{label}: {quote(existing)} is not a folder; give another, or /dev/null for no files")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"{label}: {quote(existing)} cannot be written to; give another folder, or /dev/null for no files")
-
-
-def _token(options: GivenOptions) -> bytes | None:
-    """Return the secret in ``--token-file``, without the white space around it. It is never shown."""
-    path, label = options.text("token_file"), options.label("token_file")
-    if path is None:
-        return None
-    try:
-        file = read_secret_file(path, TOKEN_BYTES.stop + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a path"
-        raise UsageError(f"{label}: {quote(path)} cannot be read ({reason}); give a file with a secret") from None
-    token = file.content.strip()
-    if len(token) not in TOKEN_BYTES:
-        size = "too short" if len(token) < TOKEN_BYTES.start else "too long"
-        limits = f"{TOKEN_BYTES.start} to {TOKEN_BYTES.stop - 1} bytes"
-        raise UsageError(f"{label}: the secret in {quote(path)} is {size}; give one of {limits}, such as openssl rand -hex 32 makes")
-    if file.advice:
-        options.warn(f"{label}: {quote(path)}: {file.advice}")
-    return token
 
 
 def _warn_of_readable_secrets(options: GivenOptions, etcd: Etcd | None) -> None:

@@ -278,11 +278,8 @@ def _succession(options: GivenOptions, store: _Store, fixed: bool, max_nodes: in
     asked, label = options.read("store_succession", parse.choice("proof", "majority", "off")), options.label("store_succession")
     why = "there is no other node" if max_nodes == 1 else "etcd survives any node" if store.etcd else ""
     why = why or ("with --master-port or the static backend the job needs node 0" if fixed else "")
-    if not why and (max_nodes > 2 or options.is_given("store_succession")):
-        return asked
     if not why:
-        options.derive("store_succession", "proof", "of two nodes none is more than half")
-        return "proof"
+        return asked
     if asked != "off" and options.is_given("store_succession"):
         options.warn(f"{label} has no effect: {why}")
     options.derive("store_succession", "off", why)

@@ -11,7 +11,7 @@ How its operations behave (torch 2.13, measured), and what follows:
   conflict. A key is written before it is indexed, so every indexed key exists, and ``multi_get`` of indexed keys does not block.
 - The server listens on every interface unless it gets a bound socket.
 - It pushes nothing by itself, but a client can wait for a key. So whoever replaces a value that others watch creates a key that says so.
-  The waiting is in tcp_watch.py.
+  The waiting is in tcp_watch.py, the index in tcp_index.py.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.tcp_index import index_of, is_listed, keys_in, line
 from elastirun.rendezvous.stores.tcp_watch import WATCHED, TcpWatch, mark
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 MISSING = secrets.token_hex(16)  # a random value that no key ever holds
-LONGEST_KEY = 4096  # ASCII characters; TCPStore closes the connection of a client that names a longer key
-MOST_KEYS = 32_768  # under one prefix; nodes write far fewer, and reading more would take too long
-LONGEST_INDEX = 64 << 20  # bytes; the same limit for an index
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
-UNLISTED = "/members/"  # keys in such a folder are read by name, and each round has new ones: an index of them would grow for ever
 KEPT_MARKS = 4  # of one connection; a watch waits for the newest, and a slow one soon reads the value again
 CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's handshake and its DNS queries; the caller has probed the address before
 
@@ -103,7 +100,7 @@ class TcpStore:
             found = {key: value for key in wanted if key not in self._known and (value := self._read_one(key)) is not None}
             known = [key for key in wanted if key in self._known and key not in found]
             found.update(self._read(known))
-            self._known.update(key for key in found if _is_listed(key))
+            self._known.update(key for key in found if is_listed(key))
             return found
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
@@ -112,8 +109,8 @@ class TcpStore:
             if now == expected:  # TCPStore answers with the expectation when the key is missing
                 return self._read_one(key)
             # Once per connection, and also for another's value: that client's append may have been lost.
-            if key not in self._indexed and _is_listed(key):
-                self._store.append(_index_of(key), f"\n{key}\n")  # line breaks on both sides: the line before may be incomplete
+            if key not in self._indexed and is_listed(key):
+                self._store.append(index_of(key), line(key))
                 self._indexed.add(key)
             if now == value:
                 self._mark_replaced(key, expected or b"")
@@ -142,14 +139,9 @@ class TcpStore:
         return clock.now() <= until
 
     def under(self, prefix: str) -> dict[str, bytes]:
-        """See ``Store.under``. A prefix that ends with UNLISTED has no keys here."""
+        """See ``Store.under``. A prefix that ends with ``tcp_index.UNLISTED`` has no keys here."""
         with _translated("list"):
-            index_key = _index_of(prefix)
-            index = self._read_one(index_key) or b""
-            lines = index.decode("ascii", "replace").splitlines() if len(index) <= LONGEST_INDEX else []
-            keys = {key for key in lines if key.startswith(prefix) and key != index_key and len(key) < LONGEST_KEY and key.isascii()}
-            if len(index) > LONGEST_INDEX or len(keys) > MOST_KEYS:
-                raise StoreError(f"{len(index)} bytes of keys below {prefix}: somebody floods the store")
+            keys = keys_in(self._read_one(index_of(prefix)) or b"", prefix)
             # A key of ours that is missing from the index was overwritten there; the next put appends it again.
             self._indexed -= {key for key in self._indexed if key.startswith(prefix)} - keys
             return self._read(sorted(keys))
@@ -185,19 +177,6 @@ class TcpStore:
         """Return the value of a key without blocking; None: no such key."""
         value: bytes = self._store.compare_set(key, MISSING, MISSING)
         return None if value == MISSING.encode() else value
-
-
-def _folder(key: str) -> str:
-    return key[: key.rfind("/") + 1]
-
-
-def _index_of(key: str) -> str:
-    """Return the key of the index that lists ``key``."""
-    return _folder(key) + "~index"
-
-
-def _is_listed(key: str) -> bool:
-    return not _folder(key).endswith(UNLISTED)
 
 
 def connector(

@@ -1,6 +1,6 @@
 """A connection to a TCPStore without torch: reads values, replaces them, and creates a few.
 
-For the guard (``agent/processes/guard.py``), which must not load torch, and speaks to the store for a moment only.
+For the guard (``agent/processes/guard.py``) and ``elastirun status``, which must not load torch, and speak to the store for a moment only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores.tcp_index import index_of, keys_in
 from elastirun.rendezvous.stores.tcp_watch import COMPARE_SET, HELLO, LARGEST, PING, WATCHED, mark, receive, spell
 
 SET = b"\x01"  # not answered
 ANSWER_LIMIT = 3.0  # seconds to connect, and for every answer
+AT_ONCE = 32  # requests that are sent before the first answer is read: a thousand round trips would take long in a large network
 
 
 class PlainTcpStore:
-    """A connection to the TCPStore at ``address:port``. Has the operations of ``stores.base.Store`` that read and write single keys.
+    """A connection to the TCPStore at ``address:port``. Has the operations of ``stores.base.Store`` but those that wait.
 
     ``limit``: seconds to connect, and for every answer. ``creates``: what the keys begin with that may be created. Such a key is not
     listed: who reads it must know its name. Errors: ``StoreError``.
@@ -43,7 +45,17 @@ class PlainTcpStore:
             raise
 
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
-        return {key: value for key in keys if (value := self._compare_set(key, never := os.urandom(16), never)) != never}
+        wanted, never, found = list(keys), os.urandom(16), {}
+        for start in range(0, len(wanted), AT_ONCE):
+            some = wanted[start : start + AT_ONCE]
+            self._send(b"".join(_request(key, never, never) for key in some))
+            found.update({key: value for key in some if (value := self._receive_value(key)) != never})
+        return found
+
+    def under(self, prefix: str) -> dict[str, bytes]:
+        """See ``Store.under``. Only keys that a ``TcpStore`` has written are listed."""
+        index = index_of(prefix)
+        return self.get(sorted(keys_in(self.get([index]).get(index, b""), prefix)))
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         """Replace the value ``expected`` of ``key``, as in ``Store.put_if``. A guard creates no key but those in ``creates``."""
@@ -65,7 +77,10 @@ class PlainTcpStore:
 
     def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
         """Return the value of ``key`` after it was set to ``value`` if it held ``expected``; ``expected`` if there is no such key."""
-        self._send(COMPARE_SET + _name(key) + spell(expected) + spell(value))
+        self._send(_request(key, expected, value))
+        return self._receive_value(key)
+
+    def _receive_value(self, key: str) -> bytes:
         (length,) = struct.unpack("<Q", self._receive(8))
         if length > LARGEST:
             raise StoreError(f"{key}: a value of {length} bytes")
@@ -82,6 +97,10 @@ class PlainTcpStore:
             return receive(self._socket, length)
         except OSError as error:
             raise StoreError(f"no answer of the store: {error}") from None
+
+
+def _request(key: str, expected: bytes, value: bytes) -> bytes:
+    return COMPARE_SET + _name(key) + spell(expected) + spell(value)
 
 
 def _name(key: str) -> bytes:

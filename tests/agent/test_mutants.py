@@ -28,6 +28,62 @@ OTHERS = "other users are not answered"
 AGAIN = "            found = yield _put_if(key, found, value)\n"
 MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open_or_search()\n"
 MUTANTS = (
+    # elastirun status
+    mutant(
+        "of two stores with one job the higher term counts",
+        *("status_reader", "if sight.job not in best or best[sight.job].newness < sight.newness:", "if True:"),
+        *("status_reader", "of_two_stores_the_one_with_the_higher_term_counts"),
+    ),
+    mutant(
+        "a store that has moved is followed",
+        *("status_reader", "                return moved\n", "                pass\n"),
+        *("status_reader", "a_store_that_has_moved_is_followed"),
+    ),
+    mutant(
+        "a store in use is not left for where it was once",
+        *("status_reader", "if moved is not None and (record is None or record.round == 0):", "if moved is not None:"),
+        *("status_reader", "a_store_that_says_where_it_was_once_and_where_it_is_now"),
+    ),
+    mutant(
+        "a store that has moved is that of a node",
+        *("status_reader", "if self._place.id and store.get([OWNER])", "if False and store.get([OWNER])"),
+        *("status_reader", "the_store_at_the_place_must_be_that_nodes"),
+    ),
+    mutant(
+        "a record that is replaced is read again",
+        *("status_reader", "            if not left:\n", "            if True:\n"),
+        *("status_reader", "a_record_that_is_replaced_while_it_is_read_is_read_again"),
+    ),
+    mutant(
+        "stores that are down are not waited for",
+        *("status_reader", "until = min(until, clock.now() + LATER_LIMIT) if answer.sights else until", "pass"),
+        *("status_reader", "stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_none"),
+    ),
+    mutant(
+        "a status keeps its connections",
+        *("status_reader", "            if self._store is None:\n", "            if True:\n"),
+        *("status_reader", "one_connection_serves_all_looks_unless_it_is_lost"),
+    ),
+    mutant(
+        "a member that has not started is waited for",
+        *("job_status", "    if missing := _not_started(view):\n", "    if missing := []:\n"),
+        *("job_status", "who_is_waited_for_while_a_round_runs"),
+    ),
+    mutant(
+        "a member that is lost is not waited for",
+        *("job_status", "if not view.is_over(m)]:", "if not view.says_over(m)]:"),
+        *("job_status", "who_is_waited_for_between_two_rounds"),
+    ),
+    mutant(
+        "the nodes that differ are shown",
+        *("status_screen", "(_is_usual(nodes[i], usual), i)", "(i,)"),
+        *("job_status", "of_a_large_job_the_nodes_that_differ_are_shown_and_the_others_counted"),
+    ),
+    mutant(
+        "a screen is printable",
+        *("status_screen", 'return [clip(f"{title:9} {text}", WIDTH)', 'return [(f"{title:9} {text}")'),
+        *("job_status", "whatever_the_records_hold_the_screen_is_printable_and_no_wider"),
+    ),
     mutant(
         "only memory of a fixed size is held",
         *("checkpoint_memory", "fcntl.fcntl(fd, _GET_SEALS) & _SEALS == _SEALS", "bool(fcntl.fcntl(fd, _GET_SEALS) & _SEALS)"),

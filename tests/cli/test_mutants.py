@@ -1,4 +1,4 @@
-"""Every rule of the detection has a test that notices when the rule is broken in a copy of the package."""
+"""Each rule of the detection, of lists of endpoints and of ``elastirun status`` has a test that notices when the rule is broken."""
 
 from __future__ import annotations
 
@@ -124,10 +124,30 @@ MUTANTS = (
     mutant(
         "one pod of a JobSet hosts", "detect_kubernetes", "is_host=job == index == 0", "is_host=index == 0", "one_pod_of_a_job_set_hosts"
     ),
-    # A list of endpoints.
+    # elastirun status, and a list of endpoints.
     *(
         Mutant(rule, module, old, new, f"tests/cli/{test}", "elastirun/cli")
         for rule, module, old, new, test in (
+            (
+                "a script that is called status is started",
+                *("status_command", "or os.path.isfile(WORD) or", "or"),
+                "test_status_command.py::test_a_script_that_is_called_so_is_started[status]",
+            ),
+            (
+                "status after an option is a script",
+                *("status_command", "if list(argv[:1]) != [WORD] or", "if WORD not in argv or"),
+                "test_status_command.py::test_the_word_after_an_option_is_a_script[--standalone]",
+            ),
+            (
+                "a variable says what the script is",
+                *("status_command", 'for dest in ("module", "no_python"))', "for dest in ())"),
+                "test_status_command.py::test_where_a_variable_says_what_the_script_is_the_word_is_a_script[PET_MODULE]",
+            ),
+            (
+                "records that cannot be read are no missing job",
+                *("status_command", "    if found.unreadable:\n", "    if False:\n"),
+                "test_status_command.py::test_where_no_job_is_found_one_line_says_what_was_looked_at",
+            ),
             (
                 "no endpoint twice",
                 *("parse", "if found.count(one) > 1:", "if False:"),

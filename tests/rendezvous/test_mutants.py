@@ -542,6 +542,11 @@ MUTANTS = (
         *("rendezvous/stores/tcp_plain", "        if not expected:\n", "        if False:\n"),
         *("tcp_plain", "it_creates_no_key"),
     ),
+    mutant(
+        "a connection without torch finds the rows of a job",
+        *("rendezvous/stores/tcp_plain", "wanted[start : start + AT_ONCE]", "wanted[start : start + AT_ONCE - 1]"),
+        *("tcp_plain", "it_lists_what_torchs_clients_have_written"),
+    ),
     # Pushes and polls.
     mutant(
         "who has just taken a step polls quickly",
@@ -600,12 +605,12 @@ MUTANTS = (
     ),
     mutant(
         "the index does not grow with the rounds",
-        *("rendezvous/stores/tcp", "if key not in self._indexed and _is_listed(key):", "if key not in self._indexed:"),
+        *("rendezvous/stores/tcp", "if key not in self._indexed and is_listed(key):", "if key not in self._indexed:"),
         *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
     ),
     mutant(
         "what a connection remembers does not grow with the rounds",
-        *("rendezvous/stores/tcp", "(key for key in found if _is_listed(key))", "(found)"),
+        *("rendezvous/stores/tcp", "(key for key in found if is_listed(key))", "(found)"),
         *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
     ),
     mutant(

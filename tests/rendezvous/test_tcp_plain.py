@@ -46,6 +46,16 @@ def test_it_reads_what_exists_and_replaces_what_it_expects(server: Server, plain
     assert plain.put_if(key, b"two", big) == big and store.get([key]) == {key: big}
 
 
+def test_it_lists_what_torchs_clients_have_written(server: Server, plain: PlainTcpStore, key: str) -> None:
+    store, folder = server.connect(), key.removesuffix("round") + "node/"
+    written = {f"{folder}{number}": os.urandom(1 + 100 * (number % 50)) for number in range(3 * tcp_plain.AT_ONCE + 1)}
+    for name, value in written.items():
+        store.put_if(name, None, value)
+    assert plain.under(folder) == plain.get(written) == written
+    store.delete(f"{folder}1")
+    assert plain.under(folder).keys() == written.keys() - {f"{folder}1"} and plain.under(folder + "none/") == {}
+
+
 def test_it_creates_no_key(server: Server, plain: PlainTcpStore, key: str) -> None:
     for expected in (None, b"", b"one"):
         assert plain.put_if(key, expected, b"two") is None

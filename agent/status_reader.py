@@ -1,0 +1,236 @@
+"""Reads the status of jobs from the stores where their nodes meet, for ``elastirun status``. Writes nothing, and needs no torch.
+
+The endpoints are asked at the same time, and a store that has moved is followed to where it is. Of several stores that hold the same job
+the one with the highest term is in use: an earlier one may still answer when its host was cut off.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from elastirun import clock
+from elastirun.agent import shared_store
+from elastirun.agent.at_once import at_once
+from elastirun.agent.host import net
+from elastirun.agent.job_status import JobStatus, judge
+from elastirun.agent.search import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
+from elastirun.config import Endpoint
+from elastirun.errors import StoreError, UnreadableMembers, UnreadableRound
+from elastirun.rendezvous.actions import Sync
+from elastirun.rendezvous.codec import Codec, clip
+from elastirun.rendezvous.events import Synced
+from elastirun.rendezvous.liveness import Liveness
+from elastirun.rendezvous.records import Place, RoundRecord
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
+from elastirun.rendezvous.view import View
+
+ASK_LIMIT = 1.0  # seconds to connect, and for each answer
+LOOK_LIMIT = 3.0  # seconds for one look at all endpoints
+LATER_LIMIT = 0.1  # seconds for the other endpoints to answer, once one of them has shown a job: machines that are down never do
+MOST_HOPS = 4  # stores that are followed one after the other; each is that of a node that has taken over
+TRIES = 4  # reads of a round record whose members were deleted meanwhile, because the next round has formed
+MOST_JOBS = 64  # that are read from one store
+UNNAMED = "none"  # the name of a job without --rdzv-id
+
+
+@dataclass(frozen=True)
+class Target:
+    """The endpoints to look at, and the job to look for; None: each job on the list of the store. ``token``: signs the records."""
+
+    endpoints: tuple[Endpoint, ...]
+    job: str | None = None
+    token: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of one look. ``problems``: stores without an answer. ``unreadable``: jobs whose record does not parse."""
+
+    jobs: tuple[JobStatus, ...] = ()
+    problems: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # names of jobs in the stores that were asked, when there is none with the name that was looked for
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """The records of one job in one store."""
+
+    job: str
+    store: str
+    synced: Synced
+
+    @property
+    def newness(self) -> tuple[bool, int, int]:
+        """The sort key of stores that hold the same job: the last one is in use."""
+        record = self.synced.round
+        return (False, -1, -1) if record is None else (record.round > 0, record.term, record.version)
+
+
+@dataclass
+class _Answer:
+    """The word of one store about jobs, and the stores to which it leads."""
+
+    sights: list[_Sight] = field(default_factory=list)
+    moved: list[tuple[str, Place]] = field(default_factory=list)  # job, and where its store is instead
+    problems: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+class StatusReader:
+    """Looks at the jobs of a target, once or again and again. Connections are kept, because each new one costs the store a name lookup."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._sources: dict[Place, _Source] = {}
+        self._lock = threading.Lock()  # of ``_sources``
+        self._watched: dict[tuple[str, str], Liveness] = {}  # by job and name of its store: rows, as they were seen to change
+
+    def look(self) -> Found:
+        """Return what is found now."""
+        hosts = list(dict.fromkeys(one.host for one in self._target.endpoints))
+        known = at_once(net.resolve, hosts, NAMES_LIMIT)
+        problems = [f"{host} does not resolve" for host in hosts if not known.get(host)]
+        places = dict.fromkeys(Endpoint(a, one.port) for one in self._target.endpoints for a in known.get(one.host, ())[:MOST_ADDRESSES])
+        best: dict[str, _Sight] = {}
+        unreadable, others = list[str](), list[str]()
+        for answer in _answers(self._follow, list(places)[:MOST_ASKED]):
+            for sight in answer.sights:
+                if sight.job not in best or best[sight.job].newness < sight.newness:
+                    best[sight.job] = sight
+            problems += answer.problems
+            unreadable += answer.unreadable
+            others += answer.others
+        jobs = tuple(self._judge(best[job]) for job in sorted(best))
+        return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+    def _follow(self, start: Endpoint) -> _Answer:
+        """Return what the store at ``start`` says, and the stores to which it leads."""
+        found = self._ask(Place("", start.host, start.port), self._target.job)
+        for _ in range(MOST_HOPS):
+            moved, found.moved = found.moved[:MOST_JOBS], []
+            for job, place in moved:
+                there = self._ask(place, job)
+                found.sights += there.sights
+                found.moved += there.moved
+                found.problems += [f"the store of job {clip(job, 80)!r} has moved there, but {line}" for line in there.problems]
+                found.unreadable += there.unreadable
+        return found
+
+    def _ask(self, place: Place, job: str | None) -> _Answer:
+        with self._lock:
+            source = self._sources.setdefault(place, _Source(place))
+        try:
+            return source.read(job, self._target.token)
+        except StoreError as error:
+            return _Answer(problems=[str(error)])
+
+    def _judge(self, sight: _Sight) -> JobStatus:
+        synced = sight.synced
+        record = synced.round or RoundRecord("")
+        live = self._watched.setdefault((sight.job, record.store_id), Liveness(math.inf))
+        live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
+        live.forget_all_but(set(synced.rows))
+        return judge(sight.job, sight.store, View("", record, synced.rows, live, synced.now), synced.ignored)
+
+
+class _Source:
+    """One store. ``place.id``: the node whose standby store it must be; empty: any. Used by one thread at a time."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._endpoint = Endpoint(place.address, place.port)
+        self._store: PlainTcpStore | None = None
+        self._one_reads = threading.Lock()
+
+    def read(self, job: str | None, token: bytes | None) -> _Answer:
+        """Return what this store says of ``job``; None: of each job on its list. Errors: ``StoreError``."""
+        if not self._one_reads.acquire(blocking=False):
+            raise StoreError(f"{self._endpoint}: no answer yet")
+        try:
+            if self._store is None:
+                self._store = PlainTcpStore(self._place.address, self._place.port, ASK_LIMIT)
+            return self._read(self._store, job, token)
+        except StoreError as error:
+            self.close()
+            text = str(error)
+            raise StoreError(text if str(self._endpoint) in text else f"{self._endpoint}: {text}") from None
+        finally:
+            self._one_reads.release()
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _read(self, store: PlainTcpStore, job: str | None, token: bytes | None) -> _Answer:
+        if self._place.id and store.get([OWNER]).get(OWNER) != self._place.id.encode():
+            raise StoreError("the node that served the store there has ended")
+        answer, listed = _Answer(), _listed(store)
+        for name in [job] if job is not None else listed or [UNNAMED]:
+            try:
+                found = _read_job(store, name, token)
+            except (UnreadableRound, UnreadableMembers) as error:
+                answer.unreadable.append(f"{self._endpoint}: {error}")
+                continue
+            if isinstance(found, Place):
+                answer.moved.append((name, found))
+            elif found.round is not None or found.rows or found.ignored:
+                answer.sights.append(_Sight(name, str(self._endpoint), found))
+        if not answer.sights:
+            answer.others += [name for name in listed if name != job]
+        return answer
+
+
+def _read_job(store: PlainTcpStore, job: str, token: bytes | None) -> Synced | Place:
+    """Return the records of the job, or where its store is instead. Errors: ``StoreError``."""
+    left = TRIES
+    while True:
+        left -= 1
+        record: RoundRecord | None
+        moved: Place | None
+        protocol: SyncProtocol = execute(SyncProtocol(shared_store.prefix(job), "", Codec(token), clock.now).here(), store)
+        try:
+            record, moved = execute(protocol.find_job(), store)
+            moved = record.moved if record is not None and record.moved is not None else moved
+            if moved is not None and (record is None or record.round == 0):
+                return moved
+            synced: Synced = protocol.carry_out(store, Sync(), clock.now())
+            return synced
+        except UnreadableMembers:
+            if not left:
+                raise
+
+
+def _listed(store: PlainTcpStore) -> list[str]:
+    """Return the names on the list of jobs of a store, which is empty where a store has taken over."""
+    return [urllib.parse.unquote(key.rpartition("/")[2]) for key in sorted(store.under(shared_store.LIST))[:MOST_JOBS]]
+
+
+def _answers(function: Callable[[Endpoint], _Answer], items: Sequence[Endpoint]) -> Iterator[_Answer]:
+    """Yield the results of ``function`` as they come, until all have, or LATER_LIMIT after the first one that shows a job."""
+    results: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+    for item in items:
+        thread = threading.Thread(target=lambda item=item: results.put(function(item)), name="status", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of processes is reached
+            thread.run()
+    until = clock.now() + LOOK_LIMIT
+    with suppress(queue.Empty):
+        for _ in items:
+            answer = results.get(timeout=max(0.001, until - clock.now()))
+            until = min(until, clock.now() + LATER_LIMIT) if answer.sights else until
+            yield answer

@@ -1,0 +1,177 @@
+"""The command ``elastirun status``: shows how a job stands. See docs/status.md.
+
+It reads the store where the nodes of the job meet, writes nothing, and imports no torch. Bad input ends in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import click
+
+from elastirun import standard_streams
+from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.status_reader import UNNAMED, Found, StatusReader, Target
+from elastirun.agent.status_screen import screen
+from elastirun.cli import parse
+from elastirun.cli.given_options import GivenOptions
+from elastirun.cli.options import BY_DEST
+from elastirun.cli.rendezvous_options import C10D_PORT, STATIC_PORT
+from elastirun.cli.token_file import read_token
+from elastirun.config import Endpoint
+from elastirun.errors import StartError, UsageError
+
+WORD = "status"
+NO_JOB = 4  # exit code: there is no such job where it was looked for
+INTERVAL = "2"  # seconds from one screen to the next, by default
+CLEAR = "\x1b[H\x1b[2J"  # puts the cursor at the top left, and erases the screen
+SAME_AS_LAUNCH = ("rdzv_endpoint", "rdzv_id", "rdzv_backend", "master_addr", "master_port", "token_file")  # options of a launch
+_HELP = """\
+Shows how a job stands: round, nodes, ranks, failures, and who is waited for. Reads only.
+The options are those of the launch, which also come from its variables.
+
+  elastirun status --rdzv-endpoint=node0:29400            every job that meets there
+  elastirun status job7 --rdzv-endpoint=node0,node1,node2 the same as --rdzv-id=job7
+  elastirun status job7 --rdzv-endpoint=node0 --watch     again and again, until Ctrl-C
+
+Exit status: 0 shown; 2 wrong use; 3 the records cannot be read (is --token-file missing?);
+4 no such job there.
+"""
+
+
+def is_asked(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether the command line asks for a status, and not for a script with this name, which torchrun would start."""
+    if list(argv[:1]) != [WORD] or os.path.isfile(WORD) or os.path.isfile(os.path.join(WORD, "__main__.py")):
+        return False
+    return not any(environ.get(str(BY_DEST[dest].env), "0").strip() not in ("", "0") for dest in ("module", "no_python"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the status that ``argv`` asks for. Return the exit code."""
+    try:
+        return _run(argv)
+    except UsageError as error:
+        return _fail(str(error), ExitCode.USAGE)
+    except StartError as error:
+        return _fail(str(error), ExitCode.ENVIRONMENT)
+
+
+def _run(argv: Sequence[str]) -> int:
+    given = _parse(argv)
+    if "help" in given:
+        return _write(f"usage: elastirun status [JOB] [OPTIONS]\n\n{_HELP}\n{_options()}")
+    as_json, every = "json" in given, given.get("watch")
+    try:
+        seconds = None if every is None else parse.seconds(0.1)(every)
+    except ValueError as error:
+        raise UsageError(f"--watch: {error}") from None
+    target = _target(GivenOptions({dest: given[dest] for dest in SAME_AS_LAUNCH if dest in given}, os.environ))
+    reader = StatusReader(target)
+    try:
+        if seconds is None:
+            return _show(reader.look(), target, as_json)
+        while True:
+            code = _show_again(reader.look(), target, as_json)
+            if code != ExitCode.OK:
+                return code
+            time.sleep(seconds)
+    finally:
+        reader.close()
+
+
+def _parse(argv: Sequence[str]) -> dict[str, str]:
+    """Return the options by dest as text, a flag as "1". Errors: ``UsageError``."""
+    following = [*argv[1:], ""]
+    words = [f"{word}={INTERVAL}" if word == "--watch" and not _is_number(following[i]) else word for i, word in enumerate(argv)]
+    params: list[click.Parameter] = [click.Option(["help", "-h", "--help"], is_flag=True), click.Option(["json", "--json"], is_flag=True)]
+    params += [click.Option([dest, BY_DEST[dest].name, *(["--endpoint"] if dest == "rdzv_endpoint" else [])]) for dest in SAME_AS_LAUNCH]
+    params += [click.Option(["watch", "--watch"]), click.Argument(["job"], required=False)]
+    command = click.Command(WORD, params=params, add_help_option=False)
+    try:
+        context = command.make_context(WORD, words, token_normalize_func=lambda name: name.replace("_", "-"))
+    except click.UsageError as error:
+        raise UsageError(f"{error.format_message()} (see elastirun status --help)") from None
+    found = {dest: "1" if value is True else value for dest, value in context.params.items() if value not in (None, False)}
+    if (job := found.pop("job", None)) is not None:
+        if found.get("rdzv_id", job) != job:
+            raise UsageError(f"--rdzv-id={found['rdzv_id']} and {parse.quote(job)} are two jobs; give one")
+        found["rdzv_id"] = job
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _target(options: GivenOptions) -> Target:
+    """Return where to look, by the rules of a launch. Errors: ``UsageError``."""
+    backend = options.read("rdzv_backend", parse.choice("c10d", "static", "etcd", "etcd-v2"))
+    if backend.startswith("etcd"):
+        raise UsageError(f"{options.label('rdzv_backend')}: jobs at etcd are not shown yet; etcdctl get --prefix /elastirun/ lists them")
+    if options.has_text("rdzv_endpoint"):
+        port = STATIC_PORT if backend == "static" and options.is_given("rdzv_backend") else C10D_PORT
+        endpoints = options.read("rdzv_endpoint", lambda text: parse.endpoints(text, port))
+    elif options.is_given("master_addr"):
+        port = options.optional("master_port", parse.integer(1, 65535)) or STATIC_PORT
+        endpoints = (Endpoint(options.read("master_addr", parse.host), port),)
+    else:
+        raise UsageError("no endpoint is given; say where the nodes of the job meet: elastirun status --rdzv-endpoint=HOST[:PORT]")
+    job = options.read("rdzv_id", parse.name)
+    return Target(endpoints, job if job.strip() and job != UNNAMED else None, read_token(options))
+
+
+def _show(found: Found, target: Target, as_json: bool) -> int:
+    """Print what one look has found. Return the exit code."""
+    if found.jobs or as_json:
+        written = _write(_text(found, as_json))
+        if written != ExitCode.OK or found.jobs:
+            return written
+    if found.unreadable:
+        return _fail("; ".join(found.unreadable), ExitCode.ENVIRONMENT)
+    return _fail(_no_job(found, target), NO_JOB)
+
+
+def _show_again(found: Found, target: Target, as_json: bool) -> int:
+    """Print what one of several looks has found, in the place of the screen before. Return 0 to go on."""
+    if as_json:
+        return _write(_text(found, as_json=True))
+    text = _text(found, as_json=False) if found.jobs else "; ".join(found.unreadable) or _no_job(found, target)
+    return _write(CLEAR + text if sys.stdout.isatty() else f"{text}\n")
+
+
+def _text(found: Found, as_json: bool) -> str:
+    return json.dumps(asdict(found)) if as_json else screen(found.jobs)
+
+
+def _no_job(found: Found, target: Target) -> str:
+    """Return one line: what was looked at, and what to do."""
+    what = "no job" if target.job is None else f"no job {parse.quote(target.job)}"
+    where = ", ".join(map(str, target.endpoints))
+    others = f"the store there has {', '.join(map(parse.quote, found.others[:4]))}" if found.others else ""
+    why = "; ".join(found.problems[:4]) or others or "the store there is empty"
+    return f"{what} at {where}: {why}; give the endpoint of the launch, or those of several nodes with commas between them"
+
+
+def _options() -> str:
+    lines = [(f"{BY_DEST[dest].name}={BY_DEST[dest].metavar}", f"as for a launch [{BY_DEST[dest].env}]") for dest in SAME_AS_LAUNCH]
+    lines += [("--json", "one JSON object"), (f"--watch[={INTERVAL}]", "draw the screen again each so many seconds, until Ctrl-C")]
+    return "\n".join(f"  {name:36}{text}" for name, text in lines)
+
+
+def _write(text: str) -> int:
+    error = standard_streams.write("stdout", f"{text.rstrip()}\n")
+    return ExitCode.OK if error is None else ExitCode.FAILED
+
+
+def _fail(line: str, code: int) -> int:
+    standard_streams.write("stderr", f"elastirun status: {' '.join(line.splitlines())}\n")
+    return code

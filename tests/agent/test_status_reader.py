@@ -1,0 +1,244 @@
+"""Looking at jobs in their stores: real TCPStores, one that has moved, stores that do not answer, and nothing that is written."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from elastirun import clock
+from elastirun.agent import shared_store, status_reader
+from elastirun.agent.status_reader import Found, StatusReader, Target
+from elastirun.config import Endpoint
+from elastirun.rendezvous.actions import Change, Put, Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.ranks import member
+from elastirun.rendezvous.records import NodeRow, Place, RoundRecord, Status
+from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
+from tests.rendezvous.test_stores import Server, new_server
+
+TOKEN = b"the token of this job"
+SETTINGS = ("--nnodes=1:1024", "--max-restarts=0")
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Server, Server]]:
+    made = new_server(), new_server()
+    yield made
+    for one in made:
+        one.served = None
+
+
+def rows(count: int, **fields: Any) -> list[NodeRow]:
+    address = "10.0.{}.{}"
+    running = {"status": Status.RUNNING, "round": 1, **fields}
+    return [NodeRow(f"n{i}", f"host-{i}", address.format(i // 250, i % 250 + 1), 1000, 8, **running) for i in range(count)]
+
+
+def fill(server: Server, job: str, nodes: list[NodeRow], token: bytes | None = None, owner: str = "", **fields: Any) -> None:
+    """Write the records of a job whose round 1 runs on ``nodes``, as their agents do."""
+    with closing(server.connect()) as store:
+        if owner:
+            store.put_if(OWNER, None, owner.encode())
+        else:
+            shared_store.register(store, job)
+        record = RoundRecord("store", 2, 1, tuple(map(member, nodes)), "the first round", settings=SETTINGS, **fields)
+        for sync in (*(Sync(put=Put(None, row), rows=()) for row in nodes), Sync(change=Change(None, record), rows=())):
+            me = sync.put.row.id if sync.put else ""
+            SyncProtocol(shared_store.prefix(job), me, Codec(token, owner), clock.now).carry_out(store, sync, 0.0)
+
+
+def moved(server: Server, job: str, to: Place, first: RoundRecord | None = None) -> None:
+    """Say in the store of ``server`` that the job is at ``to``: in its round record, or beside the records of a standby store."""
+    protocol = SyncProtocol(shared_store.prefix(job), "", Codec(), clock.now)
+    with closing(PlainTcpStore(server.address, server.port, creates=(protocol.moved_key, protocol.round_key))) as store:
+        execute(protocol.put_place(to) if first is None else protocol.put_moved(to, first), store)
+
+
+def endpoint(server: Server) -> Endpoint:
+    return Endpoint(server.address, server.port)
+
+
+def look(*endpoints: Endpoint, job: str | None = None, token: bytes | None = None) -> Found:
+    reader = StatusReader(Target(endpoints, job, token))
+    with closing(reader):
+        return reader.look()
+
+
+def contents(server: Server) -> dict[str, bytes]:
+    with closing(server.connect()) as store:
+        return {key: store.get([key]).get(key, b"") for key in store._store.list_keys()}
+
+
+def test_a_job_is_found_by_its_name_or_on_the_list_and_nothing_is_written(servers: tuple[Server, Server]) -> None:
+    fill(servers[0], "job 7/ä", rows(3))
+    fill(servers[0], "other", rows(2))
+    before = contents(servers[0])
+    (one,) = look(endpoint(servers[0]), job="job 7/ä").jobs
+    assert (one.job, one.state, one.store, len(one.nodes)) == ("job 7/ä", "running", str(endpoint(servers[0])), 3)
+    assert [(job.job, len(job.nodes)) for job in look(endpoint(servers[0])).jobs] == [("job 7/ä", 3), ("other", 2)]
+    found = look(endpoint(servers[0]), job="third")
+    assert (found.jobs, set(found.others)) == ((), {"job 7/ä", "other"})
+    assert contents(servers[0]) == before
+
+
+def test_a_job_without_a_name(servers: tuple[Server, Server]) -> None:
+    fill(servers[0], "none", rows(1))
+    assert [job.job for job in look(endpoint(servers[0])).jobs] == ["none"]
+    assert look(endpoint(servers[1])) == Found()
+
+
+@pytest.mark.parametrize("in_record", [False, True])
+def test_a_store_that_has_moved_is_followed(servers: tuple[Server, Server], in_record: bool) -> None:
+    first, second = servers
+    fill(second, "job", rows(2), owner="n1", term=1, host="n1")
+    moved(first, "job", Place("n1", second.address, second.port), RoundRecord("new") if in_record else None)
+    found = look(endpoint(first), job="job")
+    assert [(job.store, job.state, [node.hosts_store for node in job.nodes]) for job in found.jobs] == [
+        (str(endpoint(second)), "running", [False, True])
+    ]
+
+
+def test_a_store_that_says_where_it_was_once_and_where_it_is_now(servers: tuple[Server, Server]) -> None:
+    """A standby store had said where the store is, and has taken over from that one."""
+    fill(servers[0], "job", rows(2), owner="n1", term=1, host="n1")
+    moved(servers[0], "job", Place("n9", "127.0.0.1", 1))
+    (one,) = look(endpoint(servers[0]), job="job").jobs
+    assert one.store == str(endpoint(servers[0]))
+
+
+def test_the_store_at_the_place_must_be_that_nodes(servers: tuple[Server, Server]) -> None:
+    first, second = servers
+    fill(second, "job", rows(2), owner="n1", term=1, host="n1")
+    moved(first, "job", Place("n0", second.address, second.port))
+    found = look(endpoint(first), job="job")
+    assert found.jobs == () and "has moved there, but" in found.problems[0] and "has ended" in found.problems[0]
+
+
+def test_of_two_stores_the_one_with_the_higher_term_counts(servers: tuple[Server, Server]) -> None:
+    fill(servers[0], "job", rows(3))
+    fill(servers[1], "job", rows(2), owner="n1", term=1, host="n1")
+    for endpoints in ((0, 1), (1, 0)):
+        found = look(*(endpoint(servers[i]) for i in endpoints), job="job")
+        assert [len(job.nodes) for job in found.jobs] == [2]
+
+
+def test_two_stores_that_lead_to_each_other_are_left(servers: tuple[Server, Server]) -> None:
+    for here, there in (servers, servers[::-1]):
+        moved(here, "job", Place("", there.address, there.port))
+    assert look(endpoint(servers[0]), job="job").jobs == ()
+
+
+def test_signed_records_need_the_token(servers: tuple[Server, Server]) -> None:
+    fill(servers[0], "job", rows(2), TOKEN)
+    assert len(look(endpoint(servers[0]), token=TOKEN).jobs[0].nodes) == 2
+    for token, text in ((None, "give the job's --token-file"), (b"another token of 16", "is --token-file the same on every node?")):
+        found = look(endpoint(servers[0]), token=token)
+        assert found.jobs == () and text in found.unreadable[0]
+
+
+def test_rows_that_do_not_parse_are_told_of(servers: tuple[Server, Server]) -> None:
+    fill(servers[0], "job", rows(2))
+    with closing(servers[0].connect()) as store:
+        key = f"{shared_store.prefix('job')}node/n1"
+        store.put_if(key, store.get([key])[key], b"garbage")
+    (one,) = look(endpoint(servers[0])).jobs
+    assert [node.state for node in one.nodes] == ["running", "absent"] and "n1" in one.ignored[0]
+
+
+class Replaced(PlainTcpStore):
+    """A connection that does not find the members of a round at first, as when the next round has just formed."""
+
+    misses = 0
+
+    def get(self, keys: Any) -> dict[str, bytes]:
+        wanted = list(keys)
+        if any("/members/" in key for key in wanted) and Replaced.misses:
+            Replaced.misses -= 1
+            return {}
+        return super().get(wanted)
+
+
+def test_a_record_that_is_replaced_while_it_is_read_is_read_again(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_reader, "PlainTcpStore", Replaced)
+    fill(servers[0], "job", rows(2))
+    Replaced.misses = status_reader.TRIES - 1
+    assert len(look(endpoint(servers[0])).jobs) == 1
+    Replaced.misses = 2 * status_reader.TRIES
+    found = look(endpoint(servers[0]))
+    assert found.jobs == () and "the members are missing" in found.unreadable[0]
+
+
+def test_stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_none(servers: tuple[Server, Server]) -> None:
+    fill(servers[0], "job", rows(2))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        silent = Endpoint(*mute.getsockname())
+        began = time.monotonic()
+        assert len(look(silent, endpoint(servers[0])).jobs) == 1
+        assert time.monotonic() - began < status_reader.ASK_LIMIT, "the silent one was not waited for"
+        found = look(silent)
+    assert found.jobs == () and str(silent) in found.problems[0] and "no answer" in found.problems[0]
+    assert "refused" in look(Endpoint("127.0.0.1", 1)).problems[0]
+    assert look(Endpoint("no-such-host.invalid", 1)).problems == ("no-such-host.invalid does not resolve",)
+
+
+def test_one_connection_serves_all_looks_unless_it_is_lost(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Counted(PlainTcpStore):
+        def __init__(self, *args: Any) -> None:
+            made.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(status_reader, "PlainTcpStore", Counted)
+    fill(servers[0], "job", rows(2))
+    with closing(StatusReader(Target((endpoint(servers[0]),)))) as reader:
+        for _ in range(3):
+            assert len(reader.look().jobs) == 1
+        assert len(made) == 1
+        made[0].close()
+        assert reader.look().jobs == ()
+        assert len(reader.look().jobs) == 1 and len(made) == 2
+
+
+def test_hundreds_of_nodes_are_read_soon(servers: tuple[Server, Server]) -> None:
+    fill(servers[0], "job", rows(256))
+    began = time.monotonic()
+    (one,) = look(endpoint(servers[0])).jobs
+    assert time.monotonic() - began < 5.0, "ten times what it may take"
+    assert (len(one.nodes), one.world_size, one.state) == (256, 2048, "running")
+
+
+def test_while_rounds_form_each_look_shows_one_of_them(servers: tuple[Server, Server]) -> None:
+    nodes = rows(16)
+    fill(servers[0], "job", nodes)
+    stop = threading.Event()
+
+    def form(store: TcpStore) -> None:
+        protocol = SyncProtocol(shared_store.prefix("job"), "", Codec(), clock.now)
+        while not stop.is_set():
+            record = protocol.carry_out(store, Sync(rows=()), 0.0).round
+            some = tuple(map(member, nodes[: 1 + record.round % 16]))
+            following = RoundRecord("store", record.version + 1, record.round + 1, some, settings=SETTINGS)
+            protocol.carry_out(store, Sync(change=Change(record, following), rows=()), 0.0)
+
+    with closing(servers[0].connect()) as store, closing(StatusReader(Target((endpoint(servers[0]),)))) as reader:
+        thread = threading.Thread(target=form, args=(store,))
+        thread.start()
+        try:
+            rounds = []
+            while len(set(rounds)) < 20:
+                found = reader.look()
+                assert found.jobs or "members are missing" in found.unreadable[0], found
+                rounds += [job.round for job in found.jobs]
+        finally:
+            stop.set()
+            thread.join()
+    assert rounds == sorted(rounds)
