@@ -5,6 +5,7 @@ and reads one line: ``yes``, ``no``, or ``unknown`` with a reason. The answer co
 question arrived, never from what the agent knew before. Questions that wait at the same time share one read.
 
 A worker that sends ``stop`` in place of a token reads why the agent has signalled it: ``planned``, ``failure``, or ``no`` when it has not.
+``elastirun status`` sends ``store`` and reads where the job meets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from elastirun.rendezvous.events import Synced, SyncFailed
 from elastirun.rendezvous.records import RoundRecord
 
 VARIABLE = "ELASTIRUN_SOCKET"  # names the socket in a worker's environment
-STOP = "stop"  # the question why; no fence token is like that
+FOLDER, NAME = "elastirun-agent-", "agent"  # what the folder of the socket begins with, and the socket in it
+STOP, STORE = "stop", "store"  # the questions why, and where the job meets; no fence token is like that
 MAX_QUESTION = 256  # bytes; a fence token has about 20
 
 
@@ -38,20 +40,23 @@ def still_holds(record: RoundRecord | None, fence: str, me: str) -> bool:
 class RoundCheck:
     """The agent's end of the socket. All calls happen in the loop's thread; nothing blocks.
 
-    ``me`` is this node's id. ``read_store()`` asks for a read of the store soon. Where no socket could be made, ``path`` and ``folder``
-    are empty and ``trouble`` says why; training goes on, and ``is_current`` raises.
+    ``me`` is this node's id. ``read_store()`` asks for a read of the store soon; ``describe_store()`` says in a line where it is. Where no
+    socket could be made, ``path`` and ``folder`` are empty and ``trouble`` says why; training goes on, and ``is_current`` raises.
     """
 
-    def __init__(self, me: str, selector: selectors.BaseSelector, read_store: Callable[[], None]) -> None:
+    def __init__(
+        self, me: str, selector: selectors.BaseSelector, read_store: Callable[[], None], describe_store: Callable[[], str]
+    ) -> None:
         self._me = me
         self._read_store = read_store
+        self._describe_store = describe_store
         self._store_answers = True  # the last exchange with the store succeeded
         self._socket: LocalSocket | None = None
         self.stopping = "no"  # whether the workers are being stopped: "planned", "failure"
         self.folder = self.path = self.trouble = ""
         try:
-            self.folder = tempfile.mkdtemp(prefix="elastirun-agent-")  # 0700
-            self._socket = LocalSocket(self.folder, "agent", selector, self._asked, MAX_QUESTION)
+            self.folder = tempfile.mkdtemp(prefix=FOLDER)  # 0700
+            self._socket = LocalSocket(self.folder, NAME, selector, self._asked, MAX_QUESTION)
             self.path = self._socket.path
         except OSError as error:
             self.close()
@@ -80,8 +85,8 @@ class RoundCheck:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _asked(self, client: Client) -> None:
-        if client.line == STOP:
+        if client.line in (STOP, STORE):
             assert self._socket is not None
-            self._socket.answer(client, self.stopping)
+            self._socket.answer(client, self.stopping if client.line == STOP else self._describe_store())
         elif self._store_answers:  # else the machine retries by itself, with a backoff
             self._read_store()

@@ -7,6 +7,7 @@ workers. What does I/O, and the clock, are handed to the session.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -74,6 +75,13 @@ class Session:
 
     def fileno(self) -> int:
         return self._exchanges.fileno()
+
+    def describe_store(self) -> str:
+        """Return as a line of JSON where the job meets, for ``elastirun status``."""
+        config = self.access.config
+        endpoints = (config.endpoint, *config.other_endpoints, *(config.etcd.endpoints if config.etcd else ()))
+        store = self.access.for_status(self.machine.place)
+        return json.dumps({"job": config.run_id, "endpoints": [str(one) for one in endpoints if one], "store": store})
 
     @property
     def due(self) -> float:

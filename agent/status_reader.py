@@ -1,7 +1,8 @@
 """Reads the status of jobs from the stores where their nodes meet, for ``elastirun status``. Writes nothing, and needs no torch.
 
-The endpoints are asked at the same time, and a store that has moved is followed to where it is. Of several stores that hold the same job
-the one with the highest term is in use: an earlier one may still answer when its host was cut off.
+The endpoints, and the stores that this user's agents on this machine name, are asked at the same time. A store that has moved is followed
+to where it is. Of several stores that hold the same job the one with the highest term is in use: an earlier one may still answer when its
+host was cut off.
 """
 
 from __future__ import annotations
@@ -13,27 +14,28 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from elastirun import clock
-from elastirun.agent import shared_store
+from elastirun.agent import own_agents, shared_store
 from elastirun.agent.at_once import at_once
 from elastirun.agent.host import net
 from elastirun.agent.job_status import JobStatus, judge
 from elastirun.agent.search import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
-from elastirun.config import Endpoint
-from elastirun.errors import StoreError, UnreadableMembers, UnreadableRound
+from elastirun.agent.status_stores import CopyOf, StoreAt, TcpAt, at_etcd, described, standby
+from elastirun.config import Endpoint, Etcd
+from elastirun.errors import StartError, StoreError, UnreadableMembers, UnreadableRound
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import Codec, clip
 from elastirun.rendezvous.events import Synced
 from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.records import Place, RoundRecord
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
 from elastirun.rendezvous.view import View
 
-ASK_LIMIT = 1.0  # seconds to connect, and for each answer
 LOOK_LIMIT = 3.0  # seconds for one look at all endpoints
-LATER_LIMIT = 0.1  # seconds for the other endpoints to answer, once one of them has shown a job: machines that are down never do
+LATER_LIMIT = 0.2  # seconds for the others to answer, once one of them has shown a job: machines that are down never do
 MOST_HOPS = 4  # stores that are followed one after the other; each is that of a node that has taken over
 TRIES = 4  # reads of a round record whose members were deleted meanwhile, because the next round has formed
 MOST_JOBS = 64  # that are read from one store
@@ -44,9 +46,15 @@ UNNAMED = "none"  # the name of a job without --rdzv-id
 class Target:
     """The endpoints to look at, and the job to look for; None: each job on the list of the store. ``token``: signs the records."""
 
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[Endpoint, ...] = ()
     job: str | None = None
     token: bytes | None = None
+    etcd: Etcd | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The endpoints as they are spelled in messages; none: only agents on this machine are asked."""
+        return tuple(map(str, (*self.endpoints, *(self.etcd.endpoints if self.etcd else ()))))
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class _Sight:
     job: str
     store: str
     synced: Synced
+    rows_change: bool
 
     @property
     def newness(self) -> tuple[bool, int, int]:
@@ -88,21 +97,23 @@ class _Answer:
 class StatusReader:
     """Looks at the jobs of a target, once or again and again. Connections are kept, because each new one costs the store a name lookup."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, find_agents: Callable[[], list[str]] = own_agents.sockets) -> None:
         self._target = target
-        self._sources: dict[Place, _Source] = {}
+        self._find_agents = find_agents
+        self._sources: dict[StoreAt, _Source] = {}
         self._lock = threading.Lock()  # of ``_sources``
         self._watched: dict[tuple[str, str], Liveness] = {}  # by job and name of its store: rows, as they were seen to change
 
     def look(self) -> Found:
         """Return what is found now."""
-        hosts = list(dict.fromkeys(one.host for one in self._target.endpoints))
-        known = at_once(net.resolve, hosts, NAMES_LIMIT)
-        problems = [f"{host} does not resolve" for host in hosts if not known.get(host)]
-        places = dict.fromkeys(Endpoint(a, one.port) for one in self._target.endpoints for a in known.get(one.host, ())[:MOST_ADDRESSES])
+        target, problems = self._target, list[str]()
+        starts = self._addresses(problems)[:MOST_ASKED]
+        starts += [at_etcd(target.etcd)] if target.etcd is not None else []
+        questions = [partial(self._follow, at, target.job) for at in starts]
+        questions += [partial(self._ask_agent, path) for path in self._find_agents()]
         best: dict[str, _Sight] = {}
         unreadable, others = list[str](), list[str]()
-        for answer in _answers(self._follow, list(places)[:MOST_ASKED]):
+        for answer in _answers(questions):
             for sight in answer.sights:
                 if sight.job not in best or best[sight.job].newness < sight.newness:
                     best[sight.job] = sight
@@ -112,61 +123,80 @@ class StatusReader:
         jobs = tuple(self._judge(best[job]) for job in sorted(best))
         return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
 
+    def _addresses(self, problems: list[str]) -> list[StoreAt]:
+        """Return the stores at all addresses of the endpoints. Adds to ``problems`` what does not resolve."""
+        endpoints = self._target.endpoints
+        hosts = list(dict.fromkeys(one.host for one in endpoints))
+        known = at_once(net.resolve, hosts, NAMES_LIMIT)
+        problems += [f"{host} does not resolve" for host in hosts if not known.get(host)]
+        found: list[StoreAt] = [TcpAt(a, one.port) for one in endpoints for a in known.get(one.host, ())[:MOST_ADDRESSES]]
+        return list(dict.fromkeys(found))
+
     def close(self) -> None:
         for source in self._sources.values():
             source.close()
 
-    def _follow(self, start: Endpoint) -> _Answer:
-        """Return what the store at ``start`` says, and the stores to which it leads."""
-        found = self._ask(Place("", start.host, start.port), self._target.job)
+    def _ask_agent(self, path: str) -> _Answer:
+        """Return what the store says that an agent on this machine names, if that agent runs a job of the target."""
+        agent, names = own_agents.ask(path), self._target.names
+        if agent is None or self._target.job not in (None, agent.job) or (names and not {*names} & {*agent.endpoints}):
+            return _Answer()
+        try:
+            return self._follow(described(agent.store), agent.job)
+        except StoreError as error:
+            return _Answer(problems=[f"job {clip(agent.job, 80)!r}: {error}"])
+
+    def _follow(self, at: StoreAt, job: str | None) -> _Answer:
+        """Return what the store ``at`` says of a job, and the stores to which it leads."""
+        found = self._ask(at, job)
         for _ in range(MOST_HOPS):
             moved, found.moved = found.moved[:MOST_JOBS], []
-            for job, place in moved:
-                there = self._ask(place, job)
+            for name, place in moved:
+                there = self._ask(standby(place), name)
                 found.sights += there.sights
                 found.moved += there.moved
-                found.problems += [f"the store of job {clip(job, 80)!r} has moved there, but {line}" for line in there.problems]
+                found.problems += [f"the store of job {clip(name, 80)!r} has moved there, but {line}" for line in there.problems]
                 found.unreadable += there.unreadable
         return found
 
-    def _ask(self, place: Place, job: str | None) -> _Answer:
+    def _ask(self, at: StoreAt, job: str | None) -> _Answer:
         with self._lock:
-            source = self._sources.setdefault(place, _Source(place))
+            source = self._sources.setdefault(at, _Source(at)) if not isinstance(at, CopyOf) else _Source(at)
         try:
             return source.read(job, self._target.token)
-        except StoreError as error:
+        except (StoreError, StartError) as error:
             return _Answer(problems=[str(error)])
 
     def _judge(self, sight: _Sight) -> JobStatus:
         synced = sight.synced
         record = synced.round or RoundRecord("")
         live = self._watched.setdefault((sight.job, record.store_id), Liveness(math.inf))
-        live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
+        if sight.rows_change:
+            live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
         live.forget_all_but(set(synced.rows))
         return judge(sight.job, sight.store, View("", record, synced.rows, live, synced.now), synced.ignored)
 
 
 class _Source:
-    """One store. ``place.id``: the node whose standby store it must be; empty: any. Used by one thread at a time."""
+    """The connection to one store. Used by one thread at a time."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._endpoint = Endpoint(place.address, place.port)
-        self._store: PlainTcpStore | None = None
+    def __init__(self, at: StoreAt) -> None:
+        self._at = at
+        self._store: Any = None
         self._one_reads = threading.Lock()
 
     def read(self, job: str | None, token: bytes | None) -> _Answer:
         """Return what this store says of ``job``; None: of each job on its list. Errors: ``StoreError``."""
         if not self._one_reads.acquire(blocking=False):
-            raise StoreError(f"{self._endpoint}: no answer yet")
+            raise StoreError(f"{self._at}: no answer yet")
         try:
             if self._store is None:
-                self._store = PlainTcpStore(self._place.address, self._place.port, ASK_LIMIT)
+                self._store = self._at.open()
             return self._read(self._store, job, token)
         except StoreError as error:
             self.close()
             text = str(error)
-            raise StoreError(text if str(self._endpoint) in text else f"{self._endpoint}: {text}") from None
+            raise StoreError(text if str(self._at) in text else f"{self._at}: {text}") from None
         finally:
             self._one_reads.release()
 
@@ -175,33 +205,33 @@ class _Source:
             self._store.close()
             self._store = None
 
-    def _read(self, store: PlainTcpStore, job: str | None, token: bytes | None) -> _Answer:
-        if self._place.id and store.get([OWNER]).get(OWNER) != self._place.id.encode():
+    def _read(self, store: Any, job: str | None, token: bytes | None) -> _Answer:
+        if self._at.owner and store.get([OWNER]).get(OWNER) != self._at.owner.encode():
             raise StoreError("the node that served the store there has ended")
-        answer, listed = _Answer(), _listed(store)
+        answer, listed = _Answer(), _listed(store) if self._at.lists_jobs else []
         for name in [job] if job is not None else listed or [UNNAMED]:
             try:
-                found = _read_job(store, name, token)
+                found = _read_job(store, self._at.prefix(name), token)
             except (UnreadableRound, UnreadableMembers) as error:
-                answer.unreadable.append(f"{self._endpoint}: {error}")
+                answer.unreadable.append(f"{self._at}: {error}")
                 continue
             if isinstance(found, Place):
                 answer.moved.append((name, found))
             elif found.round is not None or found.rows or found.ignored:
-                answer.sights.append(_Sight(name, str(self._endpoint), found))
+                answer.sights.append(_Sight(name, str(self._at), found, self._at.rows_change))
         if not answer.sights:
             answer.others += [name for name in listed if name != job]
         return answer
 
 
-def _read_job(store: PlainTcpStore, job: str, token: bytes | None) -> Synced | Place:
-    """Return the records of the job, or where its store is instead. Errors: ``StoreError``."""
+def _read_job(store: Any, prefix: str, token: bytes | None) -> Synced | Place:
+    """Return the records of the job whose keys begin with ``prefix``, or where its store is instead. Errors: ``StoreError``."""
     left = TRIES
     while True:
         left -= 1
         record: RoundRecord | None
         moved: Place | None
-        protocol: SyncProtocol = execute(SyncProtocol(shared_store.prefix(job), "", Codec(token), clock.now).here(), store)
+        protocol: SyncProtocol = execute(SyncProtocol(prefix, "", Codec(token), clock.now).here(), store)
         try:
             record, moved = execute(protocol.find_job(), store)
             moved = record.moved if record is not None and record.moved is not None else moved
@@ -214,23 +244,23 @@ def _read_job(store: PlainTcpStore, job: str, token: bytes | None) -> Synced | P
                 raise
 
 
-def _listed(store: PlainTcpStore) -> list[str]:
+def _listed(store: Any) -> list[str]:
     """Return the names on the list of jobs of a store, which is empty where a store has taken over."""
     return [urllib.parse.unquote(key.rpartition("/")[2]) for key in sorted(store.under(shared_store.LIST))[:MOST_JOBS]]
 
 
-def _answers(function: Callable[[Endpoint], _Answer], items: Sequence[Endpoint]) -> Iterator[_Answer]:
-    """Yield the results of ``function`` as they come, until all have, or LATER_LIMIT after the first one that shows a job."""
+def _answers(questions: Sequence[Callable[[], _Answer]]) -> Iterator[_Answer]:
+    """Yield the answers as they come, until all have, or LATER_LIMIT after the first one that shows a job."""
     results: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-    for item in items:
-        thread = threading.Thread(target=lambda item=item: results.put(function(item)), name="status", daemon=True)
+    for question in questions:
+        thread = threading.Thread(target=lambda question=question: results.put(question()), name="status", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # the limit of processes is reached
             thread.run()
     until = clock.now() + LOOK_LIMIT
     with suppress(queue.Empty):
-        for _ in items:
+        for _ in questions:
             answer = results.get(timeout=max(0.001, until - clock.now()))
             until = min(until, clock.now() + LATER_LIMIT) if answer.sights else until
             yield answer

@@ -124,6 +124,10 @@ class StoreAccess:
         """Return how the guard opens the store ``at`` when this agent has died (death_notice.py); None: not at all."""
         return {"kind": "tcp", "address": at.address, "port": at.port, "owner": at.id} if at else self._for_guard
 
+    def for_status(self, at: Place | None) -> dict[str, Any]:
+        """Return how ``elastirun status`` opens the store ``at`` on this machine (status_stores.py)."""
+        return self.for_guard(at) or {"kind": "none"}
+
     def forward(self, place: Place | None, job: RoundRecord | None, found: Callable[[RoundRecord], None]) -> None:
         """Say where the job was started, from now on, that its store is at ``place``, with the record ``job``; None: say nothing.
 
@@ -195,6 +199,9 @@ class MemoryAccess(StoreAccess):
         self._find_node_address(*self._reached)
         return MemoryStore(self._data)
 
+    def for_status(self, at: Place | None) -> dict[str, Any]:
+        return {"kind": "memory", "data": {key: value.decode("ascii") for key, value in dict(self._data).items()}}
+
     def _choose_address(self, store_address: str, store_port: int) -> str:
         return store_address if self._worker_socket else super()._choose_address(store_address, store_port)
 
@@ -242,6 +249,11 @@ class EndpointAccess(StoreAccess):
 
     def _protocol(self) -> SyncProtocol:
         return SyncProtocol(self.key_prefix, "", Codec(self.config.token), clock.now)
+
+    def for_status(self, at: Place | None) -> dict[str, Any]:
+        if at is not None or not self._served:
+            return super().for_status(at)
+        return {"kind": "tcp", "address": self._served_at or "127.0.0.1", "port": self._endpoint.port}
 
     def forward(self, place: Place | None, job: RoundRecord | None, found: Callable[[RoundRecord], None]) -> None:
         if place is not None and self._forwarding is None:

@@ -34,7 +34,7 @@ One to three nodes, elastic; the same command on each node, whenever it comes up
 Two nodes with fixed ranks; on the other node the same with --node-rank=1:
   elastirun --nnodes=2 --node-rank=0 --master-addr=node0 --nproc-per-node=8 train.py
 
-How a job stands, from any machine that reaches its endpoint; elastirun status --help:
+How a job stands, on a node of the job or from elsewhere; elastirun status --help:
   elastirun status --rdzv-endpoint=node0
 """
 _NOTES = """\

@@ -132,7 +132,7 @@ def _store(options: GivenOptions, conf: parse.RdzvConf, backend: str, max_nodes:
     if options.flag("standalone"):
         return _Store(etcd=Etcd(()) if backend == "etcd" else None, why_private=options.label("standalone"))
     if backend == "etcd":
-        return _Store(etcd=_etcd(options, conf))
+        return _Store(etcd=etcd_of(options, conf))
     if options.has_text("rdzv_endpoint"):
         (endpoint, *others), given_as = _rdzv_endpoints(options, backend)
     elif _has_master(options, backend, max_nodes):
@@ -179,7 +179,7 @@ def _master_endpoint(options: GivenOptions) -> tuple[Endpoint, str]:
     return endpoint, f"{options.label('master_port')}={port}"
 
 
-def _etcd(options: GivenOptions, conf: parse.RdzvConf) -> Etcd:
+def etcd_of(options: GivenOptions, conf: parse.RdzvConf) -> Etcd:
     """Return the cluster of --rdzv-endpoint, with the settings of --rdzv-conf."""
     label, given = options.label("rdzv_conf"), dict(conf.etcd)
     if not options.has_text("rdzv_endpoint"):

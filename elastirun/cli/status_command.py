@@ -1,6 +1,6 @@
 """The command ``elastirun status``: shows how a job stands. See docs/status.md.
 
-It reads the store where the nodes of the job meet, writes nothing, and imports no torch. Bad input ends in one line on stderr.
+The command reads the store where the nodes of the job meet, writes nothing, and imports no torch. Bad input ends in one line on stderr.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from elastirun.agent.status_screen import screen
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.options import BY_DEST
-from elastirun.cli.rendezvous_options import C10D_PORT, STATIC_PORT
+from elastirun.cli.rendezvous_options import C10D_PORT, STATIC_PORT, etcd_of
 from elastirun.cli.token_file import read_token
-from elastirun.config import Endpoint
+from elastirun.config import Endpoint, Etcd
 from elastirun.errors import StartError, UsageError
 
 WORD = "status"
 NO_JOB = 4  # exit code: there is no such job where it was looked for
 INTERVAL = "2"  # seconds from one screen to the next, by default
 CLEAR = "\x1b[H\x1b[2J"  # puts the cursor at the top left, and erases the screen
-SAME_AS_LAUNCH = ("rdzv_endpoint", "rdzv_id", "rdzv_backend", "master_addr", "master_port", "token_file")  # options of a launch
+SAME_AS_LAUNCH = ("rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "master_addr", "master_port", "token_file")
 _HELP = """\
 Shows how a job stands: round, nodes, ranks, failures, and who is waited for. Reads only.
 The options are those of the launch, which also come from its variables.
 
-  elastirun status --rdzv-endpoint=node0:29400            every job that meets there
-  elastirun status job7 --rdzv-endpoint=node0,node1,node2 the same as --rdzv-id=job7
-  elastirun status job7 --rdzv-endpoint=node0 --watch     again and again, until Ctrl-C
+  elastirun status                                  the jobs of your agents on this machine
+  elastirun status job7 --watch                     one of them, until Ctrl-C
+  elastirun status --rdzv-endpoint=node0            from elsewhere: all jobs that meet there
+  elastirun status job7 --rdzv-endpoint=node0,node1 the same as --rdzv-id=job7
 
 Exit status: 0 shown; 2 wrong use; 3 the records cannot be read (is --token-file missing?);
 4 no such job there.
@@ -115,18 +116,19 @@ def _is_number(text: str) -> bool:
 def _target(options: GivenOptions) -> Target:
     """Return where to look, by the rules of a launch. Errors: ``UsageError``."""
     backend = options.read("rdzv_backend", parse.choice("c10d", "static", "etcd", "etcd-v2"))
-    if backend.startswith("etcd"):
-        raise UsageError(f"{options.label('rdzv_backend')}: jobs at etcd are not shown yet; etcdctl get --prefix /elastirun/ lists them")
-    if options.has_text("rdzv_endpoint"):
+    conf = options.read("rdzv_conf", parse.rdzv_conf)
+    etcd: Etcd | None = None
+    endpoints: tuple[Endpoint, ...] = ()
+    if backend.startswith("etcd") and options.has_text("rdzv_endpoint"):
+        etcd = etcd_of(options, conf)
+    elif options.has_text("rdzv_endpoint"):
         port = STATIC_PORT if backend == "static" and options.is_given("rdzv_backend") else C10D_PORT
         endpoints = options.read("rdzv_endpoint", lambda text: parse.endpoints(text, port))
     elif options.is_given("master_addr"):
         port = options.optional("master_port", parse.integer(1, 65535)) or STATIC_PORT
         endpoints = (Endpoint(options.read("master_addr", parse.host), port),)
-    else:
-        raise UsageError("no endpoint is given; say where the nodes of the job meet: elastirun status --rdzv-endpoint=HOST[:PORT]")
     job = options.read("rdzv_id", parse.name)
-    return Target(endpoints, job if job.strip() and job != UNNAMED else None, read_token(options))
+    return Target(endpoints, job if job.strip() and job != UNNAMED else None, read_token(options), etcd)
 
 
 def _show(found: Found, target: Target, as_json: bool) -> int:
@@ -155,10 +157,13 @@ def _text(found: Found, as_json: bool) -> str:
 def _no_job(found: Found, target: Target) -> str:
     """Return one line: what was looked at, and what to do."""
     what = "no job" if target.job is None else f"no job {parse.quote(target.job)}"
-    where = ", ".join(map(str, target.endpoints))
+    if not target.names:
+        why = "; ".join(found.problems[:4]) or "no agent of this user runs it"
+        return f"{what} on this machine: {why}; give --rdzv-endpoint=HOST[:PORT], where its nodes meet"
     others = f"the store there has {', '.join(map(parse.quote, found.others[:4]))}" if found.others else ""
-    why = "; ".join(found.problems[:4]) or others or "the store there is empty"
-    return f"{what} at {where}: {why}; give the endpoint of the launch, or those of several nodes with commas between them"
+    why = "; ".join(found.problems[:4]) or others or "nothing of it is there"
+    how = "give the endpoint of the launch, or those of several nodes with commas between them, or ask on a node of the job"
+    return f"{what} at {', '.join(target.names)}: {why}; {how}"
 
 
 def _options() -> str:

@@ -46,7 +46,7 @@ MUTANTS = (
     ),
     mutant(
         "a store that has moved is that of a node",
-        *("status_reader", "if self._place.id and store.get([OWNER])", "if False and store.get([OWNER])"),
+        *("status_reader", "if self._at.owner and store.get([OWNER])", "if False and store.get([OWNER])"),
         *("status_reader", "the_store_at_the_place_must_be_that_nodes"),
     ),
     mutant(
@@ -63,6 +63,26 @@ MUTANTS = (
         "a status keeps its connections",
         *("status_reader", "            if self._store is None:\n", "            if True:\n"),
         *("status_reader", "one_connection_serves_all_looks_unless_it_is_lost"),
+    ),
+    mutant(
+        "an agent of another user is not asked for its store",
+        *("own_agents", "found.st_uid == os.geteuid() and", "True and"),
+        *("own_agents", "the_folder_of_the_socket_must_be_ours_alone"),
+    ),
+    mutant(
+        "an agent whose folder others can write to is not asked for its store",
+        *("own_agents", "and not found.st_mode & 0o022", ""),
+        *("own_agents", "the_folder_of_the_socket_must_be_ours_alone"),
+    ),
+    mutant(
+        "an agent says nothing of jobs that meet elsewhere",
+        *("status_reader", "(names and not {*names} & {*agent.endpoints})", "False"),
+        *("status_reader", "an_agent_leads_to_the_store_of_its_job"),
+    ),
+    mutant(
+        "the host of a store says where it is",
+        *("store_access", "if at is not None or not self._served:", "if True:"),
+        *("standby_stores", "a_status_is_sent_to_the_store_in_use_also_on_its_host"),
     ),
     mutant(
         "a member that has not started is waited for",

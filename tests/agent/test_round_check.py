@@ -152,7 +152,7 @@ class Agent:
     def __init__(self) -> None:
         self.selector = selectors.PollSelector()
         self.reads = 0
-        self.check = RoundCheck("a", self.selector, self.read_store)
+        self.check = RoundCheck("a", self.selector, self.read_store, lambda: "{}")
 
     def read_store(self) -> None:
         self.reads += 1
@@ -280,7 +280,7 @@ def test_a_long_path_and_none_at_all(agent: Agent, monkeypatch: pytest.MonkeyPat
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     monkeypatch.setattr(round_check.tempfile, "tempdir", str(deep))
-    long = RoundCheck("a", agent.selector, agent.read_store)
+    long = RoundCheck("a", agent.selector, agent.read_store, str)
     monkeypatch.setenv("ELASTIRUN_FENCE", "s:3")
     monkeypatch.setenv("ELASTIRUN_SOCKET", long.path)
     found: list[bool] = []
@@ -294,5 +294,5 @@ def test_a_long_path_and_none_at_all(agent: Agent, monkeypatch: pytest.MonkeyPat
     long.close()
     deep.rmdir()
     assert found == [True]
-    none = RoundCheck("a", agent.selector, agent.read_store)
+    none = RoundCheck("a", agent.selector, agent.read_store, str)
     assert (none.path, none.folder) == ("", "") and "No such file" in none.trouble

@@ -198,6 +198,15 @@ def test_the_guard_is_sent_to_the_store_in_use(port: int) -> None:
         assert other.for_guard(None) == {"kind": "tcp", "address": "127.0.0.1", "port": port}, "an answer that comes late changes nothing"
 
 
+def test_a_status_is_sent_to_the_store_in_use_also_on_its_host(port: int) -> None:
+    with access(1, port) as host, access(2, port) as other:
+        assert host.for_status(None) == {"kind": "none"}, "it has not reached a store yet"
+        host.connect(None), other.connect(None)
+        assert host.for_status(None) == other.for_status(None) == {"kind": "tcp", "address": "127.0.0.1", "port": port}
+        standby = {"kind": "tcp", "address": "127.0.0.2", "port": other.standby_port, "owner": other.me}
+        assert host.for_status(place(other)) == other.for_status(place(other)) == standby
+
+
 # -- who comes up where the job was started
 
 

@@ -12,17 +12,24 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent import shared_store, status_reader
+from elastirun.agent import own_agents, shared_store, status_reader, status_stores
+from elastirun.agent.own_agents import OwnAgent
 from elastirun.agent.status_reader import Found, StatusReader, Target
+from elastirun.cli import parse
 from elastirun.config import Endpoint
+from elastirun.config import Etcd as EtcdConfig
 from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.ranks import member
 from elastirun.rendezvous.records import NodeRow, Place, RoundRecord, Status
+from elastirun.rendezvous.stores.etcd.access import Access
+from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
+from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
 from tests.rendezvous.test_stores import Server, new_server
+from tests.support.etcd_server import Etcd
 
 TOKEN = b"the token of this job"
 SETTINGS = ("--nnodes=1:1024", "--max-restarts=0")
@@ -67,7 +74,7 @@ def endpoint(server: Server) -> Endpoint:
 
 
 def look(*endpoints: Endpoint, job: str | None = None, token: bytes | None = None) -> Found:
-    reader = StatusReader(Target(endpoints, job, token))
+    reader = StatusReader(Target(endpoints, job, token), list)
     with closing(reader):
         return reader.look()
 
@@ -167,7 +174,7 @@ class Replaced(PlainTcpStore):
 
 
 def test_a_record_that_is_replaced_while_it_is_read_is_read_again(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_reader, "PlainTcpStore", Replaced)
+    monkeypatch.setattr(status_stores, "PlainTcpStore", Replaced)
     fill(servers[0], "job", rows(2))
     Replaced.misses = status_reader.TRIES - 1
     assert len(look(endpoint(servers[0])).jobs) == 1
@@ -182,7 +189,7 @@ def test_stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_n
         silent = Endpoint(*mute.getsockname())
         began = time.monotonic()
         assert len(look(silent, endpoint(servers[0])).jobs) == 1
-        assert time.monotonic() - began < status_reader.ASK_LIMIT, "the silent one was not waited for"
+        assert time.monotonic() - began < status_stores.ASK_LIMIT, "the silent one was not waited for"
         found = look(silent)
     assert found.jobs == () and str(silent) in found.problems[0] and "no answer" in found.problems[0]
     assert "refused" in look(Endpoint("127.0.0.1", 1)).problems[0]
@@ -197,9 +204,9 @@ def test_one_connection_serves_all_looks_unless_it_is_lost(servers: tuple[Server
             made.append(self)
             super().__init__(*args)
 
-    monkeypatch.setattr(status_reader, "PlainTcpStore", Counted)
+    monkeypatch.setattr(status_stores, "PlainTcpStore", Counted)
     fill(servers[0], "job", rows(2))
-    with closing(StatusReader(Target((endpoint(servers[0]),)))) as reader:
+    with closing(StatusReader(Target((endpoint(servers[0]),)), list)) as reader:
         for _ in range(3):
             assert len(reader.look().jobs) == 1
         assert len(made) == 1
@@ -229,7 +236,7 @@ def test_while_rounds_form_each_look_shows_one_of_them(servers: tuple[Server, Se
             following = RoundRecord("store", record.version + 1, record.round + 1, some, settings=SETTINGS)
             protocol.carry_out(store, Sync(change=Change(record, following), rows=()), 0.0)
 
-    with closing(servers[0].connect()) as store, closing(StatusReader(Target((endpoint(servers[0]),)))) as reader:
+    with closing(servers[0].connect()) as store, closing(StatusReader(Target((endpoint(servers[0]),)), list)) as reader:
         thread = threading.Thread(target=form, args=(store,))
         thread.start()
         try:
@@ -242,3 +249,71 @@ def test_while_rounds_form_each_look_shows_one_of_them(servers: tuple[Server, Se
             stop.set()
             thread.join()
     assert rounds == sorted(rounds)
+
+
+# --- agents on this machine
+
+
+def with_agents(monkeypatch: pytest.MonkeyPatch, target: Target, *agents: OwnAgent | None) -> Found:
+    """Look where these agents run on this machine."""
+    monkeypatch.setattr(own_agents, "ask", {f"socket {number}": one for number, one in enumerate(agents)}.get)
+    with closing(StatusReader(target, lambda: [f"socket {number}" for number in range(len(agents))])) as reader:
+        return reader.look()
+
+
+def at(server: Server, **more: object) -> dict[str, object]:
+    return {"kind": "tcp", "address": server.address, "port": server.port, **more}
+
+
+def test_an_agent_leads_to_the_store_of_its_job(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(servers[0], "a", rows(2))
+    fill(servers[1], "b", rows(3), owner="n1", term=1, host="n1")
+    agents = OwnAgent("a", ("node0:1",), at(servers[0])), OwnAgent("b", ("node1:1",), at(servers[1], owner="n1")), None
+
+    def names(*endpoints: Endpoint, job: str | None = None) -> list[str]:
+        return [one.job for one in with_agents(monkeypatch, Target(endpoints, job), *agents).jobs]
+
+    assert names() == ["a", "b"]
+    assert names(job="b") == ["b"] and names(job="c") == []
+    dead = Endpoint("127.0.0.1", 1)
+    assert names(dead) == [], "the agents run jobs that meet elsewhere"
+    agents = (*agents, OwnAgent("b", (str(dead), "node7:1"), at(servers[1], owner="n1")))
+    assert names(dead) == names(dead, job="b") == ["b"], "where the job was started nobody answers any more"
+
+
+def test_a_job_of_one_node_is_shown_from_the_copy_that_its_agent_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,), store, key = rows(1), MemoryStore(), shared_store.prefix("a")
+    record = RoundRecord("store", 2, 1, (member(row),), settings=SETTINGS)
+    sync = Sync(put=Put(None, row), change=Change(None, record))
+    SyncProtocol(key, row.id, Codec(), clock.now).carry_out(store, sync, 0.0)
+    memory = {"kind": "memory", "data": {name: value.decode() for name, value in store.under("").items()}}
+    (one,) = with_agents(monkeypatch, Target(), OwnAgent("a", (), memory)).jobs
+    assert (one.job, one.state, one.store) == ("a", "running", "in the memory of the agent on this machine")
+
+
+@pytest.mark.parametrize(
+    "store", [{"kind": "none"}, {"kind": "tcp"}, {"kind": "tcp", "address": "a", "port": "b"}, {}, {"kind": "memory", "data": 1}]
+)
+def test_an_agent_that_knows_no_store_is_a_problem(monkeypatch: pytest.MonkeyPatch, store: dict[str, object]) -> None:
+    found = with_agents(monkeypatch, Target(), OwnAgent("a", (), store))
+    assert found.jobs == () and found.problems[0].startswith("job 'a': the agent there")
+
+
+# --- etcd
+
+
+def test_a_job_at_etcd(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, key = rows(3), shared_store.prefix("job 7").removeprefix(shared_store.JOBS)
+    record = RoundRecord("store", 2, 1, tuple(map(member, nodes)), settings=SETTINGS)
+    with closing(etcd_connector(server.endpoints)()) as store:
+        for row in nodes[:2]:
+            SyncProtocol(key, row.id, Codec(), clock.now).carry_out(store, Sync(put=Put(None, row), rows=()), 0.0)
+        SyncProtocol(key, "", Codec(), clock.now).carry_out(store, Sync(change=Change(None, record), rows=()), 0.0)
+        before = store.under("")
+        etcd = EtcdConfig(tuple(parse.endpoint(one, 0) for one in server.endpoints))
+        guard = {"kind": "etcd", "endpoints": server.endpoints, "access": vars(Access()), "prefix": etcd.prefix, "expire": 5.0, "path": []}
+        for target, agents in ((Target(job="job 7", etcd=etcd), ()), (Target(), (OwnAgent("job 7", (), guard),))):
+            (one,) = with_agents(monkeypatch, target, *agents).jobs
+            assert [node.state for node in one.nodes] == ["running", "running", "absent"] and one.store.startswith("etcd at ")
+        assert with_agents(monkeypatch, Target(etcd=etcd)).jobs == ()
+        assert store.under("") == before

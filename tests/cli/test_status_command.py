@@ -121,6 +121,19 @@ def test_the_options_of_a_launch_say_where_to_look(run: Run, options: str, endpo
     assert ([str(one) for one in target.endpoints], target.job, target.token) == (endpoints, job, None)
 
 
+def test_etcd_has_the_credentials_of_the_launch(run: Run) -> None:
+    options = "a --rdzv-backend=etcd --rdzv-endpoint=https://e0,https://e1:9 --rdzv-conf=cacert=ca.pem,prefix=x"
+    target = run("status", *options.split()).target
+    assert (target.endpoints, target.job, target.names) == ((), "a", ("e0:2379", "e1:9"))
+    assert (target.etcd.tls, target.etcd.ca_cert, target.etcd.prefix) == (True, "ca.pem", "/x/")
+
+
+def test_without_an_endpoint_only_agents_on_this_machine_are_asked(run: Run) -> None:
+    assert run("status").target == Target() and run("status", "a").target == Target(job="a")
+    result = run("status", found=(Found(),))
+    bad(result, "no job on this machine: no agent of this user runs it; give --rdzv-endpoint=HOST", status=status_command.NO_JOB)
+
+
 def test_its_variables_do_so_too_and_options_take_precedence(run: Run) -> None:
     target = run("status", PET_RDZV_ENDPOINT="node0", PET_RDZV_ID="a").target
     assert (target.endpoints, target.job) == ((Endpoint("node0", 29400),), "a")
@@ -135,7 +148,7 @@ def test_the_token_is_read(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ("", ["no endpoint is given", "--rdzv-endpoint=HOST"]),
+        ("--rdzv-endpoint=node0 --rdzv-backend=etcd --rdzv-conf=user=a", ["--rdzv-conf: user is given without password_file"]),
         ("--rdzv-endpoint=node0:x", ["--rdzv-endpoint", "no port number"]),
         ("--rdzv-endpoint=node0 --token-file=none", ["--token-file", "cannot be read"]),
         ("--rdzv-endpoint=node0 a --rdzv-id=b", ["--rdzv-id=b and 'a' are two jobs"]),
@@ -166,7 +179,7 @@ def test_json_is_one_object(run: Run) -> None:
     [
         (Found(problems=("node0:29400: refused",)), status_command.NO_JOB, ["no job 'a' at node0:29400: node0:29400: refused; give "]),
         (Found(others=("b", "c\x1b")), status_command.NO_JOB, ["the store there has 'b', 'c\\x1b'; give "]),
-        (Found(), status_command.NO_JOB, ["the store there is empty"]),
+        (Found(), status_command.NO_JOB, ["nothing of it is there"]),
         (Found(problems=("why",), unreadable=("not signed",)), ExitCode.ENVIRONMENT, ["not signed"]),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,36 @@ def test_a_job_from_its_first_node_to_the_store_that_has_moved(nodes: Cluster) -
         worker.tell("exit 0")
     assert [nodes.ends(agent) for agent in agents] == [0, 0], nodes.everything()
     assert status("test", f"--rdzv-endpoint={everywhere}").returncode == 4
+
+
+def test_on_a_node_of_the_job_nothing_need_be_named(nodes: Cluster) -> None:
+    """Not even when the store has moved, and nobody answers at the one endpoint of the launch any more."""
+    job = f"job-{uuid.uuid4()}"
+    where = [f"--rdzv-endpoint=127.0.0.1:{nodes.port}", f"--rdzv-id={job}", "--nnodes=2:3", "--last-call=0.5", "--expire=30"]
+
+    def start(i: int) -> subprocess.Popen[str]:
+        own = [f"--rdzv-conf=is_host={int(i == 1)}", f"--local-addr=127.0.0.{i}", "--store-succession=proof"]
+        return nodes.launch(i, *where, *own, str(nodes.script))
+
+    agents = [start(i) for i in (1, 2, 3)]
+    workers = nodes.round(3)
+    assert until("running", job)["store"] == f"127.0.0.1:{nodes.port}"
+    kill(agents.pop(0))
+    after = nodes.round(2, after=workers[0].round)
+    for options in ([job], [job, where[0]], [where[0]]):
+        found = until("running", *options)
+        assert (found["job"], found["round"], len(found["nodes"])) == (job, after[0].round, 2)
+    for worker in after:
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0], nodes.everything()
+
+
+def test_a_job_of_one_node_is_found_by_its_agent(nodes: Cluster) -> None:
+    job = f"job-{uuid.uuid4()}"
+    agent = nodes.launch(1, "--standalone", f"--rdzv-id={job}", "--nproc-per-node=2", str(nodes.script))
+    workers = nodes.round(2)
+    found = until("running", job)
+    assert (found["world_size"], [node["state"] for node in found["nodes"]]) == (2, ["running"])
+    for worker in workers:
+        worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
