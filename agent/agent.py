@@ -87,7 +87,7 @@ class Agent:
         lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
         self._tree = ProcessTree(config.run_id, lease, self._selector, self._console.say)
         stack.callback(self._tree.close)
-        self._round_check = RoundCheck(row.id, self._selector, self._read_store_soon, lambda: self._session.describe_store())
+        self._round_check = RoundCheck(row.id, self._selector, self._read_store_soon, self._describe_store)
         stack.callback(self._round_check.close)
         if self._round_check.folder:
             self._tree.remove_folder_at_end(self._round_check.folder)
@@ -264,6 +264,9 @@ class Agent:
 
     def _read_store_soon(self) -> None:
         self._session.post(Changed(clock.now()))
+
+    def _describe_store(self) -> str:
+        return self._session.describe_store(self._hangs.steps())
 
     def _on_store(self, mask: int) -> None:
         for line in self._session.receive():

@@ -95,6 +95,11 @@ class HangWatch:
             self._detector.start_round(clock.now())
             self._look_at = clock.now() + self._detector.interval
 
+    def steps(self) -> list[tuple[int, int, int]]:
+        """Return (rank, steps in this round, CLOCK_MONOTONIC of the last step in nanoseconds) of each worker here that stamps its page."""
+        pages = [(process.spec.rank, self.pages.read(local_rank)) for local_rank, process in self._workers.processes.items()]
+        return [(rank, page.steps, page.stamped) for rank, page in pages if page is not None and page.steps]
+
     def stop(self) -> None:
         """The round's workers are being stopped, or have ended."""
         self._look_at = math.inf

@@ -45,6 +45,16 @@ class NodeStatus:
 
 
 @dataclass(frozen=True)
+class WorkerSteps:
+    """The steps that one worker on this machine has stamped (``elastirun.train.progress``)."""
+
+    rank: int
+    steps: int  # in this round
+    seconds_since: float  # the last one
+    per_second: float | None  # since the look before; None: there was none, or no step since
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """One job at one moment. The fields are those of ``elastirun status --json``."""
 
@@ -63,10 +73,11 @@ class JobStatus:
     waiting_for: tuple[str, ...]  # ids of the nodes that it waits for
     nodes: tuple[NodeStatus, ...]  # members by rank, then those that wait
     events: tuple[str, ...]  # failed workers, root cause first, and nodes that left
+    steps: tuple[WorkerSteps, ...]  # of the workers on this machine that stamp them, by rank
     ignored: tuple[str, ...]  # records that do not parse, or were not signed with the token
 
 
-def judge(job: str, store: str, view: View, ignored: tuple[str, ...] = ()) -> JobStatus:
+def judge(job: str, store: str, view: View, ignored: tuple[str, ...] = (), steps: tuple[WorkerSteps, ...] = ()) -> JobStatus:
     """Return the status of a job whose records are those of ``view``. ``view.me`` is nobody."""
     record = view.record
     min_nodes, max_nodes = _numbers(record, r"--nnodes=(\d{1,9}):(\d{1,9})", 2)
@@ -89,6 +100,7 @@ def judge(job: str, store: str, view: View, ignored: tuple[str, ...] = ()) -> Jo
         waiting_for=tuple(node.id for node in nodes),
         nodes=(*_members(view), *_others(view, max_nodes)),
         events=_events(view),
+        steps=steps,
         ignored=ignored,
     )
 

@@ -22,11 +22,15 @@ LISTENS = "00010000"  # in the column Flags of /proc/net/unix
 
 @dataclass(frozen=True)
 class OwnAgent:
-    """The word of one agent. ``endpoints``: of its launch. ``store``: where its job meets, as ``StoreAccess.for_status`` describes it."""
+    """The word of one agent. ``endpoints``: of its launch. ``store``: where its job meets, as ``StoreAccess.for_status`` describes it.
+
+    ``steps``: (rank, steps, time of the last one) of its workers, see ``HangWatch.steps``.
+    """
 
     job: str
     endpoints: tuple[str, ...]
     store: dict[str, Any]
+    steps: tuple[tuple[int, int, int], ...] = ()
 
 
 def sockets() -> list[str]:
@@ -39,7 +43,8 @@ def ask(path: str) -> OwnAgent | None:
     """Return what the agent with this socket says; None when it does not answer, or is of another version."""
     try:
         answer = json.loads(agent_socket.ask(path, STORE, ASK_LIMIT)[0])
-        return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]))
+        steps = tuple((int(rank), int(count), int(stamped)) for rank, count, stamped in answer["steps"])
+        return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

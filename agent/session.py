@@ -76,12 +76,12 @@ class Session:
     def fileno(self) -> int:
         return self._exchanges.fileno()
 
-    def describe_store(self) -> str:
-        """Return as a line of JSON where the job meets, for ``elastirun status``."""
+    def describe_store(self, steps: list[tuple[int, int, int]]) -> str:
+        """Return as a line of JSON where the job meets, for ``elastirun status``. ``steps``: of the workers, by ``HangWatch.steps``."""
         config = self.access.config
         endpoints = (config.endpoint, *config.other_endpoints, *(config.etcd.endpoints if config.etcd else ()))
         store = self.access.for_status(self.machine.place)
-        return json.dumps({"job": config.run_id, "endpoints": [str(one) for one in endpoints if one], "store": store})
+        return json.dumps({"job": config.run_id, "endpoints": [str(one) for one in endpoints if one], "store": store, "steps": steps})
 
     @property
     def due(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from elastirun import clock
 from elastirun.agent import own_agents, shared_store
 from elastirun.agent.at_once import at_once
 from elastirun.agent.host import net
-from elastirun.agent.job_status import JobStatus, judge
+from elastirun.agent.job_status import JobStatus, WorkerSteps, judge
 from elastirun.agent.search import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
 from elastirun.agent.status_stores import CopyOf, StoreAt, TcpAt, at_etcd, described, standby
 from elastirun.config import Endpoint, Etcd
@@ -92,6 +93,7 @@ class _Answer:
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    steps: list[tuple[str, int, int, int]] = field(default_factory=list)  # job, rank, steps, and when the last one was, in nanoseconds
 
 
 class StatusReader:
@@ -103,6 +105,7 @@ class StatusReader:
         self._sources: dict[StoreAt, _Source] = {}
         self._lock = threading.Lock()  # of ``_sources``
         self._watched: dict[tuple[str, str], Liveness] = {}  # by job and name of its store: rows, as they were seen to change
+        self._steps: dict[tuple[str, int], tuple[int, int]] = {}  # by job and rank: steps of a worker here, and when the last one was
 
     def look(self) -> Found:
         """Return what is found now."""
@@ -112,7 +115,7 @@ class StatusReader:
         questions = [partial(self._follow, at, target.job) for at in starts]
         questions += [partial(self._ask_agent, path) for path in self._find_agents()]
         best: dict[str, _Sight] = {}
-        unreadable, others = list[str](), list[str]()
+        unreadable, others, steps = list[str](), list[str](), list[tuple[str, int, int, int]]()
         for answer in _answers(questions):
             for sight in answer.sights:
                 if sight.job not in best or best[sight.job].newness < sight.newness:
@@ -120,7 +123,8 @@ class StatusReader:
             problems += answer.problems
             unreadable += answer.unreadable
             others += answer.others
-        jobs = tuple(self._judge(best[job]) for job in sorted(best))
+            steps += answer.steps
+        jobs = tuple(self._judge(best[job], [one[1:] for one in steps if one[0] == job]) for job in sorted(best))
         return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
 
     def _addresses(self, problems: list[str]) -> list[StoreAt]:
@@ -142,9 +146,11 @@ class StatusReader:
         if agent is None or self._target.job not in (None, agent.job) or (names and not {*names} & {*agent.endpoints}):
             return _Answer()
         try:
-            return self._follow(described(agent.store), agent.job)
+            answer = self._follow(described(agent.store), agent.job)
         except StoreError as error:
             return _Answer(problems=[f"job {clip(agent.job, 80)!r}: {error}"])
+        answer.steps = [(agent.job, *one) for one in agent.steps]
+        return answer
 
     def _follow(self, at: StoreAt, job: str | None) -> _Answer:
         """Return what the store ``at`` says of a job, and the stores to which it leads."""
@@ -167,14 +173,21 @@ class StatusReader:
         except (StoreError, StartError) as error:
             return _Answer(problems=[str(error)])
 
-    def _judge(self, sight: _Sight) -> JobStatus:
+    def _judge(self, sight: _Sight, steps: list[tuple[int, int, int]]) -> JobStatus:
         synced = sight.synced
         record = synced.round or RoundRecord("")
         live = self._watched.setdefault((sight.job, record.store_id), Liveness(math.inf))
         if sight.rows_change:
             live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
         live.forget_all_but(set(synced.rows))
-        return judge(sight.job, sight.store, View("", record, synced.rows, live, synced.now), synced.ignored)
+        workers = tuple(self._rate(sight.job, *one) for one in sorted(set(steps)))
+        return judge(sight.job, sight.store, View("", record, synced.rows, live, synced.now), synced.ignored, workers)
+
+    def _rate(self, job: str, rank: int, steps: int, stamped: int) -> WorkerSteps:
+        before, self._steps[job, rank] = self._steps.get((job, rank)), (steps, stamped)
+        made, took = (steps - before[0], stamped - before[1]) if before else (0, 0)
+        per_second = round(made / took * 1e9, 3) if made > 0 and took > 0 else None
+        return WorkerSteps(rank, steps, round(max(0, time.monotonic_ns() - stamped) / 1e9, 3), per_second)
 
 
 class _Source:

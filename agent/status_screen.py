@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elastirun.agent.job_status import JobStatus, NodeStatus
+from elastirun.agent.job_status import JobStatus, NodeStatus, WorkerSteps
 from elastirun.rendezvous.codec import clip
 
 WIDTH = 100  # characters
@@ -28,6 +28,7 @@ def _job(job: JobStatus) -> list[str]:
         ("nodes", _nodes(job)),
         ("restarts", f"{job.failures} of {job.max_restarts} used" if job.max_restarts else ""),
         ("waiting", job.waiting or ("" if job.ended else "for nobody")),
+        ("steps", _steps(job.steps)),
         *(("event", line) for line in job.events),
         *(("ignored", line) for line in job.ignored),
     ]
@@ -41,6 +42,21 @@ def _nodes(job: JobStatus) -> str:
     if not members:
         return f"{others} here{allowed}"
     return f"{members} in the round, {job.world_size} workers{f', {others} beside it' if others else ''}{allowed}"
+
+
+def _steps(workers: Sequence[WorkerSteps]) -> str:
+    """Return a line about the workers on this machine that stamp their steps; empty: none does."""
+    if not workers:
+        return ""
+    counts, ranks = [one.steps for one in workers], [one.rank for one in workers]
+    rates = [one.per_second for one in workers if one.per_second is not None]
+    rate = f", {min(rates):.3g} a second" if rates else ""
+    since = min(one.seconds_since for one in workers)
+    return f"{_range(counts)} here (rank {_range(ranks)}){rate}, the last one {since:.1f} s ago"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
 
 
 def _table(nodes: Sequence[NodeStatus]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.job_status import QUIET, JobStatus, judge
+from elastirun.agent.job_status import QUIET, JobStatus, WorkerSteps, judge
 from elastirun.agent.status_screen import MOST_NODES, WIDTH, screen
 from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.ranks import member
@@ -128,6 +128,17 @@ def test_settings_that_make_no_sense_are_unknown(text: str) -> None:
 
 
 # --- the screen
+
+
+def test_the_steps_of_the_workers_here_are_one_line() -> None:
+    workers = [WorkerSteps(2, 120, 0.26, None), WorkerSteps(3, 121, 0.14, 2.5)]
+    view = View("", ROUND, {"a": A, "b": B}, Liveness(1.0), 0.0)
+    for some, line in (
+        (workers, "120 to 121 here (rank 2 to 3), 2.5 a second, the last one 0.1 s ago"),
+        (workers[:1], "120 here (rank 2), the last one 0.3 s ago"),
+    ):
+        assert f"\nsteps     {line}\n" in screen([judge("job7", "", view, (), tuple(some))])
+    assert "steps" not in screen([judge("job7", "", view)])
 
 
 def test_the_screen_is_aligned() -> None:

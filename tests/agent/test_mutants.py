@@ -80,6 +80,11 @@ MUTANTS = (
         *("status_reader", "an_agent_leads_to_the_store_of_its_job"),
     ),
     mutant(
+        "a rate needs a new step",
+        *("status_reader", "if made > 0 and took > 0 else None", "if took > 0 else None"),
+        *("status_reader", "an_agent_says_the_steps_of_its_workers_and_two_looks_their_rate"),
+    ),
+    mutant(
         "the host of a store says where it is",
         *("store_access", "if at is not None or not self._served:", "if True:"),
         *("standby_stores", "a_status_is_sent_to_the_store_in_use_also_on_its_host"),

@@ -15,7 +15,7 @@ from elastirun.agent import own_agents
 from elastirun.agent.own_agents import OwnAgent
 from elastirun.agent.round_check import FOLDER, NAME, STORE
 
-ANSWER = '{"job": "job7", "endpoints": ["node0:29400"], "store": {"kind": "none"}}'
+ANSWER = '{"job": "job7", "endpoints": ["node0:29400"], "store": {"kind": "none"}, "steps": [[3, 70, 99]]}'
 
 
 @contextmanager
@@ -46,13 +46,15 @@ def agent(tmp_path: Path, answer: str) -> Iterator[str]:
 def test_an_agent_is_listed_and_says_where_its_job_meets(tmp_path: Path) -> None:
     with agent(tmp_path, ANSWER + "\n") as path:
         assert path in own_agents.sockets()
-        assert own_agents.ask(path) == OwnAgent("job7", ("node0:29400",), {"kind": "none"})
+        assert own_agents.ask(path) == OwnAgent("job7", ("node0:29400",), {"kind": "none"}, ((3, 70, 99),))
     assert own_agents.ask(path) is None, "it has ended"
 
 
-@pytest.mark.parametrize("answer", ["no\n", "", "[]\n", '{"job": 1}\n', ANSWER[:-2] + "\n", ANSWER.replace('{"kind": "none"}', "7") + "\n"])
+@pytest.mark.parametrize(
+    "answer", ["no", "", "[]", '{"job": 1}', ANSWER[:-2], ANSWER.replace('{"kind": "none"}', "7"), ANSWER.replace("3, ", "")]
+)
 def test_an_answer_of_another_version_is_none(tmp_path: Path, answer: str) -> None:
-    with agent(tmp_path, answer) as path:
+    with agent(tmp_path, answer and f"{answer}\n") as path:
         assert own_agents.ask(path) is None
 
 

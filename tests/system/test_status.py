@@ -93,10 +93,12 @@ def test_on_a_node_of_the_job_nothing_need_be_named(nodes: Cluster) -> None:
 
 def test_a_job_of_one_node_is_found_by_its_agent(nodes: Cluster) -> None:
     job = f"job-{uuid.uuid4()}"
+    nodes.script.write_text("from elastirun.progress import progress\nprogress(), progress()\n" + nodes.script.read_text())
     agent = nodes.launch(1, "--standalone", f"--rdzv-id={job}", "--nproc-per-node=2", str(nodes.script))
     workers = nodes.round(2)
     found = until("running", job)
     assert (found["world_size"], [node["state"] for node in found["nodes"]]) == (2, ["running"])
+    assert [(one["rank"], one["steps"]) for one in found["steps"]] == [(0, 2), (1, 2)]
     for worker in workers:
         worker.tell("exit 0")
     assert nodes.ends(agent) == 0
