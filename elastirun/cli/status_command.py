@@ -162,8 +162,9 @@ def _no_job(found: Found, target: Target) -> str:
         return f"{what} on this machine: {why}; give --rdzv-endpoint=HOST[:PORT], where its nodes meet"
     others = f"the store there has {', '.join(map(parse.quote, found.others[:4]))}" if found.others else ""
     why = "; ".join(found.problems[:4]) or others or "nothing of it is there"
-    how = "give the endpoint of the launch, or those of several nodes with commas between them, or ask on a node of the job"
-    return f"{what} at {', '.join(target.names)}: {why}; {how}"
+    how = "the endpoint of the launch, or those of several nodes with commas between them, or ask on a node of the job"
+    name = "the job's name (--rdzv-id), if its store has moved or is etcd, and " if target.job is None else ""
+    return f"{what} at {', '.join(target.names)}: {why}; give {name}{how}"
 
 
 def _options() -> str:

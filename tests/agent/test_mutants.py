@@ -80,6 +80,11 @@ MUTANTS = (
         *("status_reader", "an_agent_leads_to_the_store_of_its_job"),
     ),
     mutant(
+        "at etcd a row that does not change is no silence",
+        *("status_reader", "        if sight.rows_change:\n", "        if True:\n"),
+        *("status_reader", "rows_that_do_not_change_between_two_looks_are_silent_but_at_etcd_a_lease_is_renewed"),
+    ),
+    mutant(
         "a rate needs a new step",
         *("status_reader", "if made > 0 and took > 0 else None", "if took > 0 else None"),
         *("status_reader", "an_agent_says_the_steps_of_its_workers_and_two_looks_their_rate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -213,6 +214,26 @@ def test_one_connection_serves_all_looks_unless_it_is_lost(servers: tuple[Server
         made[0].close()
         assert reader.look().jobs == ()
         assert len(reader.look().jobs) == 1 and len(made) == 2
+
+
+def test_rows_that_do_not_change_between_two_looks_are_silent_but_at_etcd_a_lease_is_renewed(
+    servers: tuple[Server, Server], server: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, key = rows(2), "job/"
+    fill(servers[0], "job", nodes)
+    record = RoundRecord("store", 2, 1, tuple(map(member, nodes)), settings=SETTINGS)
+    etcd = EtcdConfig(tuple(parse.endpoint(one, 0) for one in server.endpoints), prefix=f"/{os.urandom(4).hex()}/")
+    with closing(etcd_connector(server.endpoints, prefix=etcd.prefix)()) as store:
+        for sync in (*(Sync(put=Put(None, row), rows=()) for row in nodes), Sync(change=Change(None, record), rows=())):
+            SyncProtocol(key, sync.put.row.id if sync.put else "", Codec(), clock.now).carry_out(store, sync, 0.0)
+        real = clock.now
+        for target, quiet in ((Target((endpoint(servers[0]),), "job"), 10.0), (Target(job="job", etcd=etcd), 0.0)):
+            with closing(StatusReader(target, list)) as reader:
+                reader.look()
+                with monkeypatch.context() as patch:
+                    patch.setattr(clock, "now", lambda: real() + 10)
+                    (one,) = reader.look().jobs
+            assert [node.quiet for node in one.nodes] == [pytest.approx(quiet, abs=2.0)] * 2
 
 
 def test_hundreds_of_nodes_are_read_soon(servers: tuple[Server, Server]) -> None:

@@ -102,6 +102,11 @@ def test_a_folder_that_is_called_so_is_no_script(run: Run) -> None:
 # --- where to look
 
 
+def test_where_no_job_is_named_the_advice_is_to_name_it(run: Run) -> None:
+    bad(run("status", "--rdzv-endpoint=node0", found=(Found(),)), "give the job's name (--rdzv-id), if its store has moved", status=4)
+    assert "--rdzv-id" not in run("status", "a", "--rdzv-endpoint=node0", found=(Found(),)).err
+
+
 @pytest.mark.parametrize(
     ("options", "endpoints", "job"),
     [
