@@ -121,7 +121,7 @@ class Agent:
             self._tree.remove_folder_at_end(etcd.folder)
             self._tree.exclude(etcd.pid)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
-        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory)
+        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory, self._hangs.pages)
         stack.callback(health.serve(parts, self._selector, self._console.say))
 
     # -- the loop ---------------------------------------------------------------------------------------------------

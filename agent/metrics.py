@@ -19,7 +19,7 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
     def gauge(name: str, help: str, value: float) -> Any:
         return GaugeMetricFamily(f"elastirun_{name}", help, value)
 
-    def by_label(family: Any, values: Mapping[str, int]) -> Any:
+    def by_label(family: Any, values: Mapping[str, float]) -> Any:
         for label, value in values.items():
             family.add_metric([label], value)
         return family
@@ -28,6 +28,8 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
     info = {"version": now["version"], "host": now["node"], "run_id": now["job"]}
     restarts = CounterMetricFamily("elastirun_restarts", "Rounds that ended before their work was done, by cause.", labels=["cause"])
     workers = GaugeMetricFamily("elastirun_workers", "Workers of this node.", labels=["state"])
+    steps = CounterMetricFamily("elastirun_worker_steps", "Steps of a worker of this node in this round.", labels=["local_rank"])
+    ages = GaugeMetricFamily("elastirun_worker_step_age_seconds", "Seconds since the worker's last step.", labels=["local_rank"])
     state = GaugeMetricFamily("elastirun_state", "1 for the state that this node is in.", labels=["state"])
     families = [
         InfoMetricFamily("elastirun", "This agent.", info),
@@ -38,6 +40,8 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
         by_label(restarts, now["restarts"]),
         gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", now["joins_waiting"]),
         by_label(workers, now["workers"]),
+        by_label(steps, {str(worker["local_rank"]): worker["steps"] for worker in now["steps"]}),
+        by_label(ages, {str(worker["local_rank"]): worker["seconds_since_step"] for worker in now["steps"]}),
         gauge("keep_alive_age_seconds", "Seconds since the store last acknowledged a keep-alive.", now["seconds_since_keep_alive"]),
         gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", now["checkpoints_held_bytes"]),
     ]

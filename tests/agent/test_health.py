@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastirun.agent.events import ended_rounds
 from elastirun.agent.health import CAUSES, PAGES, STATES, Snapshot
+from elastirun.agent.step_rates import WorkerSteps
 from elastirun.rendezvous.records import Broken, Cause, RoundRecord, Status
 
 NOW = Snapshot(
@@ -35,6 +36,7 @@ NOW = Snapshot(
     hosts_store=False,
     workers={"running": 7, "stopping": 0, "ended": 1},
     checkpoints_held_bytes=1 << 30,
+    steps=(WorkerSteps(9, 1, 120, 0.5, 2.0), WorkerSteps(10, 2, 121, 0.25, None)),
 )
 
 
@@ -55,6 +57,10 @@ def test_metrics_are_what_prometheus_reads() -> None:
         assert found.pop(("elastirun_restarts_total", (("cause", cause),))) == 2 * (cause == "failure")
     for state, count in NOW.workers.items():
         assert found.pop(("elastirun_workers", (("state", state),))) == count
+    for worker in NOW.steps:
+        labels = (("local_rank", str(worker.local_rank)),)
+        assert found.pop(("elastirun_worker_steps_total", labels)) == worker.steps
+        assert found.pop(("elastirun_worker_step_age_seconds", labels)) == worker.seconds_since_step
     assert {name: value for (name, labels), value in found.items() if not labels} == {
         "elastirun_round": 3,
         "elastirun_world_size": 16,
@@ -71,6 +77,10 @@ def test_before_the_first_round_there_is_no_time_since_its_start() -> None:
     assert "elastirun_round_age_seconds" not in [name for name, _ in found]
 
 
+def test_a_node_whose_workers_do_not_stamp_has_no_steps() -> None:
+    assert not [name for name, _ in metrics(replace(NOW, steps=())) if "step" in name]
+
+
 def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("prometheus_client")]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -81,7 +91,7 @@ def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch: pyte
 def test_status_is_the_snapshot() -> None:
     page = PAGES["/status"](NOW)
     assert page.status == 200 and page.content_type == "application/json"
-    assert json.loads(page.body) == {**vars(NOW), "nodes": list(NOW.nodes)}
+    assert json.loads(page.body) == {**vars(NOW), "nodes": list(NOW.nodes), "steps": [vars(worker) for worker in NOW.steps]}
 
 
 @pytest.mark.parametrize("state", dict.fromkeys(STATES.values()))

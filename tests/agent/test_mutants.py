@@ -843,6 +843,21 @@ MUTANTS = (
         *("failures/tracker", "        if end.local_rank in self._hung:\n            return\n", ""),
         *("hangs", "the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds_nothing"),
     ),
+    mutant(
+        "a rate is that of the last minute",
+        *("step_rates", "                samples.popleft()", "                break"),
+        *("step_rates", "a_rate_is_that_of_the_last_minute_or_since_the_question_before"),
+    ),
+    mutant(
+        "few samples are kept however many ask",
+        *("step_rates", "APART = 1.0", "APART = 0.0"),
+        *("step_rates", "however_many_ask_few_samples_are_kept"),
+    ),
+    mutant(
+        "steps of another process are not compared",
+        *("step_rates", "before.pid == page.pid and ", ""),
+        *("step_rates", "a_new_round_begins_anew"),
+    ),
     of_workers(
         "one process stamps a page",
         *("progress", "words[PID] not in (0, os.getpid())", "False"),

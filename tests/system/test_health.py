@@ -116,6 +116,24 @@ def test_an_agent_is_healthy_in_every_state_and_ready_while_a_round_runs(nodes: 
     assert nodes.ends(a) == 143
 
 
+def test_steps_are_shown_of_the_workers_that_stamp_them(nodes: Cluster) -> None:
+    port = free_port()
+    stamps = 'if os.environ["LOCAL_RANK"] == "1":\n    from elastirun.progress import progress\n    progress(); progress()\n'
+    nodes.script.write_text(f"import os\n{stamps}{WORKER}")
+    agent = nodes.agent(1, f"--health-port=127.0.0.1:{port}", QUICK, nnodes="1", nproc=2)
+    workers = nodes.round(2)
+    (found,) = status(port)["steps"]
+    assert (found["rank"], found["local_rank"], found["steps"], found["steps_per_second"]) == (1, 1, 2, None)
+    assert 0 <= found["seconds_since_step"] < PATIENCE
+    samples = metrics(port)
+    assert samples[("elastirun_worker_steps_total", "1")] == 2
+    assert 0 <= samples[("elastirun_worker_step_age_seconds", "1")] < PATIENCE
+    workers[1].tell("exit 0")
+    status(port, steps=[])
+    workers[0].tell("exit 0")
+    assert nodes.ends(agent) == 0
+
+
 def test_an_agent_that_stays_for_another_job_is_healthy(nodes: Cluster) -> None:
     port = free_port()
     where = ("--nnodes=1:2", QUICK, f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--local-addr=127.0.0.1")
