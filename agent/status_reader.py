@@ -24,7 +24,7 @@ from elastirun.agent.at_once import at_once
 from elastirun.agent.host import net
 from elastirun.agent.job_status import JobStatus, WorkerSteps, judge
 from elastirun.agent.search import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
-from elastirun.agent.status_stores import CopyOf, StoreAt, TcpAt, at_etcd, described, standby
+from elastirun.agent.status_stores import ASK_LIMIT, CopyOf, StoreAt, TcpAt, at_etcd, described, standby
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import StartError, StoreError, UnreadableMembers, UnreadableRound
 from elastirun.rendezvous.actions import Sync
@@ -36,7 +36,7 @@ from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
 from elastirun.rendezvous.view import View
 
 LOOK_LIMIT = 3.0  # seconds for one look at all endpoints
-LATER_LIMIT = 0.2  # seconds for the others to answer, once one of them has shown a job: machines that are down never do
+LATER_LIMIT = 0.2  # seconds for the others to answer, once one of them has shown the job: machines that are down never do
 MOST_HOPS = 4  # stores that are followed one after the other; each is that of a node that has taken over
 TRIES = 4  # reads of a round record whose members were deleted meanwhile, because the next round has formed
 MOST_JOBS = 64  # that are read from one store
@@ -116,7 +116,7 @@ class StatusReader:
         questions += [partial(self._ask_agent, path) for path in self._find_agents()]
         best: dict[str, _Sight] = {}
         unreadable, others, steps = list[str](), list[str](), list[tuple[str, int, int, int]]()
-        for answer in _answers(questions):
+        for answer in _answers(questions, LOOK_LIMIT if target.job is None else LATER_LIMIT):
             for sight in answer.sights:
                 if sight.job not in best or best[sight.job].newness < sight.newness:
                     best[sight.job] = sight
@@ -200,8 +200,8 @@ class _Source:
 
     def read(self, job: str | None, token: bytes | None) -> _Answer:
         """Return what this store says of ``job``; None: of each job on its list. Errors: ``StoreError``."""
-        if not self._one_reads.acquire(blocking=False):
-            raise StoreError(f"{self._at}: no answer yet")
+        if not self._one_reads.acquire(timeout=ASK_LIMIT / 2):  # an agent and an endpoint, or two agents, may name one store
+            raise StoreError(f"{self._at}: no answer of the store: timed out")
         try:
             if self._store is None:
                 self._store = self._at.open()
@@ -262,8 +262,8 @@ def _listed(store: Any) -> list[str]:
     return [urllib.parse.unquote(key.rpartition("/")[2]) for key in sorted(store.under(shared_store.LIST))[:MOST_JOBS]]
 
 
-def _answers(questions: Sequence[Callable[[], _Answer]]) -> Iterator[_Answer]:
-    """Yield the answers as they come, until all have, or LATER_LIMIT after the first one that shows a job."""
+def _answers(questions: Sequence[Callable[[], _Answer]], later: float) -> Iterator[_Answer]:
+    """Yield the answers as they come, until all have. ``later``: the most seconds to wait after the first one that shows a job."""
     results: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
     for question in questions:
         thread = threading.Thread(target=lambda question=question: results.put(question()), name="status", daemon=True)
@@ -275,5 +275,5 @@ def _answers(questions: Sequence[Callable[[], _Answer]]) -> Iterator[_Answer]:
     with suppress(queue.Empty):
         for _ in questions:
             answer = results.get(timeout=max(0.001, until - clock.now()))
-            until = min(until, clock.now() + LATER_LIMIT) if answer.sights else until
+            until = min(until, clock.now() + later) if answer.sights else until
             yield answer

@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     mutant(
         "stores that are down are not waited for",
-        *("status_reader", "until = min(until, clock.now() + LATER_LIMIT) if answer.sights else until", "pass"),
+        *("status_reader", "until = min(until, clock.now() + later) if answer.sights else until", "pass"),
         *("status_reader", "stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_none"),
     ),
     mutant(
@@ -83,6 +83,11 @@ MUTANTS = (
         "at etcd a row that does not change is no silence",
         *("status_reader", "        if sight.rows_change:\n", "        if True:\n"),
         *("status_reader", "rows_that_do_not_change_between_two_looks_are_silent_but_at_etcd_a_lease_is_renewed"),
+    ),
+    mutant(
+        "two agents whose jobs share a store are both heard",
+        *("status_reader", "acquire(timeout=ASK_LIMIT / 2)", "acquire(blocking=False)"),
+        *("status_reader", "two_agents_whose_jobs_share_a_store_are_asked_one_after_the_other"),
     ),
     mutant(
         "a rate needs a new step",
