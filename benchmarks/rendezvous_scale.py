@@ -17,18 +17,17 @@ from __future__ import annotations
 import argparse
 import heapq
 import logging
-import multiprocessing
 import os
 import selectors
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks.fleet import Fleet, Plan, split
 from benchmarks.lab import machine, table
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
 from elastirun.agent.private_etcd import PrivateEtcd
@@ -44,10 +43,8 @@ from elastirun.rendezvous.stores.torch_class import tcp_store_class
 from elastirun.rendezvous.sync import SyncProtocol
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
-PROCESSES = 8
 SETTLE, WINDOW = 3.0, 10.0  # seconds before the count of a running round begins, and its length
 LOOK = 1.0  # seconds between two checks of torch's agent for waiting nodes; its monitor checks more often, but at a local copy
-SPAWN = multiprocessing.get_context("spawn")
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -85,26 +82,6 @@ class Counted:
 
 
 # -- the nodes of one process -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Plan:
-    """The share of one process: the nodes ``first``, ``first + step``, ... of ``nodes``. ``endpoint``: the address of the store."""
-
-    endpoint: str
-    nodes: int
-    first: int
-    step: int
-
-    @property
-    def mine(self) -> range:
-        return range(self.first, self.nodes, self.step)
-
-
-def split(endpoint: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``."""
-    host, _, port = endpoint.rpartition(":")
-    return host, int(port)
 
 
 @dataclass
@@ -334,107 +311,41 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
 
-class Fleet:
-    """The processes of one measurement."""
+class OneStore(Fleet):
+    """The processes of one measurement: the store in one, the nodes in others."""
 
     def __init__(self, side: str, nodes: int) -> None:
-        self.nodes = nodes
-        self.sizes: dict[int, tuple[int, float]] = {}  # by node: members of its round, and since when
-        self.notes: list[str] = []
+        super().__init__(nodes)
         self.lag = 0.0
-        self._store, theirs = SPAWN.Pipe()
-        self._processes: list[Any] = []
         self._etcd = PrivateEtcd() if side == "etcd" else None
         if self._etcd:
             endpoint = self._etcd.endpoint
         else:
-            self._processes = [SPAWN.Process(target=run_store, args=(theirs,), daemon=True)]
-            self._processes[0].start()
+            _, self._store = self.start(run_store)
             endpoint = f"127.0.0.1:{self._store.recv()}"
-        self._pipes: list[Any] = []
-        step = min(PROCESSES, nodes)
-        for first in range(step):
-            ours, theirs = SPAWN.Pipe()
-            self._processes.append(SPAWN.Process(target=run_nodes, args=(side, Plan(endpoint, nodes, first, step), theirs), daemon=True))
-            self._processes[-1].start()
-            self._pipes.append(ours)
-        self._answers("connected", 300.0)
-
-    def __enter__(self) -> Fleet:
-        return self
+        self.start_nodes(run_nodes, endpoint, side)
+        self.answers("connected")
 
     def __exit__(self, *exc: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        super().__exit__(*exc)
         if self._etcd:
             self._etcd.close()
 
-    def go(self) -> float:
-        """Make all nodes join, and return when the last one began."""
-        self._tell("go")
-        return max(float(answer[0]) for answer in self._answers("gone", 300.0))
-
     def lose(self, index: int) -> float:
-        self._tell("lose", index)
+        self.tell("lose", index)
         self.sizes.pop(index, None)
         return time.monotonic()
 
     def tally(self) -> Tally:
-        self._tell("tally")
-        answers = self._answers("tally", 300.0)
+        self.tell("tally")
+        answers = self.answers("tally")
         self.lag = max([self.lag, *(answer[1] for answer in answers)])
         return sum((answer[0] for answer in answers), Tally())
-
-    def in_round(self, size: int, limit: float) -> float | None:
-        """Return when ``size`` nodes had a round of ``size``; None when that took longer than ``limit`` seconds."""
-        deadline = time.monotonic() + limit
-        while True:
-            since = [t for n, t in self.sizes.values() if n == size]
-            if len(since) >= size:
-                return max(since)
-            if not self.hear(deadline - time.monotonic()):
-                found = statistics.multimode(n for n, _ in self.sizes.values())[:3]
-                self.notes.append(f"{len(since)} of {size} nodes after {limit:g} s (most have a round of {found})")
-                return None
-
-    def hear(self, seconds: float) -> list[tuple[str, list[Any]]]:
-        """Return the messages that are ready, after ``seconds`` at most; empty when there is none."""
-        heard: list[tuple[str, list[Any]]] = []
-        ready: list[Any] = wait(self._pipes, max(0.0, seconds))
-        for pipe in ready:
-            name, *rest = pipe.recv()
-            heard.append((name, rest))
-            if name == "round":
-                self.sizes[rest[0]] = (rest[1], rest[2])
-            elif name in ("ended", "stopped") and f"{name}: {rest[1]}" not in self.notes[:8]:
-                self.notes.append(f"{name}: {rest[1]}")
-        return heard
-
-    def _tell(self, *command: object) -> None:
-        for pipe in self._pipes:
-            pipe.send(command)
-
-    def _answers(self, name: str, limit: float) -> list[list[Any]]:
-        """Return one answer of every process."""
-        found: list[list[Any]] = []
-        deadline = time.monotonic() + limit
-        while len(found) < len(self._pipes):
-            heard = self.hear(deadline - time.monotonic())
-            if not heard:
-                raise SystemExit(f"no answer to {name!r} within {limit:g} s: {self.notes}")
-            found += [rest for what, rest in heard if what == name]
-        return found
-
-    def rest(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self.hear(left)
 
 
 def measure(side: str, nodes: int, limit: float) -> Measured:
     found = Measured()
-    with Fleet(side, nodes) as fleet:
+    with OneStore(side, nodes) as fleet:
         found.notes = fleet.notes
         before = fleet.tally()
         begun = fleet.go()
