@@ -324,7 +324,7 @@ class EndpointAccess(StoreAccess):
             raise StoreError(f"the node that served the standby store at {where} has ended; this agent listens there now")
         why = net.probe(at.address, at.port, STANDBY_LIMIT)
         for address in () if why else net.resolve(at.address):
-            foreign = net.who_answers(address, at.port, STANDBY_LIMIT)
+            foreign = net.who_answers(address, at.port, STANDBY_LIMIT, again=False)
             if foreign is None:
                 store = tcp.TcpStore(address, at.port)
                 if store.get([OWNER]).get(OWNER) != at.id.encode():
@@ -368,7 +368,7 @@ class EndpointAccess(StoreAccess):
         round may form first, and nobody has said that it is hosted for jobs.
         """
         endpoint = self._endpoint
-        if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT):
+        if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT, again=self.newcomer):
             return f"what listens at {endpoint} {foreign}"
         if not self._search.several:
             return ""

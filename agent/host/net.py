@@ -385,16 +385,17 @@ def shorten_name_timeouts() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def who_answers(address: str, port: int, timeout: float) -> str | None:
+def who_answers(address: str, port: int, timeout: float, again: bool = True) -> str | None:
     """Return None if a TCPStore listens at ``address``:``port``, else a few words on what listens there.
 
-    Sends what torch's client sends: a check of the version, and a ping. Takes about twice ``timeout`` seconds at most.
+    Sends what torch's client sends: a check of the version, and a ping. Takes about ``timeout`` seconds at most. ``again``: a program that
+    does not answer this is asked for its name, which takes as long again.
     """
     nonce = os.urandom(4)
     answer = _ask(address, port, b"\0" + _TCPSTORE + b"\x0d" + nonce, timeout)
     if answer == nonce:
         return None
-    if not answer:  # etcd waits for the rest of an unknown request; other programs hang up
+    if not answer and again:  # etcd waits for the rest of an unknown request; other programs hang up
         answer = _ask(address, port, b"GET /version HTTP/1.0\r\n\r\n", timeout)
     if answer is None:
         return "accepts connections but does not answer: an agent that is starting or stands still, or another program"

@@ -532,8 +532,18 @@ MUTANTS = (
     ),
     mutant(
         "another program in the place of a standby store is recognised",
-        *("store_access", "foreign = net.who_answers(address, at.port, STANDBY_LIMIT)", "foreign = None"),
+        *("store_access", "foreign = net.who_answers(address, at.port, STANDBY_LIMIT, again=False)", "foreign = None"),
         *("standby_stores", "a_standby_store_that_is_no_use_is_given_up_soon_with_one_line[foreign-a web server]"),
+    ),
+    mutant(
+        "a standby store that stands still is asked once",
+        *("store_access", "at.port, STANDBY_LIMIT, again=False)", "at.port, STANDBY_LIMIT)"),
+        *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again_for_its_name[False]"),
+    ),
+    mutant(
+        "a member does not ask a store that stands still for its name",
+        *("store_access", "again=self.newcomer)", "again=True)"),
+        *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again_for_its_name[False]"),
     ),
     mutant(
         "the guard is sent to the store in use",

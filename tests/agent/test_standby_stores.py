@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import queue
 import select
@@ -187,6 +188,30 @@ def test_a_standby_store_that_is_no_use_is_given_up_soon_with_one_line(port: int
             host.connect(Place("n9", address, number))
         assert time.monotonic() - began < 10 * 3 * store_access.STANDBY_LIMIT
         assert "\n" not in str(caught.value) and address in str(caught.value)
+
+
+def accepted(still: socket.socket) -> int:
+    """Return how many clients have connected to a server that stands still."""
+    still.setblocking(False)
+    for count in itertools.count():
+        try:
+            still.accept()[0].close()
+        except BlockingIOError:
+            return count
+    raise AssertionError
+
+
+@pytest.mark.parametrize("newcomer", [False, True])
+def test_a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again_for_its_name(newcomer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_access, "ANSWER_LIMIT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as still, access(2, still.getsockname()[1]) as node:
+        node.newcomer = newcomer
+        with pytest.raises(StoreError, match="does not answer"):
+            node.connect(None)
+        assert accepted(still) == 1 + 1 + newcomer, "with the probe"
+        with pytest.raises(StoreError, match="does not answer"):
+            node.connect(Place("n9", *still.getsockname()))
+        assert accepted(still) == 1 + 1, "with the probe"
 
 
 def test_the_guard_is_sent_to_the_store_in_use(port: int) -> None:
