@@ -23,6 +23,7 @@ import os
 import selectors
 import signal
 import threading
+import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -115,8 +116,8 @@ class Nodes:
                 node.due = node.turned = clock.now()
                 self._turn(node)
             self._main.send(("gone", clock.now()))
-        elif command == "lag":
-            self._main.send(("lag", self._lag))
+        elif command == "costs":
+            self._main.send(("costs", self._lag, time.process_time()))
 
     def _turn(self, node: Node) -> None:
         session, index = node.session, node.index
@@ -173,6 +174,7 @@ class Measured:
     taken: float | None = None
     reformed: float | None = None
     rounds: int = 0  # formed after the loss; more than one: the first was broken at once
+    cpu: float = 0.0  # seconds, of all nodes together, from the loss to the next round of all, or to the limit
     lag: float = 0.0  # longest delay of a timer, seconds; above one this machine is too slow for so many nodes
     notes: list[str] = field(default_factory=list)
 
@@ -222,9 +224,11 @@ class Moving(Fleet):
         death_notice.write(self._notice, clock.now())
         return lost_at, clock.now()
 
-    def lag(self) -> float:
-        self.tell("lag")
-        return max(float(answer[0]) for answer in self.answers("lag"))
+    def costs(self) -> tuple[float, float]:
+        """Return the longest lag of any process so far, and the CPU seconds of all."""
+        self.tell("costs")
+        answers = self.answers("costs")
+        return max(answer[0] for answer in answers), sum(answer[1] for answer in answers)
 
 
 def measure(nodes: int, how: str, limit: float) -> Measured:
@@ -237,9 +241,12 @@ def measure(nodes: int, how: str, limit: float) -> Measured:
         found.formed = at - begun
         fleet.rest(SETTLE)
         lost_at, told_at = fleet.lose_host(how)
+        _, before = fleet.costs()
         at = fleet.in_round(nodes - 1, limit)
+        found.lag, after = fleet.costs()
+        found.cpu = after - before
         fleet.rest(AFTERWARDS)
-        found.rounds, found.lag = len(fleet.rounds), fleet.lag()
+        found.rounds = len(fleet.rounds)
         moments = (told_at, fleet.first_moved, max(fleet.moved.values(), default=None), fleet.taken, at)
         since = (None if moment is None or moment == math.inf else moment - lost_at for moment in moments)
         found.told, found.first_moved, found.last_moved, found.taken, found.reformed = since
@@ -247,14 +254,14 @@ def measure(nodes: int, how: str, limit: float) -> Measured:
 
 
 HEAD = ["nodes", "host", "formed, s", "told, s", "first moved, s", "last moved, s", "taken over, s", "next round, s"]
-HEAD += ["after 2 x expire, s", "rounds", "lag, s", "load"]
+HEAD += ["after 2 x expire, s", "rounds", "CPU, s", "lag, s", "load"]
 
 
 def row(nodes: int, how: str, found: Measured, load: float) -> list[str]:
     late = None if found.reformed is None or how == "killed" else found.reformed - DOUBT * Timing.expire
     times = (found.formed, found.told, found.first_moved, found.last_moved, found.taken, found.reformed, late)
     cells = ["-" if seconds is None else f"{seconds:.2f}" for seconds in times]
-    return [str(nodes), how, *cells, str(found.rounds), f"{found.lag:.2f}", f"{load:.1f}"]
+    return [str(nodes), how, *cells, str(found.rounds), f"{found.cpu:.1f}", f"{found.lag:.2f}", f"{load:.1f}"]
 
 
 def main() -> None:
