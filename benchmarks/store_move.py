@@ -103,7 +103,8 @@ class Nodes:
                     self._carry_out(*self._main.recv())
                 else:
                     self._turn(key.data)
-            while self._heap and self._heap[0][0] <= clock.now():
+            now = clock.now()  # what falls due later waits until all that is ready was heard
+            while self._heap and self._heap[0][0] <= now:
                 due, index, armed = heapq.heappop(self._heap)
                 if armed == self._nodes[index].armed:
                     self._lag = max(self._lag, clock.now() - max(due, self._nodes[index].turned))
