@@ -28,11 +28,13 @@ from typing import Any
 from elastirun import clock
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores.tcp_index import index_of, is_listed, keys_in, line
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.stores.tcp_watch import WATCHED, TcpWatch, mark
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
 
 MISSING = secrets.token_hex(16)  # a random value that no key ever holds
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
+MANY = 16  # keys; so many are not read one by one. The owner of a store that takes over reads the votes of all nodes
 KEPT_MARKS = 4  # of one connection; a watch waits for the newest, and a slow one soon reads the value again
 CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's handshake and its DNS queries; the caller has probed the address before
 
@@ -93,11 +95,12 @@ class TcpStore:
         self._indexed: set[str] = set()  # keys that this connection has put into the index
         self._marks: deque[str] = deque()  # that this connection has created, the newest at the end
         self._watches: list[TcpWatch] = []
+        self._side: PlainTcpStore | None = None  # a connection to read many keys at once, for which torch's client has no call
 
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
         with _translated("get"):
             wanted = list(keys)
-            found = {key: value for key in wanted if key not in self._known and (value := self._read_one(key)) is not None}
+            found = self._read_unknown([key for key in wanted if key not in self._known])
             known = [key for key in wanted if key in self._known and key not in found]
             found.update(self._read(known))
             self._known.update(key for key in found if is_listed(key))
@@ -156,6 +159,8 @@ class TcpStore:
 
     def close(self) -> None:
         self._store = None
+        if self._side is not None:
+            self._side.close()
         for watch in self._watches:
             watch.close()
 
@@ -172,6 +177,14 @@ class TcpStore:
         if not keys or self._store.check(keys):
             return dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
         return {key: value for key in keys if (value := self._read_one(key)) is not None}
+
+    def _read_unknown(self, keys: list[str]) -> dict[str, bytes]:
+        """Return the values of those keys that exist. No number of them may take longer than an exchange with the store."""
+        if len(keys) < MANY:
+            return {key: value for key in keys if (value := self._read_one(key)) is not None}
+        if self._side is None:
+            self._side = PlainTcpStore(*self._where)
+        return self._side.get(keys)
 
     def _read_one(self, key: str) -> bytes | None:
         """Return the value of a key without blocking; None: no such key."""

@@ -569,6 +569,11 @@ MUTANTS = (
         *("polling", "a_slow_store_is_not_polled_quickly"),
     ),
     mutant(
+        "many keys are read at once",
+        *("rendezvous/stores/tcp", "if len(keys) < MANY:", "if True:"),
+        *("stores", "many_keys_are_not_read_one_by_one"),
+    ),
+    mutant(
         "who replaces a watched value says so",
         *("rendezvous/stores/tcp", "            if now == value:\n", "            if False:\n"),
         *("tcp_watch", "a_change_is_heard_of_at_once"),

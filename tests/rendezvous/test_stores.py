@@ -334,6 +334,21 @@ def test_a_key_whose_creator_died_before_it_was_indexed_is_indexed_by_its_next_c
     assert server.connect().under("died/") == {"died/a": b"2"}
 
 
+def test_many_keys_are_not_read_one_by_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = server.connect(), server.connect()
+    there = {f"job/vote/{i}": b"%d" % i for i in range(0, 200, 2)}
+    for key, value in there.items():
+        writer.put_if(key, None, value)
+    monkeypatch.setattr(tcp.TcpStore, "_read_one", None)
+    assert reader.get(f"job/vote/{i}" for i in range(200)) == there
+    late = {"job/vote/1": b"late"}
+    monkeypatch.undo()
+    writer.put_if("job/vote/1", None, b"late")
+    assert reader.get(f"job/vote/{i}" for i in range(200)) == there | late
+    for store in (writer, reader):
+        store.close()
+
+
 def test_the_index_grows_once_per_connection_not_with_writes(server: Server) -> None:
     store = server.connect()
     for i in range(50):
