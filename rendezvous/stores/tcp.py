@@ -179,7 +179,7 @@ class TcpStore:
         return {key: value for key in keys if (value := self._read_one(key)) is not None}
 
     def _read_unknown(self, keys: list[str]) -> dict[str, bytes]:
-        """Return the values of those keys that exist. No number of them may take longer than an exchange with the store."""
+        """Return the values of those keys that exist. Many are read at once: one by one they may take longer than an exchange is given."""
         if len(keys) < MANY:
             return {key: value for key in keys if (value := self._read_one(key)) is not None}
         if self._side is None:
