@@ -538,12 +538,12 @@ MUTANTS = (
     mutant(
         "a standby store that stands still is asked once",
         *("store_access", "at.port, STANDBY_LIMIT, again=False)", "at.port, STANDBY_LIMIT)"),
-        *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again_for_its_name[False]"),
+        *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again[False]"),
     ),
     mutant(
         "a member does not ask a store that stands still for its name",
         *("store_access", "again=self.newcomer)", "again=True)"),
-        *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again_for_its_name[False]"),
+        *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again[False]"),
     ),
     mutant(
         "the guard is sent to the store in use",

@@ -202,7 +202,7 @@ def accepted(still: socket.socket) -> int:
 
 
 @pytest.mark.parametrize("newcomer", [False, True])
-def test_a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again_for_its_name(newcomer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again(newcomer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_access, "ANSWER_LIMIT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as still, access(2, still.getsockname()[1]) as node:
         node.newcomer = newcomer
