@@ -247,7 +247,8 @@ def _read_job(store: Any, prefix: str, token: bytes | None) -> Synced | Place:
         protocol: SyncProtocol = execute(SyncProtocol(prefix, "", Codec(token), clock.now).here(), store)
         try:
             record, moved = execute(protocol.find_job(), store)
-            moved = record.moved if record is not None and record.moved is not None else moved
+            if record is not None and record.moved is not None:  # said instead of a first round, or of a store whose host was cut off
+                return record.moved
             if moved is not None and (record is None or record.round == 0):
                 return moved
             synced: Synced = protocol.carry_out(store, Sync(), clock.now())

@@ -40,6 +40,11 @@ MUTANTS = (
         *("status_reader", "a_store_that_has_moved_is_followed"),
     ),
     mutant(
+        "an earlier store of a job is left for the one in use",
+        *("status_reader", "if record is not None and record.moved is not None:", "if record is not None and record.moved and record.round == 0:"),
+        *("status_reader", "an_earlier_store_whose_host_was_cut_off_is_left"),
+    ),
+    mutant(
         "a store in use is not left for where it was once",
         *("status_reader", "if moved is not None and (record is None or record.round == 0):", "if moved is not None:"),
         *("status_reader", "a_store_that_says_where_it_was_once_and_where_it_is_now"),

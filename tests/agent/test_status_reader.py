@@ -114,6 +114,14 @@ def test_a_store_that_has_moved_is_followed(servers: tuple[Server, Server], in_r
     ]
 
 
+def test_an_earlier_store_whose_host_was_cut_off_is_left(servers: tuple[Server, Server]) -> None:
+    """Its rounds stand there still. The newcomer that looks knows no other endpoint."""
+    first, second = servers
+    fill(second, "job", rows(2), owner="n1", term=1, host="n1")
+    fill(first, "job", rows(3), host="n0", moved=Place("n1", second.address, second.port))
+    assert [job.store for job in look(endpoint(first), job="job").jobs] == [str(endpoint(second))]
+
+
 def test_a_store_that_says_where_it_was_once_and_where_it_is_now(servers: tuple[Server, Server]) -> None:
     """A standby store had said where the store is, and has taken over from that one."""
     fill(servers[0], "job", rows(2), owner="n1", term=1, host="n1")
