@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     mutant(
         "an earlier store of a job is left for the one in use",
-        *("status_reader", "if record is not None and record.moved is not None:", "if record is not None and record.moved and not record.round:"),
+        *("status_reader", "if record is not None and record.moved is not None:", "if record and record.moved and not record.round:"),
         *("status_reader", "an_earlier_store_whose_host_was_cut_off_is_left"),
     ),
     mutant(
