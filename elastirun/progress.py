@@ -15,6 +15,7 @@ _SIGNALS = range(signal.SIGRTMAX - 4, signal.SIGRTMIN + 8, -1)  # candidates for
 
 _words: memoryview | None = None  # the numbers of the page; None: this process stamps none
 _tried = False  # the page was opened, or cannot be
+_by_script = False  # the script stamps its steps, so those of its optimizers are not counted beside them
 
 
 def progress(within: float | None = None) -> None:
@@ -24,6 +25,19 @@ def progress(within: float | None = None) -> None:
     end of the training. ``math.inf``: there is no limit until the next call. Does nothing without an agent of elastirun, and in
     forks of this process.
     """
+    global _by_script
+    if within is None:  # a script that only announces its pauses still has its optimizers counted
+        _by_script = True
+    _stamp(within)
+
+
+def step_of_optimizer() -> None:
+    """Stamp a step that an optimizer of torch has made, in a script that does not call ``progress``, see agent/processes/forkserver.py."""
+    if not _by_script:
+        _stamp(None)
+
+
+def _stamp(within: float | None) -> None:
     words = _words
     if words is None:
         words = None if _tried else _open()

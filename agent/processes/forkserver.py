@@ -50,6 +50,8 @@ IMPORTS = "_find_and_load_unlocked"  # the function of importlib in which an imp
 TORCH_FIXED_SEED = 67280421310721  # torch's default generator begins with it where it is not seeded from the system
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
+on_step: Callable[[], object] | None = None  # what stamps a step; None: no optimizer has made one yet
+
 _FRESH = {name: value for name, value in globals().items() if name.startswith("__")}  # what the interpreter puts into __main__
 _LOADED = frozenset(sys.modules)  # what the interpreter imports before any script
 _ENVIRON = dict(os.environ)
@@ -316,6 +318,7 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     if run is None:
         job.sendall(why.encode(errors="replace"))
         os.execve(argv[0], argv, {**_ENVIRON, **message["own"]})
+    stamp_steps()
     if message["tells"]:
         sys.meta_path.insert(0, Reporter(job, argv))
     else:
@@ -399,6 +402,26 @@ def renew_identity() -> None:
         main = sys.modules["threading"].main_thread()
         if hasattr(main, "_set_native_id"):
             main._set_native_id()
+
+
+def stamp_steps() -> None:
+    """Let torch's optimizers stamp the steps of a script that does not do so, where torch is imported and can tell of them."""
+    register = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
+    if register and os.environ.get("ELASTIRUN_PROGRESS"):
+        register(on_optimizer_step)
+
+
+def on_optimizer_step(*_: object) -> None:
+    """Stamp a step. The first one imports what does it, after the imports of the script."""
+    global on_step
+    if on_step is None:
+        try:
+            from elastirun.progress import step_of_optimizer
+
+            on_step = step_of_optimizer
+        except Exception:  # whatever stands in the script's way to our package: training goes on without stamps
+            on_step = int
+    on_step()
 
 
 def set_title(argv: list[str]) -> None:

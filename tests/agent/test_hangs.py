@@ -114,6 +114,16 @@ def test_a_pause_that_was_announced_is_not_learned(worker: Any, pages: ProgressP
     assert found and (found.steps, found.longest, found.within) == (2, 0, 0)
 
 
+@pytest.mark.parametrize(("calls", "steps"), [("so", 2), ("sop", 3), ("sopo", 3), ("po", 1), ("wo", 2)])
+def test_optimizers_stamp_until_the_script_stamps_its_own_steps(worker: Any, pages: ProgressPages, calls: str, steps: int) -> None:
+    """o, s: a step of an optimizer; p: ``progress()``; w: the announcement of a pause, which does not mean that the script stamps."""
+    script = WORKER.replace("import progress", "import progress, step_of_optimizer").replace("eval(sys.argv[1])", "sys.argv[1]")
+    made = "{'p': progress, 'w': lambda: progress(600)}.get(within, step_of_optimizer)()"
+    worker(calls, script.replace("progress(within)", made))
+    found = pages.read(0)
+    assert found and found.steps == steps
+
+
 def test_one_process_stamps_a_page(worker: Any, pages: ProgressPages) -> None:
     """Neither a fork of the worker nor another process below it, which has the same variable."""
     script = """

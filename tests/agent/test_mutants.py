@@ -878,6 +878,21 @@ MUTANTS = (
         *("step_rates", "before.pid == page.pid and ", ""),
         *("step_rates", "a_new_round_begins_anew"),
     ),
+    mutant(
+        "an old torch has no hook for steps",
+        *("processes/forkserver", '"register_optimizer_step_post_hook", None)', '"register_optimizer_step_post_hook")'),
+        *("parked_forks", "without_torch_or_with_an_old_one_nothing_is_stamped"),
+    ),
+    mutant(
+        "training goes on without our package",
+        *("processes/forkserver", "        except Exception:  # whatever stands", "        except KeyError:  # whatever stands"),
+        *("parked_forks", "a_step_is_no_error_where_our_package_cannot_be_imported"),
+    ),
+    of_workers(
+        "steps of a script that stamps its own are not counted twice",
+        *("progress", "    if not _by_script:\n", "    if True:\n"),
+        *("hangs", "optimizers_stamp_until_the_script_stamps_its_own_steps"),
+    ),
     of_workers(
         "one process stamps a page",
         *("progress", "words[PID] not in (0, os.getpid())", "False"),

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +20,13 @@ from typing import Any
 
 import pytest
 
+from elastirun.agent.hang_watch import ProgressPages
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import forkserver, kills, marks, parked_forks, proc
 from elastirun.agent.processes.parked_forks import ParkedForks
 from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER, ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec
+from elastirun.progress_page import VARIABLE
 from tests.support.cluster import PATIENCE, dies
 from tests.support.descriptors import descriptors
 
@@ -325,6 +328,60 @@ def test_every_fork_draws_other_numbers(agent: Agent) -> None:
     code += "print(numpy.random.rand(), random.random(), multiprocessing.current_process().authkey.hex())"
     one, other = agent.output(code).split(), agent.output(code).split()
     assert one[0] == other[0] == "forked" and not {*one[1:]} & {*other[1:]}
+
+
+STEPS = """
+import os, sys, torch
+assert "elastirun.progress" not in sys.modules
+weight = torch.nn.Parameter(torch.ones(3))
+optimizers = {name: getattr(torch.optim, name)([weight], lr=0.1) for name in ("SGD", "AdamW")}
+compiled = torch.compile(lambda: optimizers["AdamW"].step(), backend="eager")
+for step in range(3):
+    weight.sum().backward()
+    optimizers["SGD"].step()
+    compiled()
+if (child := os.fork()) == 0:
+    optimizers["SGD"].step()
+    os._exit(0)
+os.waitpid(child, 0)
+if "pause" in sys.argv:
+    from elastirun.progress import progress
+    progress(within=600)
+    optimizers["SGD"].step()
+if "stamps" in sys.argv:
+    from elastirun.train import progress
+    progress()
+    optimizers["SGD"].step()
+    progress()
+print(os.getpid())
+"""
+
+
+def test_the_steps_of_torchs_optimizers_are_stamped_in_a_fork_until_the_script_stamps_its_own(agent: Agent) -> None:
+    pages = ProgressPages()
+    try:
+        agent.start("torch", count=3)
+        for arguments, steps in ((), 6), (("pause",), 8), (("stamps",), 8):
+            (path,) = pages.renew(1)
+            pid = int(agent.output(STEPS, *arguments, **{VARIABLE: path}).split()[-1])  # the compiler has something to say before
+            found = pages.read(0)
+            assert found and (found.pid, found.steps, found.within) == (pid, steps, 0)
+    finally:
+        pages.close()
+
+
+@pytest.mark.parametrize("modules", [{}, {"torch.optim.optimizer": types.ModuleType("old")}])
+def test_without_torch_or_with_an_old_one_nothing_is_stamped(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:
+    monkeypatch.setenv(VARIABLE, "/a/page")
+    monkeypatch.setattr(sys, "modules", modules)
+    forkserver.stamp_steps()
+
+
+def test_a_step_is_no_error_where_our_package_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "on_step", None)
+    monkeypatch.setitem(sys.modules, "elastirun.progress", None)
+    forkserver.on_optimizer_step("optimizer", (), {})
+    forkserver.on_optimizer_step("optimizer", (), {})
 
 
 def test_a_spared_session_is_left_alone_until_it_is_spared_no_longer() -> None:
