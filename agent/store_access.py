@@ -322,21 +322,23 @@ class EndpointAccess(StoreAccess):
             return self._standby.connect()
         if at.port in (self.standby_port, self._endpoint.port) and self._is_own(at):
             raise StoreError(f"the node that served the standby store at {where} has ended; this agent listens there now")
-        why = net.probe(at.address, at.port, STANDBY_LIMIT)
-        for address in () if why else net.resolve(at.address):
-            foreign = net.who_answers(address, at.port, STANDBY_LIMIT, again=False)
-            if foreign is None:
-                store = tcp.TcpStore(address, at.port)
-                if store.get([OWNER]).get(OWNER) != at.id.encode():
-                    store.close()
-                    raise StoreError(f"the standby store at {where} is another agent's; the one that served it has ended")
-                net.shorten_name_timeouts()
-                self._host_failed = None  # a newcomer needs no store of its own where the job was started
-                self._find_node_address(address, at.port)
-                self._serve_standby()
-                return store
-            why = f"what listens there {foreign}"
-        raise StoreError(f"the standby store at {where}: {why or 'the name does not resolve'}")
+        why = "the name does not resolve"
+        for address in net.resolve(at.address):
+            try:
+                with closing(PlainTcpStore(address, at.port, STANDBY_LIMIT)) as asked:
+                    owner = asked.get([OWNER]).get(OWNER)
+            except StoreError as error:
+                why = str(error)
+                continue
+            if owner != at.id.encode():
+                raise StoreError(f"the standby store at {where} is another agent's; the one that served it has ended")
+            store = tcp.TcpStore(address, at.port)
+            net.shorten_name_timeouts()
+            self._host_failed = None  # a newcomer needs no store of its own where the job was started
+            self._find_node_address(address, at.port)
+            self._serve_standby()
+            return store
+        raise StoreError(f"the standby store at {where}: {why}")
 
     def _reach(self) -> tuple[str, int]:
         """Return address and port of a TCPStore that answers at the endpoint. Errors: ``StoreError``."""

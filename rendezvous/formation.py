@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from elastirun.rendezvous import quorum
@@ -58,7 +58,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float) ->
         return _give_up(rules, record, causes)
     ready, held = _admit(rules, record, view.candidates())
     chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
-    waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, [row.id for row in chosen])
+    waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, frozenset(row.id for row in chosen))
     if waiting is not None:
         return waiting
     missing = _missing(rules, chosen, ready)
@@ -182,7 +182,7 @@ def _without_host(rules: Rules, view: View, ready: list[NodeRow], over_since: fl
     return Forming(None, reason, minority=gone and rules.majority and record.round > 0)
 
 
-def _without_quorum(rules: Rules, view: View, ids: list[str]) -> Forming | None:
+def _without_quorum(rules: Rules, view: View, ids: Set[str]) -> Forming | None:
     """Return the decision to wait because, as far as this node knows, the members of an earlier round may go on elsewhere without ``ids``.
 
     None: they cannot, or the store never moves while its host may live.

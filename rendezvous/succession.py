@@ -8,6 +8,7 @@ members have come. See docs/decisions/0020 for the argument why no two stores ca
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,8 @@ def standbys(record: RoundRecord | None) -> tuple[Place, ...]:
     """Return the standby stores that may take over from the store of ``record``, the first in line first. Its host's is not among them."""
     if record is None or not record.host:
         return ()
-    return tuple(Place(m.id, m.address, m.standby) for m in record.members if m.id != record.host and m.standby)[:IN_LINE]
+    others = (m for m in record.members if m.id != record.host and m.standby)
+    return tuple(Place(m.id, m.address, m.standby) for m in itertools.islice(others, IN_LINE))
 
 
 def newest(record: RoundRecord, other: RoundRecord | None) -> RoundRecord:

@@ -69,6 +69,8 @@ class SyncProtocol:
         self._clock = clock
         self._newest: RoundRecord | None = None  # record that was read
         self._listed: dict[str, MemberList] = {}  # by digest: the lists that were read or written last
+        self._spelled: dict[str, bytes] = {}  # by digest: the bytes of some of them, as they were written
+        self._voted: set[str] = set()  # digests of the lists that were written beside votes: no list is deleted while votes count
         self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as stored, and the same with its members
         self._known: dict[str, tuple[bytes, Any]] = {}  # bytes and record by key: parsing 1,000 unchanged rows again would cost 50 ms
 
@@ -78,7 +80,7 @@ class SyncProtocol:
         It knows the newest record and the lists of members, and shares no mutable state.
         """
         other = SyncProtocol(self._job, self._me, replace(self._codec, store=store), self._clock)
-        other._newest, other._listed = self._newest, dict(self._listed)
+        other._newest, other._listed, other._spelled = self._newest, dict(self._listed), dict(self._spelled)
         return other
 
     def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
@@ -197,10 +199,12 @@ class SyncProtocol:
 
         Return whether it stands in the store now, or a newer one: a guard's word is not lost to a doubt that arrives late.
         """
-        if vote.record.members:
+        short = self._short(vote.record)
+        if vote.record.members and short.members_digest not in self._voted:
             yield from self._put_members(_list(vote.record))
+            self._voted.add(short.members_digest)
         key = self._vote_key(vote.id)
-        value = self._codec.encode(key, replace(vote, record=self._short(vote.record)))
+        value = self._codec.encode(key, replace(vote, record=short))
         found = yield _put_if(key, None, value)
         if found is not None and found != value:
             with suppress(BadRecord):  # garbage is written over
@@ -262,15 +266,20 @@ class SyncProtocol:
 
     def _encode_list(self, members: MemberList) -> tuple[str, bytes]:
         """Return the digest and the bytes of a list of members."""
+        digest = next((digest for digest in self._spelled if self._listed.get(digest) == members), None)
+        if digest is not None:
+            return digest, self._spelled[digest]
         data = self._list_codec.encode(self._job + "members", members)
         digest = hashlib.sha256(data).hexdigest()
         self._remember(digest, members)
+        self._spelled[digest] = data
         return digest, data
 
     def _remember(self, digest: str, members: MemberList) -> None:
         self._listed[digest] = members
         for old in list(self._listed)[:-LISTS]:
             del self._listed[old]
+            self._spelled.pop(old, None)
 
     def _short(self, record: RoundRecord) -> RoundRecord:
         """Return the record as it is stored, without the members: a thousand nodes read it twice a second."""

@@ -501,7 +501,7 @@ MUTANTS = (
     ),
     mutant(
         "why a worker is stopped needs no store",
-        *("round_check", "if client.line == STOP:", "if False:"),
+        *("round_check", "self.stopping if client.line == STOP else", "self.stopping if False else"),
         *("round_check", "who_asks_why_it_is_stopped_is_answered_at_once"),
     ),
     # The store moves when its host has died.
@@ -517,7 +517,7 @@ MUTANTS = (
     ),
     mutant(
         "a later agent's standby store at the same port is not taken for an earlier one's",
-        *("store_access", "if store.get([OWNER]).get(OWNER) != at.id.encode():", "if False:"),
+        *("store_access", "if owner != at.id.encode():", "if False:"),
         *("standby_stores", "the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one"),
     ),
     mutant(
@@ -534,16 +534,6 @@ MUTANTS = (
         "no job is on the list of a standby store",
         *("store_access", "            return self._open_standby(at)\n        store = self._open_or_search()\n", MOVED),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
-    ),
-    mutant(
-        "another program in the place of a standby store is recognised",
-        *("store_access", "foreign = net.who_answers(address, at.port, STANDBY_LIMIT, again=False)", "foreign = None"),
-        *("standby_stores", "a_standby_store_that_is_no_use_is_given_up_soon_with_one_line[foreign-a web server]"),
-    ),
-    mutant(
-        "a standby store that stands still is asked once",
-        *("store_access", "at.port, STANDBY_LIMIT, again=False)", "at.port, STANDBY_LIMIT)"),
-        *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again[False]"),
     ),
     mutant(
         "a member does not ask a store that stands still for its name",
@@ -713,7 +703,7 @@ MUTANTS = (
     ),
     mutant(
         "a node that was sent serves a standby store",
-        *("store_access", "                self._serve_standby()\n                return store\n", "                return store\n"),
+        *("store_access", "            self._serve_standby()\n            return store\n", "            return store\n"),
         *("search", "a_newcomer_that_was_sent_serves_a_standby_store_as_well"),
     ),
     mutant(

@@ -716,7 +716,7 @@ MUTANTS = (
     ),
     mutant(
         "a look where the job was started holds for one exchange",
-        *("succession", "        self._hear(answer.votes)\n        self._start_is_clear = False\n", "        self._hear(answer.votes)\n"),
+        *("succession", "self._start_is_clear = self._is_replaced = False\n        self.votes", "pass\n        self.votes"),
         *("succession", "a_look_at_the_start_holds_for_one_exchange"),
     ),
     mutant(
@@ -965,6 +965,11 @@ MUTANTS = (
         "who leaves without the store says so in the standby stores",
         *("machine", "vote = None if has_left else", "vote = None if not self.hosting else"),
         *("succession", "a_member_that_leaves_while_the_host_dies_is_not_waited_for"),
+    ),
+    mutant(
+        "members are written once beside the votes of a connection",
+        *("sync", "if vote.record.members and short.members_digest not in self._voted:", "if vote.record.members:"),
+        *("succession", "the_members_beside_the_votes_of_a_connection_are_written_once"),
     ),
     mutant(
         "votes about another run are not heard",

@@ -521,6 +521,19 @@ def test_votes_come_with_the_members_of_their_round_and_garbage_is_ignored() -> 
     assert found.votes == (DEAD,) and len(found.ignored) == 2
 
 
+def test_the_members_beside_the_votes_of_a_connection_are_written_once() -> None:
+    """A thousand nodes vote about the same round, some of them twice."""
+    data: dict[str, bytes] = {}
+    protocol = SyncProtocol("job/", "b", Codec(), lambda: 0.0)
+    execute(protocol.put_vote(DEAD), MemoryStore(data))
+    (members,) = (key for key in data if key.startswith("job/members/"))
+    del data[members]
+    execute(protocol.put_vote(replace(DEAD, id="b")), MemoryStore(data))
+    assert members not in data and "job/vote/b" in data
+    execute(protocol.fresh("b").put_vote(DEAD), MemoryStore(data))
+    assert members in data, "another connection leads elsewhere"
+
+
 def test_a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late() -> None:
     protocol, store = SyncProtocol("job/", "b", Codec(), lambda: 0.0), MemoryStore()
     older = Vote("h", replace(RECORD, version=4))
