@@ -214,7 +214,7 @@ class Moves:
         return not silent or now >= self._looked_at.get(place.id if place else "", -math.inf) + SILENT_AGAIN
 
     def replaced(self) -> None:
-        """Note that the store in use is gone: another one, in which no round has formed, answers there. It waits for nobody for long."""
+        """Note that the store in use is gone: an empty one answers in its place, where a first round may form soon."""
         self._is_replaced = True
 
     def unanswered(self, place: Place | None, now: float) -> None:
