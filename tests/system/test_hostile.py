@@ -200,7 +200,7 @@ def test_with_a_token_no_forged_row_and_no_garbage_in_any_row_disturbs_the_job(n
 
 
 def test_with_a_token_a_forged_round_ends_nothing_and_the_job_goes_on_when_the_true_one_is_back(nodes: Cluster) -> None:
-    job = start(nodes, token=TOKEN, expire=3)
+    job = start(nodes, "--store-succession=proof", token=TOKEN, expire=3)
     stranger, key = job.stranger, JOB + "round"
     record, true = stranger.record(), stranger.peek(JOB + "round")
     closed, over = Closed(Verdict.FAILED, "forged", "stranger"), Broken(Cause.LEAVE, "forged", "stranger")
@@ -216,6 +216,13 @@ def test_with_a_token_a_forged_round_ends_nothing_and_the_job_goes_on_when_the_t
 
 
 # -- without one, or beyond what it can do ----------------------------------------------------------------------------------------
+
+
+def test_the_nodes_leave_a_store_whose_round_stays_forged(nodes: Cluster) -> None:
+    job = start(nodes, token=TOKEN, expire=2)
+    job.stranger.put(JOB + "round", Codec().encode(JOB + "round", job.stranger.record()))
+    job.workers = nodes.round(2, after=job.workers[0].round)
+    job.succeed()
 
 
 def test_a_node_with_another_token_or_none_ends_soon_and_the_job_goes_on(nodes: Cluster) -> None:
@@ -268,7 +275,7 @@ def test_when_the_round_record_is_deleted_the_others_go_on_without_the_store(nod
 
 def test_an_older_signed_round_that_is_put_back_is_not_obeyed(nodes: Cluster) -> None:
     """It names a round that ran before: the number, and with it the fence, would come a second time."""
-    job = start(nodes, "--max-restarts=3", token=TOKEN, expire=3)
+    job = start(nodes, "--max-restarts=3", "--store-succession=proof", token=TOKEN, expire=3)
     old = job.stranger.peek(JOB + "round")
     job.workers[1].tell("exit 3")
     job.workers = nodes.round(2, after=1)
