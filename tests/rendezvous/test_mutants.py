@@ -866,11 +866,6 @@ MUTANTS = (
         *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
     ),
     mutant(
-        "a verdict goes before a move",
-        *("machine", "(closed := self._moves.closed(record)) is not None:", "not follows and (closed := self._moves.closed(record)):"),
-        *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
-    ),
-    mutant(
         "who has doubted long enough waits for no answer of the silent host",
         *("machine", "            if schedule.under_way:\n                schedule", "            if False:\n                schedule"),
         *("majority", "who_begins_to_doubt_waits_for_no_answer_any_more"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -43,14 +44,15 @@ class TwoRounds:
 def two_rounds(nodes: Cluster, size: int) -> TwoRounds:
     """Leave keys in the store of the first round, have a worker fail, and look into the store of the second."""
     first = nodes.round(size)
-    store = store_of(first[0])
     keys = [f"default_pg/0//cpu//0/{i}" for i in range(20)]
-    for key in keys:
-        store.put_if(key, None, b"an address of the first round")
-    assert len(store.get(keys)) == 20, "they were never there"
+    with closing(store_of(first[0])) as store:
+        for key in keys:
+            store.put_if(key, None, b"an address of the first round")
+        assert len(store.get(keys)) == 20, "they were never there"
     first[-1].tell("exit 3")
     second = nodes.round(size, after=1)
-    kept = store_of(second[0]).get(keys)
+    with closing(store_of(second[0])) as store:
+        kept = store.get(keys)
     for worker in second:
         worker.tell("exit 0")
     ports = [{f"{w.env['MASTER_ADDR']}:{w.env['MASTER_PORT']}" for w in workers} for workers in (first, second)]
