@@ -80,7 +80,7 @@ def served() -> Iterator[Served]:
     made = Served()
     yield made
     made.close()
-    assert not set(descriptors()) - set(before)  # what an earlier test has left may still close
+    assert descriptors() == before
     assert "health" not in [thread.name for thread in threading.enumerate()]
 
 
