@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from elastirun import clock
 from elastirun.agent import ending, events, health
@@ -121,7 +121,7 @@ class Agent:
             self._tree.remove_folder_at_end(etcd.folder)
             self._tree.exclude(etcd.pid)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
-        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory, self._hangs.pages)
+        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory, self._hangs)
         stack.callback(health.serve(parts, self._selector, self._console.say))
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Agent:
         self._session.post(Changed(clock.now()))
 
     def _describe_store(self) -> str:
-        return self._session.describe_store(self._hangs.steps())
+        return self._session.describe_store([asdict(one) for one in self._hangs.steps(clock.now())])
 
     def _on_store(self, mask: int) -> None:
         for line in self._session.receive():

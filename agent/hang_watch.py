@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 
 from elastirun import clock
@@ -16,6 +17,7 @@ from elastirun.agent.events import Event
 from elastirun.agent.processes import stuck
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.workers import Workers
+from elastirun.agent.step_rates import StepRates, WorkerSteps
 from elastirun.progress_page import HEADER, MAGIC, SIZE, Page
 from elastirun.rendezvous.records import Blame
 
@@ -75,6 +77,7 @@ class HangWatch:
         on_hung: Callable[[int, Blame, str, list[str]], None],
     ) -> None:
         self.pages = ProgressPages()
+        self._rates = StepRates()
         self._detector = None if timeout is None else hangs.HangDetector(timeout)
         self._workers, self._write, self._say, self._on_hung = workers, write, say, on_hung
         self._look_at = math.inf  # when to take the next sample, on ``elastirun.clock``; infinity: the workers are not watched
@@ -95,10 +98,12 @@ class HangWatch:
             self._detector.start_round(clock.now())
             self._look_at = clock.now() + self._detector.interval
 
-    def steps(self) -> list[tuple[int, int, int]]:
-        """Return (rank, steps in this round, CLOCK_MONOTONIC of the last step in nanoseconds) of each worker here that stamps its page."""
-        pages = [(process.spec.rank, self.pages.read(local_rank)) for local_rank, process in self._workers.processes.items()]
-        return [(rank, page.steps, page.stamped) for rank, page in pages if page is not None and page.steps]
+    def steps(self, now: float) -> tuple[WorkerSteps, ...]:
+        """Return the steps of the workers here that stamp their pages."""
+        processes = self._workers.processes
+        pages = {local_rank: page for local_rank in processes if (page := self.pages.read(local_rank))}
+        ranks = {local_rank: process.spec.rank for local_rank, process in processes.items()}
+        return self._rates.look(now, time.monotonic_ns(), pages, ranks)
 
     def stop(self) -> None:
         """The round's workers are being stopped, or have ended."""

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import json
 import selectors
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 
 from elastirun import __version__, clock
 from elastirun.agent import metrics
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.events import RoundEvents
-from elastirun.agent.hang_watch import ProgressPages
+from elastirun.agent.hang_watch import HangWatch
 from elastirun.agent.host import net
 from elastirun.agent.host.listening import EVERYWHERE
 from elastirun.agent.http_port import HttpPort, Response, Snapshots, text
 from elastirun.agent.processes.workers import Workers
 from elastirun.agent.session import Session
-from elastirun.agent.step_rates import StepRates, WorkerSteps
+from elastirun.agent.step_rates import WorkerSteps
 from elastirun.config import Endpoint, LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.machine import Machine
@@ -50,8 +49,7 @@ class Parts:
     workers: Workers
     rounds: RoundEvents
     memory: CheckpointMemory
-    pages: ProgressPages
-    rates: StepRates = field(default_factory=StepRates)
+    hangs: HangWatch
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         hosts_store=machine.hosting,
         workers=_workers(parts.workers, state, config.nproc),
         checkpoints_held_bytes=parts.memory.size,
-        steps=_steps(parts, now),
+        steps=parts.hangs.steps(now),
     )
 
 
@@ -125,13 +123,6 @@ def _workers(workers: Workers, state: str, started: int) -> dict[str, int]:
     alive = len(workers.alive)
     ended = started - alive if workers.running else 0
     return {"running": 0 if state == STOPPING else alive, "stopping": alive if state == STOPPING else 0, "ended": ended}
-
-
-def _steps(parts: Parts, now: float) -> tuple[WorkerSteps, ...]:
-    processes = parts.workers.processes
-    pages = {local_rank: page for local_rank in processes if (page := parts.pages.read(local_rank))}
-    ranks = {local_rank: process.spec.rank for local_rank, process in processes.items()}
-    return parts.rates.look(now, time.monotonic_ns(), pages, ranks)
 
 
 # -- the pages ----------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from elastirun.agent.step_rates import WorkerSteps
 from elastirun.rendezvous.failures import describe, root_cause
 from elastirun.rendezvous.formation import names
 from elastirun.rendezvous.records import Member, NodeRow, RoundRecord, Status
@@ -42,16 +43,6 @@ class NodeStatus:
     state: str  # a value of ``STATES``, or LOST, ABSENT, SPARE
     hosts_store: bool
     quiet: float  # seconds since its row has changed, as far as it was watched; 0: less than QUIET
-
-
-@dataclass(frozen=True)
-class WorkerSteps:
-    """The steps that one worker on this machine has stamped (``elastirun.train.progress``)."""
-
-    rank: int
-    steps: int  # in this round
-    seconds_since: float  # the last one
-    per_second: float | None  # since the look before; None: there was none, or no step since
 
 
 @dataclass(frozen=True)

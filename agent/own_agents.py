@@ -14,6 +14,7 @@ from typing import Any
 
 from elastirun import agent_socket
 from elastirun.agent.round_check import FOLDER, NAME, STORE, VARIABLE
+from elastirun.agent.step_rates import WorkerSteps
 
 ASK_LIMIT = 1.0  # seconds for the answer of an agent, which may be busy
 MOST_AGENTS = 64  # that are asked
@@ -24,13 +25,13 @@ LISTENS = "00010000"  # in the column Flags of /proc/net/unix
 class OwnAgent:
     """The word of one agent. ``endpoints``: of its launch. ``store``: where its job meets, as ``StoreAccess.for_status`` describes it.
 
-    ``steps``: (rank, steps, time of the last one) of its workers, see ``HangWatch.steps``.
+    ``steps``: of its workers that stamp them, by rank.
     """
 
     job: str
     endpoints: tuple[str, ...]
     store: dict[str, Any]
-    steps: tuple[tuple[int, int, int], ...] = ()
+    steps: tuple[WorkerSteps, ...] = ()
 
 
 def sockets() -> list[str]:
@@ -43,10 +44,15 @@ def ask(path: str) -> OwnAgent | None:
     """Return what the agent with this socket says; None when it does not answer, or is of another version."""
     try:
         answer = json.loads(agent_socket.ask(path, STORE, ASK_LIMIT)[0])
-        steps = tuple((int(rank), int(count), int(stamped)) for rank, count, stamped in answer["steps"])
+        steps = tuple(_steps(**one) for one in answer["steps"])
         return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _steps(rank: Any, local_rank: Any, steps: Any, seconds_since_step: Any, steps_per_second: Any) -> WorkerSteps:
+    rate = None if steps_per_second is None else float(steps_per_second)
+    return WorkerSteps(int(rank), int(local_rank), int(steps), float(seconds_since_step), rate)
 
 
 def _listed(table: Path = Path("/proc/net/unix")) -> list[str]:

@@ -76,8 +76,8 @@ class Session:
     def fileno(self) -> int:
         return self._exchanges.fileno()
 
-    def describe_store(self, steps: list[tuple[int, int, int]]) -> str:
-        """Return as a line of JSON where the job meets, for ``elastirun status``. ``steps``: of the workers, by ``HangWatch.steps``."""
+    def describe_store(self, steps: list[dict[str, Any]]) -> str:
+        """Return as a line of JSON where the job meets, for ``elastirun status``. ``steps``: each worker's ``WorkerSteps``."""
         config = self.access.config
         endpoints = (config.endpoint, *config.other_endpoints, *(config.etcd.endpoints if config.etcd else ()))
         store = self.access.for_status(self.machine.place)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import queue
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,9 +21,10 @@ from elastirun import clock
 from elastirun.agent import own_agents, shared_store
 from elastirun.agent.at_once import at_once
 from elastirun.agent.host import net
-from elastirun.agent.job_status import JobStatus, WorkerSteps, judge
+from elastirun.agent.job_status import JobStatus, judge
 from elastirun.agent.search import MOST_ADDRESSES, MOST_ASKED, NAMES_LIMIT
 from elastirun.agent.status_stores import ASK_LIMIT, CopyOf, StoreAt, TcpAt, at_etcd, described, standby
+from elastirun.agent.step_rates import WorkerSteps
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import StartError, StoreError, UnreadableMembers, UnreadableRound
 from elastirun.rendezvous.actions import Sync
@@ -93,7 +93,7 @@ class _Answer:
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    steps: list[tuple[str, int, int, int]] = field(default_factory=list)  # job, rank, steps, and when the last one was, in nanoseconds
+    steps: list[tuple[str, WorkerSteps]] = field(default_factory=list)  # job, and the steps of one of its workers here
 
 
 class StatusReader:
@@ -105,7 +105,6 @@ class StatusReader:
         self._sources: dict[StoreAt, _Source] = {}
         self._lock = threading.Lock()  # of ``_sources``
         self._watched: dict[tuple[str, str], Liveness] = {}  # by job and name of its store: rows, as they were seen to change
-        self._steps: dict[tuple[str, int], tuple[int, int]] = {}  # by job and rank: steps of a worker here, and when the last one was
 
     def look(self) -> Found:
         """Return what is found now."""
@@ -115,7 +114,7 @@ class StatusReader:
         questions = [partial(self._follow, at, target.job) for at in starts]
         questions += [partial(self._ask_agent, path) for path in self._find_agents()]
         best: dict[str, _Sight] = {}
-        unreadable, others, steps = list[str](), list[str](), list[tuple[str, int, int, int]]()
+        unreadable, others, steps = list[str](), list[str](), list[tuple[str, WorkerSteps]]()
         for answer in _answers(questions, LOOK_LIMIT if target.job is None else LATER_LIMIT):
             for sight in answer.sights:
                 if sight.job not in best or best[sight.job].newness < sight.newness:
@@ -124,7 +123,7 @@ class StatusReader:
             unreadable += answer.unreadable
             others += answer.others
             steps += answer.steps
-        jobs = tuple(self._judge(best[job], [one[1:] for one in steps if one[0] == job]) for job in sorted(best))
+        jobs = tuple(self._judge(best[job], [one for name, one in steps if name == job]) for job in sorted(best))
         return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
 
     def _addresses(self, problems: list[str]) -> list[StoreAt]:
@@ -149,7 +148,7 @@ class StatusReader:
             answer = self._follow(described(agent.store), agent.job)
         except StoreError as error:
             return _Answer(problems=[f"job {clip(agent.job, 80)!r}: {error}"])
-        answer.steps = [(agent.job, *one) for one in agent.steps]
+        answer.steps = [(agent.job, one) for one in agent.steps]
         return answer
 
     def _follow(self, at: StoreAt, job: str | None) -> _Answer:
@@ -173,21 +172,15 @@ class StatusReader:
         except (StoreError, StartError) as error:
             return _Answer(problems=[str(error)])
 
-    def _judge(self, sight: _Sight, steps: list[tuple[int, int, int]]) -> JobStatus:
+    def _judge(self, sight: _Sight, steps: list[WorkerSteps]) -> JobStatus:
         synced = sight.synced
         record = synced.round or RoundRecord("")
         live = self._watched.setdefault((sight.job, record.store_id), Liveness(math.inf))
         if sight.rows_change:
             live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
         live.forget_all_but(set(synced.rows))
-        workers = tuple(self._rate(sight.job, *one) for one in sorted(set(steps)))
+        workers = tuple(sorted(set(steps), key=lambda one: one.rank))
         return judge(sight.job, sight.store, View("", record, synced.rows, live, synced.now), synced.ignored, workers)
-
-    def _rate(self, job: str, rank: int, steps: int, stamped: int) -> WorkerSteps:
-        before, self._steps[job, rank] = self._steps.get((job, rank)), (steps, stamped)
-        made, took = (steps - before[0], stamped - before[1]) if before else (0, 0)
-        per_second = round(made / took * 1e9, 3) if made > 0 and took > 0 else None
-        return WorkerSteps(rank, steps, round(max(0, time.monotonic_ns() - stamped) / 1e9, 3), per_second)
 
 
 class _Source:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elastirun.agent.job_status import JobStatus, NodeStatus, WorkerSteps
+from elastirun.agent.job_status import JobStatus, NodeStatus
+from elastirun.agent.step_rates import WorkerSteps
 from elastirun.rendezvous.codec import clip
 
 WIDTH = 100  # characters
@@ -49,9 +50,9 @@ def _steps(workers: Sequence[WorkerSteps]) -> str:
     if not workers:
         return ""
     counts, ranks = [one.steps for one in workers], [one.rank for one in workers]
-    rates = [one.per_second for one in workers if one.per_second is not None]
+    rates = [one.steps_per_second for one in workers if one.steps_per_second is not None]
     rate = f", {min(rates):.3g} a second" if rates else ""
-    since = min(one.seconds_since for one in workers)
+    since = min(one.seconds_since_step for one in workers)
     return f"{_range(counts)} here (rank {_range(ranks)}){rate}, the last one {since:.1f} s ago"
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
+
+from benchmarks.lab import machine, table
 
 PROCESSES = 8
 PATIENCE = 300.0  # seconds for an answer of every process; many nodes on few cores take long to start
 SPAWN = multiprocessing.get_context("spawn")
 
 F = TypeVar("F", bound="Fleet")
+Rows = Iterator[tuple[list[str], list[str]]]  # cells, and notes
 
 
 @dataclass
@@ -31,6 +34,16 @@ class Plan:
         return range(self.first, self.nodes, self.step)
 
 
+def report(head: list[str], rows: Rows) -> None:
+    """Print each row with its notes as soon as it was measured, and the whole table at the end."""
+    print(machine(), flush=True)
+    found = [head]
+    for cells, notes in rows:
+        found.append(cells)
+        print("   ", *cells, *notes, sep="  ", flush=True)
+    print("\n" + table(found))
+
+
 def split(endpoint: str) -> tuple[str, int]:
     """Return host and port of ``host:port``."""
     host, _, port = endpoint.rpartition(":")
@@ -38,7 +51,7 @@ def split(endpoint: str) -> tuple[str, int]:
 
 
 class Fleet:
-    """The processes of one measurement. Each is told ``(command, ...)`` over a pipe, and reports ``(what, ...)``.
+    """The processes of one measurement. Over a pipe each one takes commands, ``(name, ...)``, and sends reports, ``(what, ...)``.
 
     The nodes' processes say ``connected`` once, answer ``go`` with ``("gone", time)``, and report ``("round", node, members, time)`` for
     each start of workers, ``("stopped", node, reason)`` and ``("ended", node, reason)``. Times in seconds of one clock of this machine.

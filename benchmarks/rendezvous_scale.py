@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import logging
 import os
 import selectors
@@ -27,8 +28,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.fleet import Fleet, Plan, split
-from benchmarks.lab import machine, table
+from benchmarks.fleet import Fleet, Plan, Rows, report, split
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
 from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
@@ -393,16 +393,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds each for forming and for re-forming")
     chosen = parser.parse_args()
-    print(machine(), flush=True)
-    rows = [HEAD]
-    for nodes in chosen.nodes:
-        for _ in range(chosen.repeat):
-            for side in chosen.sides:
-                load = os.getloadavg()[0]
-                found = measure(side, nodes, chosen.limit)
-                rows.append(row(nodes, side, found, load))
-                print("   ", *rows[-1], *found.notes, sep="  ", flush=True)
-    print("\n" + table(rows))
+
+    def rows() -> Rows:
+        for nodes, _, side in itertools.product(chosen.nodes, range(chosen.repeat), chosen.sides):
+            load = os.getloadavg()[0]
+            found = measure(side, nodes, chosen.limit)
+            yield row(nodes, side, found, load), found.notes
+
+    report(HEAD, rows())
 
 
 if __name__ == "__main__":

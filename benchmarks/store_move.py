@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import math
 import os
 import selectors
@@ -28,8 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.fleet import Fleet, Plan, split
-from benchmarks.lab import machine, table
+from benchmarks.fleet import Fleet, Plan, Rows, report, split
 from elastirun import clock
 from elastirun.agent.host import descriptors
 from elastirun.agent.processes import death_notice
@@ -272,16 +272,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds each for the first round and for the next one")
     chosen = parser.parse_args()
-    print(machine(), flush=True)
-    rows = [HEAD]
-    for nodes in chosen.nodes:
-        for how in chosen.how:
-            for _ in range(chosen.repeat):
-                load = os.getloadavg()[0]
-                found = measure(nodes, how, chosen.limit)
-                rows.append(row(nodes, how, found, load))
-                print("   ", *rows[-1], *found.notes, sep="  ", flush=True)
-    print("\n" + table(rows))
+
+    def rows() -> Rows:
+        for nodes, how, _ in itertools.product(chosen.nodes, chosen.how, range(chosen.repeat)):
+            load = os.getloadavg()[0]
+            found = measure(nodes, how, chosen.limit)
+            yield row(nodes, how, found, load), found.notes
+
+    report(HEAD, rows())
 
 
 if __name__ == "__main__":

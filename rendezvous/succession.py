@@ -121,7 +121,7 @@ class Moves:
         self._minority_since = (self._minority_since or now) if minority else None
 
     def notice(self, record: RoundRecord | None) -> Vote | None:
-        """Return what this node's guard tells the standby stores should this agent die; None: there is nobody whom it concerns.
+        """Return the vote that this node's guard writes into the standby stores when this agent has died; None: it writes none.
 
         The word of the store's host moves the store. That of another member counts where the store cannot be reached: both may have died.
         """

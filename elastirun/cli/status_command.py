@@ -155,7 +155,7 @@ def _text(found: Found, as_json: bool) -> str:
 
 
 def _no_job(found: Found, target: Target) -> str:
-    """Return one line: what was looked at, and what to do."""
+    """Return a line that names the endpoints that were asked, why no job was found there, and the option to give."""
     what = "no job" if target.job is None else f"no job {parse.quote(target.job)}"
     if not target.names:
         why = "; ".join(found.problems[:4]) or "no agent of this user runs it"

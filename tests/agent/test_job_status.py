@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.job_status import QUIET, JobStatus, WorkerSteps, judge
+from elastirun.agent.job_status import QUIET, JobStatus, judge
 from elastirun.agent.status_screen import MOST_NODES, WIDTH, screen
+from elastirun.agent.step_rates import WorkerSteps
 from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.ranks import member
 from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
@@ -131,7 +132,7 @@ def test_settings_that_make_no_sense_are_unknown(text: str) -> None:
 
 
 def test_the_steps_of_the_workers_here_are_one_line() -> None:
-    workers = [WorkerSteps(2, 120, 0.26, None), WorkerSteps(3, 121, 0.14, 2.5)]
+    workers = [WorkerSteps(2, 0, 120, 0.26, None), WorkerSteps(3, 1, 121, 0.14, 2.5)]
     view = View("", ROUND, {"a": A, "b": B}, Liveness(1.0), 0.0)
     for some, line in (
         (workers, "120 to 121 here (rank 2 to 3), 2.5 a second, the last one 0.1 s ago"),

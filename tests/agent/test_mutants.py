@@ -95,9 +95,9 @@ MUTANTS = (
         *("status_reader", "two_agents_whose_jobs_share_a_store_are_asked_one_after_the_other"),
     ),
     mutant(
-        "a rate needs a new step",
-        *("status_reader", "if made > 0 and took > 0 else None", "if took > 0 else None"),
-        *("status_reader", "an_agent_says_the_steps_of_its_workers_and_two_looks_their_rate"),
+        "steps are shown with the job of their agent",
+        *("status_reader", "[one for name, one in steps if name == job]", "[one for name, one in steps]"),
+        *("status_reader", "an_agent_says_the_steps_of_its_workers"),
     ),
     mutant(
         "the host of a store says where it is",
@@ -871,7 +871,7 @@ MUTANTS = (
     mutant(
         "an old torch has no hook for steps",
         *("processes/forkserver", '"register_optimizer_step_post_hook", None)', '"register_optimizer_step_post_hook")'),
-        *("parked_forks", "without_torch_or_with_an_old_one_nothing_is_stamped"),
+        *("parked_forks", "without_torch_or_with_an_old_one_there_is_no_hook_and_no_error"),
     ),
     mutant(
         "training goes on without our package",

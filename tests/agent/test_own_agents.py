@@ -14,8 +14,10 @@ import pytest
 from elastirun.agent import own_agents
 from elastirun.agent.own_agents import OwnAgent
 from elastirun.agent.round_check import FOLDER, NAME, STORE
+from elastirun.agent.step_rates import WorkerSteps
 
-ANSWER = '{"job": "job7", "endpoints": ["node0:29400"], "store": {"kind": "none"}, "steps": [[3, 70, 99]]}'
+STEPS = '{"rank": 3, "local_rank": 1, "steps": 70, "seconds_since_step": 0.5, "steps_per_second": null}'
+ANSWER = f'{{"job": "job7", "endpoints": ["node0:29400"], "store": {{"kind": "none"}}, "steps": [{STEPS}]}}'
 
 
 @contextmanager
@@ -46,12 +48,12 @@ def agent(tmp_path: Path, answer: str) -> Iterator[str]:
 def test_an_agent_is_listed_and_says_where_its_job_meets(tmp_path: Path) -> None:
     with agent(tmp_path, ANSWER + "\n") as path:
         assert path in own_agents.sockets()
-        assert own_agents.ask(path) == OwnAgent("job7", ("node0:29400",), {"kind": "none"}, ((3, 70, 99),))
+        assert own_agents.ask(path) == OwnAgent("job7", ("node0:29400",), {"kind": "none"}, (WorkerSteps(3, 1, 70, 0.5, None),))
     assert own_agents.ask(path) is None, "it has ended"
 
 
 @pytest.mark.parametrize(
-    "answer", ["no", "", "[]", '{"job": 1}', ANSWER[:-2], ANSWER.replace('{"kind": "none"}', "7"), ANSWER.replace("3, ", "")]
+    "answer", ["no", "", "[]", '{"job": 1}', ANSWER[:-2], ANSWER.replace('{"kind": "none"}', "7"), ANSWER.replace('"rank": 3, ', "")]
 )
 def test_an_answer_of_another_version_is_none(tmp_path: Path, answer: str) -> None:
     with agent(tmp_path, answer and f"{answer}\n") as path:

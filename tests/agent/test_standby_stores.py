@@ -580,7 +580,7 @@ def test_the_pipe_to_the_guard_grows_as_far_as_the_kernel_allows() -> None:
 
 
 def test_who_hands_over_ends_its_store_before_it_tells_the_others(standbys: Callable[[int], Standbys]) -> None:
-    """Once the others are told they go to another store: the old one has ended by then."""
+    """The others go to another store as soon as they are told. The old store must have ended before."""
     stores = standbys(1)
     did: list[str] = []
     access = SimpleNamespace(end_store=lambda: did.append(f"ended, told: {len(stores.served) and stores.told()}"))

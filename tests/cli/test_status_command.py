@@ -99,7 +99,7 @@ def test_a_folder_that_is_called_so_is_no_script(run: Run) -> None:
     assert run("status", "--rdzv-endpoint=node0").status == 0
 
 
-# --- where to look
+# --- the endpoints and the job that the options name
 
 
 def test_where_no_job_is_named_the_advice_is_to_name_it(run: Run) -> None:
@@ -167,7 +167,7 @@ def test_bad_input_is_one_line(run: Run, options: str, parts: list[str]) -> None
     bad(run("status", *options.split()), *parts)
 
 
-# --- what is printed
+# --- the output
 
 
 def test_json_is_one_object(run: Run) -> None:

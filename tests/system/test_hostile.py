@@ -219,7 +219,7 @@ def test_with_a_token_a_forged_round_ends_nothing_and_the_job_goes_on_when_the_t
 
 
 def test_the_nodes_leave_a_store_whose_round_stays_forged(nodes: Cluster) -> None:
-    job = start(nodes, token=TOKEN, expire=2)
+    job = start(nodes, token=TOKEN, expire=4)
     job.stranger.put(JOB + "round", Codec().encode(JOB + "round", job.stranger.record()))
     job.workers = nodes.round(2, after=job.workers[0].round)
     job.succeed()
