@@ -5,7 +5,7 @@
 # make failover   three nodes on this machine: one is killed, one is added; a table of what happened, and a proof that
 #                 nothing was lost: the same final weights as without failures, bit by bit
 # make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
-#                 installs them in .nightly and uses the network
+#                 installs them in .nightly and uses the network; hangs of many kinds, and honest slowness that must not be taken for one
 # make lint       ruff and mypy alone
 # make clean      remove what was built (.venv, .nightly and the checkpoints in runs/ stay)
 #
@@ -48,6 +48,8 @@ nightly: venv
 	.nightly/bin/python -m tests.nightly.preload
 	.nightly/bin/python -m tests.nightly.in_place
 	.nightly/bin/python -m tests.nightly.upstream
+	$(BIN)/python -m tests.system.hang_kinds
+	$(BIN)/python -m tests.system.honest_pauses
 
 lint: venv
 	$(BIN)/python -m ruff check .

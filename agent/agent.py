@@ -12,11 +12,13 @@ import selectors
 import signal
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 
 from elastirun import clock
 from elastirun.agent import ending, events, health
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
+from elastirun.agent.hang_reports import Meeting
 from elastirun.agent.hang_watch import HangWatch
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.output.console import Console
@@ -76,7 +78,6 @@ class Agent:
         self._briefed: object = None  # what the guard was told for the death notice
         self._notice: Notice | None = None  # ... as it was told
         self._sick = False  # a worker hangs in the kernel and cannot be killed
-
         self._console = Console(self._selector)
         stack.callback(self._console.close)
         row = new_row(config)
@@ -113,7 +114,8 @@ class Agent:
         stack.callback(self._forks.close)
         callbacks = (self._on_worker_exit, self._on_workers_idle, self._on_stuck, self._tree.owns, self._tree.worker_reaped)
         self._workers = Workers(self._selector, *callbacks, starts=self._forks.spawn)
-        self._hangs = HangWatch(config.hang_timeout, self._workers, self._events_log.write, self._console.say, self._on_hung)
+        limits = config.hang_timeout, config.first_step_timeout
+        self._hangs = HangWatch(*limits, self._workers, self._events_log.write, self._console.say, self._on_hung)
         stack.callback(self._hangs.close)
         self._session = Session.of(config, row, self._worker_store_failed)
         stack.callback(self._session.close)
@@ -347,7 +349,7 @@ class Agent:
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
             store.end_round()
             self._workers.start(specs, logs)
-            self._hangs.start(alone=len(record.members) == 1)
+            self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)
             self._tree.add_workers(self._workers.pids)
             self._forks.refill()
             self._started = True
@@ -356,6 +358,10 @@ class Agent:
         except (OSError, StartError) as error:
             rank = sum(m.slots for m in record.members[:node_rank])
             self._tracker.add(ExitRecord(self._session.machine.row.name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
+
+    def _meeting(self, record: RoundRecord, node_rank: int) -> Meeting:
+        access, place = self._session.access, self._session.machine.place
+        return Meeting(access.for_status(place), access.key_prefix, self._config.token, record.fence, node_rank, len(record.members))
 
     def _end_left_running(self) -> None:
         """End what the workers of the last round left running, also when they succeeded: it must not disturb the next round."""

@@ -119,7 +119,7 @@ class Hang(Event, kind="hang"):
 
     seconds: float  # since the last step
     limit: float  # seconds that it may take
-    ranks: Sequence[int]  # that are about to be ended
+    ranks: Sequence[int]  # that are the cause, as far as this node can tell by itself
     workers: Sequence[Mapping[str, object]]  # rank, pid, steps and stack of each
 
 

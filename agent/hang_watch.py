@@ -1,6 +1,6 @@
 """Watches the workers' progress pages and ends the worker that hangs (``--hang-timeout``, see docs/decisions/0022).
 
-All calls happen in the loop's thread; nothing blocks. ``hangs.py`` decides.
+All calls happen in the loop's thread; nothing blocks. ``hangs.py`` and ``hang_causes.py`` decide.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from elastirun import clock
-from elastirun.agent import events, hangs
+from elastirun.agent import events, hang_causes
 from elastirun.agent.events import Event
-from elastirun.agent.processes import stuck
+from elastirun.agent.hang_causes import Observed, Verdict
+from elastirun.agent.hang_reports import HangReports, Meeting
+from elastirun.agent.hangs import HangDetector
+from elastirun.agent.processes import py_spy, stuck
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.workers import Workers
 from elastirun.agent.step_rates import StepRates, WorkerSteps
@@ -22,6 +26,8 @@ from elastirun.progress_page import HEADER, MAGIC, SIZE, Page
 from elastirun.rendezvous.records import Blame
 
 STACKS_LIMIT = 1.0  # seconds for the workers to write their stacks, which takes milliseconds
+LISTEN = 0.25  # seconds between two looks for the verdict on all nodes' reports
+SHARING = 2.0  # seconds until the nodes know each other's reports, once all of them have noticed the hang
 _ADD_SEALS, _FIXED_SIZE = 1033, 1 | 2 | 4  # F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW; an old Python lacks the names
 
 
@@ -54,7 +60,11 @@ class ProgressPages:
         """Return what the worker has written behind its page."""
         fd = self._fds.get(local_rank)
         data = os.pread(fd, SIZE - HEADER, HEADER) if fd is not None else b""
-        return data.partition(b"\0")[0].decode(errors="backslashreplace")
+        return data.lstrip(b"\0").partition(b"\0")[0].decode(errors="backslashreplace")
+
+    def clear_stacks(self, local_rank: int) -> None:
+        """Make room for new stacks: those of an earlier hang must not be taken for them."""
+        os.pwrite(self._fds[local_rank], bytes(SIZE - HEADER), HEADER)
 
     def close(self) -> None:
         while self._fds:
@@ -62,7 +72,7 @@ class ProgressPages:
 
 
 class HangWatch:
-    """Looks for a hang between ``start`` and ``stop``. ``timeout``: as ``LaunchConfig.hang_timeout``.
+    """Looks for a hang between ``start`` and ``stop``. ``timeout``, ``first_step``: as in ``LaunchConfig``.
 
     ``write`` gets events, ``say`` lines for people.
     ``on_hung(local_rank, blame, note, stack)``: end this worker, which counts as its failure.
@@ -71,6 +81,7 @@ class HangWatch:
     def __init__(
         self,
         timeout: float | None,
+        first_step: float | None,
         workers: Workers,
         write: Callable[[Event], None],
         say: Callable[[str], None],
@@ -78,23 +89,33 @@ class HangWatch:
     ) -> None:
         self.pages = ProgressPages()
         self._rates = StepRates()
-        self._detector = None if timeout is None else hangs.HangDetector(timeout)
+        self._detector = None if timeout is None and first_step is None else HangDetector(timeout, first_step)
         self._workers, self._write, self._say, self._on_hung = workers, write, say, on_hung
         self._look_at = math.inf  # when to take the next sample, on ``elastirun.clock``; infinity: the workers are not watched
         self._judge_at: float | None = None  # when the stacks that were asked for are there; None: no hang
         self._act_at: float | None = None  # when the workers in ``_verdict`` are ended; None: not judged yet
-        self._alone = False
+        self._meet: Callable[[], Meeting] | None = None
+        self._reports: HangReports | None = None  # this node's part in the verdict of all nodes, while a hang lasts
+        self._listen_at = math.inf  # when to look for that verdict
+        self._debugged: dict[int, int] = {}  # by local rank: the steps of workers that were seen in a debugger for Python
+        self._questions: dict[int, py_spy.StackQuestion] = {}  # by local rank: of workers that have not written their stacks
         self._forget()
 
     def _forget(self) -> None:
         self._judge_at = self._act_at = None
-        self._verdict: hangs.Verdict | None = None
-        self._observed: list[hangs.Observed] = []
+        self._verdict: Verdict | None = None
+        self._observed: list[Observed] = []
+        if self._reports is not None:
+            self._reports.close()
+        self._reports, self._heard = None, False
+        for question in self._questions.values():
+            question.end()
+        self._questions, self._asked = {}, False
 
-    def start(self, alone: bool) -> None:
-        """A round's workers were started. ``alone``: all of them run on this node, so no other node knows the cause better."""
+    def start(self, meet: Callable[[], Meeting] | None) -> None:
+        """A round's workers were started. ``meet`` returns where the nodes meet; None: all workers run on this node."""
         if self._detector is not None:
-            self._alone = alone
+            self._meet, self._debugged = meet, {}
             self._detector.start_round(clock.now())
             self._look_at = clock.now() + self._detector.interval
 
@@ -131,6 +152,7 @@ class HangWatch:
                 self._ask_for_stacks(pages, now)
             elif self._act_at is None and now >= self._judge_at:
                 self._judge(pages, seconds, now)
+            self._listen(now)
             if self._act_at is not None and now >= self._act_at and seconds is not None:
                 self._act(seconds)
         return self._due
@@ -138,19 +160,22 @@ class HangWatch:
     @property
     def _due(self) -> float:
         stage = self._judge_at if self._act_at is None else self._act_at
-        return min(self._look_at, self._look_at if stage is None else stage)
+        listening = self._reports is not None and not self._heard
+        return min(self._look_at, self._look_at if stage is None else stage, self._listen_at if listening else math.inf)
 
     def _ask_for_stacks(self, pages: Mapping[int, Page], now: float) -> None:
         """Begin with a hang, unless a debugger holds a worker: then nobody can tell."""
         assert self._detector is not None
         processes = self._workers.processes
-        if any(stuck.state(process.pid).traced for process in processes.values()):
+        paused = any(page.steps == self._debugged.get(local_rank) for local_rank, page in pages.items())
+        if paused or any(stuck.state(process.pid).traced for process in processes.values()):
             self._detector.excuse(now)
             return
         for local_rank, page in pages.items():
             process = processes[local_rank]
             # The numbers are the worker's. A signal without a handler would end it.
             if page.pid == process.pid and 0 < page.signal <= 64 and process.catches(page.signal):
+                self.pages.clear_stacks(local_rank)
                 process.signal(page.signal)
         self._judge_at = now + STACKS_LIMIT
 
@@ -158,21 +183,61 @@ class HangWatch:
         assert self._detector is not None
         limit = self._detector.limit
         self._observed = [self._observe(rank, process, pages.get(rank)) for rank, process in self._workers.processes.items()]
-        self._verdict = verdict = hangs.judge(self._observed)
-        named = {worker.rank for worker in self._observed if worker.local_rank in verdict.local_ranks}
+        if self._ask_py_spy():
+            self._judge_at = now + py_spy.LIMIT
+            return
+        if debugged := {one.local_rank: one.steps for one in self._observed if hang_causes.in_debugger(one.stack)}:
+            self._forget()
+            self._debugged = debugged
+            self._detector.excuse(now)
+            return
+        states = [worker.state for worker in self._observed]
+        self._verdict = verdict = hang_causes.judge(states)
         self._say(f"the workers here hang: no step for {seconds:.0f} s (limit {limit:.0f} s); where they are, innermost call first:")
         for worker in self._observed:
-            self._say(f"  rank {worker.rank} (pid {worker.pid}, {worker.steps} steps): {hangs.describe(worker)}")
+            self._say(f"  rank {worker.rank} (pid {worker.pid}, {worker.steps} steps): {hang_causes.describe(worker)}")
         workers = [
-            {"rank": one.rank, "pid": one.pid, "steps": one.steps, "stack": hangs.traceback(one)} for one in self._observed
+            {"rank": one.rank, "pid": one.pid, "steps": one.steps, "stack": hang_causes.traceback(one)} for one in self._observed
         ]
-        self._write(events.Hang(round(seconds, 3), round(limit, 3), sorted(named), workers))
-        self._act_at = now + (0.0 if self._alone else verdict.hold)
+        self._write(events.Hang(round(seconds, 3), round(limit, 3), sorted(verdict.ranks), workers))
+        self._act_at = now
+        if self._meet is not None and verdict.how != hang_causes.STOPPED:
+            self._reports, self._listen_at = HangReports(self._meet(), states), now
+            self._act_at = now + self._detector.interval + SHARING + verdict.hold
 
-    def _observe(self, local_rank: int, process: Process, page: Page | None) -> hangs.Observed:
+    def _ask_py_spy(self) -> bool:
+        """Ask for the stacks of the workers that have not written theirs. Return whether there will be answers; asks once in a hang."""
+        silent = [one for one in self._observed if not one.stack and not one.stopped]
+        if self._asked or not silent or (path := py_spy.program()) is None:
+            return False
+        self._asked = True
+        for worker in silent:
+            with suppress(OSError):
+                self._questions[worker.local_rank] = py_spy.StackQuestion(path, worker.pid)
+        return bool(self._questions)
+
+    def _listen(self, now: float) -> None:
+        """Take the verdict on the reports of all nodes in place of this node's own, once it is there."""
+        if self._reports is None or self._heard or now < self._listen_at:
+            return
+        self._listen_at = now + LISTEN
+        if (verdict := self._reports.verdict) is None:
+            return
+        self._heard = True
+        named = tuple(worker.rank for worker in self._observed if worker.rank in verdict.ranks)
+        many = "s" * (len(verdict.ranks) > 1)
+        self._say(f"all nodes hang; the cause is rank{many} {', '.join(map(str, verdict.ranks))}: {hang_causes.WORDS[verdict.how]}")
+        if named:
+            self._verdict, self._act_at = Verdict(named, verdict.how), now
+        elif self._verdict is not None:  # another node ends the round, if it still can
+            self._verdict = Verdict(self._verdict.ranks, hang_causes.WAITING)
+            self._act_at = now + self._verdict.hold
+
+    def _observe(self, local_rank: int, process: Process, page: Page | None) -> Observed:
         state = stuck.state(process.pid)
-        stack = hangs.main_stack(self.pages.stacks(local_rank))
-        return hangs.Observed(
+        question = self._questions.pop(local_rank, None)
+        stack = question.end() if question else hang_causes.main_stack(self.pages.stacks(local_rank))
+        return Observed(
             local_rank, process.spec.rank, process.pid, page.steps if page else 0, state.stopped, stack, state.waits_in
         )
 
@@ -180,9 +245,9 @@ class HangWatch:
         """End the workers that are the cause, as far as known."""
         verdict, observed = self._verdict, self._observed
         assert verdict is not None
-        blame = Blame.VICTIM if verdict.how == hangs.WAITING and not self._alone else Blame.OWN_FAULT
+        blame = Blame.VICTIM if verdict.how == hang_causes.WAITING and self._meet else Blame.OWN_FAULT
         self.stop()
         for worker in observed:
-            if worker.local_rank in verdict.local_ranks:
+            if worker.rank in verdict.ranks:
                 why = " (stopped by a signal)" if worker.stopped else ""
-                self._on_hung(worker.local_rank, blame, f"hung: no step for {seconds:.0f} s{why}", hangs.traceback(worker))
+                self._on_hung(worker.local_rank, blame, f"hung: no step for {seconds:.0f} s{why}", hang_causes.traceback(worker))

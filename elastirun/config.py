@@ -125,6 +125,7 @@ class LaunchConfig(RendezvousConfig):
     exit_code_from_worker: bool = False  # a failed job exits with the code of the worker that caused it
     timing: Timing = field(default_factory=Timing)
     hang_timeout: float | None = None  # seconds without a step after which workers hang; 0: learned (``auto``); None: off
+    first_step_timeout: float | None = None  # seconds without a first step of a round after which workers hang; None: off
     logs: LogPolicy = field(default_factory=LogPolicy)
     token: bytes | None = field(default=None, repr=False)  # the secret that signs every record in the store
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # these stop this node

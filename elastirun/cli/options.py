@@ -82,6 +82,7 @@ GROUPS = {
         Option("restart_window", "SECONDS", "0", "A round that runs this long resets the count of restarts; 0: never.", new=True),
         Option("fail_fast", "", None, "End the job when the same failure occurs twice without progress in between.", new=True),
         Option("hang_timeout", "off|auto|SECONDS", "off", "Restart when no worker of this node has made a step for so long.", new=True),
+        Option("first_step_timeout", "off|SECONDS", "off", "The same before the first step of a round.", new=True),
         Option("restart_pause", "SECONDS", _PAUSE, "Longest pause before a restart; pauses grow when rounds fail quickly.", new=True),
         Option("exit_code_from_worker", "", None, "Exit with the failed worker's exit code instead of 1.", new=True),
         Option("grace", "SECONDS", _GRACE, "Time from SIGTERM to SIGKILL when workers are stopped.", new=True),

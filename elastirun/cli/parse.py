@@ -69,14 +69,18 @@ def seconds(low: float = 0.0, *, above: bool = False) -> Callable[[str], float]:
     return parse
 
 
-def hang_timeout(text: str) -> float | None:
-    """Parse ``off`` (None), ``auto`` (0: the limit is learned), or seconds."""
-    if text in ("off", "auto"):
-        return None if text == "off" else 0.0
-    try:
-        return seconds(0.0, above=True)(text)
-    except ValueError as error:
-        raise ValueError(f"{error}, or one of off, auto") from None
+def seconds_or(**words: float | None) -> Callable[[str], float | None]:
+    """Return a parser of durations above 0 in seconds, and of ``words``, each with its value."""
+
+    def parse(text: str) -> float | None:
+        if text in words:
+            return words[text]
+        try:
+            return seconds(0.0, above=True)(text)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {'one of ' if len(words) > 1 else ''}{', '.join(words)}") from None
+
+    return parse
 
 
 def choice(*names: str) -> Callable[[str], str]:

@@ -1,9 +1,8 @@
-"""Hang detection: the page of a worker, the decision, and which worker is named."""
+"""Hang detection: the page of a worker, when its steps are missed, and what the agent does then."""
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import math
 import os
 import re
@@ -11,10 +10,8 @@ import selectors
 import signal
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,10 +19,12 @@ from typing import Any, cast
 import pytest
 
 from elastirun import clock
-from elastirun.agent import events, hangs
+from elastirun.agent import events, hang_watch
 from elastirun.agent.failures.tracker import FailureTracker
+from elastirun.agent.hang_causes import BEHIND, main_stack
+from elastirun.agent.hang_reports import Meeting, SharedVerdict
 from elastirun.agent.hang_watch import HangWatch, ProgressPages
-from elastirun.agent.hangs import AUTO, BEHIND, OUTSIDE, STOPPED, UNCLEAR, WAITING, HangDetector, Observed, judge
+from elastirun.agent.hangs import AUTO, HangDetector
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit
@@ -102,7 +101,7 @@ def test_a_worker_stamps_its_page_and_writes_its_stacks_at_a_signal(worker: Any,
 
 def await_stack(pages: ProgressPages, local_rank: int) -> Any:
     deadline = time.monotonic() + PATIENCE
-    while not (stack := hangs.main_stack(pages.stacks(local_rank))):
+    while not (stack := main_stack(pages.stacks(local_rank))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return stack
@@ -217,6 +216,25 @@ def test_a_round_begins_anew() -> None:
     assert first_hang(detector, [(float(now), {0: page(9)}) for now in range(11, 40)]) == 22.0
 
 
+def test_a_limit_for_the_first_step_is_one_of_its_own() -> None:
+    both, first_alone = HangDetector(4.0, 20.0), HangDetector(None, 20.0)
+    for detector in (both, first_alone):
+        detector.start_round(0.0)
+        assert first_hang(detector, [(float(now), {0: page(0)} if now > 5 else {}) for now in range(30)]) == 21.0
+        assert (detector.interval, detector.limit) == (1.0 if detector is both else 5.0, 20.0)
+        detector.start_round(30.0)
+        assert first_hang(detector, [(float(now), {0: page(now > 45)}) for now in range(30, 50)]) is None, "the first step came in time"
+    assert first_hang(both, [(50.0, {0: page(1)}), (51.0, {0: page(1)})]) == 51.0
+    assert first_hang(first_alone, [(float(now), {0: page(1)}) for now in range(50, 500)]) is None
+
+
+def test_time_in_which_the_agent_stood_still_does_not_count_before_the_first_step() -> None:
+    detector = HangDetector(None, 20.0)
+    detector.start_round(0.0)
+    assert first_hang(detector, [(now, {}) for now in (5.0, 10.0, 500.0, 505.0, 510.0, 515.0, 520.0)]) is None
+    assert detector.look(521.0, {}) == 21.0
+
+
 def test_a_learned_limit_needs_some_dozen_steps() -> None:
     detector = HangDetector(AUTO)
     assert first_hang(detector, training(0.1, 3600, steps_until=2.9)) is None
@@ -239,81 +257,26 @@ def test_a_pause_may_be_twice_as_long_as_the_longest_before_also_in_another_roun
     assert first_hang(detector, training(0.1, 700, steps_until=100)) is None
 
 
-# -- the cause -----------------------------------------------------------------------------------------------------------------
-
-LOADER = (("/lib/python3.12/selectors.py", "415", "select"), ("/lib/torch/utils/data/dataloader.py", "1", "_get_data"))
-BARRIER = (("/lib/torch/distributed/distributed_c10d.py", "1", "barrier"), ("/lib/torch/distributed/c10d_logger.py", "1", "wrapper"))
-BACKWARD = (("/lib/torch/autograd/graph.py", "979", "_engine_run_backward"), ("t.py", "9", "<module>"))
-OURS = (("/elastirun/train/transports/shared_memory.py", "273", "wait"), ("/elastirun/train/reducer.py", "1", "_wait"))
-
-
-def seen(rank: int, stack: Any = (), steps: int = 40, stopped: bool = False) -> Observed:
-    return Observed(rank, rank + 8, 100 + rank, steps, stopped, stack)
-
-
-@pytest.mark.parametrize(
-    ("workers", "named", "how"),
-    [
-        ([seen(0, BARRIER), seen(1, stopped=True), seen(2, LOADER)], (1,), STOPPED),
-        ([seen(0, BACKWARD), seen(1, LOADER), seen(2, OURS)], (1,), OUTSIDE),
-        ([seen(0, BACKWARD), seen(1)], (1,), OUTSIDE),
-        ([seen(0, BACKWARD), seen(1, steps=0)], (0,), WAITING),
-        ([seen(0, LOADER), seen(1, LOADER, 39), seen(2, LOADER)], (1,), BEHIND),
-        ([seen(0, BARRIER), seen(1, OURS, 39)], (1,), WAITING),
-        ([seen(0, BARRIER), seen(1, BACKWARD)], (0,), WAITING),
-        ([seen(0, LOADER), seen(1, LOADER)], (0,), UNCLEAR),
-        ([seen(0, steps=0), seen(1)], (0,), UNCLEAR),
-    ],
-)
-def test_the_worker_that_is_not_where_the_others_wait_is_the_cause(workers: list[Observed], named: tuple[int, ...], how: int) -> None:
-    verdict = judge(workers)
-    assert (verdict.local_ranks, verdict.how) == (named, how)
-
-
-def test_a_node_that_knows_the_cause_better_acts_first() -> None:
-    holds = [hangs.Verdict((0,), how).hold for how in (STOPPED, BEHIND, OUTSIDE, UNCLEAR, WAITING)]
-    assert holds == sorted(holds) and holds[0] == 0 and len({*holds}) == 5
-
-
-def test_the_main_thread_is_found_in_what_faulthandler_writes(tmp_path: Path) -> None:
-    done, ready = threading.Event(), threading.Event()
-    other = threading.Thread(target=lambda: (ready.set(), done.wait()))
-    other.start()
-    assert ready.wait(PATIENCE)
-    with open(tmp_path / "stacks", "w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read()
-    done.set()
-    other.join()
-    assert text.count("most recent call first") >= 2
-    assert hangs.main_stack(text)[0][2] == "test_the_main_thread_is_found_in_what_faulthandler_writes"
-    assert hangs.main_stack("x" * 5000 + "\n  File \"a\", line 1 in b\n") == (), "no thread has begun"
-
-
-def test_a_stack_is_told_in_a_line_and_as_a_traceback() -> None:
-    stack = tuple((f"/a/f{i}.py", str(i), "g") for i in range(9))
-    assert hangs.describe(seen(0, stack)) == "f0.py:0 in g < f1.py:1 in g < f2.py:2 in g < ... < f7.py:7 in g < f8.py:8 in g"
-    assert hangs.traceback(seen(0, stack))[1] == '  File "/a/f8.py", line 8, in g'
-    assert hangs.traceback(seen(0, stopped=True)) == ["stopped by a signal"]
-    assert hangs.describe(replace(seen(0), waits_in="nfs_wait")) == "in the kernel's nfs_wait"
-
-
 # -- the agent's part ----------------------------------------------------------------------------------------------------------
+
+
+MEETING = Meeting({"kind": "none"}, "job/", None, "run:1", 1, 2)  # there is no store, so that each node judges by itself
 
 
 class Watched:
     """A watch of one process, and what it has said and done."""
 
-    def __init__(self, process: Process, pages: ProgressPages, timeout: float | None = 4.0, alone: bool = False) -> None:
+    def __init__(
+        self, process: Process, pages: ProgressPages, timeout: float | None = 4.0, alone: bool = False, first: float | None = None
+    ) -> None:
         self.said: list[str] = []
         self.events: list[Any] = []
         self.ended: list[tuple[int, Blame, str, list[str]]] = []
         workers: Any = SimpleNamespace(processes={process.spec.local_rank: process})
-        self.watch = HangWatch(timeout, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end))
+        self.watch = HangWatch(timeout, first, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end))
         self.watch.pages = self.pages = pages
         self.local_rank = process.spec.local_rank
-        self.watch.start(alone)
+        self.watch.start(None if alone else lambda: MEETING)
         self.now = clock.now()
 
     def run(self, seconds: float) -> None:
@@ -337,7 +300,7 @@ def test_a_hang_is_told_with_stacks_and_the_worker_is_ended(worker: Any, pages: 
     (hang,) = watched.events
     assert isinstance(hang, events.Hang) and (hang.limit, hang.ranks, hang.workers[0]["pid"]) == (4.0, [7], process.pid)
     assert watched.ended == [], "another node may know better"
-    watched.run(6)
+    watched.run(10)
     ((local_rank, blame, note, stack),) = watched.ended
     assert (local_rank, blame) == (0, Blame.OWN_FAULT) and note.startswith("hung: no step for 1") and stack[-1].endswith("in <module>")
     watched.run(60)
@@ -352,6 +315,36 @@ def test_a_worker_that_is_stopped_is_ended_at_once(worker: Any, pages: ProgressP
     watched.run(7.5)
     ((_, blame, note, stack),) = watched.ended
     assert (blame, note, stack) == (Blame.OWN_FAULT, "hung: no step for 6 s (stopped by a signal)", ["stopped by a signal"])
+
+
+class Shared:
+    """Stands in for ``HangReports``: the verdict of all nodes is there at once."""
+
+    verdict: SharedVerdict
+
+    def __init__(self, meeting: Meeting, workers: Any) -> None:
+        assert meeting is MEETING and [one.rank for one in workers] == [7]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ranks", [(7,), (3,)])
+def test_the_verdict_of_all_nodes_takes_the_place_of_this_nodes_own(
+    worker: Any, pages: ProgressPages, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(hang_watch, "HangReports", Shared)
+    Shared.verdict = SharedVerdict((), ranks, BEHIND)
+    watched = Watched(worker(), pages)
+    watched.run(7.5)
+    assert watched.said[-1] == f"all nodes hang; the cause is rank {ranks[0]}: behind the others in steps"
+    if ranks == (7,):
+        assert [end[:2] for end in watched.ended] == [(0, Blame.OWN_FAULT)]
+    else:
+        watched.run(9)
+        assert watched.ended == [], "another node ends the round"
+        watched.run(2)
+        assert [end[:2] for end in watched.ended] == [(0, Blame.VICTIM)], "that other node is lost"
 
 
 def test_a_step_in_the_meantime_ends_the_alarm(worker: Any, pages: ProgressPages) -> None:
@@ -388,6 +381,44 @@ def test_a_worker_in_a_debugger_does_not_hang(worker: Any, pages: ProgressPages)
         ctypes.CDLL(None).ptrace(detach, process.pid, 0, 0)
 
 
+FAKE = """#!/bin/sh
+echo '[{"os_thread_id": 1, "frames": []}, {"os_thread_id": '$5', "frames": [{"name": "wait", "filename": "/t.py", "line": 7}]}]'
+exec sleep 60
+"""
+
+
+def test_py_spy_shows_the_stack_of_a_worker_that_does_not_write_it(
+    worker: Any, pages: ProgressPages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "py-spy").write_text(FAKE)
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    process = worker(script="import signal\nprint('stamped', flush=True)\nsignal.pause()")
+    watched = Watched(process, pages, timeout=None, first=4.0, alone=True)
+    watched.run(6.5)
+    assert watched.said == [], "it is asked"
+    answer = watched.watch._questions[0]._answer
+    while not os.pread(answer, 1, 0):
+        time.sleep(0.01)
+    watched.run(3.0)
+    assert watched.said[1] == f"  rank 7 (pid {process.pid}, 0 steps): t.py:7 in wait"
+    ((_, _, note, stack),) = watched.ended
+    assert note.startswith("hung: no step for ") and stack[1] == '  File "/t.py", line 7, in wait'
+
+
+def test_a_program_in_pythons_debugger_does_not_hang(worker: Any, pages: ProgressPages) -> None:
+    debugger = "import pdb\npdb.Pdb(stdin=open(os.pipe()[0]), stdout=open(os.devnull, 'w')).set_trace()"
+    script = WORKER.replace("while True:", f"{debugger}\nwhile True:")
+    watched = Watched(worker(script=script), pages)
+    watched.run(6.5)
+    await_stack(pages, 0)
+    signals: list[int] = []
+    watched.run(1)
+    pages.clear_stacks = signals.append  # type: ignore[method-assign]
+    watched.run(60)
+    assert (watched.said, watched.ended, signals) == ([], [], [])
+
+
 def test_a_signal_that_the_worker_does_not_catch_is_not_sent(worker: Any, pages: ProgressPages) -> None:
     process = worker()
     found = pages.read(0)
@@ -399,7 +430,7 @@ def test_a_signal_that_the_worker_does_not_catch_is_not_sent(worker: Any, pages:
     watched.run(7.5)
     assert len(watched.ended) == 1
     process.signal(found.signal)
-    while not hangs.main_stack(pages.stacks(0)):
+    while not main_stack(pages.stacks(0)):
         assert not process.ended
         time.sleep(0.01)
 

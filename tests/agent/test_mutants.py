@@ -803,7 +803,7 @@ MUTANTS = (
     ),
     mutant(
         "nothing counts before the first step",
-        *("hangs", "< (1 if self._timeout else LEAST_STEPS)", "< (0 if self._timeout else LEAST_STEPS)"),
+        *("hangs", "if self._first_step and now - self._began > self._first_step", "if now - self._began > (self._first_step or 9.0)"),
         *("hangs", "before_its_first_step_a_worker_does_not_hang"),
     ),
     mutant("a limit is learned first", "hangs", "LEAST_STEPS = 30", "LEAST_STEPS = 1", "hangs", "a_learned_limit_needs_some_dozen_steps"),
@@ -825,13 +825,48 @@ MUTANTS = (
     ),
     mutant(
         "a stopped worker is the cause",
-        *("hangs", "[worker for worker in workers if worker.stopped]", "[]"),
-        *("hangs", f"{CAUSE}[workers0-named0-0]"),
+        *("hang_causes", "[worker for worker in workers if worker.stopped]", "[]"),
+        *("hang_causes", f"{CAUSE}[workers0-named0-0]"),
     ),
     mutant(
         "a worker in a collective is not behind",
-        *("hangs", "0 < worker.steps < most and not worker.waits_for_peers", "0 < worker.steps < most"),
-        *("hangs", f"{CAUSE}[workers5-named5-4]"),
+        *("hang_causes", "0 < worker.steps < most and not worker.waits_for_peers", "0 < worker.steps < most"),
+        *("hang_causes", f"{CAUSE}[workers5-named5-5]"),
+    ),
+    mutant(
+        "a worker that is not where most are is the cause",
+        *("hang_causes", "if count * 2 > len(workers)", "if False"),
+        *("hang_causes", f"{CAUSE}[workers10-named10-3]"),
+    ),
+    mutant(
+        "a call of the script inside of a collective is no collective",
+        *("hang_causes", "for file, _, _ in stack if not _PASSED.search(file)", "for file, _, _ in stack if _WAITS_FOR_PEERS.search(file)"),
+        *("hang_causes", "the_innermost_frame_that_tells_says_whether_a_worker_waits_for_others[stack5-False]"),
+    ),
+    mutant(
+        "the verdict needs all reports",
+        *("hang_reports", "if len(reports) == len(keys) and all(", "if len(reports) > 1 and all("),
+        *("hang_reports", "reports_of_strangers_do_not_count"),
+    ),
+    mutant(
+        "a report is about its round",
+        *("hang_reports", "report.fence == self._own.fence", "True"),
+        *("hang_reports", "without_the_reports_of_all_nodes_there_is_no_verdict"),
+    ),
+    mutant(
+        "a verdict is about the reports that it names",
+        *("hang_reports", "if found and self._own.id in found.reports else", "if found else"),
+        *("hang_reports", "what_was_said_of_an_earlier_hang_of_the_round_does_not_count"),
+    ),
+    mutant(
+        "a debugger for Python is no hang",
+        *("hang_watch", "if hang_causes.in_debugger(one.stack)}", "if one.stopped}"),
+        *("hangs", "a_program_in_pythons_debugger_does_not_hang"),
+    ),
+    mutant(
+        "a node waits for the one with the cause",
+        *("hang_watch", "self._act_at = now + self._verdict.hold", "self._act_at = now"),
+        *("hangs", "the_verdict_of_all_nodes_takes_the_place_of_this_nodes_own[ranks1]"),
     ),
     mutant(
         "a signal without a handler is not sent",

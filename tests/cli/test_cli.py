@@ -89,6 +89,7 @@ max-restarts - PET_MAX_RESTARTS 0
 restart-window - PET_RESTART_WINDOW 0
 fail-fast - PET_FAIL_FAST flag
 hang-timeout - PET_HANG_TIMEOUT off
+first-step-timeout - PET_FIRST_STEP_TIMEOUT off
 restart-pause - PET_RESTART_PAUSE 10
 exit-code-from-worker - PET_EXIT_CODE_FROM_WORKER flag
 grace - PET_GRACE 30
@@ -259,6 +260,7 @@ BAD = [
     ("--failure-grace=-1 t.py", "--failure-grace"),
     ("--hang-timeout=0 t.py", "--hang-timeout"),
     ("--hang-timeout=on t.py", "off, auto"),
+    ("--first-step-timeout=auto t.py", "or off"),
     ("--event-log-handler=jsonl t.py", "--log-dir"),
     ("--grace=1 --shutdown-timeout=2 t.py", "--grace and --shutdown-timeout"),
     ("--expire=0.5 t.py", "--expire"),

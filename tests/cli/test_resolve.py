@@ -465,4 +465,5 @@ def test_which_failures_count() -> None:
     config = config_of("--restart-window=90 --fail-fast --exit-code-from-worker t.py")
     assert (config.restart_window, config.fail_fast, config.exit_code_from_worker) == (90.0, True, True)
     assert [config_of(text).hang_timeout for text in ("t.py", "--hang-timeout=auto t.py", "--hang-timeout=90 t.py")] == [None, 0.0, 90.0]
+    assert [config_of(text).first_step_timeout for text in ("t.py", "--first-step-timeout=90 t.py")] == [None, 90.0]
     assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)
