@@ -10,12 +10,13 @@ import math
 import os
 import selectors
 import signal
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import ending, events, health
+from elastirun.agent import ending, events, health, tracing
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.hang_reports import Meeting
@@ -39,7 +40,7 @@ from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Leave, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
-from elastirun.rendezvous.records import Blame, ExitRecord, RoundRecord
+from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
@@ -100,11 +101,9 @@ class Agent:
         logs_limit = min(LOGS_LIMIT, 0.4 * config.timing.expire)
         self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector, logs_limit)
         stack.callback(self._logs.close)
-        also = self._console.say if config.logs.event_log == "console" else None
-        self._events_log = events.EventLog(row.id, row.name, self._logs.events_file(), also)
         if self._logs.temporary:
             self._tree.remove_folder_at_end(self._logs.temporary)
-        stack.callback(self._events_log.close)
+        self._events_log = self._event_log(row, environ, stack)
         self._round_events = events.RoundEvents(self._events_log, row.id)
         self._memory = CheckpointMemory(self._round_check.folder, self._selector, self._events_log.write, self._console.say)
         stack.callback(self._memory.close)
@@ -125,6 +124,16 @@ class Agent:
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
         parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory, self._hangs)
         stack.callback(health.serve(parts, self._selector, self._console.say))
+
+    def _event_log(self, row: NodeRow, environ: Mapping[str, str], stack: ExitStack) -> events.EventLog:
+        """Return the log of events, which ``stack`` closes."""
+        also = self._console.say if self._config.logs.event_log == "console" else None
+        spans = tracing.begin(environ, self._config.run_id, row.name, self._logs.disk.notice)
+        if spans is not None:
+            stack.callback(spans.close)
+        log = events.EventLog(row.id, row.name, self._logs.events_file(), also, spans.take if spans is not None else None)
+        stack.callback(log.close)
+        return log
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 

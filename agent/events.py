@@ -152,20 +152,33 @@ class End(Event, kind="end"):
 
 
 class EventLog:
-    """Appends to ``file`` (None: no file) and hands each line to ``also`` (the console, when asked for)."""
+    """Appends to ``file`` (None: no file), hands each line to ``also`` (the console, when asked for), and each event to ``spans``.
 
-    def __init__(self, node: str, name: str, file: LogFile | None = None, also: Callable[[str], None] | None = None) -> None:
+    ``spans`` gets the event and its time in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        name: str,
+        file: LogFile | None = None,
+        also: Callable[[str], None] | None = None,
+        spans: Callable[[Event, float], None] | None = None,
+    ) -> None:
         self._node, self._name = node, name
-        self._file, self._also = file, also
+        self._file, self._also, self._spans = file, also, spans
 
     def write(self, event: Event) -> None:
         """Write one line. A disk that is full or hangs loses the line and does not stop the job."""
-        when = {"v": FORMAT, "time": time.time(), "mono": time.monotonic()}
+        now = time.time()
+        when = {"v": FORMAT, "time": now, "mono": time.monotonic()}
         line = json.dumps({**when, "event": event.kind, "node": self._node, "name": self._name, **vars(event)})
         if self._file is not None:
             self._file.write(line.encode() + b"\n")
         if self._also is not None:
             self._also(line)
+        if self._spans is not None:
+            self._spans(event, now)
 
     def close(self) -> None:
         if self._file is not None:
