@@ -1,7 +1,7 @@
 """Compares the life of a job under elastirun and torchrun: its start, the loss of a worker, an agent or a node, growth, and its end.
 
     python -m benchmarks.launcher [--rounds 10] [--rows ROW ...] [--launchers NAME ...] [--cap 120] [--json FILE] [--svg FILE] [--markdown]
-    python -m benchmarks.launcher --read FILE [--svg FILE] [--markdown] [--publish]     # without a new run
+    python -m benchmarks.launcher --read FILE ... [--svg FILE] [--markdown] [--publish]     # without a new run
 
 Agents have loopback addresses, workers all-reduce one number over gloo and make a step of an optimizer; the same command line under
 each launcher. Every job is repeated ``--rounds`` times, with the launchers taking turns in another order each time. A row in which a
@@ -295,6 +295,14 @@ def new_results(options: argparse.Namespace) -> Run:
     return run
 
 
+def read(files: Sequence[Path]) -> Run:
+    """Return the results of all ``files`` as one run, which has the date of the first."""
+    run, *others = [Run.from_json(file.read_text()) for file in files]
+    for other in others:
+        run.take_in(other)
+    return run
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
@@ -304,7 +312,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--watch", type=float, default=Settings.watch, help="seconds to watch idle agents")
     parser.add_argument("--idle-workers", type=int, default=Settings.idle_workers, help="workers of the row memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every value, medians and ratios")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="take the values from a file of --json, and run nothing")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="take the values from files of --json, and run nothing")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the rows that are seconds")
     parser.add_argument("--markdown", action="store_true", help="print the table alone")
     parser.add_argument("--publish", action="store_true", help="write the tables of the pages, and docs/launcher.svg")
@@ -313,7 +321,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    run = Run.from_json(options.read.read_text()) if options.read else new_results(options)
+    run = read(options.read) if options.read else new_results(options)
     if options.svg:
         options.svg.write_text(picture(run))
     if options.publish:

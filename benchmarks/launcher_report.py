@@ -73,6 +73,15 @@ class Run:
     def add(self, row: str, launcher: str, result: Result) -> None:
         self.results.setdefault(row, {}).setdefault(launcher, []).append(result)
 
+    def take_in(self, other: Run) -> None:
+        """Add the results of another run, and its conditions."""
+        for row, by_launcher in other.results.items():
+            for name, found in by_launcher.items():
+                self.results.setdefault(row, {}).setdefault(name, []).extend(found)
+        self.launchers += [name for name in other.launchers if name not in self.launchers]
+        self.commands = {**other.commands, **self.commands}
+        self.machine += f". Of {other.date}: {other.machine}"
+
     def of(self, row: str, launcher: str) -> list[Result]:
         return self.results.get(row, {}).get(launcher, [])
 
@@ -128,8 +137,13 @@ def figure(value: float) -> str:
 
 def conditions(run: Run) -> str:
     """Return one sentence about the run."""
-    counts = [len(found) for by_launcher in run.results.values() for found in by_launcher.values()]
-    return f"Medians of {max(counts, default=0)}, launchers taking turns, {run.date}. {run.machine}."
+    rows: dict[int, list[str]] = {}
+    for row in ROWS:
+        if row in run.results:
+            rows.setdefault(max(map(len, run.results[row].values())), []).append(f"`{row}`")
+    most, *fewer = sorted(rows, reverse=True) or [0]
+    but = "".join(f", of {count} in {', '.join(rows[count])}" for count in fewer)
+    return f"Medians of {most}{but}; launchers taking turns, {run.date}. {run.machine}."
 
 
 def cell(run: Run, row: str, launcher: str) -> str:
@@ -158,7 +172,7 @@ def results_table(run: Run, rows: Sequence[str]) -> str:
 BLOCK = re.compile(r"(<!-- measured: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
 LEGEND = (
     '"Unshared" is torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, "preload" elastirun with `--preload=torch`. '
-    "In brackets: ratios of medians to the better torchrun."
+    "In brackets: ratios of medians to the better torchrun; -: not measured."
 )
 PICTURE = "![Seconds for each event under each launcher](../docs/launcher.svg)"
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import launcher
 from benchmarks.lab import TORCHRUN, Bench
-from benchmarks.launcher_report import ROWS, Result, Run, cell, picture, results_table, write_page
+from benchmarks.launcher_report import ROWS, Result, Run, cell, conditions, picture, results_table, write_page
 
 
 def test_a_short_run_measures_and_writes_what_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +49,22 @@ def test_ratios_are_those_of_medians_to_the_better_torchrun(run: Run) -> None:
     assert cell(run, "kill", "elastirun, preload") == "0.200 (0.05)"
     assert cell(run, "kill", "torchrun, unshared") == "5.00"
     assert json.loads(run.to_json())["summary"]["kill"]["elastirun"] == {"n": 3, "happened": 3, "median": 2.0, "ratio": 0.5}
+
+
+def test_runs_are_read_as_one_that_says_how_often_each_row_was_measured(run: Run, tmp_path: Path) -> None:
+    other = Run("another machine", "2026-01-03", ["elastirun", "new"], {"new": ["elastirun --new"]}, 8)
+    other.add("node", "new", Result(3.0))
+    other.add("stall", "new", Result(1.0))
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, one in zip(files, (run, other), strict=True):
+        file.write_text(one.to_json())
+    both = launcher.read(files)
+    assert both.launchers == [*run.launchers, "new"] and both.commands == other.commands
+    assert both.of("node", "new") == [Result(3.0)] and both.of("kill", "elastirun") == run.of("kill", "elastirun")
+    assert conditions(both) == (
+        "Medians of 4, of 3 in `kill`, of 1 in `stall`, `memory`; launchers taking turns, 2026-01-02. "
+        "a machine. Of 2026-01-03: another machine."
+    )
 
 
 def test_what_did_not_happen_counts_as_longer_than_everything_else(run: Run) -> None:
