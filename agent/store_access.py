@@ -220,6 +220,7 @@ class EndpointAccess(StoreAccess):
         self._served: list[tcp.ServedStore] = []  # at the endpoint
         self._standby: tcp.ServedStore | None = None
         self._forwarding: Forwarding | None = None
+        self._answered: Place | None = None  # the standby store that has answered last
         self._one_serves = threading.Lock()  # an abandoned attempt to connect may still run in its thread
         self._open = tcp.connector(self._open_socket, self._reach, self._served)
 
@@ -316,7 +317,7 @@ class EndpointAccess(StoreAccess):
         return any(Endpoint(address, at.port) in own for address in net.resolve(at.address))
 
     def _open_standby(self, at: Place) -> Store:
-        """Open the standby store ``at``, which may be this agent's own. Fails soon where nothing listens, or nothing answers."""
+        """Open the standby store ``at``, which may be this agent's own. Fails soon where nothing listens, or nothing has answered yet."""
         where = Endpoint(at.address, at.port)
         if self._standby is not None and at.id == self.me:
             return self._standby.connect()
@@ -325,7 +326,7 @@ class EndpointAccess(StoreAccess):
         why = "the name does not resolve"
         for address in net.resolve(at.address):
             try:
-                with closing(PlainTcpStore(address, at.port, STANDBY_LIMIT)) as asked:
+                with closing(PlainTcpStore(address, at.port, ANSWER_LIMIT if at == self._answered else STANDBY_LIMIT)) as asked:
                     owner = asked.get([OWNER]).get(OWNER)
             except StoreError as error:
                 why = str(error)
@@ -333,6 +334,7 @@ class EndpointAccess(StoreAccess):
             if owner != at.id.encode():
                 raise StoreError(f"the standby store at {where} is another agent's; the one that served it has ended")
             store = tcp.TcpStore(address, at.port)
+            self._answered = at
             net.shorten_name_timeouts()
             self._host_failed = None  # a newcomer needs no store of its own where the job was started
             self._find_node_address(address, at.port)

@@ -1,7 +1,7 @@
 """Spans of OpenTelemetry: what this agent did and when, as one trace. docs/events.md#opentelemetry describes each span.
 
-OpenTelemetry's own variables turn this on and say where the spans go; without its packages nothing happens. A thread of its own imports them
-and sends the spans, so a collector that is slow or away never delays the job.
+OpenTelemetry's own variables turn this on and say where the spans go; without its packages nothing happens. A thread of its own
+imports them and sends the spans, so a collector that is slow or away never delays the job.
 """
 
 from __future__ import annotations

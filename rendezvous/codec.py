@@ -58,7 +58,7 @@ class Codec:
         if newline and not self.token:
             raise BadRecord(f"{key}: signed, but this node has no token (give the job's --token-file)")
         try:
-            plain = json.loads(payload.decode("ascii"), parse_constant=_no_constant)
+            plain = _DECODER.decode(payload.decode("ascii"))
             if not isinstance(plain, dict) or plain.pop("v", None) != FORMAT:
                 raise BadRecord(f": not a record of format {FORMAT} (are all nodes on the same elastirun version?)")
             record: T = _builder(typing.cast(Any, cls))(plain)
@@ -82,12 +82,15 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def _spell(plain: dict[str, Any]) -> bytes:
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(plain).encode("ascii")
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(name)
 
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 _PLAIN = frozenset((str, int, float, bool, types.NoneType))
 
@@ -118,7 +121,7 @@ def _builder(kind: Any) -> Build:
         return _SCALARS[kind]
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
-        return _tuple_of(_LINE if item is str else _builder(item))
+        return _tuple_of(_line if item is str else _builder(item))
     if isinstance(kind, types.UnionType):
         (inner,) = (a for a in typing.get_args(kind) if a is not types.NoneType)
         build = _builder(inner)
@@ -141,19 +144,26 @@ def _int_in(allowed: range) -> Build:
     return _scalar(int, allowed.__contains__, f"within {allowed[0]} to {allowed[-1]}")
 
 
-def _fits(text: str) -> bool:
-    return len(text) <= MAX_TEXT
+def _line(value: Any) -> Any:
+    """Parse a line that a worker wrote to its stderr. It may hold anything; the code that shows it escapes it."""
+    if type(value) is not str or len(value) > MAX_TEXT:
+        raise BadRecord(f": not a string of at most {MAX_TEXT} characters")
+    return value
+
+
+def _text(value: Any) -> Any:
+    """Parse a text. Printable, because it may go to a terminal or into an environment, which takes no NUL."""
+    if type(value) is not str or len(value) > MAX_TEXT or not value.isprintable():
+        raise BadRecord(f": not a string of at most {MAX_TEXT} printable characters")
+    return value
 
 
 _SCALARS: dict[Any, Build] = {
-    # printable, because it may go to a terminal or into an environment, which takes no NUL
-    str: _scalar(str, lambda text: _fits(text) and text.isprintable(), f"a string of at most {MAX_TEXT} printable characters"),
+    str: _text,
     int: _scalar(int, lambda number: abs(number) <= MAX_INT, "an integer within ±2^53"),
     float: _scalar(float, lambda number: abs(number) <= MAX_INT and str(number) != "-0.0", "a number within ±2^53"),  # -0.0 equals 0.0
     bool: _scalar(bool, lambda flag: True, "true or false"),
 }
-# A line that a worker wrote to its stderr. It may hold anything; the code that shows it escapes it.
-_LINE = _scalar(str, _fits, f"a string of at most {MAX_TEXT} characters")
 
 
 def _tuple_of(build: Build) -> Build:
@@ -183,12 +193,12 @@ def _dataclass_of(kind: type[Any]) -> Build:
     def parse(value: Any) -> Any:
         if not isinstance(value, dict) or value.keys() != builders.keys():
             raise BadRecord(f": not the fields of a {kind.__name__}")
-        fields = {}
-        for name, build in builders.items():
-            try:
+        fields, name = {}, ""
+        try:
+            for name, build in builders.items():
                 fields[name] = build(value[name])
-            except BadRecord as error:
-                raise BadRecord(f".{name}{error}") from None
+        except BadRecord as error:
+            raise BadRecord(f".{name}{error}") from None
         return kind(**fields)
 
     return parse

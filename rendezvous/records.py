@@ -8,6 +8,7 @@ are never compared (durations only).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -182,10 +183,12 @@ class RoundRecord:
 
     def index(self, node_id: str) -> int | None:
         """Return the node rank of ``node_id`` in this round; None when that node is no member."""
-        for i, member in enumerate(self.members):
-            if member.id == node_id:
-                return i
-        return None
+        return self._ranks.get(node_id)
+
+    @functools.cached_property
+    def _ranks(self) -> dict[str, int]:
+        """The node rank of each member, by id. Kept, because a large job asks for each of its nodes."""
+        return {member.id: rank for rank, member in enumerate(self.members)}
 
     @property
     def fence(self) -> str:
