@@ -15,13 +15,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from elastirun.agent import events
-from elastirun.rendezvous.records import Cause
 
 TURN_ON = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 OTLP = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}  # names of exporters, by OpenTelemetry's name of the protocol
 MOST_WAITING = 10_000  # events that wait for a collector; what comes beyond is lost
 LAST_SPANS = 3.0  # seconds at the end of the agent in which the last spans are sent
-FAULTS = (Cause.FAILURE.value, Cause.LOST.value)
 
 
 def exporter_name(environ: Mapping[str, str]) -> str:
@@ -53,6 +51,8 @@ class NodeSpans:
         if isinstance(event, events.Round):
             self._begin("round", at, values)
         elif isinstance(event, events.Stop):
+            if not event.planned:  # a worker failed, or a node was lost
+                self._fail(self._now, event.reason)
             self._begin("stop", at, values)
         elif isinstance(event, events.Stopped):
             self._begin("form a round", at, {})
@@ -64,8 +64,6 @@ class NodeSpans:
             self._life.end(at)
         else:
             self._now.add_event(event.kind, values, at)
-            if isinstance(event, events.Broken) and event.cause in FAULTS:
-                self._fail(self._now, event.reason)
 
     def _begin(self, name: str, at: int, values: Mapping[str, Any]) -> None:
         self._now.end(at)

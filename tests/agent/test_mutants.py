@@ -521,6 +521,21 @@ MUTANTS = (
         *("standby_stores", "the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one"),
     ),
     mutant(
+        "a round that ends by a fault is a span with an error",
+        *("tracing", "            if not event.planned:", "            if event.planned:"),
+        *("tracing", "a_life_with_a_failure_and_a_signal_is_one_trace"),
+    ),
+    mutant(
+        "a collector that does not answer delays no end",
+        *("tracing", "self._thread.join(LAST_SPANS)", "self._thread.join()"),
+        *("tracing", "the_last_spans_are_not_waited_for_without_end"),
+    ),
+    mutant(
+        "a store that has answered has more time when it is reached again",
+        *("store_access", "ANSWER_LIMIT if at == self._answered else STANDBY_LIMIT", "STANDBY_LIMIT"),
+        *("standby_stores", "a_store_that_has_answered_is_given_more_time_when_it_is_reached_again"),
+    ),
+    mutant(
         "one standby store for each agent",
         *("store_access", "if self._standby is not None or only_one:", "if only_one:"),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),

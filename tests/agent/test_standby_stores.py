@@ -76,6 +76,23 @@ def place(of: EndpointAccess) -> Place:
     return Place(of.me, of.node_address.address, of.standby_port)
 
 
+def test_a_store_that_has_answered_is_given_more_time_when_it_is_reached_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large job that has moved there connects all at once; a store that is only looked at must not keep a node from the next one."""
+    limits: list[float] = []
+
+    def opened(address: str, port: int, limit: float) -> PlainTcpStore:
+        limits.append(limit)
+        return PlainTcpStore(address, port, limit)
+
+    with access(1, port) as host, access(2, port) as other:
+        for each in (host, other):
+            each.connect(None).close()
+        monkeypatch.setattr(store_access, "PlainTcpStore", opened)
+        for _ in range(2):
+            host.connect(place(other)).close()
+    assert limits == [store_access.STANDBY_LIMIT, store_access.ANSWER_LIMIT]
+
+
 def test_the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one(port: int) -> None:
     with access(1, port) as host, access(2, port) as other:
         for each in (host, other):

@@ -18,7 +18,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from elastirun.agent import tracing
-from elastirun.agent.events import CheckpointsHeld, Hang, Round
+from elastirun.agent.events import CheckpointsHeld, End, Hang, Round
 from tests.support.cluster import PATIENCE, Cluster
 
 HTTP = "http://127.0.0.1:{}/v1/traces"
@@ -85,7 +85,7 @@ def test_a_life_with_a_failure_and_a_signal_is_one_trace(nodes: Cluster, collect
     assert {span.trace_id.hex() for span in (*did, life)} == {trace} and life.parent_span_id.hex() == parent
     assert {span.parent_span_id for span in did} == {life.span_id}
     assert [values(span.attributes).get("elastirun.round") for span in did] == [None, 1, 1, None, 2, 2, None]
-    assert [event.name for event in did[1].events] == ["worker_exit", "broken"]
+    assert [event.name for span in did[1:4] for event in span.events] == ["worker_exit", "broken", "formed"]
     assert [event.name for event in did[4].events] == ["signal"] and not did[4].status.code
     assert "exit code 3" in did[1].status.message and life.status.message == "SIGTERM"
     moments = [life.start_time_unix_nano, *(moment for span in did for moment in (span.start_time_unix_nano, span.end_time_unix_nano))]
@@ -108,6 +108,35 @@ def test_a_collector_that_does_not_answer_delays_no_job(nodes: Cluster) -> None:
         nodes.worker().tell("exit 3")
         nodes.worker().tell("exit 0")  # the span of the first round waits for its answer meanwhile
         assert nodes.ends(agent, timeout=PATIENCE) == 0
+
+
+class Hanging:
+    """An exporter that does not answer before it is ``released``."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def export(self, spans: object) -> None:
+        self.released.wait()
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_the_last_spans_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = Hanging()
+    monkeypatch.setattr(tracing, "load_exporter", lambda name: exporter)
+    monkeypatch.setattr(tracing, "LAST_SPANS", 0.1)
+    made = tracing.begin(SOMEWHERE, "job7", "node0", print)
+    assert made is not None
+    made.take(End("failed", "a worker failed", 1), 0.0)
+    late = threading.Timer(10.0, exporter.released.set)
+    late.start()
+    made.close()
+    assert not exporter.released.is_set()
+    late.cancel()
+    exporter.released.set()
+    made._thread.join()
 
 
 def test_an_exporter_that_is_not_there_is_named_once(nodes: Cluster) -> None:
