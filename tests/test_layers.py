@@ -46,6 +46,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.step_rates", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.progress",)),  # in workers
     Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),
+    Layer("elastirun.agent.tracing", ("elastirun.agent.events",), in_functions=("opentelemetry",)),
     Layer("elastirun.agent.own_agents", ("elastirun.agent", "elastirun.agent_socket")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),
