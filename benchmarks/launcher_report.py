@@ -150,7 +150,8 @@ def cell(run: Run, row: str, launcher: str) -> str:
     """Return the median, in brackets its ratio, and what happened in jobs that did not come up."""
     found = run.of(row, launcher)
     median, ratio = run.median(row, launcher), run.ratio(row, launcher)
-    parts = [figure(median) + (f" ({ratio:.2f})" if ratio is not None else "")] if median is not None else []
+    of_torchrun = "" if ratio is None else f" ({ratio:.2f})" if ratio >= 0.01 else " (< 0.01)"
+    parts = [figure(median) + of_torchrun] if median is not None else []
     missing = [result for result in found if result.value is None]
     for note in dict.fromkeys(result.note for result in missing):
         after = [result.after for result in missing if result.note == note and result.after is not None]
