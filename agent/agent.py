@@ -16,7 +16,8 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import ending, events, health, tracing
+from elastirun.agent import account, ending, events, health, tracing
+from elastirun.agent.accounting import Accounting
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.hang_reports import Meeting
@@ -82,8 +83,7 @@ class Agent:
         self._console = Console(self._selector)
         stack.callback(self._console.close)
         row = new_row(config)
-        passed_on = config.forward_signals
-        self._signals = Signals(config.signals, passed_on, self._selector, self._on_signal, self._on_forward, self._on_child)
+        self._signals = Signals(config.signals, config.forward_signals, self._selector, self._on_signal, self._on_forward, self._on_child)
         stack.callback(self._signals.close)
         # No other node goes on without the only node of a job, so its guard needs no lease; but see ``_lone``.
         lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
@@ -116,13 +116,14 @@ class Agent:
         limits = config.hang_timeout, config.first_step_timeout
         self._hangs = HangWatch(*limits, self._workers, self._events_log.write, self._console.say, self._on_hung)
         stack.callback(self._hangs.close)
+        self._accounting = Accounting(self._hangs.pages, self._events_log.write)
         self._session = Session.of(config, row, self._worker_store_failed)
         stack.callback(self._session.close)
         if etcd := self._session.access.private_etcd:
             self._tree.remove_folder_at_end(etcd.folder)
             self._tree.exclude(etcd.pid)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
-        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory, self._hangs)
+        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory, self._hangs, self._accounting)
         stack.callback(health.serve(parts, self._selector, self._console.say))
 
     def _event_log(self, row: NodeRow, environ: Mapping[str, str], stack: ExitStack) -> events.EventLog:
@@ -166,6 +167,7 @@ class Agent:
         self._workers.tick(clock.now())
 
     def _loop(self) -> int:
+        self._accounting.join()
         self._session.begin()
         while True:
             self._handle_events()
@@ -208,7 +210,7 @@ class Agent:
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something must be done although no descriptor is ready; None: there is nothing."""
         now = clock.now()
-        ticks = [part.tick(now) for part in (self._logs, self._round_check, self._memory, self._forks, self._hangs)]
+        ticks = [part.tick(now) for part in (self._logs, self._round_check, self._memory, self._forks, self._hangs, self._accounting)]
         times = (self._session.due, self._tracker.report_at, self._workers.deadline, *ticks)  # a tick may bring a report
         first = min(moment for moment in times if moment is not None)
         return None if first == math.inf else max(0.0, first - clock.now())
@@ -219,7 +221,10 @@ class Agent:
         if deadline is not None and now >= deadline:
             self._workers.tick(now)
         if now >= self._tracker.report_at:
-            self._session.post(WorkersFailed(now, self._tracker.take_report()))
+            failures = self._tracker.take_report()
+            for record in failures:
+                self._events_log.write(events.Failure.of(self._round, record))
+            self._session.post(WorkersFailed(now, failures))
         self._session.check_time(now)
 
     def _handle_events(self) -> None:
@@ -237,6 +242,7 @@ class Agent:
                 self._brief_guard()
             machine = self._session.machine
             self._round_events.see(machine.record, event.now, machine.quiet)
+            self._accounting.see(machine.record)
             for action in actions:
                 if not self._session.carry_out(action):
                     self._perform(action)
@@ -309,6 +315,8 @@ class Agent:
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
         self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
+        if end.code and not self._tracker.stopped:
+            self._accounting.worker_failed()
         self._tracker.worker_ended(end)
 
     def _on_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str]) -> None:
@@ -328,6 +336,7 @@ class Agent:
         if self._tracker.stopped or self._finish:
             self._tree.kill_left_behind()
         self._round_events.stopped(self._round, clock.now())
+        self._accounting.end_round()
         if self._tracker.stopped:
             self._session.post(WorkersStopped(clock.now(), self._tracker.failures))
         elif not self._tracker.failures:  # else the machine hears of the failures, and asks for a stop
@@ -342,6 +351,7 @@ class Agent:
         record, node_rank = action.record, action.node_rank
         store = self._session.worker_store
         assert store is not None
+        self._accounting.start_round(record.round)
         self._round = record.round
         self._lone = len(record.members) == 1 and not self._config.standalone
         self._renew(clock.now())
@@ -349,7 +359,7 @@ class Agent:
             self._end_left_running()
         self._round_check.stopping = "no"
         self._tracker.start_round(record.round - 1, alone=record.world_size == 1)
-        self._node = replace(self._node, pages=self._hangs.pages.renew(record.members[node_rank].slots))
+        self._node = replace(self._node, pages=self._hangs.pages.renew(record.members[node_rank].slots, self._accounting.farthest))
         try:
             specs = self._specs(record, node_rank)
             self._announce(record, node_rank, specs)
@@ -358,6 +368,7 @@ class Agent:
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
             store.end_round()
             self._workers.start(specs, logs)
+            self._accounting.workers_started()
             self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)
             self._tree.add_workers(self._workers.pids)
             self._forks.refill()
@@ -397,6 +408,7 @@ class Agent:
             self._workers.stop(action.within or 0.0)
             return
         self._hangs.stop()
+        self._accounting.stop()
         self._tracker.before_stop(self._workers.alive)
         self._round_check.stopping = "planned" if action.planned else "failure"
         timing = self._config.timing
@@ -433,7 +445,11 @@ class Agent:
         ended = ending.Ending(finish, record, began, self._signum, self._sick, self._started, bool(row.round), row.name)
         code = ended.exit_code(config.exit_code_from_worker)
         ended.write_termination_log(code, self._console)  # first: whoever signals this agent may be about to kill it
+        totals = self._accounting.end(finish.closed is not None or finish.outcome is Outcome.LEFT)
         self._events_log.write(events.End(finish.outcome.value, finish.reason, int(code)))
+        if record and record.index(row.id) == 0 and (config.max_nodes > 1 or record.round > 1 or totals.total > account.LONG):
+            for line in account.lines(row.name, totals):
+                self._console.say(line)
         ended.tell(config, self._console, self._logs, self._node.environ.get("TORCHELASTIC_ERROR_FILE"))
         self._logs.disk.drain(END_LIMIT)
         self._console.flush(ending.FLUSH)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from elastirun.agent.output.log_files import LogFile
-from elastirun.rendezvous.records import RoundRecord
+from elastirun.rendezvous.records import Blame, ExitRecord, RoundRecord
 
 FORMAT = 1  # raised when a field changes its meaning
 
@@ -42,6 +42,7 @@ class Round(Event, kind="round"):
     """The workers of this node are started."""
 
     round: int
+    fence: str  # names the round and its store: equal on all nodes of the round, and in no other job
     reason: str
     nodes: int
     world_size: int
@@ -59,6 +60,26 @@ class WorkerExit(Event, kind="worker_exit"):
     pid: int
     code: int  # exit status, or minus the number of the signal that ended it
     after: float  # seconds since the start of the round
+
+
+@dataclass(frozen=True)
+class Failure(Event, kind="failure"):
+    """A failure of a worker of this node is reported to the other nodes."""
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
+    code: int  # as in ``WorkerExit``
+    blame: str  # a name of ``Blame``, lower case
+    note: str
+    lines: Sequence[str]  # its traceback, or the last lines of its stderr
+
+    @staticmethod
+    def of(number: int, record: ExitRecord) -> Failure:
+        """Return the event for a failure in round ``number``."""
+        blame = Blame(record.blame).name.lower()
+        return Failure(number, record.rank, record.local_rank, record.pid, record.code, blame, record.note, record.lines)
 
 
 @dataclass(frozen=True)
@@ -130,6 +151,41 @@ class CheckpointsHeld(Event, kind="checkpoints_held"):
     images: int
     bytes: int
     limit: int  # bytes
+
+
+@dataclass(frozen=True)
+class Steps(Event, kind="steps"):
+    """The workers of this node have made steps. Written while they run, at intervals, and when they have ended."""
+
+    round: int
+    steps: int  # of the worker here that has made most, in this round
+    step: int | None  # the number of its last step in the whole training; None: it has not said
+    steps_per_second: float | None  # since the last such event; None: this is the first of the round
+
+
+@dataclass(frozen=True)
+class RoundSpent(Event, kind="round_spent"):
+    """The last worker of this node has ended: the seconds of the round, as ``account.RoundSpent`` has them."""
+
+    round: int
+    cause: str
+    restarting: float
+    starting: float
+    repeated: float
+    saving: float
+    training: float
+
+
+@dataclass(frozen=True)
+class Account(Event, kind="account"):
+    """The agent is about to end: its whole account, as ``account.Totals`` has it."""
+
+    total: float
+    goodput: float
+    seconds: Mapping[str, float | None]
+    lost_seconds: Mapping[str, float]
+    rounds_ended: Mapping[str, int]
+    steps_stamped: bool
 
 
 @dataclass(frozen=True)
@@ -216,7 +272,7 @@ class RoundEvents:
     def start(self, record: RoundRecord, node_rank: int, ranks: Sequence[int], now: float) -> None:
         """The workers with these ranks are started on this node."""
         after = None if self._over_since is None else round(now - self._over_since, 3)
-        self._log.write(Round(record.round, record.reason, len(record.members), record.world_size, node_rank, ranks, after))
+        self._log.write(Round(record.round, record.fence, record.reason, len(record.members), record.world_size, node_rank, ranks, after))
         self._over_since, self.started_at = None, now
 
     def stop(self, number: int, planned: bool, reason: str, grace: float, now: float) -> None:

@@ -22,7 +22,7 @@ from elastirun.agent.processes import py_spy, stuck
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.workers import Workers
 from elastirun.agent.step_rates import StepRates, WorkerSteps
-from elastirun.progress_page import HEADER, MAGIC, SIZE, Page
+from elastirun.progress_page import FARTHEST, HEADER, MAGIC, SIZE, Page
 from elastirun.rendezvous.records import Blame
 
 STACKS_LIMIT = 1.0  # seconds for the workers to write their stacks, which takes milliseconds
@@ -37,14 +37,18 @@ class ProgressPages:
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}  # by local rank
 
-    def renew(self, count: int) -> list[str]:
-        """Make the pages of a new round. Return their paths by local rank; none where such memory cannot be had."""
+    def renew(self, count: int, farthest: int = 0) -> list[str]:
+        """Make the pages of a new round. Return their paths by local rank; none where such memory cannot be had.
+
+        ``farthest``: as in ``Page``.
+        """
         self.close()
         try:
             for local_rank in range(count):
                 fd = self._fds[local_rank] = os.memfd_create("elastirun-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(fd, SIZE)
                 os.pwrite(fd, MAGIC, 0)
+                os.pwrite(fd, farthest.to_bytes(8, "little"), 8 * FARTHEST)
                 fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
         except OSError:
             self.close()
@@ -55,6 +59,10 @@ class ProgressPages:
         fd = self._fds.get(local_rank)
         page = Page.parse(os.pread(fd, HEADER, 0)) if fd is not None else None
         return page if page and page.pid else None
+
+    def read_all(self) -> list[Page]:
+        """Return the pages of all workers of the round that stamp theirs, also of those that have ended."""
+        return [page for local_rank in self._fds if (page := self.read(local_rank))]
 
     def stacks(self, local_rank: int) -> str:
         """Return what the worker has written behind its page."""

@@ -13,6 +13,8 @@ from http import HTTPStatus
 
 from elastirun import __version__, clock
 from elastirun.agent import metrics
+from elastirun.agent.account import Totals
+from elastirun.agent.accounting import Accounting
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.events import RoundEvents
 from elastirun.agent.hang_watch import HangWatch
@@ -50,6 +52,7 @@ class Parts:
     rounds: RoundEvents
     memory: CheckpointMemory
     hangs: HangWatch
+    accounting: Accounting
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Snapshot:
     workers: Mapping[str, int]  # of this node, by state
     checkpoints_held_bytes: int
     steps: tuple[WorkerSteps, ...]  # of the workers of this node that stamp them
+    account: Totals  # what the time of this agent was spent on
 
 
 def snapshot(parts: Parts, now: float) -> Snapshot:
@@ -107,6 +111,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         workers=_workers(parts.workers, state, config.nproc),
         checkpoints_held_bytes=parts.memory.size,
         steps=parts.hangs.steps(now),
+        account=parts.accounting.totals(now),
     )
 
 

@@ -30,6 +30,9 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
     workers = GaugeMetricFamily("elastirun_workers", "Workers of this node.", labels=["state"])
     steps = CounterMetricFamily("elastirun_worker_steps", "Steps of a worker of this node in this round.", labels=["local_rank"])
     ages = GaugeMetricFamily("elastirun_worker_step_age_seconds", "Seconds since the worker's last step.", labels=["local_rank"])
+    spent = GaugeMetricFamily("elastirun_spent_seconds", "Time of this agent by what it was spent on.", labels=["on"])
+    lost = GaugeMetricFamily("elastirun_lost_seconds", "Time lost to rounds that ended early, by cause.", labels=["cause"])
+    account = now["account"]
     state = GaugeMetricFamily("elastirun_state", "1 for the state that this node is in.", labels=["state"])
     families = [
         InfoMetricFamily("elastirun", "This agent.", info),
@@ -42,6 +45,9 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
         by_label(workers, now["workers"]),
         by_label(steps, {str(worker["local_rank"]): worker["steps"] for worker in now["steps"]}),
         by_label(ages, {str(worker["local_rank"]): worker["seconds_since_step"] for worker in now["steps"]}),
+        by_label(spent, {kind: seconds for kind, seconds in account["seconds"].items() if seconds is not None}),
+        by_label(lost, account["lost_seconds"]),
+        gauge("goodput_ratio", "The part of this agent's time that was training that counted.", account["goodput"]),
         gauge("keep_alive_age_seconds", "Seconds since the store last acknowledged a keep-alive.", now["seconds_since_keep_alive"]),
         gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", now["checkpoints_held_bytes"]),
     ]

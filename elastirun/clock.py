@@ -10,3 +10,6 @@ import time
 def now() -> float:
     """Return the seconds since boot (CLOCK_BOOTTIME). Only differences on one machine have a meaning."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+STARTED = now()  # when this process imported the module; that of an agent does so at its start, and its account begins then

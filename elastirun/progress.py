@@ -1,4 +1,7 @@
-"""``progress``: a worker tells its agent that training goes on (``--hang-timeout``), by a stamp in shared memory. Needs no torch."""
+"""``progress``: a worker tells its agent that training goes on (``--hang-timeout``), by a stamp in shared memory. Needs no torch.
+
+What else a worker tells is for the account of its node (docs/account.md): the number of its step, and when a save holds training up.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,30 @@ import mmap
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic_ns
 
-from elastirun.progress_page import FOREVER, HEADER, LONGEST, MAGIC, NS, PID, SIGNAL, STAMPED, STEPS, VARIABLE, WITHIN
+from elastirun.progress_page import (
+    AT,
+    CAUGHT_UP,
+    FARTHEST,
+    FIRST,
+    FOREVER,
+    HEADER,
+    LONGEST,
+    MAGIC,
+    NS,
+    PID,
+    SAVING,
+    SIGNAL,
+    STAMPED,
+    STEPS,
+    VARIABLE,
+    WITHIN,
+)
+
+LARGEST_STEP = 1 << 53  # as in the name of a checkpoint
 
 _SIGNALS = range(signal.SIGRTMAX - 4, signal.SIGRTMIN + 8, -1)  # candidates for "write your stacks"; programs seldom use these
 
@@ -18,17 +42,43 @@ _tried = False  # the page was opened, or cannot be
 _by_script = False  # the script stamps its steps, so those of its optimizers are not counted beside them
 
 
-def progress(within: float | None = None) -> None:
+def progress(within: float | None = None, *, step: int | None = None) -> None:
     """Tell the agent that this worker has made a step. Call it once per step, on every rank; it takes half a microsecond.
 
     ``within``: the next call comes within this many seconds, although ``--hang-timeout`` is shorter: for an evaluation, a checkpoint, the
-    end of the training. ``math.inf``: there is no limit until the next call. Does nothing without an agent of elastirun, and in
-    forks of this process.
+    end of the training. ``math.inf``: there is no limit until the next call. ``step``: the number of this step in the whole training,
+    which goes back where a new round begins from a checkpoint; so the agent can tell which steps are done again. Does nothing without
+    an agent of elastirun, and in forks of this process.
     """
     global _by_script
     if within is None:  # a script that only announces its pauses still has its optimizers counted
         _by_script = True
     _stamp(within)
+    if step is not None:
+        at_step(step)
+
+
+def at_step(step: int) -> None:
+    """Tell the agent that ``step`` is the last step that training has made, without a stamp. ``Checkpointer`` does it."""
+    words = _page()
+    if words is None:
+        return
+    number = min(max(0, step), LARGEST_STEP) + 1
+    words[AT] = number
+    if words[FARTHEST] and not words[CAUGHT_UP] and number >= words[FARTHEST]:
+        words[CAUGHT_UP] = monotonic_ns()
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Tell the agent that a save of a checkpoint holds training up while the block runs."""
+    begun = monotonic_ns()
+    try:
+        yield
+    finally:
+        words = _page()
+        if words is not None:
+            words[SAVING] += monotonic_ns() - begun
 
 
 def step_of_optimizer() -> None:
@@ -40,11 +90,13 @@ def step_of_optimizer() -> None:
 def _stamp(within: float | None) -> None:
     words = _words
     if words is None:
-        words = None if _tried else _open()
+        words = _page()
         if words is None:
             return
     now = monotonic_ns()
-    if words[STEPS] and not words[WITHIN] and (pause := now - words[STAMPED]) > words[LONGEST]:
+    if not words[STEPS]:
+        words[FIRST] = now
+    elif not words[WITHIN] and (pause := now - words[STAMPED]) > words[LONGEST]:
         words[LONGEST] = pause
     words[WITHIN] = 0 if within is None else _nanoseconds(within)
     words[STAMPED] = now
@@ -53,6 +105,11 @@ def _stamp(within: float | None) -> None:
 
 def _nanoseconds(seconds: float) -> int:
     return int(min(max(1.0, seconds * NS), float(1 << 63))) if seconds < 1 << 32 else FOREVER
+
+
+def _page() -> memoryview | None:
+    """Return the numbers of the page, which is opened at the first call. None: this process stamps none."""
+    return _words if _words is not None or _tried else _open()
 
 
 def _open() -> memoryview | None:

@@ -12,11 +12,11 @@ VARIABLE = "ELASTIRUN_PROGRESS"  # in a worker's environment: the path of its pa
 MAGIC = b"elastpg1"  # the first eight bytes; written by the agent. The digit is the version of the layout
 HEADER = 4096  # bytes: a page of memory; the numbers are at its beginning
 SIZE = 64 << 10  # bytes with the room for stacks, which begins at HEADER: a traceback of 100 threads fits in
-PID, SIGNAL, STEPS, STAMPED, LONGEST, WITHIN = range(1, 7)  # indices of the numbers; index 0 is MAGIC
+PID, SIGNAL, STEPS, STAMPED, LONGEST, WITHIN, FIRST, AT, FARTHEST, CAUGHT_UP, SAVING = range(1, 12)  # indices of the numbers; 0: MAGIC
 NS = 1_000_000_000  # nanoseconds in a second
 FOREVER = (1 << 64) - 1  # as WITHIN: no limit
 
-_NUMBERS = struct.Struct("<8s6Q")
+_NUMBERS = struct.Struct("<8s11Q")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class Page:
     stamped: int  # when the last step was stamped, in nanoseconds of CLOCK_MONOTONIC
     longest: int  # nanoseconds; the longest time between two steps so far
     within: int  # nanoseconds that the worker has asked for until its next step; 0: it has not asked; FOREVER: no limit
+    first: int = 0  # when the first step was stamped, in nanoseconds of CLOCK_MONOTONIC; 0: there is none, or it is not known
+    at: int = 0  # 1 + the number of the training's last step, as the worker counts over all rounds; 0: it has not said
+    farthest: int = 0  # the highest ``at`` of earlier rounds, written by the agent; 0: none is known
+    caught_up: int = 0  # when ``at`` came to ``farthest``, in nanoseconds of CLOCK_MONOTONIC; 0: not yet
+    saving: int = 0  # nanoseconds for which saves of checkpoints have held the training up; 0: none has, or it is not known
 
     @staticmethod
     def parse(data: bytes) -> Page | None:

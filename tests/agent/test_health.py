@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastirun.agent.account import Totals
 from elastirun.agent.events import ended_rounds
 from elastirun.agent.health import CAUSES, PAGES, STATES, Snapshot
 from elastirun.agent.step_rates import WorkerSteps
@@ -37,6 +38,7 @@ NOW = Snapshot(
     workers={"running": 7, "stopping": 0, "ended": 1},
     checkpoints_held_bytes=1 << 30,
     steps=(WorkerSteps(9, 1, 120, 0.5, 2.0), WorkerSteps(10, 2, 121, 0.25, None)),
+    account=Totals(100.0, 0.8, {"training": 80.0, "restarting": 20.0, "repeated": None}, {"failure": 20.0}, {"failure": 2}, True),
 )
 
 
@@ -61,11 +63,17 @@ def test_metrics_are_what_prometheus_reads() -> None:
         labels = (("local_rank", str(worker.local_rank)),)
         assert found.pop(("elastirun_worker_steps_total", labels)) == worker.steps
         assert found.pop(("elastirun_worker_step_age_seconds", labels)) == worker.seconds_since_step
+    assert {labels: value for (name, labels), value in found.items() if name == "elastirun_spent_seconds"} == {
+        (("on", "training"),): 80.0,
+        (("on", "restarting"),): 20.0,
+    }
+    assert found[("elastirun_lost_seconds", (("cause", "failure"),))] == 20.0
     assert {name: value for (name, labels), value in found.items() if not labels} == {
         "elastirun_round": 3,
         "elastirun_world_size": 16,
         "elastirun_nodes": 2,
         "elastirun_joins_waiting": 1,
+        "elastirun_goodput_ratio": 0.8,
         "elastirun_round_age_seconds": 12.5,
         "elastirun_keep_alive_age_seconds": 0.25,
         "elastirun_checkpoints_held_bytes": 1 << 30,
@@ -91,7 +99,8 @@ def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch: pyte
 def test_status_is_the_snapshot() -> None:
     page = PAGES["/status"](NOW)
     assert page.status == 200 and page.content_type == "application/json"
-    assert json.loads(page.body) == {**vars(NOW), "nodes": list(NOW.nodes), "steps": [vars(worker) for worker in NOW.steps]}
+    nested = {"nodes": list(NOW.nodes), "steps": [vars(worker) for worker in NOW.steps], "account": vars(NOW.account)}
+    assert json.loads(page.body) == {**vars(NOW), **nested}
 
 
 @pytest.mark.parametrize("state", dict.fromkeys(STATES.values()))

@@ -904,6 +904,61 @@ MUTANTS = (
         *("hangs", "the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds_nothing"),
     ),
     mutant(
+        "time after the last step is lost with the round",
+        *("account", "            until = min(now, found.last)\n", "            pass\n"),
+        *("account", "training_ends_with_the_last_step_and_what_follows_is_charged_to_the_cause"),
+    ),
+    mutant(
+        "the start after a round that ended early is charged to its cause",
+        *("account", "return cause if kind in (Spent.STARTING, Spent.REPEATED)", "return cause if kind in (Spent.REPEATED,)"),
+        *("account", "training_ends_with_the_last_step_and_what_follows_is_charged_to_the_cause"),
+    ),
+    mutant(
+        "the round record names the cause",
+        *("account", "self._cause, self._certain = (cause, True) if certain else (self._cause, False)", "pass"),
+        *("account", "the_cause_is_that_of_the_round_record_also_when_a_worker_failed_first"),
+    ),
+    mutant(
+        "steps up to the farthest are done again",
+        *("account", "        if self.farthest and found.at:\n", "        if False:\n"),
+        *("account", "steps_up_to_the_farthest_of_earlier_rounds_are_done_again"),
+    ),
+    mutant(
+        "the farthest step is that of all rounds",
+        *("account", "max(self.farthest, found.at), None", "found.at, None"),
+        *("account", "whatever_rounds_reached_the_farthest_counts"),
+    ),
+    mutant(
+        "what is not known is null",
+        *("account", "{} if self._numbered else {Spent.REPEATED.value: None}", "{}"),
+        *("account", "without_stamps_a_start_ends_with_the_processes_and_what_is_not_known_is_null"),
+    ),
+    mutant(
+        "a script that stamps starts until its first step",
+        *("account", "until if self._stamped or one.started is None else", "until if one.started is None else"),
+        *("account", "until_the_first_step_of_a_script_that_stamps_all_is_starting"),
+    ),
+    mutant(
+        "no stamp makes a part negative or too long",
+        *("account", "first = min(max(one.began, first), until)", "first = max(one.began, first)"),
+        *("account", "whatever_happens_and_is_stamped_the_parts_add_up"),
+    ),
+    mutant(
+        "the decision of the job is no restart",
+        *("account", "            self._kind, self._cause = Spent.FINISHING, \"\"\n", "            pass\n"),
+        *("account", "the_end_of_a_job_is_no_restart_but_a_wait_in_vain_is"),
+    ),
+    of_workers(
+        "a worker stamps when it has come to the farthest step",
+        *("progress", "number >= words[FARTHEST]", "number > words[FARTHEST]"),
+        *("account", "a_worker_says_when_it_has_come_to_the_farthest_step_of_earlier_rounds"),
+    ),
+    of_workers(
+        "the first step keeps its time",
+        *("progress", "    if not words[STEPS]:\n        words[FIRST] = now", "    if True:\n        words[FIRST] = now"),
+        *("account", "a_worker_stamps_its_first_step_its_number_its_saves_and_when_it_caught_up"),
+    ),
+    mutant(
         "a rate is that of the last minute",
         *("step_rates", "                samples.popleft()", "                break"),
         *("step_rates", "a_rate_is_that_of_the_last_minute_or_since_the_question_before"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from elastirun.agent.hang_watch import ProgressPages
 from elastirun.progress_page import VARIABLE
-from elastirun.train import DeterministicShards, DistributedDataParallel, ElasticDataLoader
+from elastirun.train import Checkpointer, DeterministicShards, DistributedDataParallel, ElasticDataLoader
 from tests.support.worlds import run
 
 
@@ -36,3 +37,25 @@ def steps(rank: int, world: int) -> list[int]:
 
 def test_each_backward_is_a_step_and_each_reduction_of_shards() -> None:
     assert run(2, steps) == [[0, 1, 2, 5]] * 2
+
+
+def saves(rank: int, world: int, folder: Path) -> list[int]:
+    """The step on the page, plus 1, after a step that is not due, a save, and a restore."""
+    pages = ProgressPages()
+    (os.environ[VARIABLE],) = pages.renew(1)
+    state, found = {"values": torch.ones(4)}, []
+    checkpoints = Checkpointer(folder, every=2)
+    for step in (1, 2):
+        checkpoints.save(step, state)
+        page = pages.read(0)
+        assert page and (page.saving > 0) == (step == 2) and page.steps == 0
+        found.append(page.at)
+    checkpoints.save(3, state)
+    checkpoints.restore(state)
+    page = pages.read(0)
+    assert page
+    return [*found, page.at]
+
+
+def test_a_checkpointer_tells_the_step_and_how_long_saves_hold_training_up(tmp_path: Path) -> None:
+    assert run(1, saves, tmp_path) == [[2, 3, 3]]

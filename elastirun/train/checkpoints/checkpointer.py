@@ -22,6 +22,7 @@ from elastirun.checkpoint.record import MAX_NUMBER
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.current_round import FENCE
 from elastirun.errors import CheckpointError, TrainError
+from elastirun.progress import at_step, saving
 
 from . import restoring
 from .dcp import METADATA, DcpFiles
@@ -122,6 +123,7 @@ class Checkpointer:
         """
         self._check_use()
         step = _whole(step)
+        at_step(step)
         self._ranks.begin(f"save of step {step}")
         self._claim_directory()
         assert self._opened.publisher is not None
@@ -133,7 +135,8 @@ class Checkpointer:
             return False
         if not self._is_saved(step):
             begun = time.perf_counter()
-            self._stage(step, state, on_disk)
+            with saving():
+                self._stage(step, state, on_disk)
             self._blocked.append(time.perf_counter() - begun)
         return True
 
@@ -297,6 +300,7 @@ class Checkpointer:
                 raise CheckpointError(f"{self._url} has only damaged checkpoints ({damaged}): delete these to begin anew")
             return None
         self._filled = found.image
+        at_step(found.step)
         if self._ranks.rank == 0:
             log.info("restored step %d from %s", found.step, found.where)
         return found.step
