@@ -85,7 +85,8 @@ def test_a_life_with_a_failure_and_a_signal_is_one_trace(nodes: Cluster, collect
     assert {span.trace_id.hex() for span in (*did, life)} == {trace} and life.parent_span_id.hex() == parent
     assert {span.parent_span_id for span in did} == {life.span_id}
     assert [values(span.attributes).get("elastirun.round") for span in did] == [None, 1, 1, None, 2, 2, None]
-    assert [event.name for span in did[1:4] for event in span.events] == ["worker_exit", "broken", "formed"]
+    found = {event.name for span in did[1:4] for event in span.events}
+    assert found == {"worker_exit", "failure", "round_spent", "broken", "formed"}
     assert [event.name for event in did[4].events] == ["signal"] and not did[4].status.code
     assert "exit code 3" in did[1].status.message and life.status.message == "SIGTERM"
     moments = [life.start_time_unix_nano, *(moment for span in did for moment in (span.start_time_unix_nano, span.end_time_unix_nano))]
@@ -176,7 +177,7 @@ def test_the_variables_of_opentelemetry_choose_the_exporter(environ: dict[str, s
 
 def test_an_attribute_holds_what_opentelemetry_can_send() -> None:
     assert tracing.attributes(CheckpointsHeld(2, 10, 20)) == {"elastirun.images": 2, "elastirun.bytes": 10, "elastirun.limit": 20}
-    assert "elastirun.formed_after" not in tracing.attributes(Round(1, "first", 2, 4, 0, (0, 1), None))
+    assert "elastirun.formed_after" not in tracing.attributes(Round(1, "s:1", "first", 2, 4, 0, (0, 1), None))
     assert tracing.attributes(Hang(60.0, 30.0, [1], [{"rank": 1}])) == {
         "elastirun.seconds": 60.0,
         "elastirun.limit": 30.0,
