@@ -145,6 +145,18 @@ class Hang(Event, kind="hang"):
 
 
 @dataclass(frozen=True)
+class Straggler(Event, kind="straggler"):
+    """A worker has computed for much longer than the median rank of the job, for a minute."""
+
+    rank: int
+    local_rank: int
+    device: str
+    times_median: float
+    seconds: float  # of computing, per step
+    median: float  # the same of the median rank
+
+
+@dataclass(frozen=True)
 class CheckpointsHeld(Event, kind="checkpoints_held"):
     """This agent keeps another amount of checkpoints in memory than before."""
 

@@ -1,6 +1,6 @@
-"""Watches the workers' progress pages and ends the worker that hangs (``--hang-timeout``, see docs/decisions/0022).
+"""Watches the workers' progress pages: ends the worker that hangs (``--hang-timeout``, see docs/decisions/0022), names stragglers.
 
-All calls happen in the loop's thread; nothing blocks. ``hangs.py`` and ``hang_causes.py`` decide.
+All calls happen in the loop's thread; nothing blocks. ``hangs.py``, ``hang_causes.py`` and ``stragglers.py`` decide.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from elastirun import clock
 from elastirun.agent import events, hang_causes
@@ -22,6 +23,7 @@ from elastirun.agent.processes import py_spy, stuck
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.workers import Workers
 from elastirun.agent.step_rates import StepRates, WorkerSteps
+from elastirun.agent.stragglers import WINDOW, Stragglers
 from elastirun.progress_page import FARTHEST, HEADER, MAGIC, SIZE, Page
 from elastirun.rendezvous.records import Blame
 
@@ -97,6 +99,8 @@ class HangWatch:
     ) -> None:
         self.pages = ProgressPages()
         self._rates = StepRates()
+        self._stragglers = Stragglers()
+        self._compare_at = math.inf  # when to look for stragglers, on ``elastirun.clock``
         self._detector = None if timeout is None and first_step is None else HangDetector(timeout, first_step)
         self._workers, self._write, self._say, self._on_hung = workers, write, say, on_hung
         self._look_at = math.inf  # when to take the next sample, on ``elastirun.clock``; infinity: the workers are not watched
@@ -122,6 +126,8 @@ class HangWatch:
 
     def start(self, meet: Callable[[], Meeting] | None) -> None:
         """A round's workers were started. ``meet`` returns where the nodes meet; None: all workers run on this node."""
+        self._stragglers.start_round()
+        self._compare_at = clock.now() + WINDOW
         if self._detector is not None:
             self._meet, self._debugged = meet, {}
             self._detector.start_round(clock.now())
@@ -130,13 +136,18 @@ class HangWatch:
     def steps(self, now: float) -> tuple[WorkerSteps, ...]:
         """Return the steps of the workers here that stamp their pages."""
         processes = self._workers.processes
-        pages = {local_rank: page for local_rank in processes if (page := self.pages.read(local_rank))}
         ranks = {local_rank: process.spec.rank for local_rank, process in processes.items()}
-        return self._rates.look(now, time.monotonic_ns(), pages, ranks)
+        found = self._rates.look(now, time.monotonic_ns(), self._read(), ranks)
+        slow = {local_rank: one.factor for local_rank, one in self._stragglers.slow.items()}
+        return tuple(replace(one, times_median=slow.get(one.local_rank)) for one in found)
+
+    def _read(self) -> dict[int, Page]:
+        """Return the pages of the workers that stamp them, by local rank."""
+        return {local_rank: page for local_rank in self._workers.processes if (page := self.pages.read(local_rank))}
 
     def stop(self) -> None:
         """The round's workers are being stopped, or have ended."""
-        self._look_at = math.inf
+        self._look_at = self._compare_at = math.inf
         self._forget()
 
     def close(self) -> None:
@@ -145,12 +156,26 @@ class HangWatch:
 
     def tick(self, now: float) -> float:
         """Do what is due. Returns when to be called next, on ``elastirun.clock``."""
+        return min(self._look_for_hangs(now), self._look_for_stragglers(now))
+
+    def _look_for_stragglers(self, now: float) -> float:
+        if now >= self._compare_at:
+            self._compare_at = now + WINDOW
+            for one in self._stragglers.look(self._read()):
+                spec = self._workers.processes[one.local_rank].spec
+                device = device_of(spec.env, one.local_rank)
+                self._write(events.Straggler(spec.rank, one.local_rank, device, one.factor, one.seconds, one.median))
+                took = f"{one.seconds:.3g} s a step, the median rank {one.median:.3g} s"
+                self._say(f"rank {spec.rank} (local rank {one.local_rank}, {device}) is a straggler: it computes for {took}")
+        return self._compare_at
+
+    def _look_for_hangs(self, now: float) -> float:
         detector = self._detector
         if detector is None or self._look_at == math.inf:
             return math.inf
         if now >= self._due:
             self._look_at = now + detector.interval
-            pages = {rank: page for rank in self._workers.processes if (page := self.pages.read(rank))}
+            pages = self._read()
             seconds = detector.look(now, pages)
             if seconds is None:
                 if self._verdict is not None:
@@ -259,3 +284,12 @@ class HangWatch:
             if worker.rank in verdict.ranks:
                 why = " (stopped by a signal)" if worker.stopped else ""
                 self._on_hung(worker.local_rank, blame, f"hung: no step for {seconds:.0f} s{why}", hang_causes.traceback(worker))
+
+
+def device_of(env: Mapping[str, str], local_rank: int) -> str:
+    """Return the device that a worker most likely uses, for people."""
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    if visible or os.path.exists("/dev/nvidia0"):
+        names = visible.split(",") if visible else []
+        return f"GPU {names[local_rank] if local_rank < len(names) else names[0] if len(names) == 1 else local_rank}"
+    return "CPU"

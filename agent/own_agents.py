@@ -50,9 +50,11 @@ def ask(path: str) -> OwnAgent | None:
         return None
 
 
-def _steps(rank: Any, local_rank: Any, steps: Any, seconds_since_step: Any, steps_per_second: Any) -> WorkerSteps:
-    rate = None if steps_per_second is None else float(steps_per_second)
-    return WorkerSteps(int(rank), int(local_rank), int(steps), float(seconds_since_step), rate)
+def _steps(
+    rank: Any, local_rank: Any, steps: Any, seconds_since_step: Any, steps_per_second: Any, times_median: Any
+) -> WorkerSteps:
+    rate, slowness = (None if number is None else float(number) for number in (steps_per_second, times_median))
+    return WorkerSteps(int(rank), int(local_rank), int(steps), float(seconds_since_step), rate, slowness)
 
 
 def _listed(table: Path = Path("/proc/net/unix")) -> list[str]:

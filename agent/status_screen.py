@@ -30,6 +30,7 @@ def _job(job: JobStatus) -> list[str]:
         ("restarts", f"{job.failures} of {job.max_restarts} used" if job.max_restarts else ""),
         ("waiting", job.waiting or ("" if job.ended else "for nobody")),
         ("steps", _steps(job.steps)),
+        *(("slow", f"rank {one.rank} computes for {one.times_median:.1f} times as long as the median rank") for one in _slow(job.steps)),
         *(("event", line) for line in job.events),
         *(("ignored", line) for line in job.ignored),
     ]
@@ -54,6 +55,10 @@ def _steps(workers: Sequence[WorkerSteps]) -> str:
     rate = f", {min(rates):.3g} a second" if rates else ""
     since = min(one.seconds_since_step for one in workers)
     return f"{_range(counts)} here (rank {_range(ranks)}){rate}, the last one {since:.1f} s ago"
+
+
+def _slow(workers: Sequence[WorkerSteps]) -> list[WorkerSteps]:
+    return [one for one in workers if one.times_median is not None]
 
 
 def _range(numbers: Sequence[int]) -> str:

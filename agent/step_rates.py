@@ -21,6 +21,7 @@ class WorkerSteps:
     steps: int
     seconds_since_step: float
     steps_per_second: float | None  # None: no two steps are known
+    times_median: float | None = None  # of a straggler: for how many times as long it computes as the median rank; None: it is none
 
 
 class StepRates:

@@ -16,6 +16,7 @@ from time import monotonic_ns
 
 from elastirun.progress_page import (
     AT,
+    BUSY,
     CAUGHT_UP,
     FARTHEST,
     FIRST,
@@ -23,6 +24,7 @@ from elastirun.progress_page import (
     HEADER,
     LONGEST,
     MAGIC,
+    MEDIAN,
     NS,
     PID,
     SAVING,
@@ -36,6 +38,8 @@ from elastirun.progress_page import (
 LARGEST_STEP = 1 << 53  # as in the name of a checkpoint
 
 _SIGNALS = range(signal.SIGRTMAX - 4, signal.SIGRTMIN + 8, -1)  # candidates for "write your stacks"; programs seldom use these
+
+LONGEST_STEP = 1e6  # seconds; so many steps of that length fit into the number of nanoseconds
 
 _words: memoryview | None = None  # the numbers of the page; None: this process stamps none
 _tried = False  # the page was opened, or cannot be
@@ -85,6 +89,14 @@ def step_of_optimizer() -> None:
     """Stamp a step that an optimizer of torch has made, in a script that does not call ``progress``, see agent/processes/forkserver.py."""
     if not _by_script:
         _stamp(None)
+
+
+def computed(seconds: float, median: float) -> None:
+    """Tell the agent for how long this rank has computed in a step, without waiting for others, and for how long the median rank has."""
+    words = _words
+    if words is not None and 0.0 <= seconds < LONGEST_STEP and 0.0 <= median < LONGEST_STEP:  # else they are not of this world: NaN
+        words[BUSY] += int(seconds * NS)
+        words[MEDIAN] += int(median * NS)
 
 
 def _stamp(within: float | None) -> None:

@@ -12,11 +12,12 @@ VARIABLE = "ELASTIRUN_PROGRESS"  # in a worker's environment: the path of its pa
 MAGIC = b"elastpg1"  # the first eight bytes; written by the agent. The digit is the version of the layout
 HEADER = 4096  # bytes: a page of memory; the numbers are at its beginning
 SIZE = 64 << 10  # bytes with the room for stacks, which begins at HEADER: a traceback of 100 threads fits in
-PID, SIGNAL, STEPS, STAMPED, LONGEST, WITHIN, FIRST, AT, FARTHEST, CAUGHT_UP, SAVING = range(1, 12)  # indices of the numbers; 0: MAGIC
+PID, SIGNAL, STEPS, STAMPED, LONGEST, WITHIN = range(1, 7)  # indices of the numbers; index 0 is MAGIC
+FIRST, AT, FARTHEST, CAUGHT_UP, SAVING, BUSY, MEDIAN = range(7, 14)
 NS = 1_000_000_000  # nanoseconds in a second
 FOREVER = (1 << 64) - 1  # as WITHIN: no limit
 
-_NUMBERS = struct.Struct("<8s11Q")
+_NUMBERS = struct.Struct("<8s13Q")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Page:
     farthest: int = 0  # the highest ``at`` of earlier rounds, written by the agent; 0: none is known
     caught_up: int = 0  # when ``at`` came to ``farthest``, in nanoseconds of CLOCK_MONOTONIC; 0: not yet
     saving: int = 0  # nanoseconds for which saves of checkpoints have held the training up; 0: none has, or it is not known
+    busy: int = 0  # nanoseconds for which the worker has computed so far, without waiting for other ranks; 0: unknown
+    median: int = 0  # the sum over the steps of what the median rank of the job has computed in each
 
     @staticmethod
     def parse(data: bytes) -> Page | None:

@@ -43,6 +43,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
     Layer("elastirun.agent.hangs", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.hang_causes", never=EFFECTS),
+    Layer("elastirun.agent.stragglers", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.step_rates", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.progress",)),  # in workers
     Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from elastirun.progress import computed
+
 from .bucket_set import BucketSet
 from .collectives import gather, ranks
 from .control_words import Agreement, PendingAgreement
@@ -16,7 +18,7 @@ from .errors import TrainError
 from .extensions import Extensions
 from .planner import Planner
 from .replica_check import verify_replicas
-from .step_times import describe_lacking
+from .step_times import describe_lacking, median
 from .trained import Trained
 from .transports.base import reduction_errors
 from .watch import Watch
@@ -159,6 +161,7 @@ class Conclusion:
         if len(set(agreement.trained)) > 1:
             self._trained.drop_gradients()
             self._trained.refuse(self._group, self._planner.device, all_take_part=not self.may_defer)
+        computed(agreement.seconds[self._rank], median(agreement.seconds))
         self._trained.learn(agreement.trained)
         self._check_deferred(agreement, expected_samples)
         if agreement.lacking and not self._reported:

@@ -48,8 +48,13 @@ class StepTimes:
 
 def stragglers(seconds: Sequence[float]) -> dict[int, float]:
     """Return the ranks that computed much longer than the median rank, and how many times as long."""
-    middle = sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
+    middle = median(seconds)
     return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
+
+
+def median(seconds: Sequence[float]) -> float:
+    """Return the time of the median rank; of two in the middle that of the quicker one, which then counts as the usual time."""
+    return sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
 
 
 def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:

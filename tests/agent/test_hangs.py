@@ -52,8 +52,8 @@ def page(steps: int, stamped: float = 0.0, longest: float = 0.0, within: float =
 
 
 def test_only_a_page_of_this_version_is_read() -> None:
-    numbers = struct.pack("<11Q", 7, 60, 3, 5, 4, 0, *range(1, 6))
-    assert Page.parse(MAGIC + numbers + b"more") == Page(7, 60, 3, 5, 4, 0, *range(1, 6))
+    numbers = struct.pack("<13Q", 7, 60, 3, 5, 4, 0, *range(1, 8))
+    assert Page.parse(MAGIC + numbers + b"more") == Page(7, 60, 3, 5, 4, 0, *range(1, 8))
     assert Page.parse(b"elastpg2" + numbers) is None
     assert Page.parse((MAGIC + numbers)[:-1]) is None and Page.parse(b"") is None
 
@@ -357,6 +357,28 @@ def test_a_step_in_the_meantime_ends_the_alarm(worker: Any, pages: ProgressPages
     watched.run(4)
     assert watched.said[2:] == ["a worker has made a step again"]
     assert watched.ended == []
+
+
+def test_a_straggler_is_named_whatever_the_hang_timeout_is(worker: Any, pages: ProgressPages) -> None:
+    told = "for _ in range(10):\n    computed(0.02, 0.01)\ncomputed(math.nan, 1.0)"
+    script = WORKER.replace("print(", f"from elastirun.progress import computed\n{told}\nprint(")
+    watched = Watched(worker(script=script), pages, timeout=None)
+    looks = iter([200, 300, 400, 500])
+
+    def read(local_rank: int) -> Any:
+        steps = next(looks)
+        return Page(1, 0, steps, 0, 0, 0, busy=steps * NS // 50, median=steps * NS // 100)
+
+    watched.watch.pages.read, own = read, pages.read  # type: ignore[method-assign,assignment]
+    watched.run(81)
+    (event,) = watched.events
+    assert isinstance(event, events.Straggler) and (event.rank, event.times_median, event.seconds) == (7, 2.0, 0.02)
+    assert watched.said == ["rank 7 (local rank 0, CPU) is a straggler: it computes for 0.02 s a step, the median rank 0.01 s"]
+    looks = iter([600])
+    (shown,) = watched.watch.steps(clock.now())
+    assert shown.times_median == 2.0
+    found = own(0)
+    assert found and (found.busy, found.median) == (10 * NS // 50, 10 * NS // 100)
 
 
 def test_off_or_stopped_nothing_is_watched(worker: Any, pages: ProgressPages) -> None:

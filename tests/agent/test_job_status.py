@@ -140,6 +140,8 @@ def test_the_steps_of_the_workers_here_are_one_line() -> None:
     ):
         assert f"\nsteps     {line}\n" in screen([judge("job7", "", view, (), tuple(some))])
     assert "steps" not in screen([judge("job7", "", view)])
+    slow = WorkerSteps(3, 1, 121, 0.14, 2.5, 1.75)
+    assert "\nslow      rank 3 computes for 1.8 times as long as the median rank\n" in screen([judge("job7", "", view, (), (slow,))])
 
 
 def test_the_screen_is_aligned() -> None:

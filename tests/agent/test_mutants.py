@@ -959,6 +959,16 @@ MUTANTS = (
         *("account", "a_worker_stamps_its_first_step_its_number_its_saves_and_when_it_caught_up"),
     ),
     mutant(
+        "a straggler is slow for long",
+        *("stragglers", "if one and self._windows[one.local_rank] >= LASTING", "if one"),
+        *("stragglers", "a_worker_that_is_slow_for_three_windows_is_named_once"),
+    ),
+    mutant(
+        "a straggler is named once",
+        *("stragglers", "if local_rank not in self._named]", "]"),
+        *("stragglers", "a_worker_that_is_slow_for_three_windows_is_named_once"),
+    ),
+    mutant(
         "a rate is that of the last minute",
         *("step_rates", "                samples.popleft()", "                break"),
         *("step_rates", "a_rate_is_that_of_the_last_minute_or_since_the_question_before"),

@@ -32,6 +32,11 @@ MUTANTS = (
         *("reducer", "        progress()  # before", "        # before"),
         *("progress", "each_backward_is_a_step_and_each_reduction_of_shards"),
     ),
+    mutant(
+        "the agent is told for how long the ranks compute",
+        *("conclusion", "        computed(agreement.seconds[self._rank], median(agreement.seconds))\n", ""),
+        *("progress", "the_agent_is_told_for_how_long_this_rank_and_the_median_rank_compute"),
+    ),
     mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),
     mutant(
         "a travelling bucket is nobody's gradient",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elastirun.agent.hang_watch import ProgressPages
-from elastirun.progress_page import VARIABLE
+from elastirun.progress_page import NS, VARIABLE
 from elastirun.train import Checkpointer, DeterministicShards, DistributedDataParallel, ElasticDataLoader
 from tests.support.worlds import run
 
@@ -33,6 +36,32 @@ def steps(rank: int, world: int) -> list[int]:
     page = pages.read(0)
     assert page
     return [*found, page.steps]
+
+
+class Slow(nn.Linear):
+    """A layer whose forward takes 50 ms on rank 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05 * dist.get_rank())
+        return super().forward(x)
+
+
+def computing(rank: int, world: int) -> tuple[float, float]:
+    """The times of computing on this rank's page: its own, and those of the median rank."""
+    pages = ProgressPages()
+    (os.environ[VARIABLE],) = pages.renew(1)
+    ddp = DistributedDataParallel(Slow(4, 1))
+    for _ in range(4):
+        ddp(torch.ones(2, 4)).sum().backward()
+    page = pages.read(0)
+    assert page
+    return page.busy / NS, page.median / NS
+
+
+def test_the_agent_is_told_for_how_long_this_rank_and_the_median_rank_compute() -> None:
+    (first, median), (second, the_same) = run(2, computing)
+    assert median == pytest.approx(the_same) and median <= first * 1.01, "of two ranks the quicker one is the median"
+    assert second >= 4 * 0.05
 
 
 def test_each_backward_is_a_step_and_each_reduction_of_shards() -> None:

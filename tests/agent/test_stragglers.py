@@ -1,0 +1,75 @@
+"""Workers that compute for longer than the median rank: which of them are named, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from elastirun.agent.hang_watch import device_of
+from elastirun.agent.stragglers import LASTING, LEAST_STEPS, Straggler, Stragglers
+from elastirun.progress_page import NS, Page
+
+
+class Round:
+    """One worker's pages, a window after the other."""
+
+    def __init__(self) -> None:
+        self.stragglers = Stragglers()
+        self.steps, self.busy, self.median = 100, 7 * NS, 3 * NS
+        self.window(1.0, 1.0)  # the first sample is compared with none
+
+    def window(self, seconds: float, median: float, steps: int = 50, pid: int = 1) -> list[Straggler]:
+        """Let a window pass in which each step took so long on this rank, and on the median rank."""
+        self.steps += steps
+        self.busy += int(seconds * steps * NS)
+        self.median += int(median * steps * NS)
+        return self.stragglers.look({0: Page(pid, 0, self.steps, 0, 0, 0, busy=self.busy, median=self.median)})
+
+
+def named(windows: Sequence[tuple[float, ...]]) -> list[int]:
+    """Return in which windows the worker is named."""
+    one = Round()
+    return [number for number, window in enumerate(windows) if one.window(*window[:2], *map(int, window[2:]))]
+
+
+SLOW, USUAL = (0.2, 0.1), (0.12, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ([SLOW] * 6, [LASTING - 1]),
+        ([USUAL] * 6, []),
+        ([SLOW, SLOW, USUAL, SLOW, SLOW, USUAL], []),
+        ([SLOW, SLOW, USUAL, SLOW, SLOW, SLOW, USUAL, SLOW, SLOW, SLOW], [5]),
+        ([(0.0004, 0.0001)] * 6, []),  # too little to say anything
+        ([(*SLOW, LEAST_STEPS - 1)] * 6, []),
+        ([(0.0, 0.0)] * 6, []),  # a script that does not tell
+    ],
+)
+def test_a_worker_that_is_slow_for_three_windows_is_named_once(windows: list[tuple[float, ...]], expected: list[int]) -> None:
+    assert named(windows) == expected
+
+
+def test_a_straggler_is_shown_while_it_is_one_and_named_again_in_another_round() -> None:
+    one = Round()
+    for _ in range(LASTING):
+        one.window(*SLOW)
+    assert one.stragglers.slow == {0: Straggler(0, 2.0, 0.2, 0.1)}
+    one.window(*USUAL)
+    assert one.stragglers.slow == {}
+    one.stragglers.start_round()
+    assert [bool(one.window(*SLOW)) for _ in range(LASTING + 1)] == [False] * LASTING + [True]
+
+
+def test_another_process_is_not_compared() -> None:
+    one = Round()
+    assert [one.window(*SLOW, pid=number) for number in range(2, 9)] == [[]] * 7
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "device"), [("0,3", 1, "GPU 3"), ("GPU-5fe", 2, "GPU GPU-5fe"), ("4,5", 7, "GPU 7")]
+)
+def test_the_device_of_a_worker(visible: str, local_rank: int, device: str) -> None:
+    assert device_of({"CUDA_VISIBLE_DEVICES": visible}, local_rank) == device
