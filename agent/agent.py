@@ -101,9 +101,9 @@ class Agent:
         logs_limit = min(LOGS_LIMIT, 0.4 * config.timing.expire)
         self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector, logs_limit)
         stack.callback(self._logs.close)
+        self._events_log = self._event_log(row, environ, stack)  # which may make a temporary folder
         if self._logs.temporary:
             self._tree.remove_folder_at_end(self._logs.temporary)
-        self._events_log = self._event_log(row, environ, stack)
         self._round_events = events.RoundEvents(self._events_log, row.id)
         self._memory = CheckpointMemory(self._round_check.folder, self._selector, self._events_log.write, self._console.say)
         stack.callback(self._memory.close)

@@ -60,6 +60,18 @@ def test_a_spare_takes_the_place_of_a_single_killed_node_at_once(nodes: Cluster,
     assert nodes.ends(second) == 0
 
 
+def test_a_killed_agent_leaves_no_folder(nodes: Cluster) -> None:
+    folder = nodes.tmp_path / "temporary"
+    folder.mkdir()
+    nodes.env["TMPDIR"] = str(folder)
+    agent = nodes.launch(1, "--standalone", str(nodes.script))
+    nodes.worker()
+    guard = guard_of(agent)
+    assert len(list(folder.iterdir())) == 2, "that of its socket, and that of its logs"
+    kill(agent)
+    assert dies(guard) and not list(folder.iterdir())
+
+
 def test_a_guard_that_cannot_speak_leaves_the_others_to_find_the_silence(nodes: Cluster) -> None:
     agents = [nodes.agent(i, "--expire=2", "--last-call=0.5", nnodes="1:2") for i in (1, 2)]
     before = nodes.round(2)
