@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from elastirun.agent import events
@@ -150,6 +149,8 @@ class _FirstLine(logging.Handler):
 
 def load_exporter(name: str) -> Any:
     """Return OpenTelemetry's exporter of that name. Raises LookupError, with the fix, where no installed package has it."""
+    from importlib.metadata import entry_points  # slow, and needed where spans are sent alone
+
     found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
     if not found:
         package = f"opentelemetry-exporter-{name.replace('_', '-')}" if name.startswith("otlp") else "its package"
