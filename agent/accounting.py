@@ -101,8 +101,9 @@ class Accounting:
         if page is None or page.steps == (before.steps if before else 0):
             return
         self._shown = page
-        elapsed = (page.stamped - before.stamped) / NS if before else 0.0
-        rate = round((page.steps - (before.steps if before else 0)) / elapsed, 3) if elapsed > 0 else None
+        steps, since = (before.steps, before.stamped) if before else (1, page.first or page.stamped)
+        elapsed = (page.stamped - since) / NS
+        rate = round((page.steps - steps) / elapsed, 3) if elapsed > 0 else None
         self._write(events.Steps(self._number, page.steps, page.at - 1 if page.at else None, rate))
 
     def _stamps(self) -> Stamps:

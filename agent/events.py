@@ -172,7 +172,7 @@ class Steps(Event, kind="steps"):
     round: int
     steps: int  # of the worker here that has made most, in this round
     step: int | None  # the number of its last step in the whole training; None: it has not said
-    steps_per_second: float | None  # since the last such event; None: this is the first of the round
+    steps_per_second: float | None  # since the last such event, or since the first step of the round; None: not known
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Entry point of the command: installs signal handlers and checks the standard streams before the slow imports."""
 
+import elastirun.clock  # noqa: F401  # before all else: the account of an agent begins with this import
 from elastirun import early_signals, standard_streams
 
 

@@ -41,6 +41,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.store_thread", ("elastirun.rendezvous", *SHARED)),
     # decisions
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
+    Layer("elastirun.agent.account", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.hangs", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.hang_causes", never=EFFECTS),
     Layer("elastirun.agent.stragglers", (PAGE,), never=EFFECTS),
@@ -48,6 +49,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.progress",)),  # in workers
     Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),
     Layer("elastirun.agent.tracing", ("elastirun.agent.events",), in_functions=("opentelemetry",)),
+    Layer("elastirun.report", ("elastirun.errors",), in_functions=("plotly",)),
     Layer("elastirun.agent.own_agents", ("elastirun.agent", "elastirun.agent_socket")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
@@ -43,13 +43,6 @@ The options are those of the launch, which also come from its variables.
 Exit status: 0 shown; 2 wrong use; 3 the records cannot be read (is --token-file missing?);
 4 no such job there.
 """
-
-
-def is_asked(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Return whether the command line asks for a status, and not for a script with this name, which torchrun would start."""
-    if list(argv[:1]) != [WORD] or os.path.isfile(WORD) or os.path.isfile(os.path.join(WORD, "__main__.py")):
-        return False
-    return not any(environ.get(str(BY_DEST[dest].env), "0").strip() not in ("", "0") for dest in ("module", "no_python"))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -130,17 +130,17 @@ MUTANTS = (
         for rule, module, old, new, test in (
             (
                 "a script that is called status is started",
-                *("status_command", "or os.path.isfile(WORD) or", "or"),
+                *("subcommands", "or os.path.isfile(word) or", "or"),
                 "test_status_command.py::test_a_script_that_is_called_so_is_started[status]",
             ),
             (
                 "status after an option is a script",
-                *("status_command", "if list(argv[:1]) != [WORD] or", "if WORD not in argv or"),
+                *("subcommands", "if list(argv[:1]) != [word] or", "if word not in argv or"),
                 "test_status_command.py::test_the_word_after_an_option_is_a_script[--standalone]",
             ),
             (
                 "a variable says what the script is",
-                *("status_command", 'for dest in ("module", "no_python"))', "for dest in ())"),
+                *("subcommands", 'for dest in ("module", "no_python"))', "for dest in ())"),
                 "test_status_command.py::test_where_a_variable_says_what_the_script_is_the_word_is_a_script[PET_MODULE]",
             ),
             (

@@ -1,0 +1,99 @@
+"""The command ``elastirun report``: makes a page of what happened in a job, from its log folders. See docs/report.md.
+
+The command reads files and writes one. Bad input ends in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+
+import click
+
+from elastirun import standard_streams
+from elastirun.agent.exit_codes import ExitCode
+from elastirun.cli.parse import quote
+from elastirun.errors import StartError, UsageError
+
+WORD = "report"
+NO_EVENTS = 4  # exit code: there are no events in these folders
+OUT = "report.html"
+LIBRARY = "plotly is not installed where elastirun runs; pip install '.[report]' in its folder"
+_HELP = f"""\
+usage: elastirun report DIR... [--out={OUT}]
+
+Writes a page about a job that opens in any browser, also offline: who did what when, what the time
+was lost to, and the failures with their stacks. DIR: the folder of --log-dir, with the logs of all
+nodes, or the folder of one node; several are merged.
+
+  --out=FILE, -o FILE   the page [{OUT}]
+
+Exit status: 0 written; 2 wrong use; 3 the page cannot be made (is plotly missing?); 4 no events there.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report that ``argv`` asks for. Return the exit code."""
+    try:
+        return _run(argv)
+    except UsageError as error:
+        return _fail(str(error), ExitCode.USAGE)
+    except StartError as error:
+        return _fail(str(error), ExitCode.ENVIRONMENT)
+
+
+def _run(argv: Sequence[str]) -> int:
+    from elastirun.report import clocks, page, reader, story, words  # no launch needs them
+
+    parameters: list[click.Parameter] = [
+        click.Option(["help", "-h", "--help"], is_flag=True),
+        click.Option(["out", "-o", "--out"], default=OUT),
+        click.Argument(["folders"], nargs=-1),
+    ]
+    try:
+        given = click.Command(WORD, params=parameters, add_help_option=False).make_context(WORD, list(argv)).params
+    except click.UsageError as error:
+        raise UsageError(f"{error.format_message()} (see elastirun report --help)") from None
+    if given["help"]:
+        return _write(_HELP)
+    if not given["folders"]:
+        raise UsageError("give the folders of the logs (see elastirun report --help)")
+    found = reader.read(given["folders"])
+    if not found.events:
+        why = "; ".join(found.left_out[:3]) or f"no {reader.NAME} is in or below them"
+        return _fail(f"no events in {', '.join(map(quote, given['folders']))}: {words.clean(why)}; give the folder of --log-dir", NO_EVENTS)
+    told = story.tell(clocks.align(found.events))
+    _write("\n".join(words.summary(told)))
+    try:
+        text = page.page(told, found.left_out)
+    except ImportError:
+        raise StartError(LIBRARY) from None
+    _save(text, given["out"])
+    return _write(f"Written: {quote(given['out'])}")
+
+
+def _save(text: str, path: str) -> None:
+    """Write the page for its owner alone, as the logs are, in one piece. Raises StartError."""
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace", dir=folder, delete=False) as file:
+            try:
+                file.write(text)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise StartError(f"cannot write {quote(path)}: {error.strerror}; give another file with --out") from None
+
+
+def _write(text: str) -> int:
+    error = standard_streams.write("stdout", f"{text.rstrip()}\n")
+    return ExitCode.OK if error is None else ExitCode.FAILED
+
+
+def _fail(line: str, code: int) -> int:
+    standard_streams.write("stderr", f"elastirun report: {' '.join(line.splitlines())}\n")
+    return code

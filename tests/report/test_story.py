@@ -1,0 +1,196 @@
+"""What a report makes of events: lanes without gaps, faults with their costs, lost time by cause, clocks that differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from elastirun.errors import UsageError
+from elastirun.report import clocks, reader, story, words
+from elastirun.report.story import FINISHING, JOINING, REPEATED, RESTARTING, RUNNING, STARTING, STOPPING, UNACCOUNTED, Story
+from tests.report.events import NOON, Agent, two_nodes
+
+
+def told(folder: Path, agents: list[Agent]) -> Story:
+    for agent in agents:
+        agent.save(folder)
+    found = reader.read([str(folder)])
+    assert found.left_out == []
+    return story.tell(clocks.align(found.events))
+
+
+def test_the_lane_of_an_agent_is_its_life_without_gaps(tmp_path: Path) -> None:
+    found = told(tmp_path, two_nodes())
+    for lane in found.lanes:
+        assert (lane.segments[0].begin, lane.segments[-1].end) == (lane.begin, lane.end)
+        assert all(one.end == after.begin for one, after in zip(lane.segments, lane.segments[1:], strict=False))
+    a = next(lane for lane in found.lanes if lane.node == "a-1")
+    assert a.begin == NOON + 2, "the agent was there before its first event"
+    states = [(one.state, round(one.begin - NOON), round(one.end - NOON)) for one in a.segments][:7]
+    assert states == [
+        (JOINING, 2, 10),
+        (STARTING, 10, 15),
+        (RUNNING, 15, 48),
+        (STOPPING, 48, 52),
+        (RESTARTING, 52, 55),
+        (STARTING, 55, 59),
+        (REPEATED, 59, 62),
+    ]
+    assert a.segments[-1].state == FINISHING
+    assert sum(found.spent.values()) == pytest.approx(found.total) == 130 + 72 + 45
+
+
+def test_each_fault_has_the_cost_of_its_restart_its_start_and_the_steps_done_again(tmp_path: Path) -> None:
+    found = told(tmp_path, two_nodes())
+    faults = {fault.round: fault for fault in found.faults}
+    assert [fault.cause for fault in found.faults] == ["failure", "lost", "join"]
+    assert faults[1].cost == {STOPPING: 8.0, RESTARTING: 6.0, STARTING: 4.0, REPEATED: 3.0} and faults[1].nodes == 2
+    assert (faults[2].seconds, faults[2].nodes) == (6.0, 1)
+    by_cause = {loss.what: (loss.count, loss.seconds) for loss in found.losses}
+    assert by_cause == {
+        "a worker failed": (1, 21.0),
+        "waiting for nodes, from the start of an agent on": (None, 18.0),
+        "first start": (None, 13.0),
+        "a node was lost": (1, 6.0),
+        "a node joined": (1, 5.0),
+        "finishing": (None, 6.0),
+    }
+    assert found.losses == sorted(found.losses, key=lambda loss: -loss.seconds)
+
+
+def test_the_lane_of_a_killed_agent_ends_when_the_others_noticed_and_goes_on_with_the_next_agent(tmp_path: Path) -> None:
+    found = told(tmp_path, two_nodes())
+    lost, back = (lane for lane in found.lanes if lane.name == "b")
+    assert (lost.outcome, lost.end, back.outcome) == ("", NOON + 82, "succeeded")
+    assert [one.state for one in lost.segments][-1] == UNACCOUNTED
+    assert (lost.number, back.number) == (0, 0), "one after the other, so in the same lane"
+
+
+def test_agents_with_the_same_name_at_the_same_time_have_two_lanes(tmp_path: Path) -> None:
+    agents = [Agent(f"n-{i}", "n").start(10, 1).spent(20, 1).end(21, 21) for i in range(2)]
+    assert [lane.number for lane in told(tmp_path, agents).lanes] == [0, 1]
+
+
+@pytest.mark.parametrize(("clock", "shift"), [(0.0, 0.0), (1.5, 0.0), (300.0, -300.0), (-4000.0, 4000.0)])
+def test_a_clock_that_differs_is_told_from_the_start_of_shared_rounds(tmp_path: Path, clock: float, shift: float) -> None:
+    found = told(tmp_path, two_nodes(clock))
+    assert {lane.node: round(lane.shifted, 3) for lane in found.lanes} == {"a-1": 0.0, "b-1": shift, "b-2": shift}
+    assert found.faults[0].at == pytest.approx(NOON + 50, abs=1.6)
+    assert bool(shift) == any("The clock of b differs by " in note for note in words.notes(found, []))
+
+
+def test_agents_without_a_common_round_are_other_jobs(tmp_path: Path) -> None:
+    other = Agent("c-1", "c", clock=1000)
+    other.at(10, "round", round=1, fence="t:1", reason="", nodes=1, world_size=1).spent(20, 1).end(21, 21)
+    found = told(tmp_path, [*two_nodes(), other])
+    assert {lane.node: (lane.job, lane.shifted) for lane in found.lanes}["c-1"] == (1, 0.0)
+    assert "2 jobs" in words.summary(found)[0]
+
+
+def test_the_summary_names_the_worst(tmp_path: Path) -> None:
+    a = Agent("a-1", "a").start(10, 1).broken(50, 1, "failure", "rank 1 failed").spent(55, 1, starting=1, training=39)
+    a.start(60, 2).spent(90, 2, "failure", starting=1, training=29)
+    a.at(90, "closed", round=2, verdict="succeeded", reason="", by="a").end(90, 82)
+    text = " ".join(words.summary(told(tmp_path, [a])))
+    assert "The job succeeded." in text and "Most was lost because a worker failed, once: 11.0 s of the nodes' time (13.4 %)" in text
+    assert "At most 82.9 % of the nodes' time" in text, "the steps have no numbers"
+
+
+def test_a_round_that_never_came_is_lost_time_and_the_end_of_a_job_is_none(tmp_path: Path) -> None:
+    for number, (outcome, state) in enumerate({"timeout": RESTARTING, "failed": FINISHING}.items()):
+        a = Agent("a-1", "a").start(10, 1).broken(50, 1, "lost", "b is gone").spent(55, 1, training=35).end(100, 100, outcome)
+        found = told(tmp_path / str(number), [a])
+        assert found.lanes[0].segments[-1].state == state
+
+
+def test_texts_are_printable_and_short() -> None:
+    assert words.clean("a\x1b[2J\u202eb\nc") == "a [2J b c"
+    assert words.clean("x" * 1000, 10) == "x" * 9 + "…"
+    assert [words.seconds(value) for value in (0.04, 119.94, 312, 25500)] == ["0.0 s", "119.9 s", "5 min 12 s", "7 h 5 min"]
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_found_in_folders_and_below_and_read_once(tmp_path: Path) -> None:
+    agents = two_nodes()
+    folders = [agent.save(tmp_path / "logs" / "run") for agent in agents]
+    (tmp_path / "logs" / ".latest").mkdir()
+    (tmp_path / "logs" / ".latest" / "a").symlink_to(folders[0])
+    (tmp_path / "logs" / "newest").symlink_to(folders[0])
+    found = reader.read([str(tmp_path / "logs"), str(folders[0]), str(folders[1] / "events.jsonl")])
+    assert (found.files, found.left_out, len(found.events)) == (3, [], sum(len(agent.lines) for agent in agents))
+    with pytest.raises(UsageError, match="there is no folder"):
+        reader.read([str(tmp_path / "no")])
+
+
+GOOD = {"v": 1, "time": NOON, "mono": 1.0, "event": "end", "node": "n-1", "name": "n"}
+BAD = {
+    "not JSON": b"{",
+    "not JSON, as a number that is none": b'{"v": NaN}',
+    "not JSON, too deep": b"[" * 100_000,
+    "not an object": b"[1]",
+    "its version is not 1": json.dumps({**GOOD, "v": 2}).encode(),
+    "without event, node or name": json.dumps({**GOOD, "name": 7}).encode(),
+    "without a time": json.dumps({**GOOD, "time": -1}).encode(),
+    "without a time, beyond all dates": json.dumps({**GOOD, "time": 1e300}).encode(),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_lines_that_cannot_be_read_are_counted_and_named(tmp_path: Path, why: str) -> None:
+    good = json.dumps(GOOD).encode() + b"\n"
+    (tmp_path / "events.jsonl").write_bytes(good + BAD[why] + b"\n" + good)
+    found = reader.read([str(tmp_path)])
+    assert len(found.events) == 2
+    said = why if "event" in why else why.partition(",")[0]
+    assert found.left_out == [f"{tmp_path}/events.jsonl: 1 line that cannot be read; line 2: {said}"]
+
+
+def test_a_line_that_is_cut_off_or_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = json.dumps(GOOD).encode()
+    monkeypatch.setattr(reader, "MAX_LINE", 1024)
+    (tmp_path / "events.jsonl").write_bytes(good + b"\n" + b"x" * 1500 + b"\n" + good[:50])
+    found = reader.read([str(tmp_path)])
+    assert len(found.events) == 1
+    (text,) = found.left_out
+    assert "line 2: a line of more than 1 KiB" in text and "its end is missing" in text
+
+
+def test_too_much_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for agent in two_nodes():
+        agent.save(tmp_path)
+    monkeypatch.setattr(reader, "MAX_BYTES", 500)
+    found = reader.read([str(tmp_path)])
+    assert "because all files together are too large" in found.left_out[0] and len(found.events) < 5
+    monkeypatch.setattr(reader, "MAX_FILES", 2)
+    assert reader.read([str(tmp_path)]).left_out[-1] == "1 files beyond the first 2"
+    os.mkfifo(tmp_path / "pipe")
+    assert reader.read([str(tmp_path / "pipe")]).left_out == [f"{tmp_path}/pipe: not a file"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_the_fields_are_there_is_a_story(seed: int) -> None:
+    """Values of wrong types and sizes, events in any order: no exception, and lanes without gaps."""
+    rng = random.Random(seed)
+    odd = [None, True, -1, 0, 1e10, 9e10, 1e300, 10**4000, "", "x" * 5000, "\ud800\u202e<b>", [], [[]], {}]
+    odd += [[{"rank": "x", "stack": [1, "y"]}]]
+    lines = [line for agent in two_nodes() for line in agent.lines]
+    rng.shuffle(lines)
+    events = []
+    for line in lines:
+        changed = [name for name in line if name not in ("event", "node", "name", "v") and rng.random() < 0.3]
+        fields = {**line, **{name: rng.choice(odd) for name in changed}}
+        event = reader.parse_line((json.dumps(fields) + "\n").encode())
+        if isinstance(event, reader.Event):
+            events.append(event)
+    found = story.tell(clocks.align(events))
+    for lane in found.lanes:
+        assert all(one.end == after.begin for one, after in zip(lane.segments, lane.segments[1:], strict=False))
+        assert sum(one.seconds for one in lane.segments) == pytest.approx(lane.end - lane.begin, abs=0.01)
+    texts = [*words.summary(found), *words.notes(found, []), *(cell for fault in found.faults for cell in words.fault_row(fault))]
+    assert all(text.isprintable() for text in texts)
