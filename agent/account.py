@@ -114,6 +114,7 @@ class Account:
         self._restarting_since = began  # while ``_kind`` is RESTARTING, whatever its causes
         self._round: _Round | None = None
         self._ended: defaultdict[str, int] = defaultdict(int)  # rounds that ended early, by cause
+        self._unstamped: defaultdict[str, float] = defaultdict(float)  # training in rounds without a step, by the cause of their start
         self._stamped = self._numbered = self._saved = False  # workers have stamped steps, given their numbers, or told of saves
 
     @property
@@ -161,6 +162,8 @@ class Account:
         parts, trained_until = self._split(one, now, found)
         for kind, seconds in parts.items():
             self._spent[kind, _charged(kind, one.cause)] += seconds
+        if found.first is None:
+            self._unstamped[one.cause] += parts[Spent.TRAINING]
         self.farthest, self._round = max(self.farthest, found.at), None
         self._kind, self._cause, self._since = Spent.FINISHING, "", trained_until
         if one.over is not None:
@@ -195,6 +198,11 @@ class Account:
         by_kind, by_cause = dict.fromkeys(Spent, 0.0), defaultdict[str, float](float)
         for (kind, cause), value in spent.items():
             by_kind[kind] += value
+            if cause:
+                by_cause[cause] += value
+        for cause, value in self._unstamped.items() if self._stamped else ():  # those rounds ended before their first step
+            by_kind[Spent.TRAINING] -= value
+            by_kind[Spent.STARTING] += value
             if cause:
                 by_cause[cause] += value
         seconds: dict[str, float | None] = {kind.value: round(value, 3) for kind, value in by_kind.items()}

@@ -36,6 +36,9 @@ Two nodes with fixed ranks; on the other node the same with --node-rank=1:
 
 How a job stands, on a node of the job or from elsewhere; elastirun status --help:
   elastirun status --rdzv-endpoint=node0
+
+What happened in a job, as a page for a browser, from the events that --log-dir keeps:
+  elastirun report DIR
 """
 _NOTES = """\
 Options come before SCRIPT. What follows SCRIPT is passed to it; ${local_rank} there becomes the

@@ -98,7 +98,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a worker, or a hang of workers, with stacks."""
+    """The failure of a worker, a hang of workers, or a straggler; ``lines``: stacks, or the last lines of stderr."""
 
     at: float
     name: str
@@ -176,7 +176,9 @@ def tell(agents: Sequence[AgentEvents]) -> Story:
 class _Walk:
     """Walks through the events of one agent and divides its life. ``at``: until when it is divided."""
 
-    def __init__(self, job: int, begin: float) -> None:
+    def __init__(self, job: int, begin: float, stepped: set[int] | None) -> None:
+        """``stepped``: the rounds in which steps were stamped; None: they never are."""
+        self._stepped = stepped
         self.segments: list[Segment] = []
         self._job, self.at = job, begin
         self.state, self.round = JOINING, 0
@@ -226,6 +228,8 @@ class _Walk:
             return
         for name, state in (("starting", STARTING), ("repeated", REPEATED)):
             self.put(state, min(at, self.at + event.seconds(name)))
+        if self._stepped is not None and self.round not in self._stepped:  # it ended before its first step, see Account
+            self.put(STARTING, min(at, self.at + event.seconds("training")))
         self.fault = None
         for name, state in (("saving", SAVING), ("training", RUNNING)):
             self.put(state, min(at, self.at + event.seconds(name)))
@@ -265,7 +269,8 @@ def _lane(agent: AgentEvents, lost: dict[FaultKey, float]) -> Lane:
     for one in agent.events:
         if one.event.kind == "account":  # its seconds begin with the agent, before the first event
             begin = max(0.0, min(begin, one.at - one.event.seconds("total")))
-    walk = _Walk(agent.job, begin)
+    stepped = {one.event.whole("round") for one in agent.events if one.event.kind == "steps"}
+    walk = _Walk(agent.job, begin, stepped or None)
     lane = Lane(agent.node, agent.name, agent.job, agent.shifted, begin, last.at)
     for one in agent.events:
         walk.see(one)
@@ -372,12 +377,12 @@ def _rounds(agents: Sequence[AgentEvents]) -> list[Round]:
 
 
 def _failures(agents: Sequence[AgentEvents]) -> list[Failure]:
-    """Return the failures of workers and the hangs, in order."""
+    """Return the failures of workers, the hangs and the stragglers, in order."""
+    describe = {"failure": _failure, "hang": _hang, "straggler": _straggler}
     found = []
-    for _, one in _each(agents, "failure", "hang"):
-        event = one.event
-        title, lines = _failure(event) if event.kind == "failure" else _hang(event)
-        found.append(Failure(one.at, event.name, title, lines[:MOST_LINES]))
+    for _, one in _each(agents, *describe):
+        title, lines = describe[one.event.kind](one.event)
+        found.append(Failure(one.at, one.event.name, title, lines[:MOST_LINES]))
     return sorted(found, key=lambda one: one.at)
 
 
@@ -391,6 +396,13 @@ def _failure(event: Event) -> tuple[str, tuple[str, ...]]:
 
 def _hang(event: Event) -> tuple[str, tuple[str, ...]]:
     return f"no step for {event.seconds('seconds'):.0f} s; where the workers were:", _stacks(event)
+
+
+def _straggler(event: Event) -> tuple[str, tuple[str, ...]]:
+    times, device = event.seconds("times_median"), event.text("device") or "a device"
+    own, median = event.seconds("seconds"), event.seconds("median")
+    line = f"It computes for {own:.3g} s per step, the median rank of the job for {median:.3g} s."
+    return f"rank {event.whole('rank')} on {device} is {times:.3g} times as slow as the median rank", (line,)
 
 
 def _stacks(event: Event) -> tuple[str, ...]:

@@ -51,6 +51,16 @@ def test_until_the_first_step_of_a_script_that_stamps_all_is_starting() -> None:
     assert spent(account.totals(60.0, NO_STAMPS))["starting"] == 12.0 + 8.0
 
 
+def test_a_round_that_ended_before_its_first_step_was_starting_as_later_rounds_show() -> None:
+    account = started()
+    account.end_early("failure", 50.0)
+    account.end_round(50.0, NO_STAMPS)
+    assert spent(account.totals(50.0, NO_STAMPS))["training"] == 39.0, "does this script stamp at all?"
+    account.start_round(52.0)
+    totals = account.totals(70.0, Stamps(first=60.0, last=70.0))
+    assert spent(totals) == {"starting": 2.0 + 40.0 + 8.0, "waiting": 8.0, "restarting": 2.0, "training": 10.0}
+
+
 def test_training_ends_with_the_last_step_and_what_follows_is_charged_to_the_cause() -> None:
     """A hang of 40 s, a stop of 5 s, a pause of 2 s, and 8 s until the first step of the next round."""
     account = started()

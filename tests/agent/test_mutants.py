@@ -939,6 +939,11 @@ MUTANTS = (
         *("account", "until_the_first_step_of_a_script_that_stamps_all_is_starting"),
     ),
     mutant(
+        "a round without a step was starting",
+        *("account", "for cause, value in self._unstamped.items() if self._stamped else ():", "for cause, value in ():"),
+        *("account", "a_round_that_ended_before_its_first_step_was_starting_as_later_rounds_show"),
+    ),
+    mutant(
         "no stamp makes a part negative or too long",
         *("account", "first = min(max(one.began, first), until)", "first = max(one.began, first)"),
         *("account", "whatever_happens_and_is_stamped_the_parts_add_up"),

@@ -26,7 +26,11 @@ class Agent:
         fields = {"reason": f"why {number}", "nodes": world_size // 2, "world_size": world_size, "node_rank": 0, "ranks": [0, 1]}
         return self.at(seconds, "round", round=number, fence=f"s:{number}", formed_after=None, **fields)
 
-    def spent(self, at: float, number: int, cause: str = "", starting: float = 0, repeated: float = 0, training: float = 0) -> Agent:
+    def spent(
+        self, at: float, number: int, cause: str = "", starting: float = 0, repeated: float = 0, training: float = 0, steps: int = 9
+    ) -> Agent:
+        if steps:
+            self.at(at, "steps", round=number, steps=steps, step=None, steps_per_second=5.0)
         parts = {"restarting": 0.0, "starting": starting, "repeated": repeated, "saving": 0.0, "training": training}
         return self.at(at, "round_spent", round=number, cause=cause, **parts)
 

@@ -91,6 +91,27 @@ def test_agents_without_a_common_round_are_other_jobs(tmp_path: Path) -> None:
     assert "2 jobs" in words.summary(found)[0]
 
 
+def test_a_round_without_a_step_was_starting_where_steps_are_stamped(tmp_path: Path) -> None:
+    a = Agent("a-1", "a").start(10, 1).broken(50, 1, "failure").spent(50, 1, starting=1, training=39, steps=0).start(50, 2)
+    a.spent(90, 2, "failure", starting=10, training=30).end(90, 80)
+    (lane,) = told(tmp_path, [a]).lanes
+    states = [(one.state, round(one.seconds)) for one in lane.segments]
+    assert states == [(STARTING, 1), (STARTING, 39), (STARTING, 10), (RUNNING, 30)]
+
+
+def test_failures_hangs_and_stragglers_are_told_in_order_with_their_stacks(tmp_path: Path) -> None:
+    a = Agent("a-1", "a").start(10, 1)
+    a.at(20, "straggler", rank=3, local_rank=1, device="GPU 1", times_median=2.5, seconds=0.5, median=0.2)
+    a.at(30, "hang", seconds=60, limit=60, ranks=[3], workers=[{"rank": 2, "steps": 7, "stack": ["in wait"]}, {"rank": 3, "stack": ["in load"]}])
+    a.at(31, "failure", round=1, rank=3, local_rank=1, pid=7, code=-9, blame="own_fault", note="hung", lines=["in load"])
+    found = told(tmp_path, [a]).failures
+    assert [(one.title, one.lines) for one in found[1:]] == [
+        ("no step for 60 s; where the workers were:", ("rank 2, 7 steps:", "in wait", "", "rank 3, 0 steps:", "in load", "")),
+        ("round 1: rank 3 failed: killed by signal 9, hung (own fault)", ("in load",)),
+    ]
+    assert found[0].title == "rank 3 on GPU 1 is 2.5 times as slow as the median rank"
+
+
 def test_the_summary_names_the_worst(tmp_path: Path) -> None:
     a = Agent("a-1", "a").start(10, 1).broken(50, 1, "failure", "rank 1 failed").spent(55, 1, starting=1, training=39)
     a.start(60, 2).spent(90, 2, "failure", starting=1, training=29)
