@@ -102,7 +102,8 @@ def test_a_round_without_a_step_was_starting_where_steps_are_stamped(tmp_path: P
 def test_failures_hangs_and_stragglers_are_told_in_order_with_their_stacks(tmp_path: Path) -> None:
     a = Agent("a-1", "a").start(10, 1)
     a.at(20, "straggler", rank=3, local_rank=1, device="GPU 1", times_median=2.5, seconds=0.5, median=0.2)
-    a.at(30, "hang", seconds=60, limit=60, ranks=[3], workers=[{"rank": 2, "steps": 7, "stack": ["in wait"]}, {"rank": 3, "stack": ["in load"]}])
+    stacks = [{"rank": 2, "steps": 7, "stack": ["in wait"]}, {"rank": 3, "stack": ["in load"]}]
+    a.at(30, "hang", seconds=60, limit=60, ranks=[3], workers=stacks)
     a.at(31, "failure", round=1, rank=3, local_rank=1, pid=7, code=-9, blame="own_fault", note="hung", lines=["in load"])
     found = told(tmp_path, [a]).failures
     assert [(one.title, one.lines) for one in found[1:]] == [
