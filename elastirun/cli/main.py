@@ -23,7 +23,7 @@ from typing import NoReturn
 from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
-from elastirun.cli import command_line, report_command, status_command, subcommands
+from elastirun.cli import command_line, subcommands
 from elastirun.cli.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
 from elastirun.cli.options import GROUPS
@@ -40,9 +40,8 @@ PROBE_TIMEOUT = 300.0  # seconds for importing torch and counting devices: a col
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one agent to its end, and exit with its status. ``argv`` is without the program's name; None: ``sys.argv``."""
     words = sys.argv[1:] if argv is None else argv
-    for command in (status_command, report_command):
-        if subcommands.is_asked(command.WORD, words, os.environ):
-            sys.exit(command.main(words[1:]))
+    if (command := subcommands.asked_for(words, os.environ)) is not None:
+        sys.exit(command.main(words[1:]))
     prepared: LaunchConfig | int = ExitCode.OK
     try:
         prepared = _prepare(words)

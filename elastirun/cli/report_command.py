@@ -16,7 +16,6 @@ from elastirun.agent.exit_codes import ExitCode
 from elastirun.cli.parse import quote
 from elastirun.errors import StartError, UsageError
 
-WORD = "report"
 NO_EVENTS = 4  # exit code: there are no events in these folders
 OUT = "report.html"
 LIBRARY = "plotly is not installed where elastirun runs; pip install '.[report]' in its folder"
@@ -52,7 +51,7 @@ def _run(argv: Sequence[str]) -> int:
         click.Argument(["folders"], nargs=-1),
     ]
     try:
-        given = click.Command(WORD, params=parameters, add_help_option=False).make_context(WORD, list(argv)).params
+        given = click.Command("report", params=parameters, add_help_option=False).make_context("report", list(argv)).params
     except click.UsageError as error:
         raise UsageError(f"{error.format_message()} (see elastirun report --help)") from None
     if given["help"]:

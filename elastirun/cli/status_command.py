@@ -26,7 +26,6 @@ from elastirun.cli.token_file import read_token
 from elastirun.config import Endpoint, Etcd
 from elastirun.errors import StartError, UsageError
 
-WORD = "status"
 NO_JOB = 4  # exit code: there is no such job where it was looked for
 INTERVAL = "2"  # seconds from one screen to the next, by default
 CLEAR = "\x1b[H\x1b[2J"  # puts the cursor at the top left, and erases the screen
@@ -85,9 +84,9 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
     params: list[click.Parameter] = [click.Option(["help", "-h", "--help"], is_flag=True), click.Option(["json", "--json"], is_flag=True)]
     params += [click.Option([dest, BY_DEST[dest].name, *(["--endpoint"] if dest == "rdzv_endpoint" else [])]) for dest in SAME_AS_LAUNCH]
     params += [click.Option(["watch", "--watch"]), click.Argument(["job"], required=False)]
-    command = click.Command(WORD, params=params, add_help_option=False)
+    command = click.Command("status", params=params, add_help_option=False)
     try:
-        context = command.make_context(WORD, words, token_normalize_func=lambda name: name.replace("_", "-"))
+        context = command.make_context("status", words, token_normalize_func=lambda name: name.replace("_", "-"))
     except click.UsageError as error:
         raise UsageError(f"{error.format_message()} (see elastirun status --help)") from None
     found = {dest: "1" if value is True else value for dest, value in context.params.items() if value not in (None, False)}
