@@ -1015,7 +1015,7 @@ MUTANTS = (
     ),
     of_workers(
         "a pause that was announced is not learned",
-        *("progress", " and not words[WITHIN]", ""),
+        *("progress", "elif not words[WITHIN] and (pause", "elif (pause"),
         *("hangs", "a_pause_that_was_announced_is_not_learned"),
     ),
 )
