@@ -319,10 +319,14 @@ class Agent:
             self._accounting.worker_failed()
         self._tracker.worker_ended(end)
 
-    def _on_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str]) -> None:
-        """End a worker that makes no progress any more."""
-        if end := self._workers.kill(local_rank):
-            self._tracker.worker_hung(end, blame, note, stack)
+    def _on_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str], seconds: float) -> None:
+        """Report a worker that has made no progress for ``seconds``. It is killed when the round is over.
+
+        Its peers may fail as soon as it ends, and must not be reported before it.
+        """
+        if end := self._workers.end_by_kill(local_rank):
+            self._accounting.worker_failed()
+            self._tracker.worker_hung(end, blame, note, stack, seconds)
 
     def _on_stuck(self, text: str) -> None:
         """Leave: a worker that SIGKILL does not end keeps its GPU, so this node cannot run another round."""
@@ -410,6 +414,8 @@ class Agent:
         self._hangs.stop()
         self._accounting.stop()
         self._tracker.before_stop(self._workers.alive)
+        for local_rank in self._tracker.hung:
+            self._workers.kill(local_rank)
         self._round_check.stopping = "planned" if action.planned else "failure"
         timing = self._config.timing
         grace = timing.grace if action.planned else timing.failure_grace

@@ -85,7 +85,7 @@ class HangWatch:
     """Looks for a hang between ``start`` and ``stop``. ``timeout``, ``first_step``: as in ``LaunchConfig``.
 
     ``write`` gets events, ``say`` lines for people.
-    ``on_hung(local_rank, blame, note, stack)``: end this worker, which counts as its failure.
+    ``on_hung(local_rank, blame, note, stack, seconds)``: end this worker, which counts as its failure; it has made no step for ``seconds``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HangWatch:
         workers: Workers,
         write: Callable[[Event], None],
         say: Callable[[str], None],
-        on_hung: Callable[[int, Blame, str, list[str]], None],
+        on_hung: Callable[[int, Blame, str, list[str], float], None],
     ) -> None:
         self.pages = ProgressPages()
         self._rates = StepRates()
@@ -283,7 +283,8 @@ class HangWatch:
         for worker in observed:
             if worker.rank in verdict.ranks:
                 why = " (stopped by a signal)" if worker.stopped else ""
-                self._on_hung(worker.local_rank, blame, f"hung: no step for {seconds:.0f} s{why}", hang_causes.traceback(worker))
+                note = f"hung: no step for {seconds:.0f} s{why}"
+                self._on_hung(worker.local_rank, blame, note, hang_causes.traceback(worker), seconds)
 
 
 def device_of(env: Mapping[str, str], local_rank: int) -> str:

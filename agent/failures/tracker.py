@@ -62,7 +62,7 @@ class FailureTracker:
         self._held: list[ExitRecord] = []  # those of ``_records`` that do not count if the agent is signalled
         self._leaving = False  # the agent was signalled, so this node leaves
         self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the output of workers that were failing when the agent stopped them
-        self._hung: set[int] = set()  # local ranks of workers that were ended because they hung
+        self.hung: set[int] = set()  # local ranks of workers that hang, which are their failures
         self._oom_kills = oom.oom_kills()
         self.stopped = False
         self.report_at = math.inf
@@ -87,15 +87,18 @@ class FailureTracker:
         if not self.stopped:
             self.report_at = min(self.report_at, clock.now() + hold)
 
-    def worker_hung(self, end: WorkerExit, blame: Blame, note: str, stack: Sequence[str]) -> None:
-        """Record the failure of a worker that is being killed because it hung. Its end adds nothing, nor does it delay the report."""
-        self._hung.add(end.local_rank)
-        after = round(end.after, 3)
+    def worker_hung(self, end: WorkerExit, blame: Blame, note: str, stack: Sequence[str], seconds: float) -> None:
+        """Record the failure of a worker that hangs and is about to be killed. Its end adds nothing, nor does it delay the report.
+
+        It failed when it stopped making steps, ``seconds`` ago: before any peer that its end makes fail.
+        """
+        self.hung.add(end.local_rank)
+        after = round(max(0.0, end.after - seconds), 3)
         self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, end.code, blame, after, limit_lines(stack), note))
 
     def worker_ended(self, end: WorkerExit) -> None:
         """Record the end of a worker as a failure if it is one."""
-        if end.local_rank in self._hung:
+        if end.local_rank in self.hung:
             return
         if end.killed_by_us:
             if end.code and end.local_rank in self._shown:

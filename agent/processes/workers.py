@@ -154,12 +154,16 @@ class Workers:
             self._kill_at = min(self._kill_at, now + grace)
         self.tick(now)
 
-    def kill(self, local_rank: int) -> WorkerExit | None:
-        """Kill one worker and its process group. Return the end that it is about to have; None if it has ended already."""
+    def kill(self, local_rank: int) -> None:
+        """Kill one worker and its process group. Does nothing if it has ended."""
+        if process := self._alive.get(local_rank):
+            process.kill_group()
+
+    def end_by_kill(self, local_rank: int) -> WorkerExit | None:
+        """Return the end that ``kill`` would give one worker now; None if it has ended already."""
         process = self._alive.get(local_rank)
         if process is None or process.ended:
             return None
-        process.kill_group()
         return WorkerExit(local_rank, process.spec.rank, process.pid, -signal.SIGKILL, self._clock() - self._began, killed_by_us=True)
 
     def end_left_running(self) -> int:

@@ -273,7 +273,7 @@ class Watched:
         self.events: list[Any] = []
         self.ended: list[tuple[int, Blame, str, list[str]]] = []
         workers: Any = SimpleNamespace(processes={process.spec.local_rank: process})
-        self.watch = HangWatch(timeout, first, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end))
+        self.watch = HangWatch(timeout, first, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end[:4]))
         self.watch.pages = self.pages = pages
         self.local_rank = process.spec.local_rank
         self.watch.start(None if alone else lambda: MEETING)
@@ -428,10 +428,23 @@ def test_py_spy_shows_the_stack_of_a_worker_that_does_not_write_it(
     assert note.startswith("hung: no step for ") and stack[1] == '  File "/t.py", line 7, in wait'
 
 
+DEBUGGED = """
+import os, pdb
+from elastirun.progress import progress
+progress()
+
+class Person:
+    def readline(self):
+        print("stamped", flush=True)
+        os.read(os.pipe()[0], 1)
+
+pdb.Pdb(stdin=Person(), stdout=open(os.devnull, "w")).set_trace()
+progress()
+"""
+
+
 def test_a_program_in_pythons_debugger_does_not_hang(worker: Any, pages: ProgressPages) -> None:
-    debugger = "import pdb\npdb.Pdb(stdin=open(os.pipe()[0]), stdout=open(os.devnull, 'w')).set_trace()"
-    script = WORKER.replace("while True:", f"{debugger}\nwhile True:")
-    watched = Watched(worker(script=script), pages)
+    watched = Watched(worker(script=DEBUGGED), pages)
     watched.run(6.5)
     await_stack(pages, 0)
     signals: list[int] = []
@@ -461,7 +474,8 @@ def test_the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds
     tracker = FailureTracker("n", cast(Any, None))
     tracker.start_round(0, alone=False)
     end = WorkerExit(1, 5, 99, -9, 70.0, killed_by_us=False)
-    tracker.worker_hung(end, Blame.OWN_FAULT, "hung: no step for 60 s", ["where it hung"])
+    tracker.worker_hung(end, Blame.OWN_FAULT, "hung: no step for 60 s", ["where it hung"], 60.0)
     assert tracker.report_at <= clock.now()
     tracker.worker_ended(end)
-    assert tracker.failures == (ExitRecord("n", 5, 1, 99, -9, Blame.OWN_FAULT, 70.0, ("where it hung",), "hung: no step for 60 s"),)
+    assert tracker.failures == (ExitRecord("n", 5, 1, 99, -9, Blame.OWN_FAULT, 10.0, ("where it hung",), "hung: no step for 60 s"),)
+    assert tracker.hung == {1}

@@ -879,6 +879,11 @@ MUTANTS = (
         *("hangs", "a_program_in_pythons_debugger_does_not_hang"),
     ),
     mutant(
+        "a worker that hangs has failed before those that its end makes fail",
+        *("failures/tracker", "end.after - seconds", "end.after"),
+        *("hangs", "the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds_nothing"),
+    ),
+    mutant(
         "a node waits for the one with the cause",
         *("hang_watch", "self._act_at = now + self._verdict.hold", "self._act_at = now"),
         *("hangs", "the_verdict_of_all_nodes_takes_the_place_of_this_nodes_own[ranks1]"),
@@ -900,7 +905,7 @@ MUTANTS = (
     ),
     mutant(
         "the end of a worker that hung is no second failure",
-        *("failures/tracker", "        if end.local_rank in self._hung:\n            return\n", ""),
+        *("failures/tracker", "        if end.local_rank in self.hung:\n            return\n", ""),
         *("hangs", "the_failure_of_a_worker_that_hung_is_reported_before_its_end_which_adds_nothing"),
     ),
     mutant(
