@@ -26,6 +26,7 @@ from tests.support.worlds import PRELOAD
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elastirun", "tests", "benchmarks")
 TIMEOUT = 170.0  # seconds for the tests of one mutant
+PATIENCE = 15.0  # seconds that a test waits for what does not come without the rule; many mutants are noticed by that
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,16 @@ def run_mutant(copy: Path, path: Path, one: Mutant) -> Outcome:
     assert original.count(one.old) == 1, f"{path.name} has changed: give the mutant the line that holds the rule now"
     path.write_text(original.replace(one.old, one.new))
     try:
-        return run(copy, one.test)
+        return run(copy, one.test, TEST_PATIENCE=f"{PATIENCE:g}")
     finally:
         path.write_text(original)
 
 
-def run(copy: Path, *tests: str) -> Outcome:
-    """Run pytest in the copy, in a fork of a process that has imported torch and pytest, but forgets our modules."""
+def run(copy: Path, *tests: str, **environ: str) -> Outcome:
+    """Run pytest in the copy with the variables ``environ``, in a fork of a process that has torch and pytest, but forgets our modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    env = {**os.environ, "PYTHONPATH": str(copy), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORLD_START": "fork"}
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORLD_START": "fork", **environ}
     for name in ("CI", "BUILD_NUMBER"):  # pytest would list all differences of large bytes, for minutes
         env.pop(name, None)
     with tempfile.NamedTemporaryFile() as output:

@@ -31,8 +31,8 @@ from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
 from tests.agent.test_checkpoint_memory import Agent
 from tests.checkpoint.saves import stage, yes
+from tests.support.cluster import PATIENCE
 
-PATIENCE = 30.0  # seconds
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import Drain, TrainError
+from tests.support.cluster import PATIENCE
 from tests.support.worlds import Died, run
 
-PATIENCE = 60.0  # seconds; far more than anything here takes
 STEPS = 2000  # far more than are needed
 
 
