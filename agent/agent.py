@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -23,9 +23,11 @@ from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.hang_reports import Meeting
 from elastirun.agent.hang_watch import HangWatch
 from elastirun.agent.host import cpus, descriptors, net
+from elastirun.agent.live_workers import LiveWorkers
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
 from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_standbys
+from elastirun.agent.processes.forkserver import ROUND_NAMES
 from elastirun.agent.processes.parked_forks import ParkedForks
 from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.processes.process_tree import ProcessTree
@@ -77,8 +79,7 @@ class Agent:
         self._round = 0  # the number of the round whose workers run here, or ran last
         self._signum = 0  # the first signal that the agent got; 0: none
         self._lone = False  # the running round has no other node, and another agent could take this node's place
-        self._briefed: object = None  # what the guard was told for the death notice
-        self._notice: Notice | None = None  # ... as it was told
+        self._briefed: tuple[object, Notice | None] = (None, None)  # what the death notice is made of, and the notice
         self._sick = False  # a worker hangs in the kernel and cannot be killed
         self._console = Console(self._selector)
         stack.callback(self._console.close)
@@ -87,7 +88,7 @@ class Agent:
         stack.callback(self._signals.close)
         # No other node goes on without the only node of a job, so its guard needs no lease; but see ``_lone``.
         lease = 0.0 if config.max_nodes == 1 else config.timing.guard_lease
-        self._tree = ProcessTree(config.run_id, lease, self._selector, self._console.say)
+        self._tree = tree = ProcessTree(config.run_id, lease, self._selector, self._console.say)
         stack.callback(self._tree.close)
         self._round_check = RoundCheck(row.id, self._selector, self._read_store_soon, self._describe_store)
         stack.callback(self._round_check.close)
@@ -95,8 +96,9 @@ class Agent:
             self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
+        self._live = stack.enter_context(closing(LiveWorkers(self._selector, lambda pid: pid in self._workers.pids, self._on_parked)))
         self._node = NodeEnvironment(
-            environ, cpu_sets=bound_to, mark=self._tree.mark, socket=self._round_check.path, group=self._tree.group, files=files
+            environ, cpu_sets=bound_to, mark=tree.mark, live=self._live.name, socket=self._round_check.path, group=tree.group, files=files
         )  # completed for each round
         logs_limit = min(LOGS_LIMIT, 0.4 * config.timing.expire)
         self._logs = RunLogs(config.logs, config.run_id, row.name, self._console, self._selector, logs_limit)
@@ -258,14 +260,15 @@ class Agent:
         vote = words[1] if words else None
         store = None if machine.hosting else access.for_guard(machine.place)
         known = (machine.round_known, store, vote)
-        if known != self._briefed:
-            self._briefed, self._notice = known, None
+        if known != self._briefed[0]:
+            notice = None
             if store or vote:
                 spelled = encode_vote(vote, self._config.token) if vote else ""
                 if store and len(spelled) > LARGEST_VOTE:
                     spelled = ""
-                self._notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.round_known, spelled)
-            self._tree.write_notice_with(self._notice.encode() if self._notice else b"")
+                notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.round_known, spelled)
+            self._briefed = known, notice
+            self._tree.write_notice_with(notice.encode() if notice else b"")
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -314,10 +317,14 @@ class Agent:
         self._tree.reap_orphans((*self._workers.pids, *self._forks.pids))
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
+        self._live.worker_ended(end.pid)
         self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
         if end.code and not self._tracker.stopped:
             self._accounting.worker_failed()
         self._tracker.worker_ended(end)
+
+    def _on_parked(self, pid: int) -> None:
+        self._workers.park(pid)
 
     def _on_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str], seconds: float) -> None:
         """Report a worker that has made no progress for ``seconds``. It is killed when the round is over.
@@ -338,7 +345,7 @@ class Agent:
         self._hangs.stop()
         self._lone = False
         if self._tracker.stopped or self._finish:
-            self._tree.kill_left_behind()
+            self._tree.kill_left_behind([process.pid for process in self._workers.parked.values()])
         self._round_events.stopped(self._round, clock.now())
         self._accounting.end_round()
         if self._tracker.stopped:
@@ -363,15 +370,17 @@ class Agent:
             self._end_left_running()
         self._round_check.stopping = "no"
         self._tracker.start_round(record.round - 1, alone=record.world_size == 1)
+        parked = {local_rank: process.pid for local_rank, process in self._workers.parked.items()}
         self._node = replace(self._node, pages=self._hangs.pages.renew(record.members[node_rank].slots, self._accounting.farthest))
         try:
             specs = self._specs(record, node_rank)
-            self._announce(record, node_rank, specs)
-            logs = self._logs.open_round(record.round - 1, specs, record.world_size)
+            self._announce(record, node_rank, specs, len(parked))
+            logs = self._logs.open_round(record.round - 1, specs, record.world_size, parked)
             if not self._logs.error_file(record.round - 1, 0):
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
             store.end_round()
             self._workers.start(specs, logs)
+            self._resume(record.round, [spec for spec in specs if spec.local_rank in parked])
             self._accounting.workers_started()
             self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)
             self._tree.add_workers(self._workers.pids)
@@ -387,6 +396,14 @@ class Agent:
         access, place = self._session.access, self._session.machine.place
         return Meeting(access.for_status(place), access.key_prefix, self._config.token, record.fence, node_rank, len(record.members))
 
+    def _resume(self, round: int, specs: list[WorkerSpec]) -> None:
+        """Let the workers of ``specs``, which were parked, take part in the round. One that cannot be told is ended, and so has failed."""
+        for spec in specs:
+            process = self._workers.processes.get(spec.local_rank)
+            env = {name: spec.env[name] for name in ROUND_NAMES if name in spec.env}
+            if process is not None and not self._live.resume(process.pid, round, env):
+                process.kill_group()
+
     def _end_left_running(self) -> None:
         """End what the workers of the last round left running, also when they succeeded: it must not disturb the next round."""
         if count := self._workers.end_left_running():
@@ -399,13 +416,14 @@ class Agent:
         node = replace(self._node, cpus=cpus.usable_cpus(), interface=interface, loopback=loopback, store=access.worker_endpoint)
         return worker_specs(self._config, record, node_rank, node, lambda local: self._logs.error_file(record.round - 1, local))
 
-    def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec]) -> None:
+    def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec], going_on: int) -> None:
         nodes, workers = len(record.members), record.world_size
         self._round_events.start(record, node_rank, [spec.rank for spec in specs], clock.now())
         if self._config.max_nodes > 1 or record.round > 1:
             here = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
             size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
-            self._console.say(f"round {record.round}: {size}; here {here} ({record.reason})")
+            same = f", {going_on} in {'the process' if going_on == 1 else 'processes'} of the last round" if going_on else ""
+            self._console.say(f"round {record.round}: {size}; here {here}{same} ({record.reason})")
 
     def _stop(self, action: Stop) -> None:
         if self._tracker.stopped:  # the second request for the same round: the stop must be shorter
@@ -418,16 +436,19 @@ class Agent:
             self._workers.kill(local_rank)
         self._round_check.stopping = "planned" if action.planned else "failure"
         timing = self._config.timing
-        grace = timing.grace if action.planned else timing.failure_grace
+        asked = [] if self._signum else self._live.park([process.pid for process in self._workers.processes.values()], self._round)
+        all_asked = bool(asked) and len(asked) == len(self._workers.processes)
+        grace = timing.grace if action.planned and not all_asked else timing.failure_grace
         grace = grace if action.within is None else min(grace, action.within)
         self._round_events.stop(self._round, action.planned, action.reason, grace, clock.now())
         if not self._workers.running and not self._workers.left_running:
             self._on_workers_idle()
             return
         if self._config.max_nodes > 1 and not self._signum:
-            self._console.say(f"stopping the workers here: {action.reason}")
-        self._workers.stop(grace, self._stop_signal())
-        self._console.start_dropping()  # after the signal, so that there is room for their last output
+            self._console.say(f"{'parking' if asked else 'stopping'} the workers here: {action.reason}")
+        self._workers.stop(grace, self._stop_signal(), asked)
+        if not all_asked:
+            self._console.start_dropping()  # after the signal, so that there is room for their last output
 
     def _stop_signal(self) -> int:
         """Return the signal that stops workers: the first that the agent got, or SIGTERM.
@@ -441,7 +462,7 @@ class Agent:
 
     def _end(self, finish: Finish) -> int:
         """Say how it ended. Returns the exit code."""
-        needed = self._notice if self._session.machine.last_words and finish.closed is None else None  # by others, who go on
+        needed = self._briefed[1] if self._session.machine.last_words and finish.closed is None else None  # by others, who go on
         if needed is None:
             self._tree.write_notice_with(b"")  # this node has left, so nobody waits for it
         self._memory.close()  # this node runs no further round, but its agent may stay for other jobs
@@ -485,6 +506,8 @@ class Agent:
         success what is left gets the stop signal at once.
         """
         timing = self._config.timing
+        if self._workers.parked:  # there is no next round for them
+            self._workers.stop(timing.failure_grace)
         if succeeded and not self._signum:
             ending.wait_for_left_running(self._workers, timing.grace, self._turn, lambda: bool(self._signum), self._console.say)
             if not self._signum:

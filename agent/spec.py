@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 
-from elastirun import progress_page
+from elastirun import live_messages, progress_page
 from elastirun.agent.host import numa
 from elastirun.agent.processes import marks
 from elastirun.agent.processes.spawn import WorkerSpec
@@ -30,6 +30,7 @@ class NodeEnvironment:
     store: tuple[str, int] | None = None  # address and port of the rendezvous store, if the workers use it as theirs
     cpu_sets: Sequence[frozenset[int]] | None = None  # by local rank, with --numa-binding; None: every worker may use all CPUs
     mark: str = ""  # ELASTIRUN_AGENT, by which the guard recognises processes of this agent
+    live: str = ""  # ELASTIRUN_LIVE, where live workers connect; empty: nowhere
     socket: str = ""  # ELASTIRUN_SOCKET, where workers ask whether their round is current; empty: nowhere
     pages: Sequence[str] = ()  # ELASTIRUN_PROGRESS by local rank: the page in which the worker stamps its steps; empty: there are none
     group: str = ""  # the control group for the workers; empty: there is none
@@ -102,6 +103,7 @@ def _same_always(config: LaunchConfig, node: NodeEnvironment) -> dict[str, str]:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),
         marks.VARIABLE: node.mark,
         "ELASTIRUN_SOCKET": node.socket,
+        live_messages.VARIABLE: node.live,
         "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
     unless_set = {} if "TORCH_NCCL_ASYNC_ERROR_HANDLING" in node.environ else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -42,6 +42,7 @@ _SIGNALS = range(signal.SIGRTMAX - 4, signal.SIGRTMIN + 8, -1)  # candidates for
 LONGEST_STEP = 1e6  # seconds; so many steps of that length fit into the number of nanoseconds
 
 _words: memoryview | None = None  # the numbers of the page; None: this process stamps none
+_fd: int | None = None  # of the page; None: there was none yet
 _tried = False  # the page was opened, or cannot be
 _by_script = False  # the script stamps its steps, so those of its optimizers are not counted beside them
 
@@ -126,7 +127,7 @@ def _page() -> memoryview | None:
 
 def _open() -> memoryview | None:
     """Open the page that the environment names, and have the Python stacks written there at a signal. None: no page for this process."""
-    global _tried, _words
+    global _fd, _tried, _words
     _tried = True
     path = os.environ.get(VARIABLE)
     if not path or sys.byteorder != "little":
@@ -140,11 +141,21 @@ def _open() -> memoryview | None:
     if memory[: len(MAGIC)] != MAGIC or words[PID] not in (0, os.getpid()):  # another process of this worker stamps it already
         os.close(fd)
         return None
+    before, _fd = _fd, fd
     words[SIGNAL] = _write_stacks_at_a_signal(fd)
     words[PID] = os.getpid()
-    os.register_at_fork(after_in_child=_forget)
+    if before is None:
+        os.register_at_fork(after_in_child=_forget)
+    else:
+        os.close(before)
     _words = words
     return words
+
+
+def begin_round() -> None:
+    """Stamp the page that the environment names now: this process goes on in another round (docs/elastic.md)."""
+    global _tried, _words
+    _tried, _words = False, None
 
 
 def _write_stacks_at_a_signal(fd: int) -> int:

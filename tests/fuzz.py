@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from elastirun import live_messages
 from elastirun.agent import http_port
 from elastirun.agent.events import changes
 from elastirun.agent.failures.classify import exit_code
@@ -493,6 +494,22 @@ def check_http(data: bytes) -> bool:
     return isinstance(found, http_port.Request)
 
 
+LIVE = [live_messages.Hello(), live_messages.Park(3), live_messages.Parked(3, 1000), live_messages.Resume(4, {"RANK": "1", "A": "b"})]
+
+
+def make_live(rng: random.Random) -> bytes:
+    data = live_messages.encode(rng.choice(LIVE))
+    plain = spelled(rng, mutated_tree(rng, json.loads(data)))
+    return plain if rng.random() < 0.5 else mutated(rng, data)
+
+
+def check_live(data: bytes) -> bool:
+    """A message that is written as it was read, or none."""
+    found = live_messages.decode(data)
+    assert found is None or live_messages.decode(live_messages.encode(found)) == found
+    return found is not None
+
+
 TARGETS = {
     "codec": Target(make_codec, check_codec, 400),
     "exchange": Target(make_exchange, check_exchange, 100),
@@ -503,6 +520,7 @@ TARGETS = {
     "machine": Target(make_machine, check_machine, 20),
     "checkpoint": Target(make_checkpoint, check_checkpoint, 100),
     "http": Target(make_http, check_http, 50),
+    "live": Target(make_live, check_live, 20),
 }
 
 

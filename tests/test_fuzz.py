@@ -28,7 +28,7 @@ from tests import fuzz
 from tests.rendezvous.test_stores import Server, server  # noqa: F401
 
 INPUTS = {"codec": 5000, "exchange": 1000, "parse": 12_000, "lines": 2500, "error_file": 1500, "report": 1000, "machine": 1200}
-INPUTS |= {"checkpoint": 3000, "http": 3000}
+INPUTS |= {"checkpoint": 3000, "http": 3000, "live": 1000}
 
 
 @pytest.mark.parametrize("target", INPUTS)

@@ -35,6 +35,8 @@ EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "se
 EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.secret_files")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
 PAGE = "elastirun.progress_page"
+LIVE = "elastirun.live_messages"
+CONNECTION = ("elastirun.live_connection", LIVE)
 ASKING = ("elastirun.agent_socket", "elastirun.current_round")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
@@ -46,20 +48,23 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.hang_causes", never=EFFECTS),
     Layer("elastirun.agent.stragglers", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.step_rates", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.processes.parking", never=EFFECTS),
     Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.progress",)),  # in workers
     Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),
     Layer("elastirun.agent.tracing", ("elastirun.agent.events",), in_functions=("opentelemetry",)),
     Layer("elastirun.report", ("elastirun.errors",), in_functions=("plotly",)),
     Layer("elastirun.agent.own_agents", ("elastirun.agent", "elastirun.agent_socket")),
-    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, "psutil", *SHARED), in_functions=("torch",)),
+    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, LIVE, "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),
     Layer("elastirun.checkpoint.export", ("elastirun.checkpoint", "elastirun.errors"), in_functions=("torch", "elastirun.train")),
     Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", *ASKING), in_functions=("fsspec",)),
     Layer("elastirun.current_round", ("elastirun.errors", "elastirun.agent_socket")),
     Layer("elastirun.agent_socket"),
     Layer(PAGE, never=EFFECTS),
+    Layer(LIVE, never=EFFECTS),
+    Layer("elastirun.live_connection", (LIVE, "elastirun.errors")),
     Layer("elastirun.progress", (PAGE,)),
-    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", *ASKING)),
+    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", *CONNECTION, *ASKING)),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.standard_streams"),

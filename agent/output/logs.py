@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import selectors
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from string import Template
 from typing import TypeVar
@@ -101,19 +101,25 @@ class RunLogs:
         missing = self._run_dir is None or attempt == self._without_files
         return "" if missing else f"{self._run_dir}/attempt_{attempt}/{local_rank}/error.json"
 
-    def open_round(self, attempt: int, specs: Sequence[WorkerSpec], world_size: int | None = None) -> RoundLogs:
+    def open_round(
+        self, attempt: int, specs: Sequence[WorkerSpec], world_size: int | None = None, going_on: Collection[int] = ()
+    ) -> RoundLogs:
         """Make the folders, files and pipes of a round. ``attempt`` must not have been used before.
 
-        ``world_size``: the number of workers on all nodes; None: ``specs`` are all. Raises StartError when the system refuses a pipe.
+        ``world_size``: the number of workers on all nodes; None: ``specs`` are all. ``going_on``: local ranks of workers that keep the
+        streams they have, see ``RoundLogs.adopt``; they only get a folder for error files.
+        Raises StartError when the system refuses a pipe.
         """
         self.begin()
-        routes = {spec.local_rank: self._routes(spec, world_size or len(specs)) for spec in specs}
+        started = [spec for spec in specs if spec.local_rank not in going_on]
+        routes = {spec.local_rank: self._routes(spec, world_size or len(specs)) for spec in started}
         attempt_dir = None if self._run_dir is None else f"{self._run_dir}/attempt_{attempt}"
         if self._error_files_only and self._last_attempt_dir is not None:  # the error files of the last round have been read
             self.disk.submit(partial(shutil.rmtree, self._last_attempt_dir, ignore_errors=True))
         opened: dict[str, int] = {}
         if attempt_dir is not None:
             folders, files = files_of(self._policy, attempt_dir, routes)
+            folders += [f"{attempt_dir}/{local_rank}" for local_rank in going_on]
             try:
                 opened = self.disk.call(partial(open_all, folders, files, self._policy.mode), self._limit, close_all)
             except OSError as exc:
@@ -122,7 +128,7 @@ class RunLogs:
         self._last_attempt_dir = attempt_dir
         self._round = logs = RoundLogs(self._policy, self._console, self._selector, self.disk, opened, attempt_dir)
         try:
-            for spec in specs:
+            for spec in started:
                 logs.add(spec, self._prefix(spec), routes[spec.local_rank])
         except OSError as exc:
             logs.finish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import selectors
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -92,7 +92,7 @@ class Pump:
         on_end: Callable[[], None],
     ) -> None:
         self._selector, self._fd, self._to, self._lines, self._destinations = selector, fd, to, lines, destinations
-        self._on_end = on_end
+        self.on_end = on_end
         self.open = True
         self._reading = False
         os.set_blocking(fd, False)
@@ -115,7 +115,7 @@ class Pump:
         os.close(self._fd)
         if self._lines is not None:
             self._lines.flush()
-        self._on_end()
+        self.on_end()
 
     def _ready(self, mask: int) -> None:
         if not self.open:
@@ -160,6 +160,8 @@ class _Worker:
     given: dict[Std, int] = field(default_factory=dict)  # descriptors for the worker; closed here once it has them
     pumps: list[Pump] = field(default_factory=list)
     last: LastLines = field(default_factory=LastLines)
+    raw: list[WholeLines] = field(default_factory=list)  # of its streams with Route.RAW
+    log_files: list[LogFile] = field(default_factory=list)  # those that its pumps write to
     inherits_stdout: bool = False  # it writes to the agent's stdout
     stderr_file: str | None = None  # the file that it writes stderr to without a pipe
 
@@ -181,8 +183,6 @@ class RoundLogs:
         self._opened = opened
         self._dir = attempt_dir
         self._workers: dict[int, _Worker] = {}
-        self._raw: list[WholeLines] = []  # of all streams with Route.RAW
-        self._log_files: list[LogFile] = []
         self._filtered: dict[Std, LogFile] = {}
         self.on_drained: Callable[[], None] = lambda: None
 
@@ -192,6 +192,13 @@ class RoundLogs:
         worker = self._workers[spec.local_rank] = _Worker(prefix.encode(errors="backslashreplace"), files)
         for stream, route in routes.items():
             self._open_stream(worker, route, stream)
+
+    def adopt(self, earlier: RoundLogs, local_ranks: Collection[int]) -> None:
+        """Take over the streams of workers that go on in this round: they keep their files, and the prefix of their lines."""
+        for local_rank in local_ranks:
+            worker = self._workers[local_rank] = earlier._workers.pop(local_rank)
+            for pump in worker.pumps:
+                pump.on_end = self._pump_ended
 
     def descriptors(self, local_rank: int) -> tuple[int | None, int | None]:
         """Return standard output and error for a worker; None: the agent's own."""
@@ -214,20 +221,20 @@ class RoundLogs:
         for pump in list(self._workers[local_rank].pumps):
             pump.drain()
 
-    @property
-    def drained(self) -> bool:
-        """Return whether every pipe is at its end."""
-        return not any(pump.open for worker in self._workers.values() for pump in worker.pumps)
+    def is_drained(self, parked: Collection[int] = ()) -> bool:
+        """Return whether every pipe is at its end, but for those of the workers with the local ranks ``parked``."""
+        return not any(pump.open for local_rank, worker in self._workers.items() if local_rank not in parked for pump in worker.pumps)
 
     def tick(self, now: float) -> float:
         """Show the lines that have waited long enough for their end. Returns when to call it next, on ``elastirun.clock``."""
-        for lines in self._raw:
+        raw = [lines for worker in self._workers.values() for lines in worker.raw]
+        for lines in raw:
             if now >= lines.due and self._console.err.full:
                 lines.due = now + PARTIAL_LINE_DELAY  # the pump is paused, so the end may already be in the pipe
             elif now >= lines.due and lines.was_due:
                 lines.flush()
             lines.was_due = now >= lines.due  # flush one turn later: the end may have come while the loop stood still
-        return min((lines.due for lines in self._raw), default=math.inf)
+        return min((lines.due for lines in raw), default=math.inf)
 
     def finish(self) -> None:
         """Close everything. ``last_lines`` still works afterwards."""
@@ -237,13 +244,13 @@ class RoundLogs:
             for pump in worker.pumps:
                 pump.drain()
                 pump.close()
-        for file in self._log_files:
-            file.close()
-        self._log_files.clear()
+            worker.raw.clear()
+            for file in worker.log_files:
+                file.close()
+            worker.log_files.clear()
         if self._opened:  # files that no worker got, because the round was not started
             self._disk.submit(partial(close_all, self._opened))
             self._opened = {}
-        self._raw.clear()
         self._console.stop_dropping()
 
     def stderr_file(self, local_rank: int) -> str | None:
@@ -272,15 +279,15 @@ class RoundLogs:
         lines: PrefixedLines | WholeLines | None = None
         if route is Route.RAW:
             lines = WholeLines(screen.write_output)
-            self._raw.append(lines)
+            worker.raw.append(lines)
         elif route is Route.TEE:
             needles = self._policy.stdout_filters if stream is Std.OUT else self._policy.stderr_filters
-            copy = self._filter_file(stream) if needles else None
+            copy = self._filter_file(worker, stream) if needles else None
             lines = PrefixedLines(worker.prefix, screen.write_output, [os.fsencode(needle) for needle in needles], copy)
         if lines is not None:
             to.append(lines.feed)
         destinations: list[Backpressure] = [] if lines is None else [screen]
-        if (file := self._log_file(path)) is not None:
+        if (file := self._log_file(worker, path)) is not None:
             to.append(file.write)
             destinations.append(self._disk)
         if stream is Std.ERR:
@@ -288,18 +295,19 @@ class RoundLogs:
         ours, worker.given[stream] = os.pipe()
         worker.pumps.append(Pump(self._selector, ours, to, lines, destinations, self._pump_ended))
 
-    def _filter_file(self, stream: Std) -> LogFile | None:
-        if stream not in self._filtered and (file := self._log_file(f"{self._dir}/filtered_{STREAM_NAMES[stream]}.log")) is not None:
+    def _filter_file(self, worker: _Worker, stream: Std) -> LogFile | None:
+        path = f"{self._dir}/filtered_{STREAM_NAMES[stream]}.log"
+        if stream not in self._filtered and (file := self._log_file(worker, path)) is not None:
             self._filtered[stream] = file
         return self._filtered.get(stream)
 
-    def _log_file(self, path: str | None) -> LogFile | None:
-        """Return the log file at ``path``; None when none was opened there."""
+    def _log_file(self, worker: _Worker, path: str | None) -> LogFile | None:
+        """Return the log file at ``path``, for ``worker`` first; None when none was opened there."""
         if path not in self._opened:
             return None
-        self._log_files.append(LogFile(path, self._opened.pop(path), self._disk, self._policy.limit))
-        return self._log_files[-1]
+        worker.log_files.append(LogFile(path, self._opened.pop(path), self._disk, self._policy.limit))
+        return worker.log_files[-1]
 
     def _pump_ended(self) -> None:
-        if self.drained:
+        if self.is_drained():
             self.on_drained()

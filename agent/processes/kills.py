@@ -115,16 +115,18 @@ def kill_all(find: Callable[[], Iterable[proc.Process]], twice: bool) -> set[int
     return killed
 
 
-def kill_below_agent(evidence: Evidence, before: float = FOREVER) -> int:
+def kill_below_agent(evidence: Evidence, before: float = FOREVER, whole_group: bool = True) -> int:
     """Kill all that the workers have started, while the agent lives. Returns the number of killed processes.
+
+    ``whole_group``: False if processes in the control group are to be left alone; then only those that are found otherwise are killed.
 
     The agent is the subreaper of its processes, so they are all its descendants; no other process needs a look.
     """
     killed: set[int] = set()
-    if evidence.group and before == FOREVER:
+    if evidence.group and before == FOREVER and whole_group:
         killed.update(control_group.members(evidence.group))
         control_group.kill(evidence.group)
-    elif evidence.group:
+    elif evidence.group and whole_group:
         killed.update(control_group.kill_members(evidence.group, before))
     agent = evidence.mark.pid
     return len(killed | kill_all(lambda: owned(evidence, proc.descendants(agent), agent, before).values(), twice=evidence.strict))

@@ -112,15 +112,18 @@ class LeftRunning:
             self._on_reaped(pid)
         self._signum = None
 
-    def kill_and_wait(self, timeout: float) -> None:
-        """Kill all and wait until they have ended, at most ``timeout`` seconds: a process may be stuck in the kernel."""
+    def kill_and_wait(self, timeout: float, alive: Collection[int] = ()) -> None:
+        """Kill all and wait until they have ended, at most ``timeout`` seconds: a process may be stuck in the kernel.
+
+        ``alive``: pids of workers that go on.
+        """
         self.kill()
         end = clock.now() + timeout
         while self._watched and (rest := end - clock.now()) > 0:
             ended = ready([process.pidfd for process in self._watched.values()], rest)
             for pid in [pid for pid, process in self._watched.items() if process.pidfd in ended]:
                 self._drop(pid)
-            self.find(())
+            self.find(alive)
         self.forget()
 
     def _watch(self, pid: int, session: int) -> None:

@@ -124,12 +124,18 @@ class ProcessTree:
         """Return whether a worker of this agent started that process, directly or not."""
         return pid in kills.owned(self._evidence, proc.descendants(os.getpid()), os.getpid())
 
-    def kill_left_behind(self) -> None:
-        """Kill all that workers left below this process in sessions of their own. Call it only when no worker runs."""
-        count = kills.kill_below_agent(self._evidence)
+    def kill_left_behind(self, parked: Collection[int] = ()) -> None:
+        """Kill all that workers left below this process in sessions of their own. Call it only when no worker runs.
+
+        ``parked``: pids of workers that wait for the next round; these and what they have started are left alone.
+        """
+        outside = self._evidence.outside
+        self._evidence.outside = outside | set(parked)
+        count = kills.kill_below_agent(self._evidence, whole_group=not parked)
+        self._evidence.outside = outside
         if count:
             self._say(f"ended {count} process{'es' if count > 1 else ''} that the workers had left behind")
-        for worker in list(self._evidence.sessions):
+        for worker in set(self._evidence.sessions) - set(parked):
             self._forget(worker)
 
     def reap_orphans(self, workers: Collection[int]) -> None:

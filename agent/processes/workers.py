@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastirun import clock
@@ -43,6 +43,9 @@ class Workers:
     (or ``DRAIN`` seconds later, when some other process keeps a pipe open); ``on_idle`` may start the next workers.
     ``on_stuck`` gets a line for people about a worker that SIGKILL did not end; that worker then counts as ended with code -9.
 
+    A worker that was asked to park in place of a signal (``stop``) counts as ended from ``park`` on. ``start`` takes it into the next round
+    as the worker of its place, with the streams that it has.
+
     A worker may leave processes running (``owns(pid)`` tells which children belong to workers). While the workers are being stopped,
     these get the signal when their worker has ended, and the rest of the grace. When the workers ended by themselves, they go on after
     ``on_idle`` (``left_running``), with their output, until ``stop`` or ``start``.
@@ -66,6 +69,7 @@ class Workers:
         self._clock, self._starts = clock, starts
         self._logs: RoundLogs | None = None  # of the running workers
         self._alive: dict[int, Process] = {}  # by local rank
+        self._parked: dict[int, Process] = {}  # by local rank: workers that wait for the next round
         self._left_running = LeftRunning(selector, owns, self._on_left_running_ended, on_reaped)
         self._forget()
 
@@ -99,9 +103,14 @@ class Workers:
         return self._alive
 
     @property
+    def parked(self) -> Mapping[int, Process]:
+        """The workers that are parked, by local rank."""
+        return self._parked
+
+    @property
     def pids(self) -> tuple[int, ...]:
-        """Pids of the workers that nobody else may reap: those that run, and ended ones that have left something running."""
-        return self._alive_pids() + self._left_running.workers
+        """Pids of the workers that nobody else may reap: those that run or are parked, and ended ones that have left something running."""
+        return self._living_pids() + self._left_running.workers
 
     @property
     def deadline(self) -> float | None:
@@ -111,17 +120,23 @@ class Workers:
         return self._kill_at if self._give_up_at is None else self._give_up_at
 
     def start(self, specs: Sequence[WorkerSpec], logs: RoundLogs) -> None:
-        """Start one worker for each spec, after ending what the last workers left running.
+        """Start one worker for each spec whose place has no parked one, after ending what the last workers left running.
 
         Raises OSError when one cannot be started; then none of them is left.
         """
         if self.running:
             raise RuntimeError("the workers of the last round have not ended")
+        if self._logs is not None:
+            logs.adopt(self._logs, self._parked)
         self.end_left_running()
         self._logs, self._began = logs, self._clock()
         logs.on_drained = self._check_idle
+        self._alive, self._parked = self._parked, {}
         try:
             for spec in specs:
+                if spec.local_rank in self._alive:
+                    self._alive[spec.local_rank].spec = spec
+                    continue
                 out, err = logs.descriptors(spec.local_rank)
                 self._alive[spec.local_rank] = Process(spec, self._selector, self._ended, out, err, self._starts)
         except OSError as exc:
@@ -136,23 +151,33 @@ class Workers:
         for process in self._alive.values():
             process.signal(signum)
 
-    def stop(self, grace: float, signum: int = signal.SIGTERM) -> None:
+    def stop(self, grace: float, signum: int = signal.SIGTERM, asked: Collection[int] = ()) -> None:
         """Signal each worker (not its children), or what the last workers left running; after ``grace`` seconds kill all that is left.
 
         A process that outlives its worker gets the signal when the worker has ended. A further call can only bring the end nearer, and
-        sends no second signal. Returns at once.
+        sends no second signal. Returns at once. Workers whose pids are in ``asked`` get no signal: they were asked to park. Those that are
+        parked from before are stopped like the others.
         """
-        if not self._alive and not self._left_running:
+        if not self._alive and not self._left_running and not self._parked:
             return
         now = self._clock()
         self._idle_reported, self._idle_at = False, None
         if self._kill_at is None:
-            self._signalled.update(p for p in self._alive.values() if p.signal(signum))
+            self._alive.update(self._parked)
+            self._parked.clear()
+            self._signalled.update(p for p in self._alive.values() if p.pid not in asked and p.signal(signum))
             self._left_running.send(signum)
             self._kill_at = now + grace
         else:
             self._kill_at = min(self._kill_at, now + grace)
         self.tick(now)
+
+    def park(self, pid: int) -> None:
+        """Count a worker as ended: it was asked to park, and has left its round."""
+        for local_rank, process in list(self._alive.items()):
+            if process.pid == pid and self._kill_at is not None:
+                self._parked[local_rank] = self._alive.pop(local_rank)
+        self._check_idle()
 
     def kill(self, local_rank: int) -> None:
         """Kill one worker and its process group. Does nothing if it has ended."""
@@ -170,7 +195,7 @@ class Workers:
         """Kill what workers that ended by themselves have left running, and wait for at most ``DRAIN``. Returns how many there were."""
         count = len(self._left_running)
         if self._idle_reported:
-            self._left_running.kill_and_wait(DRAIN)
+            self._left_running.kill_and_wait(DRAIN, self._living_pids())
             self._finish()
         return count
 
@@ -202,6 +227,8 @@ class Workers:
         self._left_running.forget()
 
     def _ended(self, process: Process, code: int) -> None:
+        if self._parked.get(process.spec.local_rank) is process:
+            self._alive[process.spec.local_rank] = self._parked.pop(process.spec.local_rank)
         if self._logs is None or self._alive.get(process.spec.local_rank) is not process:
             process.reap()  # it was given up, and has died after all
             return
@@ -209,7 +236,7 @@ class Workers:
         if code and not stopping and not stopped_by_signal(code):
             process.kill_group()  # it crashed: its children have nothing to save, and may hold the GPU
         self._report_exit(process, code)
-        self._left_running.worker_ended(process, self._alive_pids())
+        self._left_running.worker_ended(process, self._living_pids())
         self._check_idle()
 
     def _report_exit(self, process: Process, code: int) -> None:
@@ -220,11 +247,11 @@ class Workers:
         after, catches_term = self._clock() - self._began, code > 0 and process.catches(signal.SIGTERM)
         self._on_exit(WorkerExit(spec.local_rank, spec.rank, process.pid, code, after, process in self._signalled, catches_term))
 
-    def _alive_pids(self) -> tuple[int, ...]:
-        return tuple(process.pid for process in self._alive.values())
+    def _living_pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in (*self._alive.values(), *self._parked.values()))
 
     def _on_left_running_ended(self) -> None:
-        self._left_running.find(self._alive_pids())
+        self._left_running.find(self._living_pids())
         self._check_idle()
 
     def _check_idle(self) -> None:
@@ -235,11 +262,11 @@ class Workers:
             return
         if self._idle_at is None:
             self._idle_at = self._clock() + DRAIN
-        if not (self._logs.drained or self._clock() >= self._idle_at):
+        if not (self._logs.is_drained(self._parked) or self._clock() >= self._idle_at):
             return
         reported = self._idle_reported
-        if self._left_running:
-            self._idle_reported, self._idle_at = True, None  # processes that were left running may still write output
+        if self._left_running or self._parked:  # these may still write output
+            self._idle_reported, self._idle_at, self._kill_at, self._give_up_at = True, None, None, None
         else:
             self._finish()
         if not reported:

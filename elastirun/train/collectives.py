@@ -46,7 +46,12 @@ def digest(text: str) -> int:
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Copy rank 0's values to every rank, a chunk at a time."""
-    first = dist.get_global_rank(group, 0)
+    copy_from(0, tensors, group)
+
+
+def copy_from(source: int, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Copy the values of rank ``source`` to every rank, a chunk at a time."""
+    first = dist.get_global_rank(group, source)
     with torch.no_grad():
         for _, same in groupby(sorted(tensors, key=_kind), key=_kind):
             chunk: list[Tensor] = []

@@ -86,6 +86,7 @@ class ElasticDataLoader:
         self.length = len(dataset)
         self.rank, self.world_size = _rank_and_world(rank, world_size)
         self.global_batch_size, self.lr_factor = _scaled(global_batch_size, scale, base_world_size, self.world_size)
+        self._follows_world = scale is not None  # the size of the global batch
         self.micro_batch_size, self.shuffle, self.seed, self.drop_last = micro_batch_size, shuffle, seed, drop_last
         self.epoch = self.consumed = 0  # consumed: samples of the epoch, over all ranks
         self.samples = 0  # of this rank, in the batch handed out last
@@ -95,6 +96,12 @@ class ElasticDataLoader:
         self.contract: dict[str, int | str] = {}  # of deterministic mode
         self._dataset, self._loading, self._keyed_rng = dataset, loading, keyed_rng
         self._make_loader(keyed=bool(keyed_rng))
+
+    def set_world(self, rank: int, world_size: int) -> None:
+        """Load the share of ``rank`` of ``world_size`` from the next iteration on. Raises TrainError with ``scale``."""
+        if self._follows_world:
+            raise TrainError("a loader whose global batch depends on the world size (scale=) cannot go on in another world")
+        self.rank, self.world_size = _rank_and_world(rank, world_size)
 
     def _make_loader(self, keyed: bool) -> None:
         """Make the loader; ``keyed``: random numbers of the dataset are keyed by sample."""

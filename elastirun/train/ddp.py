@@ -82,6 +82,8 @@ class DistributedDataParallel(TorchNames):
     the module can then be used again after ``set_group``.
     """
 
+    _drops_failed_steps = False  # see ``Reducer``
+
     def __init__(
         self,
         module: nn.Module,
@@ -195,6 +197,7 @@ class DistributedDataParallel(TorchNames):
         sparse = sparse_names(self.module)
         statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
         self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics, step)
+        self._reducer.drops_failed_steps = self._drops_failed_steps
         self._applied = (-1, -1)  # the parameters have not been searched for optimizers yet
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
@@ -218,6 +221,28 @@ class DistributedDataParallel(TorchNames):
             param.grad = None
         self._join(process_group, init_sync, old.step)
         self._reducer.keep_requests(old)
+
+    def drop_failed_steps(self) -> None:
+        """Let a backward whose reduction fails end without gradients, not with an exception, from now on: ``failed`` is true then.
+
+        The next forward raises the ReductionFailed unless ``set_group`` comes before.
+        """
+        self._drops_failed_steps = self._reducer.drops_failed_steps = True
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a reduction has failed since the last ``set_group``."""
+        return self._reducer.broken
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Return whether an optimizer steps in the backward."""
+        return self._reducer.steps_in_backward
+
+    def interrupt(self, why: str) -> None:
+        """Let waits for ranks of this host end with a PeerLost. May be called in any thread."""
+        if (transport := self.__dict__.get("_transport")) is not None:
+            transport.interrupt(why)
 
     def _adapt(self) -> None:
         """Make the reducer anew, because other parameters are frozen now, on every rank alike.

@@ -83,6 +83,7 @@ class Reducer:
         self._group, self._options = group, options
         self._backward: Backward | None = None  # the one under way
         self._broken: ReductionFailed | None = None  # why the module cannot be used until set_group()
+        self.drops_failed_steps = False  # a failed reduction ends its backward without gradients, and raises nothing: see ``elastic``
         self.expected_samples = float(self.world)  # of all ranks, for which gradients are scaled: those of the last step
         self._install_hooks()
 
@@ -111,6 +112,11 @@ class Reducer:
         if self._extensions.optimizer_step is None:
             self.bucket_set.expire()
         self._extensions.optimizer_step = step
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer is stepped for each bucket."""
+        return self._extensions.optimizer_step is not None
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
@@ -252,6 +258,8 @@ class Reducer:
         """Launch full buckets in their order. The last one waits for the end of the backward, because it carries the control words."""
         buckets = self.bucket_set.buckets
         while backward.launched < len(buckets) - 1 and buckets[backward.launched].pending == 0 and not self._extensions.one_by_one:
+            if backward.phase is BROKEN:
+                return
             with self._broken_by_exceptions(self.step + 1):
                 self._launch(backward, ())
 
@@ -305,6 +313,9 @@ class Reducer:
         if trigger is Trigger.GRAPH_DONE:
             self.times.stop()
         if backward.phase is BROKEN and self._broken is not None:
+            if self.drops_failed_steps:
+                self.trained.drop_gradients()  # those that have come since
+                return
             raise self._broken
         if backward.phase is STARTED and backward.has_accumulated(self.params):
             self._accumulate(backward)
@@ -351,7 +362,7 @@ class Reducer:
             self.watch.seen.clear()
             backward.advance(Trigger.REDUCED)
             self._backward = None
-        if not self.conclusion.defers:
+        if not self.conclusion.defers and self._broken is None:
             self._conclude(drained)
 
     def _install_new_plan(self) -> None:
@@ -365,7 +376,8 @@ class Reducer:
     def _broken_by_exceptions(self, step: int, raised_by_all: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
         """Mark the module broken until set_group() if an exception ends the block: this rank has missed a part of what the others do.
 
-        An error in ``raised_by_all`` ends the block at the same point on every rank and breaks nothing, unless a peer is gone.
+        An error in ``raised_by_all`` ends the block at the same point on every rank and breaks nothing, unless a peer is gone. With
+        ``drops_failed_steps`` a ReductionFailed is raised by the next forward, if there is one before ``set_group``.
         """
         try:
             yield
@@ -376,7 +388,9 @@ class Reducer:
                 self._broken = ReductionFailed(f"the reduction of step {step} was interrupted by {type(what).__name__}. {AGAIN}")
             if self._backward is not None:
                 self._backward.advance(Trigger.FAILED)
-            raise
+            if not (self.drops_failed_steps and isinstance(what, ReductionFailed)):
+                raise
+            self.trained.drop_gradients()
 
     def _set_gradients(self, backward: Backward, late: Sequence[int]) -> None:
         """Wait for the buckets and set the gradients."""

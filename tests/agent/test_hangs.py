@@ -9,6 +9,7 @@ import re
 import selectors
 import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -121,6 +122,22 @@ def test_optimizers_stamp_until_the_script_stamps_its_own_steps(worker: Any, pag
     worker(calls, script.replace("progress(within)", made))
     found = pages.read(0)
     assert found and found.steps == steps
+
+
+def test_a_worker_that_goes_on_in_another_round_stamps_the_page_of_that_round() -> None:
+    pages = ProgressPages()
+    code = "import os, sys\nfrom elastirun import progress\n"
+    code += "progress.progress(); before = set(os.listdir('/proc/self/fd')); os.environ['ELASTIRUN_PROGRESS'] = sys.argv[1]\n"
+    code += "progress.begin_round(); progress.progress(); progress.progress(); print(len(before ^ set(os.listdir('/proc/self/fd'))))\n"
+    first, second = pages.renew(2)
+    try:
+        env = {**os.environ, "ELASTIRUN_PROGRESS": first}
+        command, root = [sys.executable, "-c", code, second], Path(__file__).parents[2]
+        said = subprocess.run(command, cwd=root, env=env, timeout=60, check=True, capture_output=True)
+        counts = [page.steps for page in pages.read_all()]
+        assert counts == [1, 2] and said.stdout.split() == [b"0"]
+    finally:
+        pages.close()
 
 
 def test_one_process_stamps_a_page(worker: Any, pages: ProgressPages) -> None:

@@ -1008,6 +1008,52 @@ MUTANTS = (
         *("progress", "    if not _by_script:\n", "    if True:\n"),
         *("hangs", "optimizers_stamp_until_the_script_stamps_its_own_steps"),
     ),
+    # live workers
+    mutant(
+        "only who has said hello is asked to park",
+        *("processes/parking", "if pid in self._live and pid not in", "if pid not in"),
+        *("live_workers", "only_who_has_said_hello_is_asked"),
+    ),
+    mutant(
+        "a promise counts for the round that was asked for",
+        *("processes/parking", "        if self._asked.get(pid) != round:", "        if pid not in self._asked:"),
+        *("live_workers", "a_promise_counts_for_the_round_that_was_asked_for_and_once"),
+    ),
+    mutant(
+        "only a parked worker is given another round",
+        *("processes/parking", "        may = pid in self._parked\n", "        may = pid in self._live\n"),
+        *("live_workers", "only_a_parked_worker_is_given_another_round"),
+    ),
+    mutant(
+        "a process that is no worker of this agent is not served",
+        *("live_workers", " or not self._is_worker(pid):", ":"),
+        *("live_workers", "a_stranger_gets_nothing"),
+    ),
+    mutant(
+        "a worker that is asked to park gets no signal",
+        *("processes/workers", "if p.pid not in asked and p.signal(signum))", "if p.signal(signum))"),
+        *("live_workers", "a_parked_worker_goes_on_in_the_next_round_with_its_output"),
+    ),
+    mutant(
+        "a parked worker is not waited for",
+        *("processes/workers", "self._logs.is_drained(self._parked)", "self._logs.is_drained()"),
+        *("live_workers", "a_parked_worker_holds_up_nobody"),
+    ),
+    mutant(
+        "the sweep after a round spares parked workers",
+        *("processes/process_tree", "self._evidence.outside = outside | set(parked)", "pass"),
+        *("live_workers", "what_others_have_left_behind_is_ended_while_a_worker_is_parked"),
+    ),
+    of_workers(
+        "only the main thread promises to have left its round",
+        *("live_connection", "if self._asked and not self._inside:", "if self._asked:"),
+        *("live_workers", "a_worker_in_a_round_is_cut_until_its_main_thread_has_left"),
+    ),
+    of_workers(
+        "the cut is repeated",
+        *("live_connection", "        while self._inside and self.asked", "        if self._inside and self.asked"),
+        *("live_workers", "a_worker_in_a_round_is_cut_until_its_main_thread_has_left"),
+    ),
     of_workers(
         "one process stamps a page",
         *("progress", "words[PID] not in (0, os.getpid())", "False"),
@@ -1015,7 +1061,7 @@ MUTANTS = (
     ),
     of_workers(
         "a fork stamps nothing",
-        *("progress", "    os.register_at_fork(after_in_child=_forget)\n", ""),
+        *("progress", "        os.register_at_fork(after_in_child=_forget)\n", "        pass\n"),
         *("hangs", "one_process_stamps_a_page"),
     ),
     of_workers(

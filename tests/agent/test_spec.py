@@ -23,6 +23,7 @@ TOKEN = b"the secret of this job"
 CONFIG = LaunchConfig(
     command=Command("t.py"), min_nodes=1, max_nodes=3, nproc=2, run_id="job7", endpoint=Endpoint("h", 1), max_restarts=4, token=TOKEN
 )
+LIVE = "elastirun-1-abc"
 PAGES = tuple(f"/page{i}" for i in range(16))
 EVERYWHERE = {
     "WORLD_SIZE": "6",
@@ -42,6 +43,7 @@ EVERYWHERE = {
     "ELASTIRUN_ROUND_REASON": "c joined",
     "ELASTIRUN_FENCE": "store:5",
     "ELASTIRUN_SOCKET": "/tmp/socket",
+    "ELASTIRUN_LIVE": LIVE,
     "ELASTIRUN_DEADLINE": "30",
 }
 PER_NODE = {"LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS"}
@@ -67,7 +69,7 @@ def specs(
     """The workers of a node with ``config`` fitted to its place in the round."""
     member = record.members[node_rank]
     config = replace(config, nproc=member.slots, role=member.role)
-    here = NodeEnvironment(environ or {}, cpus, "eth1", "lo", cpu_sets=cpu_sets, mark="run-1", socket="/tmp/socket", pages=PAGES)
+    here = NodeEnvironment(environ or {}, cpus, "eth1", "lo", cpu_sets=cpu_sets, mark="run-1", live=LIVE, socket="/tmp/socket", pages=PAGES)
     return worker_specs(config, record, node_rank, here, lambda local: f"/logs/{local}/error.json")
 
 
@@ -104,7 +106,8 @@ def test_what_differs_between_workers_or_rounds_is_what_the_fork_server_lacks() 
     same = {name: value for name, value in every[0].env.items() if all(spec.env.get(name) == value for spec in every)}
     varies = {name for spec in every for name in spec.env} - same.keys()
     assert varies <= forkserver.ROUND_NAMES and not {"A", "OMP_NUM_THREADS", "ELASTIRUN_AGENT"} & varies
-    like = worker_like(replace(CONFIG, nproc=2), NodeEnvironment({"RANK": "9", "A": "1"}, 16, mark="run-1", socket="/tmp/socket"))
+    node = NodeEnvironment({"RANK": "9", "A": "1"}, 16, mark="run-1", live=LIVE, socket="/tmp/socket")
+    like = worker_like(replace(CONFIG, nproc=2), node)
     assert {name: value for name, value in like.env.items() if name not in forkserver.ROUND_NAMES} == {
         name: value for name, value in same.items() if name not in forkserver.ROUND_NAMES
     }

@@ -20,7 +20,7 @@ from tests.support.digits import without_sklearn
 from tests.system.test_hostile import Trap
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN, WITH_TORCH = ROOT / "examples" / "train.py", ROOT / "examples" / "train_torch.py"
+TRAIN, WITH_TORCH, LIVE = (ROOT / "examples" / name for name in ("train.py", "train_torch.py", "live.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ELASTIRUN = ("-m", "elastirun", "--standalone")
 
@@ -51,6 +51,13 @@ def test_training_in_pieces_with_other_launchers_and_worker_counts_is_the_same_t
     for folder in (tmp_path / "runs" / "digits", tmp_path / "pieces"):
         names = {path.name for path in folder.iterdir()}
         assert {name for name in names if not name.startswith(".")} == {"step-00000050", "step-00000060", "step-00000066"}
+
+
+def test_the_live_example_runs_without_a_launcher_and_goes_on_under_elastirun(tmp_path: Path) -> None:
+    """test_live.py kills workers."""
+    first, second = train(tmp_path, "--epochs=2", script=LIVE), train(tmp_path, "--epochs=3", launcher=ELASTIRUN, script=LIVE)
+    assert "is rank 0 of 1 after step 0" in first and "epoch   2/2" in first
+    assert "is rank 0 of 1 after step 50" in second and "epoch   3/3" in second
 
 
 def test_with_torch_alone_training_in_pieces_is_the_same_training_as_well(tmp_path: Path) -> None:

@@ -37,6 +37,46 @@ MUTANTS = (
         *("conclusion", "        computed(agreement.seconds[self._rank], median(agreement.seconds))\n", ""),
         *("progress", "the_agent_is_told_for_how_long_this_rank_and_the_median_rank_compute"),
     ),
+    mutant(
+        "the furthest rank wins",
+        *("elastic", "        furthest = max(everyone)\n", "        furthest = everyone[0]\n"),
+        *("elastic", "the_furthest_of_the_newest_round_wins[a_step_ahead]"),
+    ),
+    mutant(
+        "a state of an older round does not count",
+        *("elastic", "gather([self._settled, self.state.step]", "gather([min(self._settled, 1), self.state.step]"),
+        *("elastic", "the_furthest_of_the_newest_round_wins[an_older_history_does_not_count]"),
+    ),
+    mutant(
+        "groups are named alike after one that could not be made",
+        *("elastic", "        c10d._world.group_count = 0  #", "        #"),
+        *("elastic", "groups_are_made_by_the_same_names_after_one_that_could_not_be_made"),
+    ),
+    mutant(
+        "a dropped step does not move the loader",
+        *("elastic", "        self._loader.load_state_dict(self._data)\n", ""),
+        *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
+    ),
+    mutant(
+        "a dropped step does not move the learning rate",
+        *("elastic", "                group.update(options)\n", "                pass\n"),
+        *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
+    ),
+    mutant(
+        "a step whose reduction failed has no gradients",
+        *("reducer", "                raise\n            self.trained.drop_gradients()\n", "                raise\n"),
+        *("elastic", "gradients_that_are_there_when_a_peer_is_lost_are_dropped"),
+    ),
+    mutant(
+        "waits in shared memory can be interrupted",
+        *("transports/shared_memory", "        self._interrupted = why\n", "        pass\n"),
+        *("elastic", "a_step_whose_reduction_is_interrupted_changes_nothing[shared_memory]"),
+    ),
+    mutant(
+        "a group that was there before is not cut",
+        *("group_connections", "self._groups = set(_sockets()) - self._before", "self._groups = set(_sockets())"),
+        *("elastic", "a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on"),
+    ),
     mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),
     mutant(
         "a travelling bucket is nobody's gradient",

@@ -25,6 +25,12 @@ _LENGTH = 8  # bytes
 _numbers = count()  # every rank makes its checkpointers in the same order
 
 
+def begin_world() -> None:
+    """Count checkpointers from the beginning: all ranks have a new store, and some of them may be new processes."""
+    global _numbers
+    _numbers = count()
+
+
 class Ranks:
     """The ranks of ``group`` (default: the default group; this process alone where there is none), in a gloo group of their own.
 

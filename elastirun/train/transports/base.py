@@ -51,6 +51,9 @@ class Transport(Protocol):
     def allocate(self, storages: Sequence[Storage]) -> Arena:
         """Return memory for the buckets of a new plan. Every rank calls it at the same point with equal arguments."""
 
+    def interrupt(self, why: str) -> None:
+        """Let waits that no connection ends fail from now on, for the reason ``why``. May be called in any thread."""
+
     def close(self) -> None:
         """Release all resources. Ranks that wait for this one get an error."""
 

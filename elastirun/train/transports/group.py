@@ -49,5 +49,8 @@ class GroupTransport:
     def allocate(self, storages: Sequence[Storage]) -> GroupArena:
         return GroupArena(self._group, dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM, storages)
 
+    def interrupt(self, why: str) -> None:
+        """Do nothing: waits end with the group's connections."""
+
     def close(self) -> None:
         """Do nothing: the group belongs to the caller."""

@@ -58,6 +58,7 @@ class SharedMemory:
         weakref.finalize(self, _close_all, self._processes)
         self._ended = select.poll()
         self._closed: list[memoryview] = []  # a word of each rank of this host: it has closed its transport
+        self._interrupted = ""  # why nobody is to be waited for any more; empty: nothing is the matter
         self.between: list[Any] = []  # on the leaders, if there are several hosts: their gloo group
         options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # a backend need not have any
         self.timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
@@ -93,6 +94,10 @@ class SharedMemory:
                 if self.rank == 0:
                     log.warning("there is no shared memory for the gradients (%s): they go through the process group from now on", error)
         return self._instead.allocate(storages)
+
+    def interrupt(self, why: str) -> None:
+        """Let waits end with a PeerLost from now on, without a rank, unless the result is there."""
+        self._interrupted = why
 
     def close(self) -> None:
         """Let neighbours that wait for this rank get a PeerLost. Buffers stay valid for as long as they are used."""
@@ -144,7 +149,8 @@ class SharedMemory:
         # Read the words first. A rank closes when it has seen the end of another one: that one is to be named, and is then seen here, too.
         closed = [(rank, "closed its transport, as after an error") for rank, word in zip(self.ranks, self._closed, strict=True) if word[0]]
         ended = [(self._processes[descriptor], "ended") for descriptor, _ in self._ended.poll(0)]
-        return next(((rank, f"rank {rank} (pid {self._pids[rank]}) {how}") for rank, how in ended + closed), None)
+        found = next(((rank, f"rank {rank} (pid {self._pids[rank]}) {how}") for rank, how in ended + closed), None)
+        return found or ((-1, self._interrupted) if self._interrupted else None)
 
 
 def _close_all(descriptors: dict[int, int]) -> None:

@@ -1,0 +1,135 @@
+"""The agent's end of the connections to live workers: they park in place of being ended, and go on in the next round (docs/elastic.md).
+
+The socket is an abstract one. Anybody on this machine may connect, but only workers of this agent are served: the kernel says which
+process has connected. All calls happen in the loop's thread; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+
+from elastirun.agent.processes.parking import Parking
+from elastirun.live_messages import MAX_MESSAGE, Hello, Message, Park, Parked, Resume, decode, encode
+
+BACKLOG = 1024  # connections that wait for the loop: all workers of a large node may connect at once
+PER_TURN = 64  # messages that are read of one connection at a time
+
+
+class LiveWorkers:
+    """Asks live workers to park and to go on.
+
+    ``is_worker(pid)``: whether this is a worker that runs here. ``on_parked(pid)``: a worker that was asked to park has left its round.
+    Without a socket, which ``trouble`` explains then, ``name`` is empty and every worker is ended after its round.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, is_worker: Callable[[int], bool], on_parked: Callable[[int], None]) -> None:
+        self._selector, self._is_worker, self._on_parked = selector, is_worker, on_parked
+        self._parking = Parking()
+        self._connections: dict[int, socket.socket] = {}  # by pid
+        self.name = f"elastirun-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listening: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            self._listening.bind("\0" + self.name)
+            self._listening.listen(BACKLOG)
+        except OSError:
+            self._listening.close()
+            self._listening, self.name = None, ""
+            return
+        selector.register(self._listening, selectors.EVENT_READ, self._accept)
+
+    def park(self, pids: Collection[int], round: int) -> list[int]:
+        """Ask the live ones of the workers ``pids`` to leave ``round``. Return those that were asked; the others have to be ended."""
+        return [pid for pid in self._parking.ask(pids, round) if self._send(pid, Park(round))]
+
+    def is_connected(self, pid: int) -> bool:
+        """Return whether the worker can be told to go on."""
+        return pid in self._connections
+
+    def resume(self, pid: int, round: int, env: Mapping[str, str]) -> bool:
+        """Let a parked worker take part in ``round``. Return False if it cannot: it has to be ended."""
+        return self._parking.resume(pid) and self._send(pid, Resume(round, env))
+
+    def worker_ended(self, pid: int) -> None:
+        """Forget a worker. Its forks may hold the connection for longer."""
+        self._drop(pid)
+
+    def close(self) -> None:
+        """Hang up: workers that are parked end by themselves."""
+        for pid in list(self._connections):
+            self._drop(pid)
+        if self._listening is not None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(self._listening)
+            self._listening.close()
+            self._listening = None
+
+    def _accept(self, mask: int) -> None:
+        assert self._listening is not None
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptor is left: the socket would be readable for ever. Later workers are ended after their round
+            self._selector.unregister(self._listening)
+            return
+        pid, uid = _peer(connection)
+        if uid != os.geteuid() or not self._is_worker(pid):
+            connection.close()
+            return
+        self._drop(pid)  # the worker has replaced itself (exec)
+        connection.setblocking(False)
+        self._connections[pid] = connection
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, pid))
+
+    def _read(self, pid: int, mask: int) -> None:
+        for _ in range(PER_TURN):
+            connection = self._connections.get(pid)
+            if connection is None:
+                return
+            try:
+                data = connection.recv(MAX_MESSAGE + 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            message = decode(data) if data else None
+            if isinstance(message, Hello):
+                self._parking.hello(pid)
+            elif isinstance(message, Parked):
+                if self._parking.promise(pid, message.round):
+                    self._on_parked(pid)
+            else:
+                self._drop(pid)  # it has hung up, or follows another protocol
+
+    def _send(self, pid: int, message: Message) -> bool:
+        connection = self._connections.get(pid)
+        if connection is None:
+            return False
+        try:
+            connection.send(encode(message))
+        except OSError:  # it has ended, or does not read: its grace runs
+            self._drop(pid)
+            return False
+        return True
+
+    def _drop(self, pid: int) -> None:
+        self._parking.gone(pid)
+        if (connection := self._connections.pop(pid, None)) is not None:
+            self._selector.unregister(connection)
+            connection.close()
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user that have connected, by the kernel's word; -1 where the kernel does not know."""
+    try:
+        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except OSError:
+        return -1, -1
+    return pid, uid

@@ -1,0 +1,120 @@
+"""The worker's end of its connection to the agent in live mode (docs/elastic.md). Needs no torch.
+
+A thread of its own listens, so an order to park is heard while the main thread waits for a peer that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from elastirun.errors import TrainError
+from elastirun.live_messages import MAX_MESSAGE, VARIABLE, Hello, Message, Park, Parked, Resume, decode, encode
+
+ROUND = "ELASTIRUN_ROUND"  # set by the agent: the number of the round
+CUT_AGAIN = 0.02  # seconds between two cuts while the main thread is still inside the round: it may open connections after the first
+ENDED = 143  # exit code of a worker whose agent wants no more rounds of it: that of SIGTERM
+
+
+class LiveConnection:
+    """Tells the agent that this worker can be parked, and carries out its orders.
+
+    ``cut`` is called in the thread, again and again, while the agent wants this worker to leave its round and the main thread has not:
+    it must make the main thread's waits for peers fail. Set it before ``enter``. Raises OSError if the agent cannot be reached.
+    """
+
+    def __init__(self) -> None:
+        self.cut: Callable[[], None] = lambda: None
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._round = int(os.environ.get(ROUND, "0"))  # the newest one that the agent wants this worker in
+        self._env: Mapping[str, str] = {}  # its variables; empty: those that the process was started with
+        self._asked = 0  # the round that the agent wants this worker to leave; 0: none
+        self._inside = False  # the main thread takes part in a round, so only it can promise to have left
+        self._step = 0  # finished steps, as of the last ``leave``
+        self._closed = False  # the agent has ended, or wants no more of this worker
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.connect("\0" + os.environ[VARIABLE])
+            self._send(Hello())
+        except OSError:
+            self._socket.close()
+            raise
+        self.thread = threading.Thread(target=self._listen, name="elastirun live", daemon=True)
+        self.thread.start()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the agent wants this worker to leave its round."""
+        return bool(self._asked) or self._closed
+
+    def enter(self, after: int, limit: float) -> tuple[int, Mapping[str, str]]:
+        """Wait for a round with a number above ``after``, and take part in it. Return its number and its variables.
+
+        Ends the process if the agent wants no more of it. Raises TrainError if nothing is heard of a new round for ``limit`` seconds,
+        in which the agent has not asked this worker to leave the last one either.
+        """
+        with self._changed:
+            while self._asked or self._round <= after:
+                if self._closed:
+                    raise SystemExit(ENDED)
+                if not self._changed.wait(None if self._asked else limit) and not self._asked:
+                    raise TrainError(f"a reduction failed, and the agent started no new round within {limit:g} s")
+            self._inside = True
+            return self._round, self._env
+
+    def leave(self, step: int) -> None:
+        """Promise that no step of the round completes or publishes here any more. ``step``: finished steps."""
+        with self._changed:
+            self._inside, self._step = False, step
+            self._promise()
+            self._changed.notify_all()
+
+    def wait_until_asked(self, limit: float) -> bool:
+        """Return whether the agent asks this worker to leave its round, within ``limit`` seconds."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self.asked, limit))
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                data = self._socket.recv(MAX_MESSAGE + 1)
+            except OSError:
+                data = b""
+            message = decode(data) if data else None
+            if message is None:  # the agent has hung up, or follows another protocol
+                with self._changed:
+                    self._closed = True
+                    self._changed.notify_all()
+                self._cut_until_left()
+                self._socket.close()
+                return
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        with self._changed:
+            if isinstance(message, Park) and message.round == self._round:
+                self._asked = message.round
+                self._promise()
+            elif isinstance(message, Resume) and message.round > self._round:
+                self._round, self._env, self._asked = message.round, message.env, 0
+            self._changed.notify_all()
+        self._cut_until_left()
+
+    def _promise(self) -> None:
+        """Answer the agent's order, if the main thread takes no part in a round."""
+        if self._asked and not self._inside:
+            with suppress(OSError):  # the agent has ended
+                self._send(Parked(self._asked, self._step))
+
+    def _cut_until_left(self) -> None:
+        while self._inside and self.asked and os.getpid() == self._pid:
+            self.cut()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._inside, CUT_AGAIN)
+
+    def _send(self, message: Message) -> None:
+        self._socket.send(encode(message))

@@ -1,0 +1,88 @@
+"""Messages between an agent and a live worker (docs/elastic.md): one JSON object each, in one packet. Both ends parse with limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "ELASTIRUN_LIVE"  # in a worker's environment: the name of its agent's abstract unix socket; empty: there is none
+VERSION = 1
+MAX_MESSAGE = 64 << 10  # bytes; the variables of a round take about one KiB
+LARGEST = 1 << 53  # of a number: a round or a step
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker can be parked from now on."""
+
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Park:
+    """The agent asks the worker to leave ``round``."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Parked:
+    """The worker promises that no step of ``round`` completes or publishes there any more. ``step``: its finished steps."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The worker takes part in ``round``, with these variables in its environment."""
+
+    round: int
+    env: Mapping[str, str]
+
+
+Message = Hello | Park | Parked | Resume
+
+
+def encode(message: Message) -> bytes:
+    """Return the packet of a message."""
+    return json.dumps({"do": type(message).__name__.lower(), **vars(message)}, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Message | None:
+    """Return the message in a packet; None if it is none of this version, or out of bounds."""
+    if len(data) > MAX_MESSAGE:
+        return None
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    kind = fields.pop("do", None)
+    numbers = [name for name in fields if name != "env"]
+    if not all(_is_number(fields[name]) for name in numbers):
+        return None
+    if kind == "hello" and fields == {"version": VERSION}:
+        return Hello()
+    if kind == "park" and numbers == [*fields] == ["round"]:
+        return Park(fields["round"])
+    if kind == "parked" and numbers == [*fields] == ["round", "step"]:
+        return Parked(fields["round"], fields["step"])
+    if kind == "resume" and [*fields] == ["round", "env"] and _is_environment(fields["env"]):
+        return Resume(fields["round"], fields["env"])
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_variable(name, text) for name, text in value.items())
+
+
+def _is_variable(name: str, text: Any) -> bool:
+    return name.isidentifier() and isinstance(text, str) and "\0" not in text

@@ -1,0 +1,70 @@
+"""The connections that process groups of this process have opened, and their cut, which ends waits for peers at once.
+
+gloo's own ``abort`` does nothing, and a wait for a peer that hangs ends with the timeout of the group. ``shutdown`` (2) of a connection
+wakes the waiting thread within a millisecond. A listening socket must stay as it is: gloo ends the process when ``accept`` fails.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import suppress
+
+INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+class GroupConnections:
+    """The connections that were opened between ``begin`` and ``end``; between the two calls: since ``begin``.
+
+    Other threads of the program should open none meanwhile: they would be cut with the group's. ``cut`` may be called in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before: set[int] | None = None  # inodes of the sockets that are not the groups'; None: there are no groups
+        self._groups: set[int] | None = None  # inodes of those that are; None: groups are being made
+
+    def begin(self) -> None:
+        """Process groups are made from now on."""
+        with self._lock:
+            self._before, self._groups = set(_sockets()), None
+
+    def end(self) -> None:
+        """The process groups are made."""
+        with self._lock:
+            assert self._before is not None
+            self._groups = set(_sockets()) - self._before
+
+    def forget(self) -> None:
+        """There are no groups any more."""
+        with self._lock:
+            self._before = self._groups = None
+
+    def cut(self) -> None:
+        """End the connections: whoever waits at them gets an error, here and at the other end."""
+        with self._lock:
+            if self._before is None:
+                return
+            found = _sockets()
+            for inode in (set(found) - self._before) if self._groups is None else set(found) & self._groups:
+                _shut_down(found[inode], inode)
+
+
+def _sockets() -> dict[int, int]:
+    """Return the descriptors of this process's sockets, by inode."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{fd}")
+            if link.startswith("socket:["):
+                found[int(link[len("socket:[") : -1])] = int(fd)
+    return found
+
+
+def _shut_down(fd: int, inode: int) -> None:
+    """Shut a connection down, if ``fd`` is still this one: other threads open and close descriptors meanwhile."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode and connection.family in INTERNET:
+            connection.getpeername()  # a socket that listens raises here
+            connection.shutdown(socket.SHUT_RDWR)

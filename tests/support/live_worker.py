@@ -1,0 +1,90 @@
+"""A worker of a live job that logs what it trains on and where it gets to. For tests/support/live_log.py, which judges the log.
+
+Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
+step), TEST_TRANSPORT, TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to the next).
+"""
+
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastirun.train import Checkpointer, DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+
+EPOCHS, SAMPLES, BATCH = (int(os.environ[f"TEST_{name}"]) for name in ("EPOCHS", "SAMPLES", "BATCH"))
+WIDTH, PAUSE = int(os.environ.get("TEST_WIDTH", "16")), float(os.environ.get("TEST_PAUSE", "0"))
+LOG = os.open(os.environ["TEST_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample ``i`` is its number and a random vector."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def write(what: str, **more: object) -> None:
+    """Append a line; what it says holds when the call returns, whoever is killed then."""
+    line = {"what": what, "at": time.monotonic(), "pid": os.getpid(), "round": int(os.environ["ELASTIRUN_ROUND"]), **more}
+    os.write(LOG, json.dumps(line).encode() + b"\n")
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of all parameters and of the optimizer's state."""
+    found = hashlib.sha256()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    for tensor in [*model.parameters(), *states]:
+        found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # for whoever looks at a job that hangs
+    torch.set_num_threads(1)
+    elastic.init_process_group()
+    torch.manual_seed(os.getpid())  # replicas begin differently; rank 0's state counts
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)), transport=os.environ.get("TEST_TRANSPORT", "auto")
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
+    state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=loader)
+    folder, every = os.environ.get("TEST_CHECKPOINTS"), int(os.environ.get("TEST_EVERY", "1"))
+    checkpoints = (lambda: Checkpointer(folder, every=every)) if folder else None
+    begun = {"step": -1}
+
+    def changed(rank: int, world_size: int) -> None:
+        begun["step"] = state.step
+        write("world", rank=rank, world=world_size, step=state.step, digest=digest(model, optimizer))
+
+    run = elastic.Elastic(state, checkpoints, changed)
+    while loader.epoch < EPOCHS:
+        for batch in run.batches():
+            optimizer.zero_grad()
+            if batch is None:
+                model.skip()
+            else:
+                numbers, data = batch
+                write("offered", step=run.step + 1, epoch=loader.epoch, samples=numbers.tolist())
+                model(data).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            if not model.failed:
+                write("made", step=run.step + 1, digest=digest(model, optimizer), rate=scheduler.get_last_lr()[0])
+            time.sleep(PAUSE)
+    write("over", step=run.step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Live elasticity: cutting a group, copying a state, the loop in one world, and the rules by which ranks agree."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from elastirun.live_messages import VARIABLE
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, ReductionFailed, TrainError, TrainState, elastic
+from elastirun.train.group_connections import GroupConnections
+from elastirun.train.state_copy import copy_state
+from tests.support.cluster import free_port
+from tests.support.worlds import run
+
+SAMPLES, BATCH = 40, 8
+
+
+class Numbers(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.full((4,), float(index))
+
+
+def made(seed: int, **loading: Any) -> tuple[TrainState, DistributedDataParallel]:
+    """A state with a module, an optimizer with a state of its own, a scheduler and a loader."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Linear(4, 2), **loading)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=loader), model
+
+
+def step(state: TrainState, model: DistributedDataParallel, batch: Any) -> list[int]:
+    """One step as a script makes it; the samples of this rank."""
+    state["optimizer"].zero_grad()
+    model(batch[1]).square().mean().backward()
+    state["optimizer"].step()
+    state["scheduler"].step()
+    return batch[0].tolist()
+
+
+def values(state: TrainState) -> dict[str, Any]:
+    """All that two ranks must have alike."""
+    optimizer, loader, scheduler = state["optimizer"].state_dict(), state["data"].state_dict(), state["scheduler"].state_dict()
+    found = [value for entry in optimizer["state"].values() for value in entry.values()]
+    tensors = [*state["model"].parameters(), *found]
+    return {"tensors": [t.detach().tolist() for t in tensors], "groups": optimizer["param_groups"], "data": loader, "rate": scheduler}
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (VARIABLE, "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_launcher_the_loop_is_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, model = made(0)
+        worlds: list[tuple[int, int]] = []
+        training, seen = elastic.Elastic(state, on_change=lambda *world: worlds.append(world)), []
+        while state["data"].epoch < 2:
+            for batch in training.batches():
+                seen += step(state, model, batch)
+        assert sorted(seen) == sorted([*range(SAMPLES)] * 2)
+        assert training.step == 2 * SAMPLES // BATCH and worlds == [(0, 1)]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_state_without_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, _ = made(0)
+        del state["data"]
+        with pytest.raises(TrainError, match="ElasticDataLoader"):
+            elastic.Elastic(state)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_agent_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "elastirun-of-nobody")
+    with pytest.raises(TrainError, match="elastirun-of-nobody"):
+        elastic.init_process_group()
+
+
+def test_a_step_in_the_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, model = made(0)
+        model.step_in_backward(state["optimizer"])
+        with pytest.raises(TrainError, match="step_in_backward"):
+            elastic.Elastic(state)
+    finally:
+        dist.destroy_process_group()
+
+
+def copied(rank: int, world: int) -> tuple[dict[str, Any], int]:
+    state, model = made(rank, init_sync=False)
+    group = dist.group.WORLD
+    assert group is not None
+    with model.no_sync():
+        if rank == 1:
+            for batch in [batch for _, batch in zip(range(2), state["data"], strict=False)]:
+                step(state, model, batch)
+            state.step = 2
+    copy_state(state, 1, rank != 1, group)
+    return values(state), state.step
+
+
+def test_a_state_is_copied_whole() -> None:
+    """Parameters, an optimizer's state that the others do not have yet, learning rate, position and step."""
+    first, second, third = run(3, copied)
+    assert first == second == third and first[1] == 2 and first[0]["data"]["consumed"] == 2 * BATCH
+
+
+def cut(rank: int, world: int) -> str:
+    """Rank 1 never comes to the reduction; rank 0 is cut off in a thread."""
+    group, connections = dist.group.WORLD, GroupConnections()
+    assert group is not None
+    connections.begin()
+    own = dist.new_group([0, 1])
+    connections.end()
+    dist.barrier()
+    if rank == 0:
+        waits = threading.Timer(0.05, connections.cut)
+        waits.start()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=own)
+        waits.join()
+    dist.barrier()  # the group that was there before still works
+    return "ok"
+
+
+def test_a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on() -> None:
+    assert run(2, cut) == ["ok", "ok"]
+
+
+def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool, int]:
+    """Rank 1 never comes to the last reduction; rank 0 is interrupted in a thread, and drops the step."""
+    connections = GroupConnections()
+    connections.begin()
+    state, model = made(0, transport=transport)
+    connections.end()
+    model.drop_failed_steps()
+    state["data"].set_world(0, 1)
+    batch = next(iter(state["data"]))
+    for _ in range(12):  # until nothing is learnt any more, and only gradients travel
+        step(state, model, batch)
+    before = [p.detach().clone() for p in model.parameters()]
+    if rank == 0:
+
+        def stop() -> None:
+            connections.cut()
+            model.interrupt("a test")
+
+        waits = threading.Timer(0.05, stop)
+        waits.start()
+        step(state, model, batch)
+        waits.join()
+    dist.barrier()  # until then rank 1 is there, and has closed nothing
+    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    none = all(p.grad is None for p in model.parameters()) or rank == 1
+    try:
+        refuses = rank == 1
+        if rank == 0:
+            model(torch.ones(1, 4))
+    except ReductionFailed:
+        refuses = True
+    return model.failed == (rank == 0), same, none, int(refuses)
+
+
+@pytest.mark.parametrize("transport", ["group", "shared memory"], ids=["group", "shared_memory"])
+def test_a_step_whose_reduction_is_interrupted_changes_nothing(transport: str) -> None:
+    """The backward returns, there is no gradient, the optimizer changes nothing, and the next forward raises."""
+    assert run(2, interrupted, transport) == [(True, True, True, 1)] * 2
+
+
+def concluded(rank: int, world: int) -> tuple[bool, bool]:
+    """A peer is lost in what follows a reduction, when the gradients are there already."""
+    state, model = made(0)
+    model.drop_failed_steps()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def fail(*_: Any) -> bool:
+        raise ReductionFailed("a test")
+
+    model._reducer.conclusion.conclude = fail  # type: ignore[method-assign]
+    step(state, model, next(iter(state["data"])))
+    return model.failed, all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_that_are_there_when_a_peer_is_lost_are_dropped() -> None:
+    assert run(1, concluded) == [(True, True)]
+
+
+def joins(rank: int, world: int, port: int) -> bool:
+    """Rank 0 could not make a group before, as a peer was lost."""
+    dist.destroy_process_group()
+    where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    c10d._world.group_count = 3 * (rank == 0)
+    training = object.__new__(elastic.Elastic)
+    training._model = SimpleNamespace(set_group=lambda init_sync: None)  # type: ignore[assignment]
+    training._settle = lambda: None  # type: ignore[method-assign]
+    training._join()
+    dist.barrier()
+    return dist.get_world_size() == world
+
+
+def test_groups_are_made_by_the_same_names_after_one_that_could_not_be_made() -> None:
+    assert run(2, joins, free_port()) == [True, True]
+
+
+def positions(rank: int, world: int) -> list[bool]:
+    state, model = made(0)
+    before = elastic._Position(state, state["data"])
+    batches = iter(state["data"])
+    with model.no_sync():
+        for at in range(3):
+            batch = next(batches)
+            step(state, model, batch)
+            if at == 1:
+                before.take()
+                kept = values(state)
+    before.restore()
+    now = values(state)
+    return [now["data"] == kept["data"], now["rate"] == kept["rate"], now["groups"] == kept["groups"]]
+
+
+def test_a_dropped_step_moves_neither_loader_nor_scheduler() -> None:
+    assert run(1, positions) == [[True, True, True]]
+
+
+def settles(rank: int, world: int, histories: list[tuple[int, int]]) -> tuple[dict[str, Any], int, int]:
+    """Settle ranks whose state is of (round, step) ``histories[rank]``."""
+    for name in (VARIABLE, "RANK"):
+        os.environ.pop(name, None)
+    state, model = made(rank, init_sync=False)
+    training = object.__new__(elastic.Elastic)
+    training.state, training._model, training._loader = state, model, state["data"]
+    training._make_checkpoints, training._checkpoints, training._on_change = None, None, lambda rank, world: None
+    training._before = elastic._Position(state, state["data"])
+    training._round, (training._settled, state.step) = 9, histories[rank]
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(float(rank))
+    training._settle()
+    return values(state), state.step, round(float(next(iter(model.parameters()))[0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("histories", "winner"),
+    [
+        (((0, 0), (0, 0), (0, 0)), 0),
+        (((0, 0), (3, 10), (3, 11)), 2),
+        (((3, 11), (3, 10), (0, 0)), 0),
+        (((3, 90), (4, 11), (4, 10)), 1),
+    ],
+    ids=["new", "a_step_ahead", "a_new_rank", "an_older_history_does_not_count"],
+)
+def test_the_furthest_of_the_newest_round_wins(histories: tuple[tuple[int, int], ...], winner: int) -> None:
+    found = run(3, settles, list(histories))
+    assert found[0] == found[1] == found[2]
+    assert found[0][1:] == (histories[winner][1], winner)
