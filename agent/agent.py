@@ -327,9 +327,9 @@ class Agent:
         self._workers.park(pid)
 
     def _on_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str], seconds: float) -> None:
-        """Report a worker that has made no progress for ``seconds``. It is killed when the round is over.
+        """Report a worker that has made no progress for ``seconds``. It is killed when the workers are stopped, see ``_stop``.
 
-        Its peers may fail as soon as it ends, and must not be reported before it.
+        Its peers may fail as soon as it ends, and should not be reported before it.
         """
         if end := self._workers.end_by_kill(local_rank):
             self._accounting.worker_failed()

@@ -6,8 +6,9 @@ Each kind is a job of two agents with two workers each. In each of its rounds an
 succeeds. Kinds of plain Python train in a ring of sockets, and call ``progress()``. Those of torch train over gloo with ``--preload=torch``
 and call nothing of ours.
 
-Printed for each kind: in how many rounds the right rank was named, and how long after the limit (``--limit``) the round was ended.
-The exit code is 1 if a rank was not named, was not the right one, or a job did not succeed.
+Printed for each kind: in how many rounds the right rank was named by the judgement, which stands in the reason of the next round and in a
+report; in how many already by the first word of the round's end (``broken``), which a peer may win that fails when the rank is killed; and
+how long after the limit (``--limit``) the round was ended. The exit code is 1 if a judgement was not right, or a job did not succeed.
 """
 
 from __future__ import annotations
@@ -208,9 +209,10 @@ class Round:
     """What became of one hang."""
 
     culprit: int
-    named: int | None  # the rank in the reason for which the round was ended; None: it was not ended for a hang
+    named: int | None  # the rank in the reason of the next round; None: that is no hang
+    first: int | None  # the same in the first word of the round's end
     after: float | None  # seconds from the hang to the end of the round
-    reason: str
+    reason: str  # of the next round
 
     @property
     def right(self) -> bool:
@@ -253,12 +255,18 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def judge(folder: Path, number: int, culprit: int, told: list[dict[str, Any]]) -> Round:
     broken = next((event for event in told if event["event"] == "broken" and event["round"] == number), None)
-    if broken is None:
-        return Round(culprit, None, None, "the round was not ended")
-    found = re.search(r"rank (\d+) on .*hung", broken["reason"])
+    formed = next((event for event in told if event["event"] == "formed" and event["round"] == number + 1), None)
+    if broken is None or formed is None:
+        return Round(culprit, None, None, None, "the round was not ended")
     hung = folder / f"hung{number}"
     after = broken["mono"] - float(hung.read_text()) if hung.exists() and hung.read_text() else None
-    return Round(culprit, int(found[1]) if found else None, after, broken["reason"])
+    return Round(culprit, rank_in(formed["reason"]), rank_in(broken["reason"]), after, formed["reason"])
+
+
+def rank_in(reason: str) -> int | None:
+    """Return the rank that hung, by the reason for which a round was ended."""
+    found = re.search(r"rank (\d+) on .*hung", reason)
+    return int(found[1]) if found else None
 
 
 def main() -> int:
@@ -275,8 +283,8 @@ def main() -> int:
         rounds, wrong = run(kind, options.tries, options.limit, random.Random(f"{kind} {options.seed}"))
         late = [one.after - options.limit for one in rounds if one.after is not None]
         seconds = f"{statistics.median(late):.1f} s after the limit (median), {max(late):.1f} s (longest)" if late else "never"
-        right = sum(one.right for one in rounds)
-        print(f"{kind:<11} {KINDS[kind]:<61} {right} of {len(rounds)} named rightly; ended {seconds}", flush=True)
+        right, at_once = sum(one.right for one in rounds), sum(one.first == one.culprit for one in rounds)
+        print(f"{kind:<11} {KINDS[kind]:<61} {right} of {len(rounds)} named rightly, {at_once} at once; ended {seconds}", flush=True)
         print(f"            {time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f}", *wrong, sep="\n" if wrong else "", flush=True)
         failed += bool(wrong)
     print(f"{len(kinds) - failed} of {len(kinds)} kinds: always the right rank")
