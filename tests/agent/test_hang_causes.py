@@ -12,8 +12,8 @@ import pytest
 
 from elastirun.agent import hang_causes
 from elastirun.agent.hang_causes import BEHIND, ELSEWHERE, OUTSIDE, STOPPED, UNCLEAR, WAITING, Observed, judge, waits_for_peers
+from tests.support.cluster import PATIENCE
 
-PATIENCE = 60.0  # seconds
 SELECT = ("/usr/lib/python3.12/selectors.py", "415", "select")
 TORCH = "/x/lib/python3.12/site-packages/torch"
 LOADER = (SELECT, (f"{TORCH}/utils/data/dataloader.py", "1", "_get_data"), ("/t/t.py", "7", "<module>"))

@@ -17,8 +17,8 @@ from elastirun.agent.hang_reports import HangReports, Meeting, Report
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.stores.memory import MemoryStore
 from tests.rendezvous.test_stores import new_server
+from tests.support.cluster import PATIENCE
 
-PATIENCE = 60.0  # seconds
 PREFIX = "elastirun/job/j/"
 TOKEN = b"the token of this job"
 

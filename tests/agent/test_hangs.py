@@ -31,6 +31,7 @@ from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
 from elastirun.rendezvous.records import Blame, ExitRecord
+from tests.support.cluster import PATIENCE
 
 WORKER = """
 import math, os, signal, sys
@@ -41,7 +42,6 @@ print("stamped", flush=True)
 while True:
     signal.pause()
 """
-PATIENCE = 60.0  # seconds
 
 
 def page(steps: int, stamped: float = 0.0, longest: float = 0.0, within: float = 0.0) -> Page:
