@@ -285,11 +285,14 @@ def test_lines_with_certain_words_are_duplicated(shell: Shell) -> None:
     assert files.get("attempt_0/filtered_stderr.log", "") == ""
 
 
+EVENTS = ["formed", "round", "worker_exit", "worker_exit", "round_spent", "closed", "account", "end"]
+
+
 def test_events_are_kept_beside_the_logs(shell: Shell) -> None:
     run_to_the_end(shell, "--event-log-handler=console")
     path = shell.folder / "logs" / ".latest" / os.uname().nodename / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [event["event"] for event in events] == ["formed", "round", "worker_exit", "worker_exit", "closed", "end"]
+    assert [event["event"] for event in events] == EVENTS
     assert [json.loads(line.removeprefix("elastirun: ")) for line in shell.nodes.out(1).splitlines() if "{" in line] == events
 
 
