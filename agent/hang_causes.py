@@ -22,7 +22,7 @@ Frame = tuple[str, str, str]  # file, line, function
 
 _FRAME = re.compile(r'  File "(.{0,1000})", line (\d{1,9}|\?\?\?) in (.{0,200})')
 _THREAD = re.compile(r"(Current thread|Thread) 0x")
-# Files of Python, and those of torch through which every call of an operator goes: they do not tell for whom a worker waits.
+# Python's own files, and torch's that every call of an operator goes through. Such frames do not show whether a worker waits for others.
 _PASSED = re.compile(
     r"<frozen |/python3\.\d+t?/(?!site-packages/|dist-packages/)|/torch/(_ops|_compile|utils/_contextlib)\.py|/torch/_dynamo/"
 )
@@ -80,7 +80,7 @@ def in_debugger(stack: Sequence[Frame]) -> bool:
 
 
 def waits_for_peers(stack: Sequence[Frame]) -> bool:
-    """Return whether a worker with this stack is in a collective: the innermost frame that says for whom it waits decides."""
+    """Return whether a worker with this stack is in a collective. The innermost frame outside of the files of ``_PASSED`` decides."""
     file = next((file for file, _, _ in stack if not _PASSED.search(file)), "")
     return bool(_WAITS_FOR_PEERS.search(file))
 

@@ -62,6 +62,7 @@ def test_a_worker_that_is_killed_has_told_what_it_imported(agent: Agent) -> None
     os.waitid(os.P_PIDFD, started.pidfd, os.WEXITED)
     os.close(started.pidfd)
     os.close(read)
+    assert "heavy" in forks._learnt
 
 
 @pytest.mark.parametrize(

@@ -213,8 +213,9 @@ def test_a_worker_in_a_round_is_cut_until_its_main_thread_has_left(agent: Agent,
 def test_a_worker_that_has_left_by_itself_promises_when_it_is_asked(agent: Agent, worker: LiveConnection) -> None:
     worker.enter(0, PATIENCE)
     worker.leave(17)
-    agent.live.park([US], 3)
+    assert agent.live.park([US], 3) == [US] and not agent.parked
     agent.turn(lambda: agent.parked)
+    assert agent.parked == [US]
 
 
 def test_a_worker_that_hears_of_no_new_round_gives_up(worker: LiveConnection) -> None:

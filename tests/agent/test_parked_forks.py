@@ -373,8 +373,11 @@ def test_the_steps_of_torchs_optimizers_are_stamped_in_a_fork_until_the_script_s
 @pytest.mark.parametrize("modules", [{}, {"torch.optim.optimizer": types.ModuleType("old")}])
 def test_without_torch_or_with_an_old_one_there_is_no_hook_and_no_error(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:
     monkeypatch.setenv(VARIABLE, "/a/page")
+    before = {name: dict(vars(module)) for name, module in modules.items()}
     monkeypatch.setattr(sys, "modules", modules)
     forkserver.stamp_steps()
+    monkeypatch.undo()
+    assert {name: dict(vars(module)) for name, module in modules.items()} == before
 
 
 def test_a_step_is_no_error_where_our_package_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

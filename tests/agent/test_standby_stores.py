@@ -77,7 +77,7 @@ def place(of: EndpointAccess) -> Place:
 
 
 def test_a_store_that_has_answered_is_given_more_time_when_it_is_reached_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large job that has moved there connects all at once; a store that is only looked at must not keep a node from the next one."""
+    """When the store of a large job moves, all nodes connect at once. A store that does not answer is given up soon, for the next one."""
     limits: list[float] = []
 
     def opened(address: str, port: int, limit: float) -> PlainTcpStore:
@@ -597,7 +597,7 @@ def test_the_pipe_to_the_guard_grows_as_far_as_the_kernel_allows() -> None:
 
 
 def test_who_hands_over_ends_its_store_before_it_tells_the_others(standbys: Callable[[int], Standbys]) -> None:
-    """The others go to another store as soon as they are told. The old store must have ended before."""
+    """Nodes that are told go to another store at once. If the old store still answered, other nodes would stay there."""
     stores = standbys(1)
     did: list[str] = []
     access = SimpleNamespace(end_store=lambda: did.append(f"ended, told: {len(stores.served) and stores.told()}"))

@@ -41,7 +41,8 @@ def test_a_port_of_the_range_that_is_taken_is_passed_over() -> None:
     first, second = two_ports()
     with contextlib.closing(net.listen_on("127.0.0.1", (first, first))):
         for _ in range(16):  # each begins at a random port
-            net.listen_on("127.0.0.1", (first, second)).close()
+            with net.listen_on("127.0.0.1", (first, second)) as listening:
+                assert listening.getsockname()[1] == second
 
 
 def test_rounds_take_turns_among_the_ports_of_the_range() -> None:

@@ -82,7 +82,7 @@ class Loop:
             key.data(mask)
         return len(events)
 
-    def run(self, until: Callable[[], Any], timeout: float = 60.0) -> None:
+    def run(self, until: Callable[[], Any], timeout: float = PATIENCE) -> None:
         end = time.monotonic() + timeout
         while not until():
             assert time.monotonic() < end, "it did not come"
@@ -101,9 +101,11 @@ class Loop:
         return sorted(self.exits, key=lambda end: end.local_rank)
 
     def close(self) -> None:
-        self.workers.stop(0)
-        self.run(lambda: not self.workers.running)
-        self.logs.close()
+        try:
+            self.workers.stop(0)
+            self.run(lambda: not self.workers.running)
+        finally:
+            self.logs.close()
         self.console.close()
         for fd in self._fds:
             os.close(fd)

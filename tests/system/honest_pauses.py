@@ -1,4 +1,4 @@
-"""Let a real job be slow for honest reasons, under ``--hang-timeout=auto``: nobody is told of a hang, and no round is ended.
+"""Run real jobs that pause for good reasons, under ``--hang-timeout=auto``. No hang may be reported, and no round may end.
 
     python -m tests.system.honest_pauses [--tries 10] [--seed 1] [--kinds stalls,debugger] [--at-once 5]
 

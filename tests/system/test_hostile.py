@@ -222,6 +222,7 @@ def test_the_nodes_leave_a_store_whose_round_stays_forged(nodes: Cluster) -> Non
     job = start(nodes, token=TOKEN, expire=4)
     job.stranger.put(JOB + "round", Codec().encode(JOB + "round", job.stranger.record()))
     job.workers = nodes.round(2, after=job.workers[0].round)
+    nodes.says(2, "the store moves to 127.0.0.")
     job.succeed()
 
 

@@ -22,6 +22,16 @@ def start(nodes: Cluster, count: int, *options: str, nnodes: str = "1:3") -> tup
     return agents, nodes.round(count)
 
 
+def agent_pid(worker: Worker) -> int:
+    return int(worker.env["ELASTIRUN_AGENT"].split("-")[0])
+
+
+def run_of(workers: list[Worker]) -> str:
+    """Return the name of the run that the workers belong to: a second run of the job would have another one."""
+    (name,) = {worker.env["ELASTIRUN_FENCE"].partition(":")[0] for worker in workers}
+    return name
+
+
 def finish(nodes: Cluster, agents: list[subprocess.Popen[str]], workers: list[Worker]) -> None:
     for worker in workers:
         worker.tell("exit 0")
@@ -67,13 +77,14 @@ def test_of_two_nodes_the_other_goes_on_alone(nodes: Cluster) -> None:
     agents, before = start(nodes, 2, nnodes="1:2")
     kill(agents[0])
     after = nodes.round(1, after=before[0].round, timeout=EXPIRE - 5)
+    assert run_of(after) == run_of(before)
     finish(nodes, agents[1:], after)
 
 
 def test_hosts_are_killed_one_after_another_until_one_node_is_left(nodes: Cluster) -> None:
     agents, workers = start(nodes, 4, nnodes="1:4")
     for left in (3, 2, 1):
-        host = next(i for i, agent in enumerate(agents) if agent.pid == int(workers[0].env["ELASTIRUN_AGENT"].split("-")[0]))
+        host = next(i for i, agent in enumerate(agents) if agent.pid == agent_pid(workers[0]))
         kill(agents.pop(host))
         workers = nodes.round(left, after=workers[0].round, timeout=EXPIRE - 5)
         assert "which hosted the rendezvous store, was lost" in workers[0].env["ELASTIRUN_ROUND_REASON"]
@@ -86,6 +97,7 @@ def test_the_host_is_killed_and_others_with_it(nodes: Cluster, left: int) -> Non
     for agent in agents[:-left]:
         agent.kill()
     after = nodes.round(left, after=before[0].round, timeout=EXPIRE - 5)
+    assert run_of(after) == run_of(before)
     finish(nodes, agents[-left:], after)
 
 
@@ -95,6 +107,7 @@ def test_the_host_is_killed_while_it_leaves(nodes: Cluster) -> None:
     nodes.says(2, "leaves: SIGTERM")
     kill(agents[0])
     after = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
+    assert run_of(after) == run_of(before)
     finish(nodes, agents[1:], after)
 
 
@@ -104,6 +117,7 @@ def test_the_node_that_hosted_the_store_comes_back_into_the_same_job(nodes: Clus
     smaller = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
     back = nodes.agent(1, *PROOF, "--last-call=5")
     whole = nodes.round(3, after=smaller[0].round)
+    assert run_of(whole) == run_of(before) and back.pid in {agent_pid(worker) for worker in whole}
     finish(nodes, [back, *agents[1:]], whole)
 
 
@@ -133,16 +147,6 @@ def agent_of_list(nodes: Cluster, i: int, *options: str) -> subprocess.Popen[str
     """Start the agent of "node" 127.0.0.<i>; the list has the endpoints of nodes 1, 2 and 3."""
     where = ",".join(f"127.0.0.{host}:{nodes.port}" for host in (1, 2, 3))
     return nodes.agent(i, *PROOF, f"--rdzv-endpoint={where}", *options, nnodes="1:4")
-
-
-def agent_pid(worker: Worker) -> int:
-    return int(worker.env["ELASTIRUN_AGENT"].split("-")[0])
-
-
-def run_of(workers: list[Worker]) -> str:
-    """Return the name of the run that the workers belong to: a second run of the job would have another one."""
-    (name,) = {worker.env["ELASTIRUN_FENCE"].partition(":")[0] for worker in workers}
-    return name
 
 
 def test_a_node_of_any_address_finds_the_job_while_nobody_is_at_the_first_endpoint(nodes: Cluster) -> None:

@@ -17,6 +17,7 @@ from elastirun.train.checkpoints.copying import LARGE, write
 from elastirun.train.checkpoints.layout import ImageFiles, Raw
 from elastirun.train.checkpoints.staging import Staging
 from elastirun.train.checkpoints.tree import Flat
+from tests.support.cluster import PATIENCE
 
 SIZE = 1 << 20
 LATER = SIZE // 2  # where the second half of an image begins
@@ -75,10 +76,10 @@ def test_no_page_is_mapped_beside_a_copy(images: Staging, gate: Gate) -> None:
     with images.copying(0):
         thread = threading.Thread(target=images.make_resident)
         thread.start()
-        assert gate.reached.wait(60.0)
+        assert gate.reached.wait(PATIENCE)
         thread.join(0.1)
         assert thread.is_alive() and (mapped(0), mapped(1)) == before
-    thread.join(60.0)
+    thread.join(PATIENCE)
     assert (mapped(0), mapped(1)) == (SIZE, SIZE)
 
 
@@ -92,7 +93,7 @@ def test_a_copy_from_a_gpu_does_not_stop_the_mapping_of_its_own_image(images: St
         while mapped(0) < SIZE and time.monotonic() < end:
             thread.join(0.01)
         assert mapped(0) == SIZE > mapped(1)
-    thread.join(60.0)
+    thread.join(PATIENCE)
     images._pinned = [False, False]
 
 
@@ -124,13 +125,13 @@ def test_the_memory_of_an_image_that_was_replaced_is_left_alone(images: Staging,
     with images.copying(0):
         thread = threading.Thread(target=images.make_resident)
         thread.start()
-        assert gate.reached.wait(60.0)
+        assert gate.reached.wait(PATIENCE)
         new = Image.create(SIZE, "elastirun-test-2")
         images.adopt({0: new})
         other = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
         if other != old.fd:
             os.dup2(other, old.fd)
-    thread.join(60.0)
+    thread.join(PATIENCE)
     size = os.fstat(old.fd).st_size
     for fd in {other, old.fd}:
         os.close(fd)
