@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from elastirun import clock
 from elastirun.agent import account, events
@@ -80,7 +79,7 @@ class Accounting:
         self._write_steps()
         self._steps_at = math.inf
         if spent := self._account.end_round(clock.now(), self._stamps()):
-            self._write(events.RoundSpent(self._number, **asdict(spent)))
+            self._write(events.RoundSpent(**vars(spent), round=self._number))
 
     def totals(self, now: float) -> Totals:
         """Return the account as of ``now`` on ``elastirun.clock``."""
@@ -91,7 +90,7 @@ class Accounting:
         if decided:
             self._account.end_part(clock.now())
         totals = self.totals(clock.now())
-        self._write(events.Account(**asdict(totals)))
+        self._write(events.Account(**vars(totals)))
         return totals
 
     def _write_steps(self) -> None:

@@ -429,15 +429,10 @@ class Agent:
         if self._tracker.stopped:  # the second request for the same round: the stop must be shorter
             self._workers.stop(action.within or 0.0)
             return
-        self._hangs.stop()
-        self._accounting.stop()
-        self._tracker.before_stop(self._workers.alive)
-        for local_rank in self._tracker.hung:
-            self._workers.kill(local_rank)
-        self._round_check.stopping = "planned" if action.planned else "failure"
-        timing = self._config.timing
+        self._end_round(action.planned)
         asked = [] if self._signum else self._live.park([process.pid for process in self._workers.processes.values()], self._round)
         all_asked = bool(asked) and len(asked) == len(self._workers.processes)
+        timing = self._config.timing
         grace = timing.grace if action.planned and not all_asked else timing.failure_grace
         grace = grace if action.within is None else min(grace, action.within)
         self._round_events.stop(self._round, action.planned, action.reason, grace, clock.now())
@@ -449,6 +444,15 @@ class Agent:
         self._workers.stop(grace, self._stop_signal(), asked)
         if not all_asked:
             self._console.start_dropping()  # after the signal, so that there is room for their last output
+
+    def _end_round(self, planned: bool) -> None:
+        """Note that the round is over here. Workers that were found to hang are killed now, see ``_on_hung``."""
+        self._hangs.stop()
+        self._accounting.stop()
+        self._tracker.before_stop(self._workers.alive)
+        for local_rank in self._tracker.hung:
+            self._workers.kill(local_rank)
+        self._round_check.stopping = "planned" if planned else "failure"
 
     def _stop_signal(self) -> int:
         """Return the signal that stops workers: the first that the agent got, or SIGTERM.

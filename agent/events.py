@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from elastirun.agent import account
 from elastirun.agent.output.log_files import LogFile
 from elastirun.rendezvous.records import Blame, ExitRecord, RoundRecord
 
@@ -176,28 +177,15 @@ class Steps(Event, kind="steps"):
 
 
 @dataclass(frozen=True)
-class RoundSpent(Event, kind="round_spent"):
-    """The last worker of this node has ended: the seconds of the round, as ``account.RoundSpent`` has them."""
+class RoundSpent(account.RoundSpent, Event, kind="round_spent"):
+    """The last worker of this node has ended: what its round was spent on."""
 
     round: int
-    cause: str
-    restarting: float
-    starting: float
-    repeated: float
-    saving: float
-    training: float
 
 
 @dataclass(frozen=True)
-class Account(Event, kind="account"):
-    """The agent is about to end: its whole account, as ``account.Totals`` has it."""
-
-    total: float
-    goodput: float
-    seconds: Mapping[str, float | None]
-    lost_seconds: Mapping[str, float]
-    rounds_ended: Mapping[str, int]
-    steps_stamped: bool
+class Account(account.Totals, Event, kind="account"):
+    """The agent is about to end: its whole account."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     ElastirunError
     ├── UsageError         invalid option, variable or combination; nothing was started      ExitCode.USAGE
     ├── StartError         a valid command that this machine cannot carry out                ExitCode.ENVIRONMENT
+    ├── NothingFound       there is nothing that a command of ``elastirun`` could show       4
     ├── StoreError         the store did not answer, or answered with an error                retried; ExitCode.RENDEZVOUS when it lasts
     │   ├── StoreRefused   the store refuses this node, so waiting does not help
     │   ├── StoreMoved     the store is elsewhere, and this node knows where
@@ -35,6 +36,10 @@ class UsageError(ElastirunError):
 
 class StartError(ElastirunError):
     """The command is valid, but this machine cannot carry it out: a port is in use, a script is missing."""
+
+
+class NothingFound(ElastirunError):
+    """There is nothing to show: no such job, no events. The message says where it was looked for, and what to give."""
 
 
 class StoreError(ElastirunError):

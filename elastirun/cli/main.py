@@ -40,8 +40,8 @@ PROBE_TIMEOUT = 300.0  # seconds for importing torch and counting devices: a col
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one agent to its end, and exit with its status. ``argv`` is without the program's name; None: ``sys.argv``."""
     words = sys.argv[1:] if argv is None else argv
-    if (command := subcommands.asked_for(words, os.environ)) is not None:
-        sys.exit(command.main(words[1:]))
+    if command := subcommands.asked_for(words, os.environ):
+        sys.exit(subcommands.run(command, words[1:]))
     prepared: LaunchConfig | int = ExitCode.OK
     try:
         prepared = _prepare(words)

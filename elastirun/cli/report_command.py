@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 import click
 
-from elastirun import standard_streams
-from elastirun.agent.exit_codes import ExitCode
 from elastirun.cli.parse import quote
-from elastirun.errors import StartError, UsageError
+from elastirun.cli.subcommands import show
+from elastirun.errors import NothingFound, StartError, UsageError
 
-NO_EVENTS = 4  # exit code: there are no events in these folders
 OUT = "report.html"
 LIBRARY = "plotly is not installed where elastirun runs; pip install '.[report]' in its folder"
 _HELP = f"""\
@@ -33,16 +31,7 @@ Exit status: 0 written; 2 wrong use; 3 the page cannot be made (is plotly missin
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report that ``argv`` asks for. Return the exit code."""
-    try:
-        return _run(argv)
-    except UsageError as error:
-        return _fail(str(error), ExitCode.USAGE)
-    except StartError as error:
-        return _fail(str(error), ExitCode.ENVIRONMENT)
-
-
-def _run(argv: Sequence[str]) -> int:
+    """Write the report that ``argv`` asks for. Return the exit code. Raises UsageError, StartError and NothingFound."""
     from elastirun.report import clocks, page, reader, story, words  # no launch needs them
 
     parameters: list[click.Parameter] = [
@@ -55,21 +44,21 @@ def _run(argv: Sequence[str]) -> int:
     except click.UsageError as error:
         raise UsageError(f"{error.format_message()} (see elastirun report --help)") from None
     if given["help"]:
-        return _write(_HELP)
+        return show(_HELP)
     if not given["folders"]:
         raise UsageError("give the folders of the logs (see elastirun report --help)")
     found = reader.read(given["folders"])
     if not found.events:
         why = "; ".join(found.left_out[:3]) or f"no {reader.NAME} is in or below them"
-        return _fail(f"no events in {', '.join(map(quote, given['folders']))}: {words.clean(why)}; give the folder of --log-dir", NO_EVENTS)
+        raise NothingFound(f"no events in {', '.join(map(quote, given['folders']))}: {words.clean(why)}; give the folder of --log-dir")
     told = story.tell(clocks.align(found.events))
-    _write("\n".join(words.summary(told)))
+    show("\n".join(words.summary(told)))
     try:
         text = page.page(told, found.left_out)
     except ImportError:
         raise StartError(LIBRARY) from None
     _save(text, given["out"])
-    return _write(f"Written: {quote(given['out'])}")
+    return show(f"Written: {quote(given['out'])}")
 
 
 def _save(text: str, path: str) -> None:
@@ -86,13 +75,3 @@ def _save(text: str, path: str) -> None:
                 raise
     except OSError as error:
         raise StartError(f"cannot write {quote(path)}: {error.strerror}; give another file with --out") from None
-
-
-def _write(text: str) -> int:
-    error = standard_streams.write("stdout", f"{text.rstrip()}\n")
-    return ExitCode.OK if error is None else ExitCode.FAILED
-
-
-def _fail(line: str, code: int) -> int:
-    standard_streams.write("stderr", f"elastirun report: {' '.join(line.splitlines())}\n")
-    return code

@@ -14,7 +14,6 @@ from dataclasses import asdict
 
 import click
 
-from elastirun import standard_streams
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.status_reader import UNNAMED, Found, StatusReader, Target
 from elastirun.agent.status_screen import screen
@@ -22,11 +21,11 @@ from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.options import BY_DEST
 from elastirun.cli.rendezvous_options import C10D_PORT, STATIC_PORT, etcd_of
+from elastirun.cli.subcommands import show
 from elastirun.cli.token_file import read_token
 from elastirun.config import Endpoint, Etcd
-from elastirun.errors import StartError, UsageError
+from elastirun.errors import NothingFound, StartError, UsageError
 
-NO_JOB = 4  # exit code: there is no such job where it was looked for
 INTERVAL = "2"  # seconds from one screen to the next, by default
 CLEAR = "\x1b[H\x1b[2J"  # puts the cursor at the top left, and erases the screen
 SAME_AS_LAUNCH = ("rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "master_addr", "master_port", "token_file")
@@ -45,19 +44,10 @@ Exit status: 0 shown; 2 wrong use; 3 the records cannot be read (is --token-file
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the status that ``argv`` asks for. Return the exit code."""
-    try:
-        return _run(argv)
-    except UsageError as error:
-        return _fail(str(error), ExitCode.USAGE)
-    except StartError as error:
-        return _fail(str(error), ExitCode.ENVIRONMENT)
-
-
-def _run(argv: Sequence[str]) -> int:
+    """Show the status that ``argv`` asks for. Return the exit code. Raises UsageError, StartError and NothingFound."""
     given = _parse(argv)
     if "help" in given:
-        return _write(f"usage: elastirun status [JOB] [OPTIONS]\n\n{_HELP}\n{_options()}")
+        return show(f"usage: elastirun status [JOB] [OPTIONS]\n\n{_HELP}\n{_options()}")
     as_json, every = "json" in given, given.get("watch")
     try:
         seconds = None if every is None else parse.seconds(0.1)(every)
@@ -124,22 +114,22 @@ def _target(options: GivenOptions) -> Target:
 
 
 def _show(found: Found, target: Target, as_json: bool) -> int:
-    """Print what one look has found. Return the exit code."""
+    """Print what one look has found. Return the exit code. Raises StartError and NothingFound."""
     if found.jobs or as_json:
-        written = _write(_text(found, as_json))
+        written = show(_text(found, as_json))
         if written != ExitCode.OK or found.jobs:
             return written
     if found.unreadable:
-        return _fail("; ".join(found.unreadable), ExitCode.ENVIRONMENT)
-    return _fail(_no_job(found, target), NO_JOB)
+        raise StartError("; ".join(found.unreadable))
+    raise NothingFound(_no_job(found, target))
 
 
 def _show_again(found: Found, target: Target, as_json: bool) -> int:
     """Print what one of several looks has found, in the place of the screen before. Return 0 to go on."""
     if as_json:
-        return _write(_text(found, as_json=True))
+        return show(_text(found, as_json=True))
     text = _text(found, as_json=False) if found.jobs else "; ".join(found.unreadable) or _no_job(found, target)
-    return _write(CLEAR + text if sys.stdout.isatty() else f"{text}\n")
+    return show(CLEAR + text if sys.stdout.isatty() else f"{text}\n")
 
 
 def _text(found: Found, as_json: bool) -> str:
@@ -163,13 +153,3 @@ def _options() -> str:
     lines = [(f"{BY_DEST[dest].name}={BY_DEST[dest].metavar}", f"as for a launch [{BY_DEST[dest].env}]") for dest in SAME_AS_LAUNCH]
     lines += [("--json", "one JSON object"), (f"--watch[={INTERVAL}]", "draw the screen again each so many seconds, until Ctrl-C")]
     return "\n".join(f"  {name:36}{text}" for name, text in lines)
-
-
-def _write(text: str) -> int:
-    error = standard_streams.write("stdout", f"{text.rstrip()}\n")
-    return ExitCode.OK if error is None else ExitCode.FAILED
-
-
-def _fail(line: str, code: int) -> int:
-    standard_streams.write("stderr", f"elastirun status: {' '.join(line.splitlines())}\n")
-    return code

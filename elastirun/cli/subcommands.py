@@ -1,25 +1,45 @@
-"""Tells the commands ``elastirun status`` and ``elastirun report`` from scripts with these names, which torchrun would start."""
+"""Runs the commands ``elastirun status`` and ``elastirun report``. A script with such a name is started as by torchrun."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from elastirun import standard_streams
+from elastirun.agent.exit_codes import ExitCode
 from elastirun.cli.options import BY_DEST
+from elastirun.errors import NothingFound, StartError, UsageError
 
-MODULES = {name: f"elastirun.cli.{name}_command" for name in ("status", "report")}
+MODULES = {name: f"elastirun.cli.{name}_command" for name in ("status", "report")}  # each has a function ``main``, see ``run``
+NOTHING_FOUND = 4  # exit code
+CODES = {UsageError: ExitCode.USAGE, StartError: ExitCode.ENVIRONMENT, NothingFound: NOTHING_FOUND}
 
 
-def asked_for(argv: Sequence[str], environ: Mapping[str, str]) -> Any:
-    """Return the module of the command that the command line asks for; None: for none, so it starts a script.
-
-    A launch does without the imports of the commands, which are slow.
-    """
+def asked_for(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the name of the command that the command line asks for; empty: it starts a script."""
     name = argv[0] if argv else ""
     if name not in MODULES or os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py")):
-        return None
+        return ""
     if any(environ.get(str(BY_DEST[dest].env), "0").strip() not in ("", "0") for dest in ("module", "no_python")):
-        return None
-    return importlib.import_module(MODULES[name])
+        return ""
+    return name
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Run a command with the words after its name. Return the exit code. What it raises of ``CODES`` is one line on stderr.
+
+    The module is loaded here, because a launch does without its imports, which are slow.
+    """
+    try:
+        code: int = importlib.import_module(MODULES[name]).main(argv)
+        return code
+    except tuple(CODES) as error:
+        standard_streams.write("stderr", f"elastirun {name}: {' '.join(str(error).splitlines())}\n")
+        return next(code for kind, code in CODES.items() if isinstance(error, kind))
+
+
+def show(text: str) -> int:
+    """Print ``text`` on stdout. Return the exit code."""
+    error = standard_streams.write("stdout", f"{text.rstrip()}\n")
+    return ExitCode.OK if error is None else ExitCode.FAILED

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from elastirun import standard_streams
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.job_status import JobStatus
 from elastirun.agent.status_reader import Found, Target
 from elastirun.cli import main, status_command
+from elastirun.cli.subcommands import NOTHING_FOUND
 from elastirun.config import Endpoint
 from tests.support.cluster import free_port
 
@@ -136,7 +138,7 @@ def test_etcd_has_the_credentials_of_the_launch(run: Run) -> None:
 def test_without_an_endpoint_only_agents_on_this_machine_are_asked(run: Run) -> None:
     assert run("status").target == Target() and run("status", "a").target == Target(job="a")
     result = run("status", found=(Found(),))
-    bad(result, "no job on this machine: no agent of this user runs it; give --rdzv-endpoint=HOST", status=status_command.NO_JOB)
+    bad(result, "no job on this machine: no agent of this user runs it; give --rdzv-endpoint=HOST", status=NOTHING_FOUND)
 
 
 def test_its_variables_do_so_too_and_options_take_precedence(run: Run) -> None:
@@ -176,15 +178,15 @@ def test_json_is_one_object(run: Run) -> None:
     found = json.loads(result.out)
     assert found["jobs"][0]["state"] == "running" and found["problems"] == []
     result = run("status", "--rdzv-endpoint=node0", "--json", found=(Found(problems=("why",)),))
-    assert (result.status, json.loads(result.out)["problems"]) == (status_command.NO_JOB, ["why"])
+    assert (result.status, json.loads(result.out)["problems"]) == (NOTHING_FOUND, ["why"])
 
 
 @pytest.mark.parametrize(
     ("found", "status", "parts"),
     [
-        (Found(problems=("node0:29400: refused",)), status_command.NO_JOB, ["no job 'a' at node0:29400: node0:29400: refused; give "]),
-        (Found(others=("b", "c\x1b")), status_command.NO_JOB, ["the store there has 'b', 'c\\x1b'; give "]),
-        (Found(), status_command.NO_JOB, ["nothing of it is there"]),
+        (Found(problems=("node0:29400: refused",)), NOTHING_FOUND, ["no job 'a' at node0:29400: node0:29400: refused; give "]),
+        (Found(others=("b", "c\x1b")), NOTHING_FOUND, ["the store there has 'b', 'c\\x1b'; give "]),
+        (Found(), NOTHING_FOUND, ["nothing of it is there"]),
         (Found(problems=("why",), unreadable=("not signed",)), ExitCode.ENVIRONMENT, ["not signed"]),
     ],
 )
@@ -209,7 +211,7 @@ def test_watching_goes_on_whatever_is_found(run: Run, options: list[str], monkey
 
 
 def test_watching_ends_when_nobody_reads_the_screen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_command.standard_streams, "write", lambda name, text: BrokenPipeError())
+    monkeypatch.setattr(standard_streams, "write", lambda name, text: BrokenPipeError())
     assert run("status", "--rdzv-endpoint=node0", "--watch").status == ExitCode.FAILED
 
 
@@ -228,7 +230,7 @@ def process(*argv: str, **settings: Any) -> subprocess.CompletedProcess[str]:
 
 def test_a_real_process_without_torch() -> None:
     result = process("-m", "elastirun", "status", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
-    assert (result.returncode, result.stdout) == (status_command.NO_JOB, "")
+    assert (result.returncode, result.stdout) == (NOTHING_FOUND, "")
     assert result.stderr.startswith("elastirun status: no job at 127.0.0.1:") and "refused" in result.stderr
     code = "import sys; from elastirun.cli import main; sys.argv[1:] = ['status', '--rdzv-endpoint=127.0.0.1:1']\n"
     code += "try: main.main()\nexcept SystemExit: print('torch' in sys.modules)"
