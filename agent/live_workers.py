@@ -26,7 +26,7 @@ class LiveWorkers:
     """Asks live workers to park and to go on.
 
     ``is_worker(pid)``: whether this is a worker that runs here. ``on_parked(pid)``: a worker that was asked to park has left its round.
-    Without a socket, which ``trouble`` explains then, ``name`` is empty and every worker is ended after its round.
+    Where no socket can be had, ``name`` is empty, and every worker is ended after its round.
     """
 
     def __init__(self, selector: selectors.BaseSelector, is_worker: Callable[[int], bool], on_parked: Callable[[int], None]) -> None:
@@ -47,10 +47,6 @@ class LiveWorkers:
     def park(self, pids: Collection[int], round: int) -> list[int]:
         """Ask the live ones of the workers ``pids`` to leave ``round``. Return those that were asked; the others have to be ended."""
         return [pid for pid in self._parking.ask(pids, round) if self._send(pid, Park(round))]
-
-    def is_connected(self, pid: int) -> bool:
-        """Return whether the worker can be told to go on."""
-        return pid in self._connections
 
     def resume(self, pid: int, round: int, env: Mapping[str, str]) -> bool:
         """Let a parked worker take part in ``round``. Return False if it cannot: it has to be ended."""
