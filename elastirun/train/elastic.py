@@ -43,8 +43,8 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
     """Make the default process group, in place of ``torch.distributed.init_process_group``.
 
     With gloo it is a group of this process alone: what comes next (the model, its first compilation) waits for nobody. ``Elastic`` makes
-    the group of all workers that the launcher has started. With another backend it is that group at once. Raises TrainError if there is an
-    agent of elastirun that cannot be reached.
+    the group of all workers that the launcher has started. With another backend it is that group at once. ``timeout``: for a collective;
+    None: torch's default, 30 minutes for gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
     """
     global _timeout, _connection
     _timeout = timeout
