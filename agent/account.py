@@ -23,8 +23,9 @@ class Spent(str, Enum):
     REPEATED = "repeated"  # steps that an earlier round had made already
     SAVING = "saving"  # training held up by a save of a checkpoint
     STARTING = "starting"  # from the start of workers to their first step; at first also the start of the agent
-    WAITING = "waiting"  # for the store and for other nodes, before this node's first round
+    WAITING = "waiting"  # for the store and for other nodes, before this node's first round and after it has sat out
     RESTARTING = "restarting"  # from the last step before a round ended early to the start of the next workers
+    SITTING_OUT = "sitting_out"  # by --strikes
     FINISHING = "finishing"  # after the workers' success, or after the end of this node's part
 
 
@@ -126,6 +127,10 @@ class Account:
         """The agent is ready, and waits for the store and other nodes."""
         self._become(Spent.WAITING, "", now)
 
+    def sit_out(self, now: float) -> None:
+        """The agent takes no part in the next rounds, until ``join``."""
+        self._become(Spent.SITTING_OUT, "", now)
+
     def start_round(self, now: float) -> None:
         """The start of a round's workers begins."""
         if self._kind is Spent.FINISHING:  # a round has formed, and its end was not seen here
@@ -149,7 +154,7 @@ class Account:
                 one.over_cause, one.certain = cause, certain
         elif self._kind is Spent.RESTARTING and not self._certain:
             self._cause, self._certain = (cause, True) if certain else (self._cause, False)
-        elif self._kind is not Spent.WAITING and certain:
+        elif self._kind not in (Spent.WAITING, Spent.SITTING_OUT) and certain:
             self._become(Spent.RESTARTING, cause, now)
             self._certain = True
 
@@ -264,6 +269,7 @@ _WORDS = {
     Spent.RESTARTING: "restarting",
     Spent.STARTING: "starting",
     Spent.WAITING: "waiting for nodes",
+    Spent.SITTING_OUT: "sitting out",
     Spent.FINISHING: "finishing",
 }
 

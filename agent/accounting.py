@@ -42,6 +42,10 @@ class Accounting:
         """The agent is ready to join."""
         self._account.join(clock.now())
 
+    def sit_out(self) -> None:
+        """This node begins to sit out. ``join`` ends that."""
+        self._account.sit_out(clock.now())
+
     def start_round(self, number: int) -> None:
         """The start of the workers of round ``number`` begins."""
         self._number, self._began = number, clock.now()

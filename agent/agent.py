@@ -36,13 +36,14 @@ from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit, Workers
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.session import STANDSTILL, Session
+from elastirun.agent.sit_out import SitOut
 from elastirun.agent.spec import NodeEnvironment, cpu_sets, worker_like, worker_specs
 from elastirun.agent.store_access import new_row
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.events import Changed, Leave, Synced, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import Changed, Leave, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
@@ -75,7 +76,6 @@ class Agent:
         environ, files = dict(os.environ), descriptors.raise_limit()
         bound_to = cpu_sets(config, environ)
         self._finish: Finish | None = None
-        self._started = False  # workers have run on this node
         self._round = 0  # the number of the round whose workers run here, or ran last
         self._signum = 0  # the first signal that the agent got; 0: none
         self._lone = False  # the running round has no other node, and another agent could take this node's place
@@ -125,7 +125,10 @@ class Agent:
             self._tree.remove_folder_at_end(etcd.folder)
             self._tree.exclude(etcd.pid)
         self._selector.register(self._session, selectors.EVENT_READ, self._on_store)
-        parts = health.Parts(config, self._session, self._workers, self._round_events, self._memory, self._hangs, self._accounting)
+        self._sit_out = SitOut(config, self._session, self._accounting, self._events_log.write, self._console.say, self._end_parked)
+        parts = health.Parts(
+            config, self._session, self._workers, self._round_events, self._memory, self._hangs, self._accounting, self._sit_out
+        )
         stack.callback(health.serve(parts, self._selector, self._console.say))
 
     def _event_log(self, row: NodeRow, environ: Mapping[str, str], stack: ExitStack) -> events.EventLog:
@@ -212,7 +215,8 @@ class Agent:
     def _time_to_wait(self) -> float | None:
         """Return the seconds until something must be done although no descriptor is ready; None: there is nothing."""
         now = clock.now()
-        ticks = [part.tick(now) for part in (self._logs, self._round_check, self._memory, self._forks, self._hangs, self._accounting)]
+        parts = self._logs, self._round_check, self._memory, self._forks, self._hangs, self._accounting, self._sit_out
+        ticks = [part.tick(now) for part in parts]
         times = (self._session.due, self._tracker.report_at, self._workers.deadline, *ticks)  # a tick may bring a report
         first = min(moment for moment in times if moment is not None)
         return None if first == math.inf else max(0.0, first - clock.now())
@@ -245,6 +249,7 @@ class Agent:
             machine = self._session.machine
             self._round_events.see(machine.record, event.now, machine.quiet)
             self._accounting.see(machine.record)
+            self._sit_out.see(machine.record)
             for action in actions:
                 if not self._session.carry_out(action):
                     self._perform(action)
@@ -305,6 +310,7 @@ class Agent:
             hurry = f"; its workers have {self._config.timing.grace:g} s, again to hurry" if self._workers.running else ""
             self._console.say(f"{name}: this node leaves{hurry}")
             self._session.post(Leave(clock.now(), name))
+            self._sit_out.end()
         elif self._workers.running:
             grace = SECOND_SIGNAL_GRACE if count == 2 else 0.0
             self._console.say(f"{name}: its workers have {grace:g} s")
@@ -341,7 +347,14 @@ class Agent:
         self._sick = True
         self._session.post(Leave(clock.now(), "a worker hangs in the kernel"))
 
+    def _end_parked(self) -> None:
+        """End the workers that wait for a next round: there is none for a while."""
+        if self._workers.parked:
+            self._workers.stop(self._config.timing.failure_grace)
+
     def _on_workers_idle(self) -> None:
+        if self._sit_out.out:  # these were parked when their round ended
+            return
         self._hangs.stop()
         self._lone = False
         if self._tracker.stopped or self._finish:
@@ -349,7 +362,8 @@ class Agent:
         self._round_events.stopped(self._round, clock.now())
         self._accounting.end_round()
         if self._tracker.stopped:
-            self._session.post(WorkersStopped(clock.now(), self._tracker.failures))
+            leaving = bool(self._signum or self._sick or self._finish)
+            self._sit_out.workers_stopped(self._round, self._tracker.failures, self._hangs.stragglers, leaving)
         elif not self._tracker.failures:  # else the machine hears of the failures, and asks for a stop
             self._session.post(WorkersSucceeded(clock.now()))
 
@@ -366,7 +380,7 @@ class Agent:
         self._round = record.round
         self._lone = len(record.members) == 1 and not self._config.standalone
         self._renew(clock.now())
-        if self._started and not self._tracker.stopped:
+        if self._round_events.started_at is not None and not self._tracker.stopped:
             self._end_left_running()
         self._round_check.stopping = "no"
         self._tracker.start_round(record.round - 1, alone=record.world_size == 1)
@@ -385,7 +399,6 @@ class Agent:
             self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)
             self._tree.add_workers(self._workers.pids)
             self._forks.refill()
-            self._started = True
             if node_rank == 0:  # after the workers: importing torch would delay them, and the kernel keeps their connections
                 self._session.serve_workers()
         except (OSError, StartError) as error:
@@ -473,7 +486,8 @@ class Agent:
         self._wait_for_left_running(finish.outcome is Outcome.SUCCEEDED)
         config, record, row = self._config, self._session.machine.record, self._session.machine.row
         began = self._tracker.began if record and record.round == self._round else None
-        ended = ending.Ending(finish, record, began, self._signum, self._sick, self._started, bool(row.round), row.name)
+        started = self._round_events.started_at is not None
+        ended = ending.Ending(finish, record, began, self._signum, self._sick, started, bool(row.round), row.name)
         code = ended.exit_code(config.exit_code_from_worker)
         ended.write_termination_log(code, self._console)  # first: whoever signals this agent may be about to kill it
         totals = self._accounting.end(finish.closed is not None or finish.outcome is Outcome.LEFT)

@@ -158,6 +158,23 @@ class Straggler(Event, kind="straggler"):
 
 
 @dataclass(frozen=True)
+class SitsOut(Event, kind="sits_out"):
+    """This node begins to sit out: it takes no part in the next rounds."""
+
+    round: int  # the last one in which it took part
+    strikes: Sequence[str]  # why it has had each, the oldest first
+    cooldown: float  # seconds after which it joins again at the latest
+
+
+@dataclass(frozen=True)
+class SatOut(Event, kind="sat_out"):
+    """This node joins again."""
+
+    seconds: float  # for which it has sat out
+    reason: str
+
+
+@dataclass(frozen=True)
 class CheckpointsHeld(Event, kind="checkpoints_held"):
     """This agent keeps another amount of checkpoints in memory than before."""
 

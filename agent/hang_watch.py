@@ -98,6 +98,7 @@ class HangWatch:
         on_hung: Callable[[int, Blame, str, list[str], float], None],
     ) -> None:
         self.pages = ProgressPages()
+        self.stragglers: list[int] = []  # ranks of workers that were named as such in this round
         self._rates = StepRates()
         self._stragglers = Stragglers()
         self._compare_at = math.inf  # when to look for stragglers, on ``elastirun.clock``
@@ -127,6 +128,7 @@ class HangWatch:
     def start(self, meet: Callable[[], Meeting] | None) -> None:
         """A round's workers were started. ``meet`` returns where the nodes meet; None: all workers run on this node."""
         self._stragglers.start_round()
+        self.stragglers.clear()
         self._compare_at = clock.now() + WINDOW
         if self._detector is not None:
             self._meet, self._debugged = meet, {}
@@ -164,6 +166,7 @@ class HangWatch:
             for one in self._stragglers.look(self._read()):
                 spec = self._workers.processes[one.local_rank].spec
                 device = device_of(spec.env, one.local_rank)
+                self.stragglers.append(spec.rank)
                 self._write(events.Straggler(spec.rank, one.local_rank, device, one.factor, one.seconds, one.median))
                 took = f"{one.seconds:.3g} s a step, the median rank {one.median:.3g} s"
                 self._say(f"rank {spec.rank} (local rank {one.local_rank}, {device}) is a straggler: it computes for {took}")

@@ -23,6 +23,7 @@ from elastirun.agent.host.listening import EVERYWHERE
 from elastirun.agent.http_port import HttpPort, Response, Snapshots, text
 from elastirun.agent.processes.workers import Workers
 from elastirun.agent.session import Session
+from elastirun.agent.sit_out import SitOut
 from elastirun.agent.step_rates import WorkerSteps
 from elastirun.config import Endpoint, LaunchConfig
 from elastirun.errors import StartError
@@ -30,7 +31,7 @@ from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Cause, Status
 
 OPTION = "--health-port"
-JOINING, RUNNING, STOPPING, FINISHING = "joining", "running", "stopping", "finishing"
+JOINING, RUNNING, STOPPING, FINISHING, SITTING_OUT = "joining", "running", "stopping", "finishing", "sitting_out"
 STATES = {
     Status.JOINING: JOINING,
     Status.READY: JOINING,
@@ -53,13 +54,14 @@ class Parts:
     memory: CheckpointMemory
     hangs: HangWatch
     accounting: Accounting
+    sit_out: SitOut
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """One moment of an agent. The fields are those of /status."""
 
-    state: str  # of ``STATES``
+    state: str  # of ``STATES``, or SITTING_OUT
     version: str
     job: str  # --rdzv-id
     node: str  # host name
@@ -74,6 +76,7 @@ class Snapshot:
     joins_waiting: int  # nodes that this node knows of and that wait for the next round, itself included
     failures: int  # that count against --max-restarts
     max_restarts: int
+    strikes: int  # of this node, since its start or since it has sat out
     restarts: Mapping[str, int]  # rounds that ended before their work was done while this agent ran, by cause
     seconds_since_round_start: float | None  # since workers were started here; None: they never were
     seconds_since_keep_alive: float  # since the store last acknowledged a sign of life of this node
@@ -89,7 +92,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
     config, machine, started_at = parts.config, parts.session.machine, parts.rounds.started_at
     record, row, state = machine.record, machine.row, STATES[machine.state]
     return Snapshot(
-        state=state,
+        state=SITTING_OUT if parts.sit_out.out else state,
         version=__version__,
         job=config.run_id,
         node=row.name,
@@ -104,6 +107,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         joins_waiting=_joins_waiting(machine),
         failures=record.failures if record else 0,
         max_restarts=config.max_restarts,
+        strikes=len(parts.sit_out.strikes),
         restarts={cause: parts.rounds.ended[cause] for cause in CAUSES},
         seconds_since_round_start=None if started_at is None else round(now - started_at, 3),
         seconds_since_keep_alive=round(now - machine.kept_alive, 3),
@@ -151,7 +155,7 @@ def status(now: Snapshot) -> Response:
 def metrics_page(now: Snapshot) -> Response:
     """Return the snapshot in the text format of Prometheus, if the package for that is installed."""
     try:
-        body, content_type = metrics.render(asdict(now), dict.fromkeys(STATES.values()))
+        body, content_type = metrics.render(asdict(now), dict.fromkeys((*STATES.values(), SITTING_OUT)))
     except ImportError:
         why = "prometheus-client is not installed where elastirun runs; pip install '.[metrics]' in its folder"
         return text(HTTPStatus.NOT_IMPLEMENTED, why)

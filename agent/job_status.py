@@ -10,13 +10,14 @@ import re
 from dataclasses import dataclass
 
 from elastirun.agent.step_rates import WorkerSteps
+from elastirun.agent.strikes import sits_out
 from elastirun.rendezvous.failures import describe, root_cause
 from elastirun.rendezvous.formation import names
 from elastirun.rendezvous.records import Member, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.view import View
 
 FORMING, STARTING, RUNNING, FINISHING, RESTARTING = "forming", "starting", "running", "finishing", "restarting"  # and the verdicts
-LOST, LEFT, ABSENT, SPARE, JOINING = "lost", "left", "absent", "spare", "joining"
+LOST, LEFT, ABSENT, SPARE, JOINING, SITTING_OUT = "lost", "left", "absent", "spare", "joining", "sitting_out"
 STATES = {  # of a member, by its row
     Status.JOINING: JOINING,
     Status.READY: "starting",
@@ -40,7 +41,7 @@ class NodeStatus:
     first_rank: int | None  # of its workers
     workers: int
     role: str
-    state: str  # a value of ``STATES``, or LOST, ABSENT, SPARE
+    state: str  # a value of ``STATES``, or LOST, ABSENT, SPARE, SITTING_OUT
     hosts_store: bool
     quiet: float  # seconds since its row has changed, as far as it was watched; 0: less than QUIET
 
@@ -63,7 +64,7 @@ class JobStatus:
     waiting: str  # for what the job waits, in words; empty: for nothing
     waiting_for: tuple[str, ...]  # ids of the nodes that it waits for
     nodes: tuple[NodeStatus, ...]  # members by rank, then those that wait
-    events: tuple[str, ...]  # failed workers, root cause first, and nodes that left
+    events: tuple[str, ...]  # failed workers, root cause first, nodes that sit out, and nodes that left
     steps: tuple[WorkerSteps, ...]  # of the workers on this machine that stamp them, by rank
     ignored: tuple[str, ...]  # records that do not parse, or were not signed with the token
 
@@ -157,6 +158,8 @@ def _state_of(view: View, m: Member, row: NodeRow | None) -> str:
         return LOST
     if row is None:
         return ABSENT
+    if sits_out(row):
+        return SITTING_OUT
     return STATES[row.status] if row.round == view.record.round or row.status is Status.LEFT else JOINING
 
 
@@ -164,8 +167,10 @@ def _others(view: View, most: int | None) -> list[NodeStatus]:
     """Return the nodes that wait beside the round."""
     record = view.record
     full = record.open and most is not None and len(record.members) >= most
-    rows = sorted((row for row in view.newcomers()), key=lambda row: (row.name, row.address, row.id))
-    return [_node(view, row, None, None, SPARE if full else JOINING, row.hosts) for row in rows]
+    out = [row for row in view.rows.values() if sits_out(row) and record.index(row.id) is None]
+    rows = sorted((*view.newcomers(), *out), key=lambda row: (row.name, row.address, row.id))
+    waiting = SPARE if full else JOINING
+    return [_node(view, row, None, None, SITTING_OUT if sits_out(row) else waiting, row.hosts) for row in rows]
 
 
 def _node(view: View, of: Member | NodeRow, node_rank: int | None, first: int | None, state: str, hosts: bool) -> NodeStatus:
@@ -176,11 +181,12 @@ def _node(view: View, of: Member | NodeRow, node_rank: int | None, first: int | 
 
 
 def _events(view: View) -> tuple[str, ...]:
-    """Return lines about failed workers and about nodes that have left, the newest of these first."""
+    """Return lines about failed workers, about nodes that sit out, and about nodes that have left, the newest of these first."""
     record = view.record
     failures = record.closed.failures if record.closed else ()
     failures = failures or root_cause(failure for row in view.rows.values() if row.round >= record.round for failure in row.failures)
     left = [row for row in view.rows.values() if row.status is Status.LEFT and row.note]
     left.sort(key=lambda row: (-row.round, row.name, row.address))
     lines = [describe(failure) for failure in failures[:MOST_FAILURES]]
+    lines += [f"{row.name} {row.address} sits out: {row.note}" for row in view.rows.values() if sits_out(row)][:MOST_LEFT]
     return (*lines, *(f"{row.name} {row.address} left: {row.note}" for row in left[:MOST_LEFT]))

@@ -42,6 +42,7 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
         gauge("nodes", "Nodes in that round.", len(now["nodes"])),
         by_label(restarts, now["restarts"]),
         gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", now["joins_waiting"]),
+        gauge("strikes", "Strikes of this node, by which it sits out.", now["strikes"]),
         by_label(workers, now["workers"]),
         by_label(steps, {str(worker["local_rank"]): worker["steps"] for worker in now["steps"]}),
         by_label(ages, {str(worker["local_rank"]): worker["seconds_since_step"] for worker in now["steps"]}),

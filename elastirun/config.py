@@ -125,6 +125,8 @@ class LaunchConfig(RendezvousConfig):
     exit_code_from_worker: bool = False  # a failed job exits with the code of the worker that caused it
     timing: Timing = field(default_factory=Timing)
     hang_timeout: float | None = None  # seconds without a step after which workers hang; 0: learned (``auto``); None: off
+    strikes: int = 0  # rounds in which this node did harm before it sits out; 0: it never does
+    strikes_cooldown: float = 600.0  # seconds for which it sits out at most
     first_step_timeout: float | None = None  # seconds without a first step of a round after which workers hang; None: off
     logs: LogPolicy = field(default_factory=LogPolicy)
     token: bytes | None = field(default=None, repr=False)  # the secret that signs every record in the store

@@ -48,6 +48,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.hang_causes", never=EFFECTS),
     Layer("elastirun.agent.stragglers", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.step_rates", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.strikes", ("elastirun.rendezvous",), never=EFFECTS),
     Layer("elastirun.agent.processes.parking", never=EFFECTS),
     Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.progress",)),  # in workers
     Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),

@@ -53,6 +53,8 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         timing=timing,
         hang_timeout=options.read("hang_timeout", parse.seconds_or(off=None, auto=0.0)),
         first_step_timeout=options.read("first_step_timeout", parse.seconds_or(off=None)),
+        strikes=options.read("strikes", parse.integer(0)),
+        strikes_cooldown=options.read("strikes_cooldown", parse.seconds(0.0, above=True)),
         logs=logs,
         signals=signals,
         forward_signals=forward_signals,

@@ -13,6 +13,7 @@ from elastirun.report.story import (
     RESTARTING,
     RUNNING,
     SAVING,
+    SITTING_OUT,
     STARTING,
     STATES,
     STOPPING,
@@ -30,6 +31,7 @@ COLORS = {  # of Okabe and Ito, which also people tell apart who see few colors
     SAVING: "#56b4e9",
     STOPPING: "#e69f00",
     RESTARTING: "#d55e00",
+    SITTING_OUT: "#0072b2",
     FINISHING: "#999999",
     UNACCOUNTED: "#a8d8c8",
 }

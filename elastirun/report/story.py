@@ -13,12 +13,14 @@ from elastirun.report.clocks import AgentEvents, Timed
 from elastirun.report.reader import Event
 
 JOINING, STARTING, RUNNING, REPEATED, SAVING = "joining", "starting", "running", "done again", "saving"
-STOPPING, RESTARTING, FINISHING, UNACCOUNTED = "stopping", "restarting", "finishing", "not accounted"
-STATES = (JOINING, STARTING, RUNNING, REPEATED, SAVING, STOPPING, RESTARTING, FINISHING, UNACCOUNTED)
+STOPPING, RESTARTING, SITTING_OUT = "stopping", "restarting", "sitting out"
+FINISHING, UNACCOUNTED = "finishing", "not accounted"
+STATES = (JOINING, STARTING, RUNNING, REPEATED, SAVING, STOPPING, RESTARTING, SITTING_OUT, FINISHING, UNACCOUNTED)
 OTHER_LOSSES = {  # seconds without training that no fault has caused
     JOINING: "waiting for nodes, from the start of an agent on",
     STARTING: "first start",
     SAVING: "saving checkpoints",
+    SITTING_OUT: "nodes that sat out for their strikes",
     FINISHING: "finishing",
 }
 CAUSES = {
@@ -98,7 +100,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a worker, a hang of workers, or a straggler; ``lines``: stacks, or the last lines of stderr."""
+    """The failure of a worker, a hang of workers, a straggler, or a node that sits out; ``lines``: stacks, or the last lines of stderr."""
 
     at: float
     name: str
@@ -202,6 +204,9 @@ class _Walk:
             self.stop(one.at)
         elif event.kind == "broken":
             self.broken(event.whole("round"), one.at)
+        elif event.kind in ("sits_out", "sat_out") and not self.running:
+            self.become(SITTING_OUT if event.kind == "sits_out" else JOINING, one.at)
+            self.fault, self.round = None, 0
 
     def become(self, state: str, at: float) -> None:
         """Close the present state."""
@@ -260,7 +265,7 @@ class _Walk:
         else:
             self.put(self.state, at)
         after = [Segment(FINISHING, one.begin, one.end, one.round) for one in self.segments[self._wait_since :]]
-        return self.segments if self.state == JOINING or gave_up else self.segments[: self._wait_since] + after
+        return self.segments if self.state in (JOINING, SITTING_OUT) or gave_up else self.segments[: self._wait_since] + after
 
 
 def _lane(agent: AgentEvents, lost: dict[FaultKey, float]) -> Lane:
@@ -377,8 +382,8 @@ def _rounds(agents: Sequence[AgentEvents]) -> list[Round]:
 
 
 def _failures(agents: Sequence[AgentEvents]) -> list[Failure]:
-    """Return the failures of workers, the hangs and the stragglers, in order."""
-    describe = {"failure": _failure, "hang": _hang, "straggler": _straggler}
+    """Return the failures of workers, the hangs, the stragglers and the nodes that sat out, in order."""
+    describe = {"failure": _failure, "hang": _hang, "straggler": _straggler, "sits_out": _sits_out}
     found = []
     for _, one in _each(agents, *describe):
         title, lines = describe[one.event.kind](one.event)
@@ -403,6 +408,11 @@ def _straggler(event: Event) -> tuple[str, tuple[str, ...]]:
     own, median = event.seconds("seconds"), event.seconds("median")
     line = f"It computes for {own:.3g} s per step, the median rank of the job for {median:.3g} s."
     return f"rank {event.whole('rank')} on {device} is {times:.3g} times as slow as the median rank", (line,)
+
+
+def _sits_out(event: Event) -> tuple[str, tuple[str, ...]]:
+    found = event.texts("strikes")
+    return f"the node sits out for {event.seconds('cooldown'):.0f} s at most, for {len(found)} strike{'s' * (len(found) > 1)}:", found
 
 
 def _stacks(event: Event) -> tuple[str, ...]:

@@ -170,6 +170,18 @@ def test_a_node_beside_the_rounds_waits() -> None:
     assert spent(account.totals(9.0, NO_STAMPS)) == {"starting": 1.0, "waiting": 8.0}
 
 
+def test_a_node_that_sits_out_does_so_until_it_joins_again() -> None:
+    account = started()
+    account.end_early("failure", 50.0)
+    account.end_round(51.0, NO_STAMPS)
+    account.sit_out(52.0)
+    account.end_early("failure", 60.0)  # the end of a round of others
+    account.join(72.0)
+    totals = account.totals(80.0, NO_STAMPS)
+    assert (totals.seconds["sitting_out"], totals.seconds["waiting"]) == (20.0, 8.0 + 8.0)
+    assert "sitting out 20.0 s" in lines("n", totals)[1]
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_happens_and_is_stamped_the_parts_add_up(seed: int) -> None:
     rng, now = random.Random(seed), 5.0

@@ -42,6 +42,16 @@ def test_a_round_that_runs() -> None:
     ]
 
 
+def test_a_node_that_sits_out_is_shown_with_its_strikes() -> None:
+    out = changed(B, status=Status.DRAINING, done_round=3, note="strike 2 of 2: rank 2 failed")
+    line = "name-b 10.0.0.2 sits out: strike 2 of 2: rank 2 failed"
+    before = status(replace(ROUND, broken=Broken(Cause.FAILURE, "rank 2 failed", "b")), A, out)
+    assert (before.nodes[1].state, before.events) == ("sitting_out", (line,))
+    after = status(replace(ROUND, round=4, members=(member(A), member(C))), changed(A, round=4), out, changed(C, round=4))
+    assert [(n.id, n.node_rank, n.state) for n in after.nodes] == [("a", 0, "running"), ("c", 1, "running"), ("b", None, "sitting_out")]
+    assert after.events == (line,)
+
+
 def test_beside_a_full_round_a_node_is_a_spare() -> None:
     assert status(replace(ROUND, settings=("--nnodes=1:2",)), A, B, LATE).nodes[2].state == "spare"
 

@@ -974,6 +974,71 @@ MUTANTS = (
         *("stragglers", "a_worker_that_is_slow_for_three_windows_is_named_once"),
     ),
     mutant(
+        "a victim of others has no strike",
+        *("strikes", "first is not None and first.blame == Blame.OWN_FAULT", "first is not None"),
+        *("strikes", "a_victim_of_others_and_a_worker_that_was_stopped_are_no_suspects"),
+    ),
+    mutant(
+        "a strike is for the cause that the next round names",
+        *("strikes", " and found.reason == describe(self.failure)", ""),
+        *("strikes", "the_cause_is_the_one_that_the_reason_of_the_next_round_names"),
+    ),
+    mutant(
+        "a node that sits out is no other",
+        *("strikes", "if row.status is Status.LEFT or sits_out(row)", "if row.status is Status.LEFT"),
+        *("strikes", "the_others_are_the_members_and_the_spares_that_are_left"),
+    ),
+    mutant(
+        "a node that has left is no other",
+        *("strikes", "if row.status is Status.LEFT or sits_out(row)", "if sits_out(row)"),
+        *("strikes", "the_others_are_the_members_and_the_spares_that_are_left"),
+    ),
+    mutant(
+        "a lost member is no other",
+        *("strikes", "set(record.broken.lost) if record.broken else set()", "set[str]()"),
+        *("strikes", "a_lost_member_is_no_other"),
+    ),
+    mutant(
+        "a node that is needed does not sit out",
+        *("strikes", "if left < least else", "if False else"),
+        *("strikes", "a_node_sits_out_only_where_the_others_are_enough_without_it"),
+    ),
+    mutant(
+        "the host of the store does not sit out",
+        *("strikes", "    if hosts_store:\n", "    if False:\n"),
+        *("strikes", "a_node_sits_out_only_where_the_others_are_enough_without_it"),
+    ),
+    mutant(
+        "a node with a fixed rank does not sit out",
+        *("strikes", "if fixed_ranks else", "if False else"),
+        *("strikes", "a_node_sits_out_only_where_the_others_are_enough_without_it"),
+    ),
+    mutant(
+        "a node joins again after its time",
+        *("strikes", "    if out >= limits.cooldown:\n", "    if False:\n"),
+        *("strikes", "when_it_joins_again"),
+    ),
+    mutant(
+        "a node that was not the cause joins again",
+        *("strikes", "    if cause is False:\n", "    if False:\n"),
+        *("strikes", "when_it_joins_again"),
+    ),
+    mutant(
+        "a node joins again where the others are too few",
+        *("strikes", "    if broken >= limits.no_round:\n", "    if False:\n"),
+        *("strikes", "when_it_joins_again"),
+    ),
+    mutant(
+        "a node that sits out ends with its job",
+        *("strikes", "    if record is not None and record.closed is not None:\n", "    if False:\n"),
+        *("strikes", "when_it_joins_again"),
+    ),
+    mutant(
+        "rounds of others do not end the time out in the account",
+        *("account", "not in (Spent.WAITING, Spent.SITTING_OUT) and certain", "is not Spent.WAITING and certain"),
+        *("account", "a_node_that_sits_out_does_so_until_it_joins_again"),
+    ),
+    mutant(
         "a straggler is named once",
         *("stragglers", "if local_rank not in self._named]", "]"),
         *("stragglers", "a_worker_that_is_slow_for_three_windows_is_named_once"),

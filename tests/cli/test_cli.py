@@ -90,6 +90,8 @@ restart-window - PET_RESTART_WINDOW 0
 fail-fast - PET_FAIL_FAST flag
 hang-timeout - PET_HANG_TIMEOUT off
 first-step-timeout - PET_FIRST_STEP_TIMEOUT off
+strikes - PET_STRIKES 0
+strikes-cooldown - PET_STRIKES_COOLDOWN 600
 restart-pause - PET_RESTART_PAUSE 10
 exit-code-from-worker - PET_EXIT_CODE_FROM_WORKER flag
 grace - PET_GRACE 30
@@ -261,6 +263,8 @@ BAD = [
     ("--hang-timeout=0 t.py", "--hang-timeout"),
     ("--hang-timeout=on t.py", "off, auto"),
     ("--first-step-timeout=auto t.py", "or off"),
+    ("--strikes=-1 t.py", "at least 0"),
+    ("--strikes-cooldown=0 t.py", "above 0"),
     ("--event-log-handler=jsonl t.py", "--log-dir"),
     ("--grace=1 --shutdown-timeout=2 t.py", "--grace and --shutdown-timeout"),
     ("--expire=0.5 t.py", "--expire"),

@@ -467,3 +467,10 @@ def test_which_failures_count() -> None:
     assert [config_of(text).hang_timeout for text in ("t.py", "--hang-timeout=auto t.py", "--hang-timeout=90 t.py")] == [None, 0.0, 90.0]
     assert [config_of(text).first_step_timeout for text in ("t.py", "--first-step-timeout=90 t.py")] == [None, 90.0]
     assert (config_of("t.py").restart_window, config_of("t.py").fail_fast) == (0.0, False)
+
+
+def test_how_often_a_node_may_fail() -> None:
+    assert (config_of("t.py").strikes, config_of("t.py").strikes_cooldown) == (0, 600.0)
+    config = config_of("--strikes=3 --strikes-cooldown=60 t.py")
+    assert (config.strikes, config.strikes_cooldown) == (3, 60.0)
+    assert config_of("t.py", {"PET_STRIKES": "2"}).strikes == 2

@@ -11,7 +11,7 @@ import pytest
 
 from elastirun.errors import UsageError
 from elastirun.report import clocks, reader, story, words
-from elastirun.report.story import FINISHING, JOINING, REPEATED, RESTARTING, RUNNING, STARTING, STOPPING, UNACCOUNTED, Story
+from elastirun.report.story import FINISHING, JOINING, REPEATED, RESTARTING, RUNNING, SITTING_OUT, STARTING, STOPPING, UNACCOUNTED, Story
 from tests.report.events import NOON, Agent, two_nodes
 
 
@@ -97,6 +97,20 @@ def test_a_round_without_a_step_was_starting_where_steps_are_stamped(tmp_path: P
     (lane,) = told(tmp_path, [a]).lanes
     states = [(one.state, round(one.seconds)) for one in lane.segments]
     assert states == [(STARTING, 1), (STARTING, 39), (STARTING, 10), (RUNNING, 30)]
+
+
+def test_a_node_that_sits_out_has_a_state_of_its_own_and_costs_no_fault(tmp_path: Path) -> None:
+    a = Agent("a-1", "a").start(10, 1).broken(50, 1, "failure").spent(52, 1, starting=2, training=38)
+    a.at(52, "sits_out", round=1, strikes=["rank 0 failed"], cooldown=600.0).broken(60, 2, "failure")
+    a.at(70, "sat_out", seconds=18.0, reason="its time is over").start(75, 3).spent(90, 3, training=15).end(90, 80)
+    found = told(tmp_path, [a])
+    states = [(one.state, round(one.seconds), one.fault) for one in found.lanes[0].segments]
+    assert states[3:] == [(SITTING_OUT, 18, None), (JOINING, 5, None), (RUNNING, 15, None)]
+    assert {loss.what: loss.seconds for loss in found.losses}["nodes that sat out for their strikes"] == 18
+    assert [(one.title, one.lines) for one in found.failures][-1] == (
+        "the node sits out for 600 s at most, for 1 strike:",
+        ("rank 0 failed",),
+    )
 
 
 def test_failures_hangs_and_stragglers_are_told_in_order_with_their_stacks(tmp_path: Path) -> None:

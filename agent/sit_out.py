@@ -1,0 +1,197 @@
+"""A node with ``--strikes`` strikes sits out: counts the strikes, takes the node out of the next round, and lets it join again.
+
+The node stays where it is, in the state DRAINING: its row says that it will not run its last round again, so the others go on without it,
+and that its workers are being stopped, so no round includes it. It goes on reading the round record, and so learns the end of the job.
+All of that is to withhold ``WorkersStopped`` from the machine. The decisions are those of ``strikes.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection
+from contextlib import closing, suppress
+from enum import Enum
+from typing import Any
+
+from elastirun import clock
+from elastirun.agent import events, strikes
+from elastirun.agent.accounting import Accounting
+from elastirun.agent.session import Session
+from elastirun.agent.status_stores import ASK_LIMIT, TcpAt, described
+from elastirun.agent.strikes import Limits, Suspicion
+from elastirun.config import LaunchConfig
+from elastirun.errors import StartError, StoreError
+from elastirun.rendezvous.actions import Sync
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.events import Synced, WorkersStopped
+from elastirun.rendezvous.failures import describe
+from elastirun.rendezvous.records import ExitRecord, RoundRecord
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.sync import SyncProtocol, execute
+
+LOOK_LIMIT = 2.0  # seconds for the look at all rows, for which the next round waits; it takes milliseconds
+GLANCE = 0.02  # seconds between two glances at whether that look is done
+CHECK = 0.5  # seconds between two checks whether this node joins again
+
+
+class Phase(Enum):
+    """The part that this node takes in rounds."""
+
+    IN = "in"  # it takes part
+    LOOKING = "looking"  # it has had its strikes, and looks how many others there are
+    OUT = "out"  # it sits out
+
+
+class Look:
+    """One read of all rows of the job, in a thread with a connection of its own: a running node reads those of its neighbours only."""
+
+    def __init__(self, store: dict[str, Any], prefix: str, token: bytes | None) -> None:
+        self.found: Synced | None = None  # None: not there, or not yet
+        self.done = False
+        thread = threading.Thread(target=self._run, args=(store, prefix, Codec(token)), name="strikes", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of threads is reached
+            self.done = True
+
+    def _run(self, store: dict[str, Any], prefix: str, codec: Codec) -> None:
+        with suppress(StoreError, StartError):
+            at = described(store)
+            with closing(PlainTcpStore(at.address, at.port, ASK_LIMIT) if isinstance(at, TcpAt) else at.open()) as opened:
+                protocol: SyncProtocol = execute(SyncProtocol(prefix, "", codec, clock.now).here(), opened)
+                self.found = protocol.carry_out(opened, Sync(), clock.now())
+        self.done = True
+
+
+class SitOut:
+    """This node's strikes, and its time out. All calls happen in the loop's thread; nothing blocks.
+
+    ``write`` gets events, ``say`` lines for people. ``going_out()`` is called when this node begins to sit out.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        session: Session,
+        accounting: Accounting,
+        write: Callable[[events.Event], None],
+        say: Callable[[str], None],
+        going_out: Callable[[], None],
+    ) -> None:
+        self._config, self._session, self._accounting = config, session, accounting
+        self._write, self._say, self._going_out = write, say, going_out
+        self.strikes: list[str] = []  # why this node has had each, the oldest first
+        self._phase = Phase.IN
+        self._since = 0.0  # when the phase began
+        self._suspicion: Suspicion | None = None  # a strike that this node may have had
+        self._failures: tuple[ExitRecord, ...] = ()  # of the last round, for the machine
+        self._look: Look | None = None
+        self._broken: tuple[str, float] | None = None  # the round that has ended while this node sits out, by its token, and when
+        self._told = ""  # why this node stayed when that was said last
+
+    @property
+    def out(self) -> bool:
+        """Return whether this node sits out."""
+        return self._phase is Phase.OUT
+
+    def workers_stopped(self, number: int, failures: tuple[ExitRecord, ...], stragglers: Collection[int], leaving: bool) -> None:
+        """The workers of round ``number`` were stopped. Tells the machine so, now or when this node has sat out.
+
+        ``stragglers``: ranks of workers that were named as such in this round; ``leaving``: this node leaves the job.
+        """
+        self._failures, limit = failures, self._config.strikes
+        self._suspicion = strikes.suspect(number, failures)
+        if stragglers and limit:
+            self._suspicion = None  # one round, one strike
+            self._strike(f"rank {min(stragglers)} was a straggler in round {number}")
+        if not limit or leaving or len(self.strikes) + (self._suspicion is not None) < limit:
+            self._tell_machine()
+        elif why := strikes.why_never(self._config.fixed_ranks, self._config.standalone):
+            self._stay(why)
+        elif why := strikes.why_stays(self._session.machine.hosting, self._config.min_nodes, 0):
+            self._stay(why)
+        else:
+            access, place = self._session.access, self._session.machine.place
+            self._look = Look(access.for_status(place), access.key_prefix, self._config.token)
+            self._phase, self._since = Phase.LOOKING, clock.now()
+
+    def see(self, record: RoundRecord | None) -> None:
+        """Take in the round record: it tells whether a failure of this node was the cause of the end of its round."""
+        if self._suspicion is not None and self._phase is Phase.IN and record is not None:
+            holds = self._suspicion.holds(record)
+            if holds and self._config.strikes:
+                self._strike(record.reason)
+            if holds is not None:
+                self._suspicion = None
+
+    def end(self) -> None:
+        """This node leaves the job: the machine need not wait any more."""
+        if self._phase is not Phase.IN:
+            self._come_back("this node leaves", clock.now())
+
+    def tick(self, now: float) -> float:
+        """Do what is due. Returns when to be called next, on ``elastirun.clock``."""
+        if self._phase is Phase.LOOKING and self._look is not None:
+            if not self._look.done and now < self._since + LOOK_LIMIT:
+                return now + GLANCE
+            self._decide(self._look.found, now)
+        if self._phase is Phase.OUT:
+            machine, timing = self._session.machine, self._config.timing
+            cause = self._suspicion.holds(machine.record) if self._suspicion and machine.record else None
+            limits = Limits(self._config.strikes_cooldown, timing.grace + 2 * timing.expire, timing.store_grace)
+            broken = self._broken_for(machine.record, now)
+            if why := strikes.why_back(limits, now - self._since, broken, now - machine.kept_alive, machine.record, cause):
+                self._come_back(why, now)
+            return min(now + CHECK, max(now, self._since + limits.cooldown))
+        return math.inf
+
+    def _broken_for(self, record: RoundRecord | None, now: float) -> float:
+        """Return the seconds since this node has known that no round is on."""
+        if record is None or record.open:
+            self._broken = None
+        elif self._broken is None or self._broken[0] != record.fence:
+            self._broken = record.fence, now
+        return now - self._broken[1] if self._broken is not None else 0.0
+
+    def _strike(self, why: str) -> None:
+        self.strikes.append(why)
+        self._say(f"strike {len(self.strikes)} of {self._config.strikes} for this node: {why}")
+
+    def _decide(self, found: Synced | None, now: float) -> None:
+        """Sit out, or stay, by what the store holds; None: that is not known."""
+        machine = self._session.machine
+        left = strikes.others(found.round, found.rows, machine.row.id) if found and found.round else None
+        self._look = None
+        if why := strikes.why_stays(machine.hosting, left, self._config.min_nodes):
+            self._phase = Phase.IN
+            self._stay(why)
+            return
+        whys = [*self.strikes, *([describe(self._suspicion.failure)] if self._suspicion else [])]
+        cooldown = self._config.strikes_cooldown
+        self._phase, self._since, self._broken = Phase.OUT, now, None
+        self._say(f"this node sits out for {cooldown:g} s at most: strike {len(whys)} of {self._config.strikes}: {whys[-1]}")
+        self._write(events.SitsOut(machine.row.round, whys, cooldown))
+        self._accounting.sit_out()
+        self._session.sit_out(f"strike {len(whys)} of {self._config.strikes}: {whys[-1]}", self._failures)
+        self._going_out()
+
+    def _stay(self, why: str) -> None:
+        """Take part in the next round although this node has had its strikes, and say so once."""
+        if why != self._told:
+            self._told = why
+            self._say(f"this node has had {self._config.strikes} strikes, but does not sit out: {why}")
+        self._tell_machine()
+
+    def _come_back(self, why: str, now: float) -> None:
+        """Join again, with a fresh count."""
+        if self._phase is Phase.OUT:
+            self._say(f"this node joins again after {now - self._since:.0f} s: {why}")
+            self._write(events.SatOut(round(now - self._since, 3), why))
+            self._accounting.join()
+        self._phase, self._look, self._suspicion = Phase.IN, None, None
+        self.strikes.clear()
+        self._tell_machine()
+
+    def _tell_machine(self) -> None:
+        self._session.post(WorkersStopped(clock.now(), self._failures))
