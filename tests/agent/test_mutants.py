@@ -1034,6 +1034,41 @@ MUTANTS = (
         *("strikes", "when_it_joins_again"),
     ),
     mutant(
+        "one round is one strike",
+        *("sit_out", "            self._suspicion = None  # one round, one strike\n", ""),
+        *("sit_out", "one_round_is_one_strike"),
+    ),
+    mutant(
+        "a node that leaves does not sit out",
+        *("sit_out", "if not limit or leaving or", "if not limit or"),
+        *("sit_out", "a_node_that_leaves_sits_out_no_more"),
+    ),
+    mutant(
+        "the last strike counts before the next round tells of it",
+        *("sit_out", "len(self.strikes) + (self._suspicion is not None) < limit", "len(self.strikes) < limit"),
+        *("sit_out", "it_sits_out_from_its_last_strike_on_and_ends_with_its_time"),
+    ),
+    mutant(
+        "the count is fresh after the time out",
+        *("sit_out", "        self.strikes.clear()\n", ""),
+        *("sit_out", "it_sits_out_from_its_last_strike_on_and_ends_with_its_time"),
+    ),
+    mutant(
+        "a node that stays says so once",
+        *("sit_out", "        if why != self._told:\n", "        if True:\n"),
+        *("sit_out", "it_stays_where_it_is_needed_or_nobody_knows_and_says_so_once"),
+    ),
+    mutant(
+        "the look at all rows takes a limited time",
+        *("sit_out", "if not self._look.done and now < self._since + LOOK_LIMIT:", "if not self._look.done:"),
+        *("sit_out", "it_stays_where_it_is_needed_or_nobody_knows_and_says_so_once"),
+    ),
+    mutant(
+        "each round that ends has its own time until the next",
+        *("sit_out", "        if record is None or record.open:\n            self._broken = None\n        elif", "        if"),
+        *("sit_out", "the_others_have_time_for_their_next_round_from_its_end_on"),
+    ),
+    mutant(
         "rounds of others do not end the time out in the account",
         *("account", "not in (Spent.WAITING, Spent.SITTING_OUT) and certain", "is not Spent.WAITING and certain"),
         *("account", "a_node_that_sits_out_does_so_until_it_joins_again"),
