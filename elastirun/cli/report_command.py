@@ -18,25 +18,28 @@ from elastirun.errors import NothingFound, StartError, UsageError
 OUT = "report.html"
 LIBRARY = "plotly is not installed where elastirun runs; pip install '.[report]' in its folder"
 _HELP = f"""\
-usage: elastirun report DIR... [--out={OUT}]
+usage: elastirun report DIR... [--out={OUT}] [--tensorboard=RUNS]
 
 Writes a page about a job that opens in any browser, also offline: who did what when, what the time
 was lost to, and the failures with their stacks. DIR: the folder of --log-dir, with the logs of all
 nodes, or the folder of one node; several are merged.
 
   --out=FILE, -o FILE   the page [{OUT}]
+  --tensorboard=RUNS    write world size, goodput, restarts and step rates as scalars of TensorBoard
+                        into RUNS/elastirun, beside the runs of the script; no page then, unless --out is given
 
-Exit status: 0 written; 2 wrong use; 3 the page cannot be made (is plotly missing?); 4 no events there.
+Exit status: 0 written; 2 wrong use; 3 it cannot be made (is plotly missing?); 4 no events there.
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the report that ``argv`` asks for. Return the exit code. Raises UsageError, StartError and NothingFound."""
-    from elastirun.report import clocks, page, reader, story, words  # no launch needs them
+    from elastirun.report import clocks, page, reader, story, tensorboard, words  # no launch needs them
 
     parameters: list[click.Parameter] = [
         click.Option(["help", "-h", "--help"], is_flag=True),
-        click.Option(["out", "-o", "--out"], default=OUT),
+        click.Option(["out", "-o", "--out"]),
+        click.Option(["tensorboard", "--tensorboard"]),
         click.Argument(["folders"], nargs=-1),
     ]
     try:
@@ -51,27 +54,47 @@ def main(argv: Sequence[str]) -> int:
     if not found.events:
         why = "; ".join(found.left_out[:3]) or f"no {reader.NAME} is in or below them"
         raise NothingFound(f"no events in {', '.join(map(quote, given['folders']))}: {words.clean(why)}; give the folder of --log-dir")
-    told = story.tell(clocks.align(found.events))
+    agents = clocks.align(found.events)
+    told = story.tell(agents)
     show("\n".join(words.summary(told)))
+    if given["tensorboard"]:
+        runs = tensorboard.runs(told, agents)
+        for name, data in runs.items():
+            folder = _folder(os.path.join(given["tensorboard"], name))
+            _save(data, os.path.join(folder, tensorboard.file_name(told)), "--tensorboard")
+        count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+        show(f"Written: {count} for TensorBoard in {quote(os.path.join(given['tensorboard'], tensorboard.RUN))}")
+        if not given["out"]:
+            return 0
+    out = given["out"] or OUT
     try:
         text = page.page(told, found.left_out)
     except ImportError:
         raise StartError(LIBRARY) from None
-    _save(text, given["out"])
-    return show(f"Written: {quote(given['out'])}")
+    _save(text.encode(errors="replace"), out, "--out")
+    return show(f"Written: {quote(out)}")
 
 
-def _save(text: str, path: str) -> None:
-    """Write the page for its owner alone, as the logs are, in one piece. Raises StartError."""
+def _folder(path: str) -> str:
+    """Make a folder, unless it is there. Raises StartError."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"cannot make {quote(path)}: {error.strerror}; give another place with --tensorboard") from None
+    return path
+
+
+def _save(data: bytes, path: str, option: str) -> None:
+    """Write a file for its owner alone, as the logs are, in one piece. Raises StartError."""
     folder = os.path.dirname(os.path.abspath(path))
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace", dir=folder, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             try:
-                file.write(text)
+                file.write(data)
                 file.close()
                 os.replace(file.name, path)
             except BaseException:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        raise StartError(f"cannot write {quote(path)}: {error.strerror}; give another file with --out") from None
+        raise StartError(f"cannot write {quote(path)}: {error.strerror}; give another place with {option}") from None
