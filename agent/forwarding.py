@@ -40,7 +40,7 @@ class Forwarding:
         self, endpoints: tuple[Endpoint, ...], protocol: SyncProtocol, found: Callable[[RoundRecord], None], own: Endpoint | None = None
     ) -> None:
         self.place: Place | None = None  # where the store is; None: where the job was started
-        self.job: RoundRecord | None = None  # the round record there
+        self.job: RoundRecord | None = None  # the round record there; None: what another node says is not written over
         self._protocol = protocol
         self._found = found
         self._own = own
@@ -114,7 +114,8 @@ class _Address:
             if self._store is None:
                 self._store = PlainTcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
             here = execute(protocol.here(), self._store)
-            record = execute(here.put_moved(place, job=job) if self._first else here.put_place(place), self._store)
+            over = job is not None
+            record = execute(here.put_moved(place, job=job, over=over) if self._first else here.put_place(place, over), self._store)
             self._useless = 0
         except StoreError:
             self.close()

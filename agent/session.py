@@ -143,7 +143,7 @@ class Session:
         actions = reachable + self.machine.step(event)
         self.access.newcomer = self.machine.round_known[0] == 0
         if isinstance(event, Synced):
-            self.access.forward(self.machine.forward, self.machine.record, lambda record: self.post(FoundAtStart(self._now(), record)))
+            self.access.forward(self.machine.forward, lambda record: self.post(FoundAtStart(self._now(), record)))
         return actions
 
     def carry_out(self, action: Action) -> bool:

@@ -128,8 +128,8 @@ class StoreAccess:
         """Return how ``elastirun status`` opens the store ``at`` on this machine (status_stores.py)."""
         return self.for_guard(at) or {"kind": "none"}
 
-    def forward(self, place: Place | None, job: RoundRecord | None, found: Callable[[RoundRecord], None]) -> None:
-        """Say where the job was started, from now on, that its store is at ``place``, with the record ``job``; None: say nothing.
+    def forward(self, told: tuple[Place, RoundRecord | None] | None, found: Callable[[RoundRecord], None]) -> None:
+        """Say where the job was started, from now on, what is ``told``: ``Machine.forward``; None: say nothing.
 
         ``found``: see ``Forwarding``.
         """
@@ -256,13 +256,13 @@ class EndpointAccess(StoreAccess):
             return super().for_status(at)
         return {"kind": "tcp", "address": self._served_at or "127.0.0.1", "port": self._endpoint.port}
 
-    def forward(self, place: Place | None, job: RoundRecord | None, found: Callable[[RoundRecord], None]) -> None:
-        if place is not None and self._forwarding is None:
+    def forward(self, told: tuple[Place, RoundRecord | None] | None, found: Callable[[RoundRecord], None]) -> None:
+        if told is not None and self._forwarding is None:
             own = Endpoint(self.node_address.number, self.standby_port)
             self._forwarding = Forwarding((self._endpoint, *self.config.other_endpoints), self._protocol(), found, own)
         if self._forwarding is not None:
-            self._forwarding.place, self._forwarding.job = place, job
-            if place is not None and (line := self._forwarding.start_threads()):
+            self._forwarding.place, self._forwarding.job = told or (None, None)
+            if told is not None and (line := self._forwarding.start_threads()):
                 self.notices.append(line)
 
     def close(self) -> None:

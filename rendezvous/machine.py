@@ -97,8 +97,8 @@ class Machine:
         return self._moves.at
 
     @property
-    def forward(self) -> Place | None:
-        """The place to be written into a store that appears where the job was started; None: this node has not taken over the store."""
+    def forward(self) -> tuple[Place, RoundRecord | None] | None:
+        """What is to be written into a store that appears where the job was started; None: nothing. See ``Moves.forward``."""
         return self._moves.forward(self.record)
 
     @property
@@ -389,7 +389,8 @@ class Machine:
             self._wake_at(self._now + self.rules.beat)
             return
         over = self._link.same.over.see(record.round, self._now)
-        decision = formation.form(self.rules, view.trusted(self.row), self._link.same.candidates.since, over)
+        told = self._moves.told_since(record)
+        decision = formation.form(self.rules, view.trusted(self.row), self._link.same.candidates.since, over, told)
         self._moves.note_minority(decision.minority, self._now)
         can_form = self._link.same.formable.see(decision.record is not None, self._now)
         if decision.record is None:

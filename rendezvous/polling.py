@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ QUICKEST_POLL = 0.01  # shortest one, just after this node has taken a step: the
 POLLS_OF_WAIT = 0.25  # of the time waited since that step: a poll makes the wait no more than a quarter longer
 PAUSE_OF_POLL = 2.0  # of the length of the last exchange: a store that is slow has half of the time for other nodes
 PER_NODE = 0.0005  # seconds more for each node, so that the load of the store grows less than their number
-ALL_PER_NODE = 0.03  # seconds for each node between two reads of all rows by a node that is not first in line
+ALL_PER_NODE = 0.03  # least seconds for each node between two reads of all rows by a node that is not first in line; at most twice that
 FIRST = 2  # nodes first in line: one may die
 
 Away = Callable[[str], bool]  # by id: the node has left, or is silent
@@ -69,7 +70,7 @@ class PollPlan:
         if state in (RUNNING, DRAINING):
             self.all_read = now  # when the round is over, the nodes first in line are to read all rows first
             return successors(record, self.me)
-        due = now >= self.all_read + ALL_PER_NODE * self._nodes(record)
+        due = now >= self.all_read + ALL_PER_NODE * self._nodes(record) * self._spread
         if due or _beside(state, record) or (hosting and state is LEFT) or self.is_first(record, away):
             self.all_read = now
             return None
@@ -86,6 +87,11 @@ class PollPlan:
     def is_first(self, record: RoundRecord, away: Away) -> bool:
         """Return whether this node is to take the next step."""
         return self.me in first_in_line(record, away) if record.members else record.store_id == self.rules.new_store_id
+
+    @property
+    def _spread(self) -> float:
+        """A number of this node from 1 to 2, so that a thousand nodes that begin to wait together do not read all rows together."""
+        return 1.0 + zlib.crc32(self.me.encode()) / 2**32
 
     def _nodes(self, record: RoundRecord | None) -> int:
         """Return the number of nodes, as far as known."""

@@ -1,8 +1,9 @@
-"""Progress lines during a wait: the first one after a while, then one every ten seconds."""
+"""Progress lines during a wait: the first one after a while, then one every ten seconds, and of the same ever fewer."""
 
 from __future__ import annotations
 
-PROGRESS_EVERY = 10.0  # seconds between two lines about the same wait: often enough to show that the node lives
+PROGRESS_EVERY = 10.0  # seconds between two lines about a wait: often enough to show that the node lives
+LONGEST_PAUSE = 60.0  # seconds between two equal lines, which come after 10, 20, 40, 60, ... seconds
 LONG_LINE = 200  # characters; a longer line is said in full once, then up to its first semicolon
 MOST_NOTES = 4  # lines at once about unreadable bytes in the store
 
@@ -11,8 +12,7 @@ class Wait:
     """The present wait, and the lines that were said last. All times are seconds of this node's clock."""
 
     def __init__(self, now: float) -> None:
-        self.since = now
-        self._due = now + PROGRESS_EVERY
+        self.restart(now)
         self._notes_due = now
         self._last = ""
 
@@ -20,13 +20,15 @@ class Wait:
         """Begin another wait, whose first line is due in ``PROGRESS_EVERY`` seconds."""
         self.since = now
         self._due = now + PROGRESS_EVERY
+        self._pause = PROGRESS_EVERY
 
     def line(self, text: str, now: float, at_once: bool) -> str:
         """Return the line to be said about a wait; empty: none now. ``at_once``: a new text is said without delay."""
         if now < self._due and not (at_once and text != self._last):
             return ""
         again, self._last = text == self._last, text
-        self._due = now + PROGRESS_EVERY
+        self._pause = min(2 * self._pause, LONGEST_PAUSE) if again else PROGRESS_EVERY
+        self._due = now + self._pause
         return text.partition(";")[0] if again and len(text) > LONG_LINE else text
 
     def ignored(self, notes: list[str], now: float) -> list[str]:

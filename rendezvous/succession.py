@@ -17,6 +17,7 @@ from elastirun.rendezvous import quorum
 from elastirun.rendezvous.actions import Change, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Synced
+from elastirun.rendezvous.liveness import Since
 from elastirun.rendezvous.polling import PER_NODE
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, Quorum, RoundRecord, Vote
 from elastirun.rendezvous.rules import Rules
@@ -88,6 +89,7 @@ class Moves:
     undecided_since: float | None = None  # since when this node waits in a standby store that has no round record yet
     _minority_since: float | None = None  # since when too few members of an earlier round are here to form the next one
     _vain: tuple[Place | None, float] = (None, 0.0)  # where this newcomer was sent, and nobody answered; until when it does not try again
+    _told: Since = field(default_factory=lambda: Since(-math.inf))  # where this newcomer was told that the job is
     _searching_since: float | None = None
     doubts: bool = False  # this node would give up the store without proof that its host has died
     _due: float = -math.inf  # the time of the next look, seconds of this node's clock
@@ -268,10 +270,11 @@ class Moves:
     def _others_doubt(self, votes: tuple[Vote, ...], record: RoundRecord) -> bool:
         """Return whether enough nodes to go on have voted for the round of ``record``, so that none gives up the store alone.
 
-        Or for the one before: the host may be lost while it forms a round, which some have read.
+        Or for the one before: the host may be lost while it forms a round, which some have read. The last word of a node that leaves is no
+        doubt, and counts only as its end.
         This is the vote before the vote of Raft (Ongaro 2014, section 9.6).
         """
-        recent = [vote for vote in votes if vote.record.term == record.term and vote.record.round >= record.round - 1]
+        recent = [v for v in votes if v.id not in v.gone and v.record.term == record.term and v.record.round >= record.round - 1]
         same = {vote.id for vote in recent} | {self.me}
         return bool(record.quorums) and all(quorum.is_met(q, same, self.gone) for q in record.quorums[-1:])
 
@@ -290,10 +293,14 @@ class Moves:
     def _is_away(self, owner: str, now: float) -> bool:
         return owner in self.gone or now - self._silent_since.get(owner, now) >= self.rules.expire
 
-    def forward(self, record: RoundRecord | None) -> Place | None:
-        """Return where this node, which has taken over the store, has it; None: it has not, or not yet, or another node may have, too."""
-        mine = self.at is not None and self.at.id == self.me and self.waits is None
-        return self.at if mine and record is not None and not record.closed else None
+    def forward(self, record: RoundRecord | None) -> tuple[Place, RoundRecord | None] | None:
+        """Return where this node, which has taken over the store, has it, and the record there; None: it has not, or not yet.
+
+        Without the record: too few nodes are there, and another node may have taken over as well, whose word is not written over.
+        """
+        if self.at is None or self.at.id != self.me or self.undecided or record is None or record.closed:
+            return None
+        return self.at, record if self.waits is None else None
 
     # -- in a standby store -----------------------------------------------------------------------------------------------
 
@@ -321,7 +328,12 @@ class Moves:
         """
         if not self.rules.succession or found is None or found.moved in (None, self.at):
             return None
+        self._told.see(found.moved, now)
         return None if found.moved == self._vain[0] and now < self._vain[1] else found.moved
+
+    def told_since(self, record: RoundRecord) -> float | None:
+        """Return since when this node has known where ``record`` sends it, and where nobody has answered; None: ``record`` sends nobody."""
+        return self._told.since if record.moved is not None else None
 
     def complete(self, sync: Sync, record: RoundRecord | None) -> Sync:
         """Return the exchange with the store in use. In an undecided store the owner reads all that the others bring, they read its row."""

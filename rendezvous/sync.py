@@ -148,26 +148,27 @@ class SyncProtocol:
             old = self._members_key(before.members_digest)
             yield lambda store: store.delete(old)
 
-    def put_moved(self, place: Place, first: RoundRecord | None = None, job: RoundRecord | None = None) -> Steps:
+    def put_moved(self, place: Place, first: RoundRecord | None = None, job: RoundRecord | None = None, over: bool = True) -> Steps:
         """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that is there afterwards.
 
         ``first``: what is written, with ``place``, where there is no record yet; None: nothing. ``job``: the record at ``place``; where an
-        earlier store of that job still answers, because its host lives and was cut off, this is said in spite of its rounds.
+        earlier store of that job still answers, because its host lives and was cut off, this is said in spite of its rounds. ``over``: also
+        where another place stands.
         """
         record = yield from self._read_round()
         written = first if record is None else replace(record, version=record.version + 1)
         earlier = record is not None and job is not None and record.store_id == job.store_id and record.term < job.term
-        if written is None or (written.round > 0 and not earlier) or (record is not None and record.moved == place):
+        if written is None or (written.round > 0 and not earlier) or written.moved == place or (written.moved is not None and not over):
             return record
         yield from self._put_round(Change(record, replace(written, moved=place)))
         return (yield from self._read_round())
 
-    def put_place(self, place: Place) -> Steps:
-        """Say in a standby store that the job's store is at ``place``, over whatever stands there."""
+    def put_place(self, place: Place, over: bool = True) -> Steps:
+        """Say in a standby store that the job's store is at ``place``. ``over``: over whatever stands there, too."""
         key = self.moved_key
         value = self._codec.encode(key, place)
         found = (yield _get([key])).get(key)
-        if found != value:
+        if found is None or (over and found != value):
             yield _put_if(key, found, value)
 
     def here(self) -> Steps:

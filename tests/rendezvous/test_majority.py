@@ -202,6 +202,13 @@ def test_the_first_in_line_gives_up_the_store_when_enough_others_doubt_too() -> 
     assert doubting("a").should_follow(PLACES[1], answer(votes=votes("bc", number=2)), RECORD), "they have not read the last round"
 
 
+def test_the_last_word_of_a_node_that_leaves_is_no_doubt() -> None:
+    """It is told wherever the store cannot be reached for a moment, and the host may only be slow."""
+    leaver = Vote("c", RECORD, ("c",))
+    assert not doubting("a").should_follow(PLACES[1], answer(votes=(*votes("b"), leaver)), RECORD)
+    assert doubting("a").should_follow(PLACES[1], answer(votes=(*votes("bd"), leaver)), RECORD)
+
+
 def test_the_others_go_to_an_owner_that_has_given_up_the_store() -> None:
     assert doubting("b").should_follow(PLACES[1], answer("a", votes=()), RECORD)
     assert not doubting("b").should_follow(PLACES[1], answer(votes=votes("acd")), RECORD)

@@ -780,9 +780,44 @@ MUTANTS = (
         *("succession", "a_newcomer_goes_where_another_endpoint_sends_it"),
     ),
     mutant(
-        "an owner in the smaller part sends nobody to its store",
-        *("succession", "self.at.id == self.me and self.waits is None", "self.at.id == self.me and not self.undecided"),
-        *("succession", "an_owner_in_the_smaller_part_sends_nobody_to_its_store"),
+        "an owner in the smaller part overrules no other word",
+        *("succession", "return self.at, record if self.waits is None else None", "return self.at, record"),
+        *("succession", "an_owner_in_the_smaller_part_does_not_overrule_another_word"),
+    ),
+    mutant(
+        "an owner in the smaller part says where it is",
+        *("succession", "or self.undecided or record is None or record.closed:", "or self.waits or record is None or record.closed:"),
+        *("succession", "an_owner_in_the_smaller_part_does_not_overrule_another_word"),
+    ),
+    mutant(
+        "a word that overrules none is not written over another",
+        *("sync", "or (written.moved is not None and not over)", ""),
+        *("succession", "a_word_that_overrules_none_is_written_where_nothing_is_said"),
+    ),
+    mutant(
+        "nor in a standby store",
+        *("sync", "if found is None or (over and found != value):", "if found != value:"),
+        *("succession", "a_word_that_overrules_none_is_written_where_nothing_is_said"),
+    ),
+    mutant(
+        "a newcomer that knows of a moved job begins no other one at once",
+        *("formation", "if place is not None and told_since is not None and others_could_run and now", "if False and now"),
+        *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
+    ),
+    mutant(
+        "the time since a newcomer was told does not begin anew when it is told again",
+        *("succession", "self._told.see(found.moved, now)", "self._told.see(now, now)"),
+        *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
+    ),
+    mutant(
+        "the last word of a node that leaves is no doubt",
+        *("succession", "v.id not in v.gone and v.record.term", "v.record.term"),
+        *("majority", "the_last_word_of_a_node_that_leaves_is_no_doubt"),
+    ),
+    mutant(
+        "the nodes of a large job do not read all rows together",
+        *("polling", "* self._nodes(record) * self._spread", "* self._nodes(record)"),
+        *("polling", "a_thousand_nodes_that_begin_to_wait_together_do_not_all_read_all_rows_together"),
     ),
     mutant(
         "a member is sent nowhere",

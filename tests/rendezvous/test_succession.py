@@ -12,7 +12,7 @@ from elastirun.rendezvous.actions import Outcome, Say, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Synced, SyncFailed, Tick
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Broken, Cause, Member, NodeRow, Place, Quorum, RoundRecord, Status, Vote
+from elastirun.rendezvous.records import Broken, Cause, Closed, Member, NodeRow, Place, Quorum, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.succession import Moves
@@ -174,7 +174,9 @@ def test_a_newcomer_is_not_sent_in_vain_for_ever() -> None:
     world.deaths = Deaths()
     a.crash()
     b.crash()
-    assert world.run(30, lambda: again.working is not None)
+    assert not world.run(world.rules.longest_alone - 3.0, lambda: again.working is not None), "the others may live"
+    assert any("this job has moved to 10.0.0.2, where nobody answers" in line for line in again.said)
+    assert world.run(15, lambda: again.working is not None)
     assert again.starts == [(1, 0, 1)]
 
 
@@ -319,8 +321,8 @@ def test_who_waits_in_an_undecided_store_leaves_it_when_its_owner_has() -> None:
     assert undecided("c", "b").should_follow(PLACES[1], answer("a", votes=(DEAD, Vote("b", RECORD, ("b",)))), RECORD)
 
 
-def test_an_owner_in_the_smaller_part_sends_nobody_to_its_store() -> None:
-    """Another node may have taken over as well, with the larger part."""
+def test_an_owner_in_the_smaller_part_does_not_overrule_another_word() -> None:
+    """Another node may have taken over as well, with the larger part. Where nobody has said that, a second run must not begin."""
     owner = undecided("a", "a")
     record = replace(RECORD, host="a", term=1)
     assert owner.forward(record) is None, "it has not taken over yet"
@@ -329,7 +331,8 @@ def test_an_owner_in_the_smaller_part_sends_nobody_to_its_store() -> None:
     for minority in (False, True, False):
         owner.note_minority(minority, 1.0)
         sent.append(owner.forward(record))
-    assert sent == [PLACES[1], None, PLACES[1]]
+    assert sent == [(PLACES[1], record), (PLACES[1], None), (PLACES[1], record)]
+    assert owner.forward(replace(record, closed=Closed(Verdict.SUCCEEDED, "", "a"))) is None
 
 
 def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
@@ -551,6 +554,18 @@ def test_where_a_round_has_formed_nobody_says_that_the_store_has_moved() -> None
     assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)).version == 2
     write_round(data, RoundRecord("other", version=3, round=1))
     assert execute(protocol.put_moved(PLACES[2]), MemoryStore(data)) == RoundRecord("other", version=3, round=1)
+
+
+def test_a_word_that_overrules_none_is_written_where_nothing_is_said() -> None:
+    protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
+    write_round(data, RoundRecord("other"))
+    for place in PLACES[1:3]:
+        found = execute(protocol.put_moved(place, over=False), MemoryStore(data))
+        assert found == RoundRecord("other", version=2, moved=PLACES[1])
+        execute(protocol.put_place(place, over=False), MemoryStore(data))
+        assert execute(protocol.find_job(), MemoryStore(data)) == (found, PLACES[1])
+    execute(protocol.put_place(PLACES[2]), MemoryStore(data))
+    assert execute(protocol.find_job(), MemoryStore(data))[1] == PLACES[2]
 
 
 def test_an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is() -> None:

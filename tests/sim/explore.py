@@ -27,7 +27,7 @@ from elastirun.rendezvous.actions import Outcome, Sync
 from elastirun.rendezvous.death_notice import write_notice
 from elastirun.rendezvous.events import FoundAtStart, SyncFailed, WorkersStopped
 from elastirun.rendezvous.exchanges import Answer
-from elastirun.rendezvous.records import Place, Vote
+from elastirun.rendezvous.records import Place, RoundRecord, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.sync import SyncProtocol, execute
 from tests.sim import invariants
@@ -147,9 +147,9 @@ class Small(World):
     def say_moved(self, node_id: str) -> None:
         """Let the node that has taken over the store say so where the job was started."""
         node = self.node(node_id)
-        protocol, place = SyncProtocol("job/", node_id, CODEC, lambda: 0.0), node.machine.forward
-        assert place is not None
-        found = self._apply(node, lambda store: execute(protocol.put_moved(place), store))
+        protocol, told = SyncProtocol("job/", node_id, CODEC, lambda: 0.0), node.machine.forward
+        assert told is not None
+        found = self._apply(node, lambda store: execute(protocol.put_moved(told[0], over=told[1] is not None), store))
         node.feed(lambda now: FoundAtStart(now, found))
 
     def pass_time(self) -> None:
@@ -170,7 +170,7 @@ class Small(World):
             if node.stopping:
                 yield f"stopped {node.id}", lambda w, i=node.id: w.stopped(i)
         for node in alive:
-            if node.machine.forward is not None and self.record_at_start_is_not(node.machine.forward):
+            if node.machine.forward is not None and self.may_say_at_start(*node.machine.forward):
                 yield f"{node.id} says where the store is", lambda w, i=node.id: w.say_moved(i)
         yield "time", Small.pass_time
         for node in alive:
@@ -196,10 +196,10 @@ class Small(World):
                 if self.rules.majority and not node.cut:
                     yield f"cut off {node.id}", lambda w, i=node.id: w.cut_off(i)
 
-    def record_at_start_is_not(self, place: Place) -> bool:
+    def may_say_at_start(self, place: Place, job: RoundRecord | None) -> bool:
         """Return whether a store that has appeared where the job was started does not send others to ``place`` yet, and could."""
         found = self._round(self.data.get("job/round"), self.data) if self.store_up else None
-        return found is not None and found.round == 0 and found.moved != place
+        return found is not None and found.round == 0 and found.moved != place and (job is not None or found.moved is None)
 
     # -- states -----------------------------------------------------------------------------------------------------------
 

@@ -651,10 +651,10 @@ class World:
     def _forward(self) -> None:
         """Let the node that has taken over the store say so where the job was started."""
         for node in self.nodes:
-            place = node.machine.forward
-            if place is not None and node.alive and not node.frozen:
-                protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
-                self._go_on_telling(node, None, protocol.put_moved(place, job=node.machine.record), None)
+            told = node.machine.forward
+            if told is not None and node.alive and not node.frozen:
+                (place, job), protocol = told, SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
+                self._go_on_telling(node, None, protocol.put_moved(place, job=job, over=job is not None), None)
         self.at(FORWARD_EVERY, self._forward)
 
     def _go_on_telling(self, node: Node, at: Place | None, steps: Steps, found: Any) -> None:
