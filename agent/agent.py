@@ -43,7 +43,7 @@ from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.events import Changed, Leave, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
+from elastirun.rendezvous.events import Changed, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
@@ -145,7 +145,7 @@ class Agent:
 
     def run(self) -> int:
         try:
-            while self._forks.loading and not self._signum:  # this node joins when its workers can start at once
+            while self._forks.loading and not self._forks.nearly_loaded and not self._signum:
                 self._turn()
             return self._loop()
         except Exception:
@@ -173,8 +173,12 @@ class Agent:
 
     def _loop(self) -> int:
         self._accounting.join()
-        self._session.begin()
+        prepares = self._forks.loading  # the last module is imported while the other nodes take notice of this one
+        self._session.begin(prepares)
         while True:
+            if prepares and not self._forks.loading:
+                prepares = False
+                self._session.post(Prepared(clock.now()))
             self._handle_events()
             if self._finish is not None:
                 return self._end(self._finish)

@@ -63,10 +63,10 @@ class Session:
         thread = StoreThread(access.connect, protocol, access.exchange_limit)
         return cls(Machine(rules(config, access), row, clock.now()), thread, access, worker_store_failed)
 
-    def begin(self) -> None:
-        """The loop begins."""
+    def begin(self, prepares: bool = False) -> None:
+        """The loop begins. ``prepares``: see ``Machine.begin``."""
         self._checked_at = self._now()
-        self.machine.begin(self._checked_at)
+        self.machine.begin(self._checked_at, prepares)
         self.post(Tick(self._checked_at))
 
     def close(self) -> None:

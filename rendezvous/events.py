@@ -47,6 +47,10 @@ class Changed(Event):
     """The store says by itself that the round record may have changed."""
 
 
+class Prepared(Event):
+    """Workers can start on this node from now on. Without this event they can from the beginning, see ``Machine.begin``."""
+
+
 class WorkersSucceeded(Event):
     """Every worker of this node exited with 0."""
 

@@ -27,6 +27,7 @@ from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READ
 from elastirun.rendezvous.view import View
 
 CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
+PREPARES = "the workers' modules are imported here (--preload)"
 ASK_AGAIN = 2.0  # seconds for which a node that begins to doubt leaves the store in use alone, to meet the others at a standby store
 REMEMBERED = 8  # transitions that the error about an impossible one names
 
@@ -56,6 +57,7 @@ class Machine:
         self._hurried = 0  # the round whose workers were told to stop at once
         self._waiting = Wait(now)  # for a round, or for the end of the goodbye
         self._moves = Moves(row.id, rules)
+        self._prepares = False  # workers cannot start here yet
 
     @property
     def state(self) -> Status:
@@ -107,9 +109,14 @@ class Machine:
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> None:
-        """Begin to wait for a round. The time since this machine was made does not count: the agent may have imported modules."""
+    def begin(self, now: float, prepares: bool = False) -> None:
+        """Begin to wait for a round. The time since this machine was made does not count: the agent may have imported modules.
+
+        ``prepares``: workers cannot start here before the event ``Prepared``. Until then this node does not end a round that runs
+        without it, and starts no round that it is a member of.
+        """
         self._waiting.restart(now)
+        self._prepares = prepares
 
     def step(self, event: events.Event) -> list[Action]:
         """Handle one event. Return the actions to be performed, in order."""
@@ -140,6 +147,9 @@ class Machine:
     def _on_found_at_start(self, event: events.FoundAtStart) -> None:
         if self.record is not None and (why := another_run(event.round, self.record)):
             self._end(Outcome.STORE_LOST, why)
+
+    def _on_prepared(self, event: events.Prepared) -> None:
+        self._prepares = False
 
     def _on_leave(self, event: events.Leave) -> None:
         self._end(Outcome.LEFT, event.reason)
@@ -307,6 +317,7 @@ class Machine:
         events.Changed: _on_changed,
         events.Reachable: _on_reachable,
         events.FoundAtStart: _on_found_at_start,
+        events.Prepared: _on_prepared,
         events.Leave: _on_leave,
         events.Close: _on_close,
         events.WorkersSucceeded: _on_succeeded,
@@ -368,6 +379,9 @@ class Machine:
         """Wait beside a round that runs without this node: end it, so that the next one includes the newcomers, or stay a spare."""
         view, began = self._view(record), self._link.same.round.since
         newcomers = [row for row in self._link.candidates(view, self.row) if record.index(row.id) is None]
+        if self._prepares:
+            self._progress(f"{PREPARES} before it joins round {record.round}")
+            return
         decision = formation.take_in(self.rules, view, self.row, newcomers, began, self._link.same.candidates.since)
         if decision.excluded:
             self._end(Outcome.EXCLUDED, decision.reason)
@@ -406,6 +420,8 @@ class Machine:
             if record is not None:
                 self._leave_round()
             self._go(Trigger.ROUND_OVER if record is None else Trigger.LEAVE, done_round=self.row.round)
+        elif self._prepares:
+            self._progress(f"round {record.round} is formed; {PREPARES}")
         elif self._view(record).seen_by_all(self._link.own.stored) and not self._may_not_run_alone(record):
             self._go(Trigger.ALL_READY, started=record.round)
             self._actions.append(Start(record, own_rank(record, self.row) or 0))

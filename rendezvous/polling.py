@@ -25,7 +25,7 @@ QUICKEST_POLL = 0.01  # shortest one, just after this node has taken a step: the
 POLLS_OF_WAIT = 0.25  # of the time waited since that step: a poll makes the wait no more than a quarter longer
 PAUSE_OF_POLL = 2.0  # of the length of the last exchange: a store that is slow has half of the time for other nodes
 PER_NODE = 0.0005  # seconds more for each node, so that the load of the store grows less than their number
-ALL_PER_NODE = 0.03  # least seconds for each node between two reads of all rows by a node that is not first in line; at most twice that
+ALL_PER_NODE = 0.03  # seconds for each node, on average, between two reads of all rows by a node that is not first in line
 FIRST = 2  # nodes first in line: one may die
 
 Away = Callable[[str], bool]  # by id: the node has left, or is silent
@@ -90,8 +90,8 @@ class PollPlan:
 
     @property
     def _spread(self) -> float:
-        """A number of this node from 1 to 2, so that a thousand nodes that begin to wait together do not read all rows together."""
-        return 1.0 + zlib.crc32(self.me.encode()) / 2**32
+        """A number of this node from 0.5 to 1.5: a thousand nodes that begin to wait together do not read all rows together."""
+        return 0.5 + zlib.crc32(self.me.encode()) / 2**32
 
     def _nodes(self, record: RoundRecord | None) -> int:
         """Return the number of nodes, as far as known."""

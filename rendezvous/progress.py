@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PROGRESS_EVERY = 10.0  # seconds between two lines about a wait: often enough to show that the node lives
-LONGEST_PAUSE = 60.0  # seconds between two equal lines, which come after 10, 20, 40, 60, ... seconds
+LONGEST_PAUSE = 60.0  # seconds between two equal lines, which come 10, 20, 40, 60, 60, ... seconds after each other
 LONG_LINE = 200  # characters; a longer line is said in full once, then up to its first semicolon
 MOST_NOTES = 4  # lines at once about unreadable bytes in the store
 

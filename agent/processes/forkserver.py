@@ -43,6 +43,7 @@ ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which ta
 PARTS = frozenset(part for parts in ALSO.values() for part in parts)
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/accel")  # a driver whose device file is open is in use
 LINE_LIMIT = 16 << 20  # bytes of one message from the agent; the kernel allows 6 MiB of arguments and environment
+NEARLY_LOADED = b"."  # what the agent is told before the last module is imported
 LEAST_IMPORT = 0.02  # seconds; a module that is imported sooner is not worth a place in all workers
 TRIAL_LIMIT = 60  # seconds for an import on trial
 LONGEST_NAME, MOST_NAMES = 100, 256  # characters of a module's name; names that a worker tells of
@@ -66,7 +67,7 @@ def serve(agent: int, control: socket, group: str, modules: list[str]) -> Callab
 
     stopping = (SIGTERM, SIGINT, SIGHUP, SIGQUIT)
     before = {signum: signal(signum, SIG_IGN) for signum in stopping}  # a signal to the agent's group is for the agent alone
-    trouble = load(modules)
+    trouble = load(modules, lambda: control.sendall(NEARLY_LOADED))
     for signum in stopping:
         if getsignal(signum) is not SIG_IGN:  # a module has set a handler: so it would in the worker
             before[signum] = signal(signum, SIG_IGN)
@@ -78,8 +79,11 @@ def serve(agent: int, control: socket, group: str, modules: list[str]) -> Callab
             return work(job, group, before)
 
 
-def load(modules: list[str]) -> dict[str, Any]:
-    """Import ``modules`` and return what went wrong, see ``report``. Modules must not be in use by a thread or a device at a fork."""
+def load(modules: list[str], before_last: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Import ``modules`` and return what went wrong, see ``report``. Modules must not be in use by a thread or a device at a fork.
+
+    ``before_last`` is called before the last one is imported.
+    """
     import gc
     import importlib
     import time
@@ -96,6 +100,8 @@ def load(modules: list[str]) -> dict[str, Any]:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that asks for GPUs must not initialise CUDA
     for name in modules:
         read.clear()
+        if name == modules[-1]:
+            before_last()
         began = time.perf_counter()
         try:
             importlib.import_module(name)

@@ -44,6 +44,7 @@ class _Server:
     began: float
     patience: float  # seconds for which forks may yet be waited for in this round
     loaded: bool = False
+    nearly_loaded: bool = False  # it imports the last module
     learning: bool = False  # tries modules, and answers nothing meanwhile
     taught: int = 0  # number of the learnt modules that it knows
     report: bytes = b""
@@ -92,6 +93,11 @@ class ParkedForks:
     def loading(self) -> bool:
         """Return whether the server imports its modules, and not for too long."""
         return self._server is not None and not self._server.loaded and clock.now() < self._server.began + LOAD_LIMIT
+
+    @property
+    def nearly_loaded(self) -> bool:
+        """Return whether the server has imported its modules but the last, which takes it about as long as the one before."""
+        return self._server is not None and self._server.nearly_loaded
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -177,7 +183,8 @@ class ParkedForks:
             data = server.control.recv(1 << 16)
         except OSError:
             data = b""
-        server.report += data
+        server.nearly_loaded = server.nearly_loaded or data.startswith(forkserver.NEARLY_LOADED)
+        server.report += data.lstrip(forkserver.NEARLY_LOADED)
         if data and not data.endswith(b"\n") and len(server.report) < REPORT_LIMIT:
             return
         self._selector.unregister(server.control)

@@ -824,6 +824,21 @@ MUTANTS = (
         *("machine", "and place is None and not self._formed else None", "and place is None else None"),
         *("succession", "a_member_is_sent_nowhere"),
     ),
+    mutant(
+        "a node that prepares ends no round",
+        *("machine", "        if self._prepares:\n            self._progress", "        if False:\n            self._progress"),
+        *("preparing", "a_newcomer_ends_a_round_when_it_is_prepared_and_then_at_once"),
+    ),
+    mutant(
+        "a node that prepares starts no workers",
+        *("machine", "        elif self._prepares:\n", "        elif False:\n"),
+        *("preparing", "a_first_round_forms_meanwhile_and_starts_when_all_are_prepared"),
+    ),
+    mutant(
+        "a node that is prepared knows it",
+        *("machine", "events.Prepared: _on_prepared,", ""),
+        *("preparing", "a_first_round_forms_meanwhile_and_starts_when_all_are_prepared"),
+    ),
     # ... with a majority.
     mutant(
         "half of the members are enough only with the node that breaks the tie",

@@ -20,8 +20,8 @@ HEALED_WITHIN = 200.0  # seconds after the last fault until all nodes are in one
 JOINED_WITHIN = 20.0  # seconds until the same, after newcomers need not wait any more
 ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all nodes
 # Shares of the histories: with 3 to 9 nodes, which do not read each other's rows all the time; with unlike nodes; with a node that
-# crashes again and again.
-WIDE, UNEVEN, LOOPING = 0.1, 0.25, 0.1
+# crashes again and again; with nodes that import modules when they begin.
+WIDE, UNEVEN, LOOPING, IMPORTING = 0.1, 0.25, 0.1, 0.125
 SUCCESSION = 0.5  # share of the histories with a store that a node hosts in which another node's store may take over
 WIDER, CROWDED = 0.6, 0.5  # shares of those with faults of ``WIDER_KINDS``, and of these with four to seven nodes
 MAJORITY = 0.4  # share of the histories with succession in which a majority is enough, without the proof that the host has died
@@ -58,6 +58,7 @@ class Plan:
     push: Push = Push()
     deaths: Deaths = Deaths()
     sparse: float = 1.0  # factor on the time between two reads of all rows
+    prepares_within: float = 0.0  # seconds from when a node begins until its workers can start
 
 
 @dataclass
@@ -154,6 +155,9 @@ def draw(seed: int) -> Plan:
     rules = replace(rules, lasting=not hosted and rng.random() < 0.5)
     plan = Plan(seed, rules, hosted, nodes, clocks, stop_times, tuple(sorted(faults, key=lambda f: f.when)))
     plan = replace(plan, push=_push(random.Random(f"push of {seed}")), deaths=_deaths(random.Random(f"deaths of {seed}")))
+    imports = random.Random(f"loading {seed}")
+    if imports.random() < IMPORTING:
+        plan = replace(plan, prepares_within=imports.choice([1.0, 5.0, 30.0]))
     again = random.Random(f"loop {seed}")
     if again.random() < LOOPING:
         loop = Fault(again.uniform(0.0, TROUBLE), "loop", again.randrange(nodes), again.uniform(0.2, 7.0), again.random())
@@ -238,7 +242,7 @@ class History:
         self.world.graces = (30.0, 5.0)
         kinds = {fault.kind for fault in plan.faults}
         self.world.disconnected = plan.rules.succession and bool(kinds - CONNECTED)
-        self.world.push, self.world.deaths = plan.push, plan.deaths
+        self.world.push, self.world.deaths, self.world.prepares_within = plan.push, plan.deaths, plan.prepares_within
         self._suspended_until = 0.0  # the end of the time for which all machines are suspended
         invariants.install(self.world)
 

@@ -29,7 +29,17 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.death_notice import write_notice
-from elastirun.rendezvous.events import Changed, Event, FoundAtStart, Leave, SyncFailed, WorkersFailed, WorkersStopped, WorkersSucceeded
+from elastirun.rendezvous.events import (
+    Changed,
+    Event,
+    FoundAtStart,
+    Leave,
+    Prepared,
+    SyncFailed,
+    WorkersFailed,
+    WorkersStopped,
+    WorkersSucceeded,
+)
 from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Connection, Exchanges, failure
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, Place, RoundRecord
@@ -441,6 +451,8 @@ class World:
         self.push_random = random.Random(f"push {seed}")
         self.deaths = Deaths()
         self.death_random = random.Random(f"deaths {seed}")
+        self.prepare_random = random.Random(f"prepares {seed}")
+        self.prepares_within = 0.0  # seconds from when a node begins until its workers can start
         self.telling: Node | None = None  # whose death notice is being written at this very moment
         self.own_random = random.Random(~seed)  # for the store: its clock, and how late it notices the end of a lease
         self.store_rate = self.own_random.uniform(0.9, 1.1)
@@ -497,7 +509,10 @@ class World:
         if self.hosted and node.hosts and self.nodes:
             self.replace_store()  # what its last incarnation held is gone
         self.nodes.append(node)
-        node.session.begin()
+        prepares = self.prepare_random.uniform(0.0, self.prepares_within) if self.prepares_within else 0.0
+        node.session.begin(prepares > 0.0)
+        if prepares:
+            self.at(prepares, lambda: node.when_running(partial(node.post, Prepared)))
         node.turn()
         return node
 
