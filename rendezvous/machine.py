@@ -100,7 +100,7 @@ class Machine:
 
     @property
     def forward(self) -> tuple[Place, RoundRecord | None] | None:
-        """What is to be written into a store that appears where the job was started; None: nothing. See ``Moves.forward``."""
+        """The word to be written into a store that appears where the job was started; None: none. See ``Moves.forward``."""
         return self._moves.forward(self.record)
 
     @property

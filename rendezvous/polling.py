@@ -90,7 +90,7 @@ class PollPlan:
 
     @property
     def _spread(self) -> float:
-        """A number of this node from 0.5 to 1.5: a thousand nodes that begin to wait together do not read all rows together."""
+        """Return the factor on the time between two reads of all rows, so that a thousand nodes that wait together do not read together."""
         return 0.5 + zlib.crc32(self.me.encode()) / 2**32
 
     def _nodes(self, record: RoundRecord | None) -> int:

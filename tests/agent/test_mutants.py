@@ -657,7 +657,7 @@ MUTANTS = (
     ),
     mutant(
         "a job whose rounds have begun is not sent elsewhere",
-        *("../rendezvous/sync", "(written.round > 0 and not earlier) or (record", "False or (record"),
+        *("../rendezvous/sync", "(written.round > 0 and not earlier) or", "False or"),
         *("standby_stores", "a_store_in_which_a_round_has_formed_is_left_alone"),
     ),
     # Several endpoints.
@@ -673,7 +673,7 @@ MUTANTS = (
     ),
     mutant(
         "who says where the store is knows whom it tells",
-        *("forwarding", "else here.put_place(place)", "else protocol.put_place(place)"),
+        *("forwarding", "else here.put_place(place, over)", "else protocol.put_place(place, over)"),
         *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
     ),
     mutant(

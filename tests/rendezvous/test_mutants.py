@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     mutant(
         "a re-formation waits for no last call",
-        *("formation", "over_since) if record.round == 0 else None", "over_since)"),
+        *("formation", "told_since) if record.round == 0 else None", "told_since)"),
         *("formation", "a_re_formation_waits_for_no_last_call"),
     ),
     mutant(
@@ -453,7 +453,7 @@ MUTANTS = (
     ),
     mutant(
         "the time before the loop begins is no wait",
-        *("agent/session", "        self.machine.begin(self._checked_at)\n", ""),
+        *("agent/session", "        self.machine.begin(self._checked_at, prepares)\n", ""),
         *("agent/session", "the_time_before_the_loop_begins_counts_as_no_wait"),
     ),
     mutant(
@@ -771,7 +771,7 @@ MUTANTS = (
     ),
     mutant(
         "where a round has formed nobody says that the store has moved",
-        *("sync", "(written.round > 0 and not earlier) or (record", "False or (record"),
+        *("sync", "(written.round > 0 and not earlier) or", "False or"),
         *("succession", "where_a_round_has_formed_nobody_says_that_the_store_has_moved"),
     ),
     mutant(
@@ -882,7 +882,7 @@ MUTANTS = (
     ),
     mutant(
         "a doubt about an earlier round does not count",
-        *("succession", " and vote.record.round >= record.round - 1]", "]"),
+        *("succession", " and v.record.round >= record.round - 1]", "]"),
         *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
     ),
     mutant(
