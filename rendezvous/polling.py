@@ -70,7 +70,7 @@ class PollPlan:
         if state in (RUNNING, DRAINING):
             self.all_read = now  # when the round is over, the nodes first in line are to read all rows first
             return successors(record, self.me)
-        due = now >= self.all_read + ALL_PER_NODE * self._nodes(record) * self._spread
+        due = now >= self.all_read + ALL_PER_NODE * self._nodes(record) * self._own_factor
         if due or _beside(state, record) or (hosting and state is LEFT) or self.is_first(record, away):
             self.all_read = now
             return None
@@ -89,7 +89,7 @@ class PollPlan:
         return self.me in first_in_line(record, away) if record.members else record.store_id == self.rules.new_store_id
 
     @property
-    def _spread(self) -> float:
+    def _own_factor(self) -> float:
         """Return the factor on the time between two reads of all rows, so that a thousand nodes that wait together do not read together."""
         return 0.5 + zlib.crc32(self.me.encode()) / 2**32
 

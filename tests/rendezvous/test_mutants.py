@@ -816,7 +816,7 @@ MUTANTS = (
     ),
     mutant(
         "the nodes of a large job do not read all rows together",
-        *("polling", "* self._nodes(record) * self._spread", "* self._nodes(record)"),
+        *("polling", "* self._nodes(record) * self._own_factor", "* self._nodes(record)"),
         *("polling", "a_thousand_nodes_that_begin_to_wait_together_do_not_all_read_all_rows_together"),
     ),
     mutant(
