@@ -29,7 +29,7 @@ SLOWEST = 5.0  # seconds; the same at the other endpoints
 
 
 class Forwarding:
-    """Writes ``place``, if there is one, into each store that it finds at ``endpoints``. Nothing is raised.
+    """Writes the place that is ``told``, if there is one, into each store that it finds at ``endpoints``. Nothing is raised.
 
     At the first endpoint it is written into the round record, in place of a first round; at the others beside the records of a standby
     store. Each endpoint has a thread of its own. ``found`` gets the round record that is at the first endpoint afterwards, when it is
@@ -39,8 +39,7 @@ class Forwarding:
     def __init__(
         self, endpoints: tuple[Endpoint, ...], protocol: SyncProtocol, found: Callable[[RoundRecord], None], own: Endpoint | None = None
     ) -> None:
-        self.place: Place | None = None  # where the store is; None: where the job was started
-        self.job: RoundRecord | None = None  # the round record there; None: what another node says is not written over
+        self.told: tuple[Place, RoundRecord | None] | None = None  # where the store is, and the record there, see ``Machine.forward``
         self._protocol = protocol
         self._found = found
         self._own = own
@@ -69,19 +68,19 @@ class Forwarding:
     def _run(self, endpoint: Endpoint, first: bool) -> None:
         known: dict[str, _Address] = {}
         while not self._closed.wait(FORWARD_EVERY if first else OTHERS_EVERY):
-            if (place := self.place) is None:
+            if (told := self.told) is None:
                 continue
             found = [a for a in net.resolve(endpoint.host)[:MOST_ADDRESSES] if first or Endpoint(a, endpoint.port) != self._own]
             for absent in known.keys() - found:
                 known.pop(absent).close()
             known = {address: known.get(address) or _Address(address, endpoint.port, first) for address in found}
-            due = [one for one in known.values() if one.is_due(place)]
-            at_once(lambda one, place=place: self._write_at(one, place), due, 4 * FORWARD_LIMIT)  # type: ignore[misc]
+            due = [one for one in known.values() if one.is_due(told[0])]
+            at_once(lambda one, told=told: self._write_at(one, *told), due, 4 * FORWARD_LIMIT)  # type: ignore[misc]
         for one in known.values():
             one.close()
 
-    def _write_at(self, one: _Address, place: Place) -> None:
-        record = one.write(place, self._protocol, self.job)
+    def _write_at(self, one: _Address, place: Place, job: RoundRecord | None) -> None:
+        record = one.write(place, self._protocol, job)
         if record is not None and record != self._last:
             self._last = record
             self._found(record)
@@ -106,7 +105,10 @@ class _Address:
         return self._due < math.inf and (place != self._place or clock.now() >= self._due)
 
     def write(self, place: Place, protocol: SyncProtocol, job: RoundRecord | None) -> RoundRecord | None:
-        """Write ``place`` into the store that is there. Return its round record, from the first endpoint; None: there is none."""
+        """Write ``place`` into the store that is there. Return its round record, from the first endpoint; None: there is none.
+
+        ``job``: the round record at ``place``; None: another place that stands there is not written over.
+        """
         began, self._due = clock.now(), math.inf
         self._useless, self._place = self._useless if place == self._place else 0, place
         record: RoundRecord | None = None

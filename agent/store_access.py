@@ -261,7 +261,7 @@ class EndpointAccess(StoreAccess):
             own = Endpoint(self.node_address.number, self.standby_port)
             self._forwarding = Forwarding((self._endpoint, *self.config.other_endpoints), self._protocol(), found, own)
         if self._forwarding is not None:
-            self._forwarding.place, self._forwarding.job = told or (None, None)
+            self._forwarding.told = told
             if told is not None and (line := self._forwarding.start_threads()):
                 self.notices.append(line)
 

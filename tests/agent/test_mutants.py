@@ -672,6 +672,11 @@ MUTANTS = (
         *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
     ),
     mutant(
+        "who has too few nodes overrules no other word",
+        *("forwarding", "over = job is not None", "over = True"),
+        *("standby_stores", "who_has_too_few_nodes_overrules_no_other_word"),
+    ),
+    mutant(
         "who says where the store is knows whom it tells",
         *("forwarding", "else here.put_place(place, over)", "else protocol.put_place(place, over)"),
         *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),

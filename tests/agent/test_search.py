@@ -35,6 +35,7 @@ from tests.support.relay import something_else
 JOB = shared_store.prefix("test")
 RECORD = RoundRecord("s", 4, 2, (Member("n2", "n2", "127.0.0.2", 1, 1),), host="n2", term=1)  # of a store that has taken over
 X, Y = Place("n5", "127.0.0.5", 4711), Place("n6", "127.0.0.6", 4711)  # stores elsewhere; nobody listens there
+MOVED = RoundRecord("the job that has moved", term=1)
 
 Open = Callable[..., EndpointAccess]
 
@@ -210,7 +211,7 @@ def test_what_is_signed_for_one_standby_store_sends_nobody_from_another_one(node
     second, third = without_first(node, token)
     first, newcomer = Endpoint("127.0.0.1", port), node(4, token=token)
     telling = Forwarding((first, Endpoint("127.0.0.2", port)), protocol(token), lambda record: None)
-    telling.place = X
+    telling.told = X, MOVED
     assert telling.start_threads() == ""
     await_word(2, port, X, token)
     telling.close()
@@ -436,7 +437,7 @@ def await_word(i: int, port: int, place: Place, token: bytes | None = None) -> N
 @contextmanager
 def forwarding(*endpoints: Endpoint, own: Endpoint | None = None) -> Iterator[Forwarding]:
     made = Forwarding(endpoints, protocol(), lambda record: None, own)
-    made.place = X
+    made.told = X, MOVED
     assert made.start_threads() == ""
     try:
         yield made
@@ -459,7 +460,7 @@ def test_all_other_endpoints_are_told(often: None, port: int) -> None:
         telling = stack.enter_context(forwarding(Endpoint("127.0.0.1", port), *others, own=others[2]))
         for i in (2, 3):
             await_word(i, port, X)
-        telling.place = Y
+        telling.told = Y, MOVED
         for i in (2, 3):
             await_word(i, port, Y)
         assert place_at(4, port) is None, "its own store holds the record"
@@ -551,11 +552,11 @@ def test_a_thread_that_cannot_start_is_told_once_and_tried_again(node: Open, por
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
         for _ in range(3):
-            access.forward(X, None, lambda record: None)
+            access.forward((X, MOVED), lambda record: None)
     (line,) = access.notices
     assert "cannot yet tell nodes that come where the store of this job is: can't start new thread (see ulimit -u" in line
     standby = ServedStore(listening("127.0.0.3", port))
-    access.forward(X, None, lambda record: None)
+    access.forward((X, MOVED), lambda record: None)
     await_word(3, port, X)
     assert len(access.notices) == 1
     standby.close()

@@ -140,10 +140,10 @@ def test_where_the_store_has_moved_is_said_after_each_answer(waiting: tuple[Sess
     said: list[Place | None] = []
     record = RoundRecord("another run's")
     session.worker_store = WorkerPorts(1000)
-    monkeypatch.setattr(session.access, "forward", lambda place, job, found: (said.append(place), found(record)))
+    monkeypatch.setattr(session.access, "forward", lambda told, found: (said.append(told and told[0]), found(record)))
     session.step(Tick(0.1))
     for place in (None, Place("n1", "10.0.0.1", 1)):
-        monkeypatch.setattr(Machine, "forward", place)
+        monkeypatch.setattr(Machine, "forward", place and (place, record))
         session.step(Synced(mute.t, mute.t, None, {}))
     assert said == [None, place]
     assert session.next_event() == FoundAtStart(mute.t, record), "what is found there is the machine's business"

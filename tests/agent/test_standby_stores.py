@@ -254,6 +254,7 @@ def test_a_status_is_sent_to_the_store_in_use_also_on_its_host(port: int) -> Non
 
 HERE = Place("n1", "127.0.0.2", 4711)
 EMPTY = RoundRecord("another run's")
+MOVED = RoundRecord("the job that has moved", term=1)
 
 
 def protocol(token: bytes | None = None) -> SyncProtocol:
@@ -283,7 +284,7 @@ def forwarding(
     port: int, found: Callable[[RoundRecord], None] = lambda record: None, token: bytes | None = None, others: tuple[Endpoint, ...] = ()
 ) -> Iterator[Forwarding]:
     made = Forwarding((Endpoint("127.0.0.1", port), *others), protocol(token), found)
-    made.place = HERE
+    made.told = HERE, MOVED
     assert made.start_threads() == ""
     try:
         yield made
@@ -323,10 +324,19 @@ def test_a_store_that_appears_where_the_job_was_started_is_told_where_it_is_now(
         put(store, EMPTY, token=token)
         await_place(store, HERE, token)
         assert listener.hears(3), "the node there is told at once: of its own record, and of this one"
-        made.place = other = replace(HERE, port=4712)
+        other = replace(HERE, port=4712)
+        made.told = other, MOVED
         await_place(store, other, token)
         listener.store.close()
         store.close()
+
+
+def test_who_has_too_few_nodes_overrules_no_other_word(appeared: ServedStore, looked: threading.Event) -> None:
+    put(appeared, told := replace(EMPTY, moved=replace(HERE, port=4712)))
+    with forwarding(appeared.port) as made:
+        made.told = HERE, None
+        assert looked.wait(PATIENCE)
+    assert read(appeared) == told
 
 
 def test_a_store_in_which_a_round_has_formed_is_left_alone(appeared: ServedStore) -> None:
