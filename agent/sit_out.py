@@ -19,7 +19,7 @@ from elastirun.agent import events, strikes
 from elastirun.agent.accounting import Accounting
 from elastirun.agent.session import Session
 from elastirun.agent.status_stores import ASK_LIMIT, TcpAt, described
-from elastirun.agent.strikes import Limits, Suspicion
+from elastirun.agent.strikes import Limits, Out, Suspicion
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.actions import Sync
@@ -137,14 +137,19 @@ class SitOut:
                 return now + GLANCE
             self._decide(self._look.found, now)
         if self._phase is Phase.OUT:
-            machine, timing = self._session.machine, self._config.timing
-            cause = self._suspicion.holds(machine.record) if self._suspicion and machine.record else None
+            timing = self._config.timing
             limits = Limits(self._config.strikes_cooldown, timing.grace + 2 * timing.expire, timing.store_grace)
-            broken = self._broken_for(machine.record, now)
-            if why := strikes.why_back(limits, now - self._since, broken, now - machine.kept_alive, machine.record, cause):
+            if why := strikes.why_back(limits, self._state(now)):
                 self._come_back(why, now)
             return min(now + CHECK, max(now, self._since + limits.cooldown))
         return math.inf
+
+    def _state(self, now: float) -> Out:
+        machine = self._session.machine
+        record = machine.record
+        cause = self._suspicion.holds(record) if self._suspicion and record else None
+        decided = record is not None and record.closed is not None
+        return Out(now - self._since, self._broken_for(record, now), now - machine.kept_alive, decided, machine.hosting, cause)
 
     def _broken_for(self, record: RoundRecord | None, now: float) -> float:
         """Return the seconds since this node has known that no round is on."""

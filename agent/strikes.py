@@ -76,18 +76,26 @@ class Limits:
     no_store: float
 
 
-def why_back(limits: Limits, out: float, broken: float, silent: float, record: RoundRecord | None, cause: bool | None) -> str:
-    """Return in words why this node joins again; empty: it goes on sitting out.
+@dataclass(frozen=True)
+class Out:
+    """The state of a node that sits out. Times in seconds."""
 
-    Seconds: ``out`` since it sits out, ``broken`` since the last round ended (0: one is on), ``silent`` since the store last answered.
-    ``cause``: see ``Suspicion.holds``; None, too, where it sits out for something else.
-    """
-    if record is not None and record.closed is not None:
-        return "the job is decided"
-    if cause is False:
-        return "another node was the cause of the failure"
-    if out >= limits.cooldown:
-        return "its time is over"
-    if broken >= limits.no_round:
-        return "the others have formed no round without it"
-    return "the store does not answer" if silent >= limits.no_store else ""
+    out: float  # since it began to
+    broken: float  # since the last round ended; 0: one is on
+    silent: float  # since the store last answered
+    decided: bool  # the job has ended
+    hosts_store: bool  # the store has moved to this node
+    cause: bool | None  # see ``Suspicion.holds``; None, too, where it sits out for something else
+
+
+def why_back(limits: Limits, now: Out) -> str:
+    """Return in words why this node joins again; empty: it goes on sitting out."""
+    reasons = (
+        (now.decided, "the job is decided"),
+        (now.hosts_store, "it hosts the store now, and each round includes that node"),
+        (now.cause is False, "another node was the cause of the failure"),
+        (now.out >= limits.cooldown, "its time is over"),
+        (now.broken >= limits.no_round, "the others have formed no round without it"),
+        (now.silent >= limits.no_store, "the store does not answer"),
+    )
+    return next((why for holds, why in reasons if holds), "")

@@ -1020,22 +1020,27 @@ MUTANTS = (
     ),
     mutant(
         "a node joins again after its time",
-        *("strikes", "    if out >= limits.cooldown:\n", "    if False:\n"),
+        *("strikes", "now.out >= limits.cooldown", "False"),
         *("strikes", "when_it_joins_again"),
     ),
     mutant(
         "a node that was not the cause joins again",
-        *("strikes", "    if cause is False:\n", "    if False:\n"),
+        *("strikes", "now.cause is False", "False"),
         *("strikes", "when_it_joins_again"),
     ),
     mutant(
         "a node joins again where the others are too few",
-        *("strikes", "    if broken >= limits.no_round:\n", "    if False:\n"),
+        *("strikes", "now.broken >= limits.no_round", "False"),
+        *("strikes", "when_it_joins_again"),
+    ),
+    mutant(
+        "a node to which the store moves joins again",
+        *("strikes", "(now.hosts_store, ", "(False, "),
         *("strikes", "when_it_joins_again"),
     ),
     mutant(
         "a node that sits out ends with its job",
-        *("strikes", "    if record is not None and record.closed is not None:\n", "    if False:\n"),
+        *("strikes", "(now.decided, ", "(False, "),
         *("strikes", "when_it_joins_again"),
     ),
     mutant(

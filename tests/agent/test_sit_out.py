@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import member
 from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.timing import Timing
+from tests.sim import world
+from tests.sim.history import History, draw
 
 OWN = ExitRecord("name-b", 1, 0, 77, 1, Blame.OWN_FAULT, 2.0, ("ValueError: 7",))
 A, B = (NodeRow(i, f"name-{i}", "10.0.0.1", 1000, 1, status=Status.DRAINING, round=3) for i in "ab")
@@ -145,9 +148,33 @@ def test_a_node_that_leaves_sits_out_no_more(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_others_have_time_for_their_next_round_from_its_end_on(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch, 1, SPARE)
+    node.sit_out._config.strikes_cooldown = 1000.0  # type: ignore[misc]
     node.ends_round(OWN)
     limit, now = Timing().grace + 2 * Timing().expire, clock.now()
-    for record, at in ((ROUND, 0.0), (NEXT, limit - 1), (replace(NEXT, broken=ROUND.broken), limit), (ROUND, 2 * limit - 2)):
+    over = replace(NEXT, broken=ROUND.broken)
+    for record, at, out in ((ROUND, 0, True), (NEXT, limit - 1, True), (over, 2 * limit, True), (over, 3 * limit, False)):
         node.machine.record, node.machine.kept_alive = record, now + at
         node.sit_out.tick(now + at)
-        assert node.sit_out.out, (record, at)
+        assert node.sit_out.out == out, (record, at)
+
+
+def test_histories_in_which_nodes_sit_out_break_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invariants of the simulated histories hold, and all of them come to an end, where four in ten stops make a node sit out."""
+    outs = 0
+
+    def stopped(node: world.Node, round_: int) -> None:
+        nonlocal outs
+        if not (node.up and node.stopping and len(node.began) == round_):
+            return
+        node.working, node.stopping, node.lone, node.ended_by_guard = None, False, False, False
+        chance = zlib.crc32(f"{node.id} {round_}".encode()) % 100
+        seconds = 0.0
+        if chance < 40 and not node.machine.hosting and not node.world.rules.private and not node.world.rules.fixed_ranks:
+            outs, seconds = outs + 1, 0.3 + chance / 5
+            node.when_running(lambda: (node.session.sit_out("strikes", node.machine.row.failures), node.turn()))
+        node.world.at(seconds, lambda: node.feed(lambda now: WorkersStopped(now, node.machine.row.failures)))
+
+    monkeypatch.setattr(world.Node, "_stopped", stopped)
+    for seed in range(20):
+        assert (violation := History(draw(seed)).run().violation) is None, (seed, violation)
+    assert outs > 10

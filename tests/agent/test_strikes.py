@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from elastirun.agent.strikes import Limits, Suspicion, others, sits_out, suspect, why_back, why_never, why_stays
+from elastirun.agent.strikes import Limits, Out, Suspicion, others, sits_out, suspect, why_back, why_never, why_stays
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import member
-from elastirun.rendezvous.records import Blame, Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
 
 OWN = ExitRecord("name-b", 1, 0, 77, 1, Blame.OWN_FAULT, 2.0, ("ValueError: 7",))
 A, B, C, D = (NodeRow(i, f"name-{i}", "10.0.0.1", 1000, 1, status=Status.RUNNING, round=3) for i in "abcd")
@@ -80,10 +81,10 @@ def test_a_node_sits_out_only_where_the_others_are_enough_without_it() -> None:
         ({"broken": 40.0}, "the others have formed no round without it"),
         ({"silent": 59.0}, ""),
         ({"silent": 60.0}, "the store does not answer"),
-        ({"record": None}, ""),
-        ({"record": replace(ROUND, closed=Closed(Verdict.SUCCEEDED, "", "a")), "cause": False}, "the job is decided"),
+        ({"hosts_store": True}, "it hosts the store now, and each round includes that node"),
+        ({"decided": True, "cause": False}, "the job is decided"),
     ],
 )
-def test_when_it_joins_again(changed: dict[str, object], why: str) -> None:
-    now = {"out": 599.0, "broken": 0.0, "silent": 0.1, "record": ROUND, "cause": None, **changed}
-    assert why_back(Limits(600.0, 40.0, 60.0), **now) == why  # type: ignore[arg-type]
+def test_when_it_joins_again(changed: dict[str, Any], why: str) -> None:
+    now = Out(out=599.0, broken=0.0, silent=0.1, decided=False, hosts_store=False, cause=None)
+    assert why_back(Limits(600.0, 40.0, 60.0), replace(now, **changed)) == why

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.cluster import Cluster, Worker, cluster
+from tests.support.etcd_server import etcd, needs_etcd
 
 OPTIONS = ("--max-restarts=9", "--restart-pause=0", "--event-log-handler=console")
 
@@ -85,3 +86,19 @@ def test_a_signal_ends_a_node_that_sits_out(tmp_path: Path) -> None:
         assert c.ends(c.agents[1]) == 128 + 15
         succeed(second)
         assert [c.ends(c.agents[i]) for i in (0, 2)] == [0, 0]
+
+
+@needs_etcd
+def test_at_etcd_the_node_with_rank_0_sits_out_like_any_other(tmp_path: Path) -> None:
+    with etcd() as server, cluster(tmp_path) as c:
+        c.etcd = server.endpoints
+        for i in (1, 2):
+            c.agent(i, *OPTIONS, "--strikes=1", nnodes="2")
+        first = c.round(2)
+        c.agent(3, *OPTIONS, nnodes="2")
+        c.says(3, "this node is a spare")
+        first[0].tell("raise once")
+        second = c.round(2, after=1)
+        assert [sum("this node sits out" in c.out(i) for i in numbers) for numbers in ((1, 2), (3,))] == [1, 0]
+        succeed(second)
+        assert [c.ends(agent) for agent in c.agents] == [0, 0, 0]
