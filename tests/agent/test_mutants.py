@@ -18,6 +18,7 @@ __all__ = ["copy"]  # the fixture
 mutant = mutants_in("elastirun/agent", "tests/agent")
 of_rendezvous = mutants_in("elastirun/rendezvous", "tests/rendezvous")
 of_workers = mutants_in("elastirun", "tests/agent")
+of_jobs = mutants_in("elastirun/agent", "tests/system")
 EVALUATION = "an_evaluation_as_long_as_twenty_steps_is_no_hang_by_the_learned_limit[10.0]"
 CAUSE = "the_worker_that_is_not_where_the_others_wait_is_the_cause"
 LIMIT = "memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count"
@@ -28,6 +29,21 @@ OTHERS = "other users are not answered"
 AGAIN = "            found = yield _put_if(key, found, value)\n"
 MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open_or_search()\n"
 MUTANTS = (
+    of_jobs(
+        "a newcomer is seen while it imports",
+        *("agent", "and not self._forks.nearly_loaded and", "and"),
+        *("preload", "a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done"),
+    ),
+    of_jobs(
+        "a newcomer ends no round while it imports",
+        *("agent", "prepares = self._forks.loading", "prepares = False"),
+        *("preload", "a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done"),
+    ),
+    mutant(
+        "a node does not join before the last of its modules is imported",
+        *("processes/forkserver", "if name == modules[-1]:", "if name == modules[0]:"),
+        *("parked_forks", "the_agent_is_told_when_the_last_module_is_imported"),
+    ),
     # elastirun status
     mutant(
         "of two stores with one job the higher term counts",

@@ -59,17 +59,24 @@ class Agent:
         self.forks: ParkedForks | None = None
 
     def start(self, *modules: str, count: int = 1) -> ParkedForks:
+        forks = self.begin(*modules, count=count)
+        self.turn(lambda: not forks.loading)
+        return forks
+
+    def begin(self, *modules: str, count: int = 1) -> ParkedForks:
         tree: Any = self.spared
         self.forks = ParkedForks(modules, self.spec, count, self.selector, tree, self.said.append)
-        self.turn(lambda: not self.forks or not self.forks.loading)
         return self.forks
 
     def turn(self, until: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE
         while not until():
             assert time.monotonic() < end, self.said
-            for key, mask in self.selector.select(0.05):
-                key.data(mask)
+            self.look(0.05)
+
+    def look(self, seconds: float) -> None:
+        for key, mask in self.selector.select(seconds):
+            key.data(mask)
 
     def server(self) -> int:
         assert self.forks is not None
@@ -147,6 +154,18 @@ def test_a_worker_is_a_fork_that_has_the_modules_and_leads_a_session_of_its_own(
     agent.start("slow")
     code = "import os, sys\nprint('slow' in sys.modules, os.getsid(0) == os.getpgrp() == os.getpid(), os.getppid(), *sys.argv[1:])"
     assert agent.output(code, "a", "b c") == f"True True {os.getpid()} a b c"
+
+
+def test_the_agent_is_told_when_the_last_module_is_imported(agent: Agent) -> None:
+    gate = agent.folder / "gate"
+    os.mkfifo(gate)
+    module(agent, "gated", f"open({str(gate)!r}).read()")
+    forks = agent.begin("json", "gated", "string")
+    with open(gate, "w"):
+        agent.look(0.2)
+        assert forks.loading and not forks.nearly_loaded
+    agent.turn(lambda: not forks.loading)
+    assert forks.nearly_loaded and agent.output() == "forked"
 
 
 def test_nothing_is_started_without_modules(agent: Agent) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, dies
+from elastirun.agent.host.descriptors import ready
+from tests.support.cluster import PATIENCE, Cluster, dies
 from tests.system.preload_kills import TARGETS, one_try
 from tests.system.test_endings import with_change
+from tests.system.test_status import status
 from tests.system.test_suspension import SUSPENDED
 
 # Reports all that a script can see of its process. It imports these modules first, so that they are loaded in a fork and without one.
@@ -166,6 +170,23 @@ def test_what_workers_import_is_there_before_a_restart(nodes: Cluster) -> None:
         worker.tell("exit 0")
     assert nodes.ends(agent) == 0
     assert [worker.env["HAD"] for worker in (*first, *second)] == ["False", "False", "True", "True"]
+
+
+def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done(nodes: Cluster) -> None:
+    modules, gate = nodes.tmp_path / "modules", nodes.tmp_path / "gate"
+    modules.mkdir()
+    os.mkfifo(gate)
+    (modules / "gated.py").write_text("import os\nopen(os.environ['TEST_GATE']).read()\n")
+    nodes.env |= {"PYTHONPATH": str(modules), "TEST_GATE": str(gate)}
+    nodes.agent(1, "--last-call=0.1", nnodes="1:2")
+    (worker,) = nodes.round(1)
+    nodes.agent(2, "--preload=json,gated", nnodes="1:2")
+    with open(gate, "w"):  # the import of ``gated`` has begun, and ends with this block
+        where, end = f"--rdzv-endpoint=127.0.0.1:{nodes.port}", time.monotonic() + PATIENCE
+        while len(json.loads(status(where, "--json").stdout)["jobs"][0]["nodes"]) < 2:
+            assert time.monotonic() < end, nodes.everything()
+        assert not ready([worker.connection], 2.0), "the round was ended"  # twice as long as newcomers wait for others
+    assert [one.round for one in nodes.round(2, after=1)] == [2, 2]
 
 
 @pytest.mark.parametrize("target", TARGETS)
