@@ -100,4 +100,4 @@ def test_a_life_with_a_failure_a_loss_and_a_signal_as_the_page_describes_it(node
     fields = {event.kind: {field.name for field in dataclasses.fields(event)} for event in EVENTS}
     for event in found:
         assert event.keys() - ALWAYS - {"detected_after"} == fields[event["event"]] - {"detected_after"}
-    assert {e["event"] for e in found} >= fields.keys() - {"stood_still", "closed", "hang", "steps", "straggler"}
+    assert {e["event"] for e in found} >= fields.keys() - {"stood_still", "closed", "hang", "steps", "straggler", "sits_out", "sat_out"}
