@@ -11,8 +11,10 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent import events, sit_out
+from elastirun.agent.session import Session
 from elastirun.agent.sit_out import CHECK, LOOK_LIMIT, SitOut
-from elastirun.rendezvous.events import Synced, WorkersStopped
+from elastirun.agent.strikes import sits_out
+from elastirun.rendezvous.events import Changed, Synced, WorkersStopped
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import member
 from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
@@ -79,6 +81,14 @@ def test_it_sits_out_from_its_last_strike_on_and_ends_with_its_time(monkeypatch:
     node.sit_out.tick(now + 101)
     assert node.told() == [(OWN,)] and not node.sit_out.out and node.sit_out.strikes == []
     assert [event.kind for event in node.events] == ["sits_out", "sat_out"]
+
+
+def test_the_row_says_at_once_that_the_last_round_is_over_for_this_node() -> None:
+    machine: Any = SimpleNamespace(row=B)
+    session = Session(machine, None, None, print, lambda: 7.0)  # type: ignore[arg-type]
+    session.sit_out("strike 2 of 2", (OWN,))
+    assert machine.row == replace(B, done_round=3, note="strike 2 of 2", failures=(OWN,)) and sits_out(machine.row)
+    assert session.next_event() == Changed(7.0)
 
 
 def test_without_strikes_nothing_is_counted_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
