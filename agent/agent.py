@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import account, ending, events, health, tracing
+from elastirun.agent import account, ending, events, health, live_states, tracing
 from elastirun.agent.accounting import Accounting
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
@@ -398,6 +398,7 @@ class Agent:
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
             store.end_round()
             self._workers.start(specs, logs)
+            self._tell_states(record.round, node_rank, specs)
             self._resume(record.round, [spec for spec in specs if spec.local_rank in parked])
             self._accounting.workers_started()
             self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)
@@ -412,6 +413,14 @@ class Agent:
     def _meeting(self, record: RoundRecord, node_rank: int) -> Meeting:
         access, place = self._session.access, self._session.machine.place
         return Meeting(access.for_status(place), access.key_prefix, self._config.token, record.fence, node_rank, len(record.members))
+
+    def _tell_states(self, round: int, node_rank: int, specs: list[WorkerSpec]) -> None:
+        """Tell the live workers of all nodes which ranks here have a state. In the first round nobody has, and nobody asks."""
+        if round > 1:
+            processes, env = self._workers.processes, specs[0].env
+            states = {spec.rank: self._live.settled(processes[spec.local_rank].pid) for spec in specs if spec.local_rank in processes}
+            having = {rank: settled for rank, settled in states.items() if settled}
+            live_states.tell(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, node_rank, having, lambda: self._round == round)
 
     def _resume(self, round: int, specs: list[WorkerSpec]) -> None:
         """Let the workers of ``specs``, which were parked, take part in the round. One that cannot be told is ended, and so has failed."""

@@ -52,6 +52,10 @@ class LiveWorkers:
         """Let a parked worker take part in ``round``. Return False if it cannot: it has to be ended."""
         return self._parking.resume(pid) and self._send(pid, Resume(round, env))
 
+    def settled(self, pid: int) -> int:
+        """Return the round in which the ranks agreed upon the state of a parked worker; 0: it has none."""
+        return self._parking.settled(pid)
+
     def worker_ended(self, pid: int) -> None:
         """Forget a worker. Its forks may hold the connection for longer."""
         self._drop(pid)
@@ -99,7 +103,7 @@ class LiveWorkers:
             if isinstance(message, Hello):
                 self._parking.hello(pid)
             elif isinstance(message, Parked):
-                if self._parking.promise(pid, message.round):
+                if self._parking.promise(pid, message.round, message.settled):
                     self._on_parked(pid)
             else:
                 self._drop(pid)  # it has hung up, or follows another protocol

@@ -34,7 +34,7 @@ class LiveConnection:
         self._env: Mapping[str, str] = {}  # its variables; empty: those that the process was started with
         self._asked = 0  # the round that the agent wants this worker to leave; 0: none
         self._inside = False  # the main thread takes part in a round, so only it can promise to have left
-        self._step = 0  # finished steps, as of the last ``leave``
+        self._state = 0, 0  # finished steps, and the round in which the state was agreed upon: as of the last ``leave``
         self._closed = False  # the agent has ended, or wants no more of this worker
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -66,10 +66,13 @@ class LiveConnection:
             self._inside = True
             return self._round, self._env
 
-    def leave(self, step: int) -> None:
-        """Promise that no step of the round completes or publishes here any more. ``step``: finished steps."""
+    def leave(self, step: int, settled: int) -> None:
+        """Promise that no step of the round completes or publishes here any more. ``step``: finished steps.
+
+        ``settled``: the round in which the ranks agreed upon this worker's state; 0: it has none.
+        """
         with self._changed:
-            self._inside, self._step = False, step
+            self._inside, self._state = False, (step, settled)
             self._promise()
             self._changed.notify_all()
 
@@ -108,7 +111,7 @@ class LiveConnection:
         """Answer the agent's order, if the main thread takes no part in a round."""
         if self._asked and not self._inside:
             with suppress(OSError):  # the agent has ended
-                self._send(Parked(self._asked, self._step))
+                self._send(Parked(self._asked, *self._state))
 
     def _cut_until_left(self) -> None:
         while self._inside and self.asked and os.getpid() == self._pid:

@@ -1,4 +1,7 @@
-"""Messages between an agent and a live worker (docs/elastic.md): one JSON object each, in one packet. Both ends parse with limits."""
+"""Messages between an agent and a live worker (docs/elastic.md): one JSON object each, in one packet. Both ends parse with limits.
+
+Agents also tell the workers of a round which of these have a state: in the workers' store, because it concerns those of all nodes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "ELASTIRUN_LIVE"  # in a worker's environment: the name of its agent's abstract unix socket; empty: there is none
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE = 64 << 10  # bytes; the variables of a round take about one KiB
 LARGEST = 1 << 53  # of a number: a round or a step
 
@@ -29,10 +32,14 @@ class Park:
 
 @dataclass(frozen=True)
 class Parked:
-    """The worker promises that no step of ``round`` completes or publishes there any more. ``step``: its finished steps."""
+    """The worker promises that no step of ``round`` completes or publishes there any more. ``step``: its finished steps.
+
+    ``settled``: the round in which the ranks agreed upon the state that the worker has; 0: it has none yet.
+    """
 
     round: int
     step: int
+    settled: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ class Resume:
 
 
 Message = Hello | Park | Parked | Resume
+
+
+def store_prefix(round: int) -> str:
+    """Return what the keys of a round begin with in the workers' store: what agents tell live workers there, and these tell each other."""
+    return f"elastirun-live/{round}"
 
 
 def encode(message: Message) -> bytes:
@@ -69,8 +81,8 @@ def decode(data: bytes) -> Message | None:
         return Hello()
     if kind == "park" and numbers == [*fields] == ["round"]:
         return Park(fields["round"])
-    if kind == "parked" and numbers == [*fields] == ["round", "step"]:
-        return Parked(fields["round"], fields["step"])
+    if kind == "parked" and numbers == [*fields] == ["round", "step", "settled"]:
+        return Parked(fields["round"], fields["step"], fields["settled"])
     if kind == "resume" and [*fields] == ["round", "env"] and _is_environment(fields["env"]):
         return Resume(fields["round"], fields["env"])
     return None

@@ -15,7 +15,7 @@ class Parking:
     def __init__(self) -> None:
         self._live: set[int] = set()
         self._asked: dict[int, int] = {}  # workers that were asked and have not answered: the round that they are to leave
-        self._parked: set[int] = set()
+        self._parked: dict[int, int] = {}  # with the round in which each one's state was agreed upon; 0: it has none
 
     def hello(self, pid: int) -> None:
         """A worker can be parked from now on."""
@@ -27,22 +27,26 @@ class Parking:
         self._asked.update(dict.fromkeys(asked, round))
         return asked
 
-    def promise(self, pid: int, round: int) -> bool:
-        """Return whether a worker that promises to have left ``round`` is parked by that."""
+    def promise(self, pid: int, round: int, settled: int) -> bool:
+        """Return whether a worker that promises to have left ``round`` is parked by that. ``settled``: see ``settled``."""
         if self._asked.get(pid) != round:
             return False
         del self._asked[pid]
-        self._parked.add(pid)
+        self._parked[pid] = settled
         return True
+
+    def settled(self, pid: int) -> int:
+        """Return the round in which the ranks agreed upon the state of a parked worker; 0: it has none, or is not parked."""
+        return self._parked.get(pid, 0)
 
     def resume(self, pid: int) -> bool:
         """Return whether the worker may be given another round. From then on it is not parked."""
         may = pid in self._parked
-        self._parked.discard(pid)
+        self._parked.pop(pid, None)
         return may
 
     def gone(self, pid: int) -> None:
         """The worker has ended, or its connection."""
         self._live.discard(pid)
-        self._parked.discard(pid)
+        self._parked.pop(pid, None)
         self._asked.pop(pid, None)

@@ -18,7 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-REQUESTS = ("checkpoint", "drain")
+ADMIT = "admit"  # the request of a live job for its next world, see live_round.py
+REQUESTS = ("checkpoint", "drain", ADMIT)
 FAILED, NOT_FINITE = 1, 2  # bits of a rank's status
 TRAINED_LIMIT = 1 << 20  # digests are smaller, so that not even the rounding of a mean changes one
 _COUNTS = 5

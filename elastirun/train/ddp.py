@@ -394,6 +394,10 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"there is no request {name!r}: {', '.join(REQUESTS)}")
         self._reducer.local_report.request(name)
 
+    def withdraw(self, name: str) -> None:
+        """Take a request of this rank back that no reduction has carried yet."""
+        self._reducer.local_report.requests.discard(name)
+
     @property
     def drained(self) -> int | None:
         """Return the first reduction in which a rank requested "drain", as all ranks know after the same one; None while none has."""

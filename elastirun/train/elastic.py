@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,21 @@ from elastirun.progress import begin_round
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.ranks import begin_world
 from .collectives import gather
+from .control_words import ADMIT
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .errors import ModelMismatch, TrainError
 from .group_connections import GroupConnections
+from .live_round import LiveRound
+from .process_groups import connects_within, init_default_group
 from .state_copy import copy_state
 from .train_state import TrainState
 
 CPU = torch.device("cpu")
 PATIENCE = 30.0  # seconds from a failed reduction to the agent's word that the world changes; it comes within milliseconds, or never
+# Seconds for the connections of a process group, and more for each worker, when all its ranks have come: what takes longer is a peer that
+# has died just then. It is less than --failure-grace (5 s), after which the worker would be killed.
+CONNECT, CONNECT_EACH = 3.0, 0.02
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 
 _groups = GroupConnections()
@@ -74,8 +81,10 @@ class Elastic:
                   run in which no rank has a state begins with the newest checkpoint, and each finished step is offered to ``save``
     on_change     called with rank and world size in each world, the first one too, when the ranks have the same state
 
-    ``Elastic(…)`` returns when all workers of the round have come, with the state of those who have trained already. Without an agent of
-    elastirun, and with another backend than gloo, the world never changes. Raises TrainError for a state that it cannot work with.
+    ``Elastic(…)`` returns when this worker takes part, with the state of those who have trained already; these train on meanwhile. Where
+    nobody has a state, it waits for all workers of the round. If training ends before this worker takes part, the process ends with 0.
+    Without an agent of elastirun, and with another backend than gloo, the world never changes. Raises TrainError for a state that it
+    cannot work with.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class Elastic:
         self._settled = 0  # the round in which this rank's state was last agreed upon; 0: it is that of a new process
         self._before = _Position(state, self._loader)
         self._connection = _connection
+        self._live: LiveRound | None = None  # the round that this rank is in; None: its world never changes
         if dist.get_backend() != "gloo":
             self._begin()
             return
@@ -101,7 +111,7 @@ class Elastic:
             self._connection.cut = self._interrupt
             self._enter(self._connection)
         elif LAUNCHED in os.environ:
-            self._join()
+            self._make_world(None)
         else:
             self._begin()
 
@@ -138,11 +148,18 @@ class Elastic:
             self.state.step += 1
             self._before.take()
             self._save()
-        connection = self._connection
-        if connection is None or not (self._model.failed or connection.asked):
+        connection, live = self._connection, self._live
+        if connection is None or live is None:
             return True
-        self._leave(connection)
-        self._enter(connection)
+        if self._model.failed or connection.asked:
+            self._leave(connection)
+            self._enter(connection)
+        elif ADMIT in self._model.agreement.requests:
+            self._close_checkpoints()
+            if not self._attempted(connection, partial(self._change_world, live)):
+                self._enter(connection)
+        else:
+            return True
         return False
 
     def _save(self) -> None:
@@ -159,18 +176,26 @@ class Elastic:
 
     def _interrupt(self) -> None:
         """Let the main thread's waits for peers fail. Called in a thread."""
+        if (live := self._live) is not None:
+            live.stop()
         _groups.cut()
         self._model.interrupt("the agent ends this round")
 
     def _leave(self, connection: LiveConnection) -> None:
         """Take no part in the round any more, and promise that. Its checkpoints end before: nothing of it may be published later."""
+        self._close_checkpoints()
+        if self._live is not None:
+            self._live.leave()
+            self._live = None
+        _groups.forget()
+        connection.leave(self.state.step, self._settled)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _close_checkpoints(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.close(0.0)
             self._checkpoints = None
-        _groups.forget()
-        connection.leave(self.state.step)
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def _enter(self, connection: LiveConnection) -> None:
         """Take part in the next round; in the one after it if that one fails before all have come."""
@@ -179,24 +204,52 @@ class Elastic:
             if env:
                 os.environ.update(env)
                 begin_round()
-            try:
-                self._join()
+            if self._attempted(connection, partial(self._enter_round, connection)):
                 return
-            except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
-                if isinstance(error, ModelMismatch) or not connection.wait_until_asked(PATIENCE):
-                    raise
-                self._leave(connection)
 
-    def _join(self) -> None:
-        """Make the groups of the round, and agree on the state."""
+    def _attempted(self, connection: LiveConnection, step: Callable[[], object]) -> bool:
+        """Take part in a world: that of ``step``. Return False if a peer was lost meanwhile; then this rank has left the round."""
+        try:
+            step()
+            return True
+        except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
+            if isinstance(error, ModelMismatch) or not connection.wait_until_asked(PATIENCE):
+                raise
+            self._leave(connection)
+            return False
+
+    def _enter_round(self, connection: LiveConnection) -> None:
+        """Take part in the first world of the round that this rank is in."""
+        _groups.begin()
+        self._live = live = LiveRound(self._round, lambda: connection.asked)
+        live.enter()
+        self._make_world(live)
+
+    def _change_world(self, live: LiveRound) -> None:
+        """Take part in the next world of the round."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _groups.begin()
+        live.change()
+        self._make_world(live)
+
+    def _make_world(self, live: LiveRound | None) -> None:
+        """Make the process groups of a world, and agree on the state. ``live``: its round; None: all that the launcher has started."""
         if dist.is_initialized():
             dist.destroy_process_group()
         c10d._world.group_count = 0  # of which names are made: one that could not be made, as a peer was lost, has been counted
-        _groups.begin()
-        dist.init_process_group("gloo", timeout=_timeout)
-        self._model.set_group(init_sync=False)
+        if live is None:
+            dist.init_process_group("gloo", timeout=_timeout)
+            self._model.set_group(init_sync=False)
+            self._settle()
+            return
+        self._model.withdraw(ADMIT)  # what this rank has asked for in a world that is over
+        with connects_within(timedelta(seconds=CONNECT + CONNECT_EACH * live.size)):
+            init_default_group(live.store(), live.rank, live.size, _timeout)
+            self._model.set_group(init_sync=False)
         self._settle()
         _groups.end()
+        live.look_for_ready(lambda: self._model.request(ADMIT))
 
     def _settle(self) -> None:
         """Give all ranks the state of the furthest one; where nobody has trained, that of the newest checkpoint, or rank 0's."""

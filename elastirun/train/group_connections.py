@@ -26,9 +26,9 @@ class GroupConnections:
         self._groups: set[int] | None = None  # inodes of those that are; None: groups are being made
 
     def begin(self) -> None:
-        """Process groups are made from now on."""
+        """Process groups are made from now on. What is left of the last ones, such as the connection to their store, is theirs, too."""
         with self._lock:
-            self._before, self._groups = set(_sockets()), None
+            self._before, self._groups = set(_sockets()) - (self._groups or set()), None
 
     def end(self) -> None:
         """The process groups are made."""

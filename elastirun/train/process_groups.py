@@ -1,8 +1,15 @@
-"""Process groups: the user's, and one of the same ranks for the module alone."""
+"""Process groups: the user's, and one of the same ranks for the module alone.
+
+gloo waits for the connections of a new group for as long as for a collective: half an hour, in which nothing ends the wait for a peer that
+has just died. Where all ranks are known to have come (``connects_within``), it is given seconds for that.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -14,6 +21,41 @@ from .collectives import broadcast
 from .errors import TrainError
 
 OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
+
+GLOO_WAITS = 5  # times its timeout gloo waits for a connection (its tcp/pair.cc), but once for a peer's address in the store
+
+_connect_limit: timedelta | None = None  # for the connections of gloo's groups; None: the timeout of the group
+
+
+@contextmanager
+def connects_within(limit: timedelta) -> Iterator[None]:
+    """Let groups of gloo that are made meanwhile fail with torch's RuntimeError if their connections are not there within ``limit``."""
+    global _connect_limit
+    _connect_limit = limit
+    try:
+        yield
+    finally:
+        _connect_limit = None
+
+
+def connect_limit(timeout: timedelta) -> timedelta:
+    """Return the timeout with which a group is to be made that has ``timeout`` from then on; see ``connected``."""
+    return timeout if _connect_limit is None else min(timeout, _connect_limit / GLOO_WAITS)
+
+
+def connected(backend: Any, timeout: timedelta) -> None:
+    """Give a group that was made within ``connect_limit`` its own timeout."""
+    if _connect_limit is not None:
+        backend._set_default_timeout(timeout)
+
+
+def init_default_group(store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
+    """Make the default group, of gloo. ``timeout``: for a collective; None: torch's default."""
+    timeout = timeout or c10d.default_pg_timeout
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=connect_limit(timeout))
+    assert dist.group.WORLD is not None
+    connected(dist.group.WORLD._get_backend(torch.device("cpu")), timeout)
+    store.set_timeout(timeout)
 
 
 def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -38,7 +80,7 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
         return group
     [number] = broadcast([time.time_ns()], group, device)
     members = dist.get_process_group_ranks(group)
-    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", c10d.default_pg_timeout)
     made: dist.ProcessGroup = c10d._new_process_group_helper(
         len(members),
         dist.get_rank(group),
@@ -46,8 +88,9 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
         c10d.Backend(backend),
         c10d._get_process_group_store(group),
         cast(Any, f"elastirun {number}"),
-        timeout=getattr(options, "_timeout", c10d.default_pg_timeout),
+        timeout=connect_limit(timeout),
     )[0]
+    connected(made._get_backend(device), timeout)
     c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(members)}
     return made
 

@@ -39,10 +39,10 @@ def test_only_who_has_said_hello_is_asked() -> None:
 def test_a_promise_counts_for_the_round_that_was_asked_for_and_once() -> None:
     parking = Parking()
     parking.hello(7)
-    assert not parking.promise(7, 3), "nobody has asked"
+    assert not parking.promise(7, 3, 2), "nobody has asked"
     parking.ask([7], 3)
-    assert not parking.promise(7, 2), "a promise of the round before"
-    assert parking.promise(7, 3) and not parking.promise(7, 3)
+    assert not parking.promise(7, 2, 2), "a promise of the round before"
+    assert parking.promise(7, 3, 2) and not parking.promise(7, 3, 2)
 
 
 def test_only_a_parked_worker_is_given_another_round() -> None:
@@ -51,20 +51,31 @@ def test_only_a_parked_worker_is_given_another_round() -> None:
     assert not parking.resume(7)
     parking.ask([7], 3)
     assert not parking.resume(7), "it may still make a step"
-    parking.promise(7, 3)
+    parking.promise(7, 3, 2)
     assert parking.resume(7) and not parking.resume(7)
+
+
+def test_a_parked_worker_has_the_state_of_its_promise() -> None:
+    parking = Parking()
+    parking.hello(7)
+    parking.ask([7], 3)
+    assert parking.settled(7) == 0
+    parking.promise(7, 3, 2)
+    assert parking.settled(7) == 2
+    parking.resume(7)
+    assert parking.settled(7) == 0
 
 
 def test_a_worker_that_is_gone_is_neither_asked_nor_resumed() -> None:
     parking = Parking()
     parking.hello(7)
     parking.ask([7], 3)
-    parking.promise(7, 3)
+    parking.promise(7, 3, 2)
     parking.gone(7)
     assert not parking.resume(7) and parking.ask([7], 4) == []
 
 
-@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000), Resume(4, {"RANK": "1"})])
+@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000, 2), Resume(4, {"RANK": "1"})])
 def test_messages_are_read_as_they_were_written(message: live_messages.Message) -> None:
     assert decode(encode(message)) == message
 
@@ -79,11 +90,11 @@ def test_messages_are_read_as_they_were_written(message: live_messages.Message) 
         b'{"do":"park","round":-1}',
         b'{"do":"park","round":true}',
         b'{"do":"park","round":1,"step":1}',
-        b'{"do":"parked","round":1}',
-        b'{"do":"parked","round":1,"step":1e9}',
+        b'{"do":"parked","round":1,"step":1}',
+        b'{"do":"parked","round":1,"step":1e9,"settled":1}',
         b'{"do":"resume","round":1,"env":{"A":1}}',
         b'{"do":"resume","round":1,"env":{"A":"\\u0000"}}',
-        b'{"do":"hello","version":2}',
+        b'{"do":"hello","version":1}',
         b"\xff",
         b"[" * 50_000,
         b'{"do":"park","round":1' + b" " * live_messages.MAX_MESSAGE + b"}",
@@ -133,9 +144,9 @@ def test_a_worker_is_asked_and_goes_on(agent: Agent) -> None:
         agent.turn(lambda: agent.live._parking._live)
         assert agent.live.park([US], 3) == [US]
         assert decode(worker.recv(1000)) == Park(3)
-        worker.send(encode(Parked(3, 10)))
+        worker.send(encode(Parked(3, 10, 2)))
         agent.turn(lambda: agent.parked)
-        assert agent.live.resume(US, 4, {"RANK": "1"})
+        assert agent.live.settled(US) == 2 and agent.live.resume(US, 4, {"RANK": "1"})
         assert decode(worker.recv(1000)) == Resume(4, {"RANK": "1"})
 
 
@@ -188,7 +199,7 @@ def worker(agent: Agent, cuts: list[float], monkeypatch: pytest.MonkeyPatch) -> 
     agent.turn(lambda: agent.live._parking._live)
     yield made
     agent.live.close()
-    made.leave(0)
+    made.leave(0, 0)
     made.thread.join()
 
 
@@ -204,7 +215,7 @@ def test_a_worker_in_a_round_is_cut_until_its_main_thread_has_left(agent: Agent,
     agent.live.park([US], 3)
     agent.turn(lambda: len(cuts) > 2)
     assert not agent.parked and worker.asked
-    worker.leave(17)
+    worker.leave(17, 3)
     agent.turn(lambda: agent.parked)
     agent.live.resume(US, 4, {})
     assert worker.enter(3, PATIENCE) == (4, {}) and not worker.asked
@@ -212,7 +223,7 @@ def test_a_worker_in_a_round_is_cut_until_its_main_thread_has_left(agent: Agent,
 
 def test_a_worker_that_has_left_by_itself_promises_when_it_is_asked(agent: Agent, worker: LiveConnection) -> None:
     worker.enter(0, PATIENCE)
-    worker.leave(17)
+    worker.leave(17, 3)
     assert agent.live.park([US], 3) == [US] and not agent.parked
     agent.turn(lambda: agent.parked)
     assert agent.parked == [US]
@@ -220,14 +231,14 @@ def test_a_worker_that_has_left_by_itself_promises_when_it_is_asked(agent: Agent
 
 def test_a_worker_that_hears_of_no_new_round_gives_up(worker: LiveConnection) -> None:
     worker.enter(0, PATIENCE)
-    worker.leave(17)
+    worker.leave(17, 3)
     with pytest.raises(TrainError, match="no new round"):
         worker.enter(3, 0.01)
 
 
 def test_a_worker_ends_when_its_agent_wants_no_more_of_it(agent: Agent, worker: LiveConnection) -> None:
     worker.enter(0, PATIENCE)
-    worker.leave(17)
+    worker.leave(17, 3)
     agent.live.worker_ended(US)
     with pytest.raises(SystemExit) as ended:
         worker.enter(3, PATIENCE)

@@ -1156,6 +1156,21 @@ MUTANTS = (
         *("live_workers", "only_a_parked_worker_is_given_another_round"),
     ),
     mutant(
+        "a worker that goes on has its state no more as a parked one",
+        *("processes/parking", "        self._parked.pop(pid, None)\n        return may\n", "        return may\n"),
+        *("live_workers", "a_parked_worker_has_the_state_of_its_promise"),
+    ),
+    mutant(
+        "an agent says which ranks have a state until it is heard",
+        *("live_states", "        while goes_on():\n", "        if goes_on():\n"),
+        *("live_states", "the_word_comes_as_soon_as_there_is_a_store"),
+    ),
+    mutant(
+        "nothing is said of a round that is over",
+        *("live_states", "        while goes_on():\n", "        while True:\n"),
+        *("live_states", "nothing_is_said_of_a_round_that_is_over"),
+    ),
+    mutant(
         "a process that is no worker of this agent is not served",
         *("live_workers", " or not self._is_worker(pid):", ":"),
         *("live_workers", "a_stranger_gets_nothing"),

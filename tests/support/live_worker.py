@@ -1,7 +1,8 @@
 """A worker of a live job that logs what it trains on and where it gets to. For tests/support/live_log.py, which judges the log.
 
 Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
-step), TEST_TRANSPORT, TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to the next).
+step), TEST_TRANSPORT, TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to the next), TEST_HOLD
+(a fifo: a worker that begins in a later round than the first waits until somebody opens it to write).
 """
 
 import faulthandler
@@ -34,7 +35,8 @@ class Numbers(torch.utils.data.Dataset):
 
 def write(what: str, **more: object) -> None:
     """Append a line; what it says holds when the call returns, whoever is killed then."""
-    line = {"what": what, "at": time.monotonic(), "pid": os.getpid(), "round": int(os.environ["ELASTIRUN_ROUND"]), **more}
+    world = 1000 * int(os.environ["ELASTIRUN_ROUND"]) + int(os.environ["ELASTIRUN_WORLD"])  # a round has one world after the other
+    line = {"what": what, "at": time.monotonic(), "pid": os.getpid(), "round": world, **more}
     os.write(LOG, json.dumps(line).encode() + b"\n")
 
 
@@ -50,6 +52,9 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # for whoever looks at a job that hangs
     torch.set_num_threads(1)
+    if (hold := os.environ.get("TEST_HOLD")) and os.environ["ELASTIRUN_ROUND"] != "1":
+        with open(f"{hold}.{os.getpid()}", "w"):  # a new worker of a later round says that it is here, and waits
+            open(hold).close()
     elastic.init_process_group()
     torch.manual_seed(os.getpid())  # replicas begin differently; rank 0's state counts
     model = DistributedDataParallel(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support import live_log
-from tests.support.cluster import kill
+from tests.support.cluster import PATIENCE, kill
 from tests.system.live_kills import SAMPLES, Job, job, kill_worker
 
 
@@ -38,6 +40,49 @@ def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_
             os.kill(line["pid"], signal.SIGKILL)
         after = running.world(3, before[0]["round"])
         assert not pids(before) & pids(after) and after[0]["step"] >= 10
+        running.wait(lambda lines: max(live_log.steps(lines).items())[1] > before[0]["round"])  # steps after the checkpoint are made again
+        finish(running, tmp_path)
+
+
+@contextmanager
+def held(folder: Path, **env: str) -> Iterator[tuple[Job, set[int], int]]:
+    """A job of three workers of which one was killed; the new one in its place waits. Yields the survivors and the new one's pid, too."""
+    os.mkfifo(folder / "hold")
+    with job(folder, 1, 3, "--preload=torch", TEST_PAUSE="0.005", TEST_HOLD=str(folder / "hold"), **env) as running:
+        before = running.world(3)
+        os.kill(before[1]["pid"], signal.SIGKILL)
+        running.world(2, before[0]["round"])
+        running.wait(lambda lines: bool(list(folder.glob("hold.*"))))
+        yield running, pids(before) - {before[1]["pid"]}, int(next(folder.glob("hold.*")).suffix[1:])
+
+
+def test_the_others_train_on_while_a_new_worker_starts_and_take_it_in_when_it_is_ready(tmp_path: Path) -> None:
+    with held(tmp_path) as (running, survivors, new):
+        made = max(live_log.steps(running.lines()))
+        running.wait(lambda lines: max(live_log.steps(lines)) > made + 3)
+        here, _ = live_log.newest_round(running.lines())
+        assert pids(here) == survivors
+        with open(tmp_path / "hold", "w"):
+            assert pids(running.world(3)) == survivors | {new}
+        finish(running, tmp_path)
+
+
+def test_a_new_worker_that_is_killed_before_it_is_ready_takes_nobody_with_it(tmp_path: Path) -> None:
+    with held(tmp_path) as (running, survivors, new):
+        here, _ = live_log.newest_round(running.lines())
+        os.kill(new, signal.SIGKILL)
+        assert pids(running.world(2, here[0]["round"])) == survivors
+        running.wait(lambda lines: len(list(tmp_path.glob("hold.*"))) == 2)
+        with open(tmp_path / "hold", "w"):
+            assert survivors < pids(running.world(3))
+        finish(running, tmp_path)
+
+
+def test_a_job_ends_although_a_new_worker_was_not_ready_in_time(tmp_path: Path) -> None:
+    with held(tmp_path, TEST_EPOCHS="1") as (running, survivors, new):
+        running.wait(lambda lines: pids(live_log.of(lines, "over")) == survivors)
+        with open(tmp_path / "hold", "w"):
+            assert running.agents[1].wait(PATIENCE) == 0
         finish(running, tmp_path)
 
 

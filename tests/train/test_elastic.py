@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,12 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_messages import VARIABLE
-from elastirun.train import DistributedDataParallel, ElasticDataLoader, ReductionFailed, TrainError, TrainState, elastic
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, ReductionFailed, TrainError, TrainState, elastic, process_groups
+from elastirun.train.control_words import ADMIT
 from elastirun.train.group_connections import GroupConnections
 from elastirun.train.state_copy import copy_state
 from tests.support.cluster import free_port
+from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
 
 SAMPLES, BATCH = 40, 8
@@ -217,13 +221,49 @@ def joins(rank: int, world: int, port: int) -> bool:
     training = object.__new__(elastic.Elastic)
     training._model = SimpleNamespace(set_group=lambda init_sync: None)  # type: ignore[assignment]
     training._settle = lambda: None  # type: ignore[method-assign]
-    training._join()
+    training._make_world(None)
     dist.barrier()
     return dist.get_world_size() == world
 
 
 def test_groups_are_made_by_the_same_names_after_one_that_could_not_be_made() -> None:
     assert run(2, joins, free_port()) == [True, True]
+
+
+def asks(rank: int, world: int) -> tuple[list[str], bool]:
+    """Rank 0 has asked for the next world of a round that then came to its end."""
+    state, model = made(0)
+    training = object.__new__(elastic.Elastic)
+    training._model, training._settle = model, lambda: None  # type: ignore[method-assign]
+    model.request(ADMIT)
+    live = SimpleNamespace(rank=0, size=1, store=dist.HashStore, look_for_ready=lambda ask: None)  # type: ignore[attr-defined]
+    elastic._groups.begin()
+    training._make_world(live)  # type: ignore[arg-type]
+    step(state, model, next(iter(state["data"])))
+    return sorted(model.agreement.requests), model.failed
+
+
+def test_a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_next() -> None:
+    assert run(1, asks) == [([], False)]
+
+
+def lonely(rank: int, world: int) -> list[float]:
+    """Make a group whose other rank never comes, then one of this rank alone."""
+    dist.destroy_process_group()
+    begun = time.monotonic()
+    with process_groups.connects_within(timedelta(seconds=0.5)):
+        with pytest.raises(RuntimeError):
+            process_groups.init_default_group(dist.HashStore(), 0, 2, None)  # type: ignore[attr-defined]
+        took = time.monotonic() - begun
+        c10d._world.group_count = 0
+        process_groups.init_default_group(dist.HashStore(), 0, 1, timedelta(seconds=700))  # type: ignore[attr-defined]
+    assert dist.group.WORLD is not None
+    return [took, dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()]
+
+
+def test_connections_of_a_group_are_not_waited_for_as_long_as_for_a_collective() -> None:
+    [[took, timeout]] = run(1, lonely)
+    assert took < PATIENCE and timeout == 700
 
 
 def positions(rank: int, world: int) -> list[bool]:

@@ -48,6 +48,56 @@ MUTANTS = (
         *("elastic", "the_furthest_of_the_newest_round_wins[an_older_history_does_not_count]"),
     ),
     mutant(
+        "a state of an older round counts as none",
+        *("live_round", "for rank, settled in having if settled == newest)", "for rank, settled in having)"),
+        *("live_round", "those_with_the_newest_state_begin[an_older_state_counts_as_none]"),
+    ),
+    mutant(
+        "where nobody has a state all begin together",
+        *("live_round", ") or tuple(range(size)))", "))"),
+        *("live_round", "those_with_the_newest_state_begin[nobody_has_a_state]"),
+    ),
+    mutant(
+        "a world waits for all its ranks",
+        *("live_round", "self._store.add(here, 0) >= self.size or None", "True"),
+        *("live_round", "a_world_waits_for_all_its_ranks"),
+    ),
+    mutant(
+        "who has left asks for no world",
+        *("live_round", "                        if not self._stopped.is_set():\n", "                        if True:\n"),
+        *("live_round", "who_has_left_asks_for_no_world"),
+    ),
+    mutant(
+        "several new workers are taken in together",
+        *("live_round", "self._workers or now - first > TOGETHER)", "self._workers or True)"),
+        *("live_round", "several_that_are_ready_are_taken_in_together"),
+    ),
+    mutant(
+        "nobody waits for ever for another new worker",
+        *("live_round", " or now - first > TOGETHER)", ")"),
+        *("live_round", "one_that_is_ready_does_not_wait_for_ever_for_another_one"),
+    ),
+    mutant(
+        "who waits hears that training has ended",
+        *("live_round", 'if waits and found is None and self._store.check(["over"]):', "if False:"),
+        *("live_round", "who_waits_ends_well_when_training_ends_without_it"),
+    ),
+    mutant(
+        "a request for a world ends with its round",
+        *("elastic", "        self._model.withdraw(ADMIT)", "        #"),
+        *("elastic", "a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_next"),
+    ),
+    mutant(
+        "connections of a group have a limit of their own",
+        *("process_groups", "return timeout if _connect_limit is None else min(timeout, _connect_limit / GLOO_WAITS)", "return timeout"),
+        *("elastic", "connections_of_a_group_are_not_waited_for_as_long_as_for_a_collective"),
+    ),
+    mutant(
+        "the limit of the connections is not that of collectives",
+        *("process_groups", "        backend._set_default_timeout(timeout)\n", "        pass\n"),
+        *("elastic", "connections_of_a_group_are_not_waited_for_as_long_as_for_a_collective"),
+    ),
+    mutant(
         "groups are named alike after one that could not be made",
         *("elastic", "        c10d._world.group_count = 0  #", "        #"),
         *("elastic", "groups_are_made_by_the_same_names_after_one_that_could_not_be_made"),

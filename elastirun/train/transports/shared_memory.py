@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..bucket_memory import ALIGNED, Storage
 from ..errors import PeerLost, ReductionFailed, TrainError
+from ..process_groups import connect_limit, connected
 from .base import AGAIN, Arena, reduction_errors
 from .group import GroupTransport, GroupWork
 
@@ -74,7 +75,9 @@ class SharedMemory:
         if len(self.leaders) > 1 and self.rank in self.leaders:
             # The time is in the prefix because the store may still hold the keys of an earlier transport.
             store = c10d.PrefixStore(f"elastirun/{told[0][2]}", c10d._get_process_group_store(group))
-            self.between = [dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), self.timeout)]
+            made = dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), connect_limit(self.timeout))
+            connected(made, self.timeout)
+            self.between = [made]
 
     def _watch(self) -> None:
         """Open pidfds of the other ranks of this host, so that their end is noticed."""

@@ -1,0 +1,205 @@
+"""The worlds of one round of a live job: which of its workers train together (docs/elastic.md, docs/decisions/0027).
+
+Workers that have a state train on at once, as world 0 of the round. A new one prepares by itself, and says when it is ready. The ranks then
+agree upon a step after which they make the next world, with the new one in it. Where nobody has a state, world 0 has all workers.
+
+The workers agree by the store of the round. The keys, after a prefix for the round::
+
+    node/NODE_RANK   from the agent of that node: its ranks that have a state, each with the round in which that was agreed upon
+    here/WORLD       how many ranks have come to a world
+    ready/RANK       a rank that is in no world yet has a model, and waits
+    ready            how many of them there are
+    world/WORLD      the ranks of a world after the first, from rank 0 of the one before
+    over             training has ended without those that wait
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from elastirun.live_messages import store_prefix
+
+T = TypeVar("T")
+
+CONNECT = timedelta(seconds=2)  # for one attempt; the agent that serves the store may still be importing torch
+NAPS = 0.001, 0.02  # seconds between two looks at the store, the first and the longest
+LOOK = 0.01  # seconds between two looks for ranks that are ready; each is one exchange with the store, by one rank, while some are missing
+TOGETHER = 0.3  # seconds for which the first that is ready waits for the others, so that one change of the world takes them all in
+NUMBER = "ELASTIRUN_WORLD"  # set here: the number of the world within the round
+
+
+class RoundOver(RuntimeError):
+    """The agent ends the round."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Workers that train together. ``ranks``: their ranks in the round; the rank in the world is the index."""
+
+    number: int
+    ranks: tuple[int, ...]
+
+
+def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
+    """Return world 0 of a round of ``size`` workers. ``told``: what each agent says of its node, see ``node/`` above.
+
+    A state of an older round than another one's is that of a node that was cut off: its rank counts as new.
+    """
+    having = [(rank, settled) for node in told for rank, settled in node]
+    newest = max((settled for _, settled in having), default=0)
+    return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
+
+
+class LiveRound:
+    """One round, for one worker; the environment is that of the round. ``asked``: whether the agent wants the worker to leave it.
+
+    Waits end with a RoundOver when it does, and calls raise torch's RuntimeError where the store is lost.
+    """
+
+    def __init__(self, number: int, asked: Callable[[], bool]) -> None:
+        self._asked, self._number = asked, number
+        self._rank, self._workers, self._nodes = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"))
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self.world: World | None = None  # that this worker is in
+        self._first = 0  # ranks of world 0
+        self._store = self._connect()
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker in its world."""
+        assert self.world is not None
+        return self.world.ranks.index(self._rank)
+
+    @property
+    def size(self) -> int:
+        """The number of workers in the world."""
+        assert self.world is not None
+        return len(self.world.ranks)
+
+    def enter(self) -> None:
+        """Wait for the first world of the round that this worker is in.
+
+        Ends the process, with code 0, if training ends before.
+        """
+        told = [self._wait(partial(self._read, f"node/{node}")) for node in range(self._nodes)] if self._number > 1 else []
+        world = first_world(told, self._workers)
+        self._first = len(world.ranks)
+        if self._rank not in world.ranks:
+            self._store.set(f"ready/{self._rank}", "1")
+            self._store.add("ready", 1)
+            world = self._wait(lambda: self._world_after(world.number, waits=True))
+        self._come(world)
+
+    def change(self) -> None:
+        """Go on to the next world. All ranks of the present one call it, after the step in which rank 0 has asked for it."""
+        assert self.world is not None
+        number = self.world.number
+        atexit.unregister(self._end_training)
+        self._come(self._wait(lambda: self._world_after(number)))
+
+    def store(self) -> Any:
+        """Return a store for the process groups of the world."""
+        assert self.world is not None
+        return c10d.PrefixStore(f"groups/{self.world.number}", self._store)
+
+    def look_for_ready(self, ask: Callable[[], object]) -> None:
+        """If this is rank 0 of a world that lacks ranks: look in a thread for ready ones, then write the next world, and ``ask``."""
+        assert self.world is not None
+        if self.size == self._workers:
+            return
+        atexit.register(self._end_training)
+        if self.rank == 0:
+            threading.Thread(target=self._look, args=(self.world, ask), name="elastirun ready", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look for nobody any more: ``ask`` is not called after this. May be called in any thread."""
+        with self._lock:
+            self._stopped.set()
+
+    def leave(self) -> None:
+        """Take no part in the round any more."""
+        self.stop()
+        atexit.unregister(self._end_training)
+
+    # -- the store --------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> Any:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+        def attempt() -> Any:
+            try:
+                return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)  # type: ignore[attr-defined]
+            except RuntimeError:
+                return None
+
+        return c10d.PrefixStore(store_prefix(self._number), self._wait(attempt))
+
+    def _wait(self, look: Callable[[], T | None]) -> T:
+        """Return what ``look`` returns when that is not None."""
+        nap, longest = NAPS
+        while not self._asked():  # before each look: the connection may be cut, of which torch would write a page
+            if (found := look()) is not None:
+                return found
+            time.sleep(nap)
+            nap = min(1.5 * nap, longest)
+        raise RoundOver("the agent ends the round")
+
+    def _read(self, key: str) -> Any:
+        """Return a value that was written as JSON; None if there is none."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _come(self, world: World) -> None:
+        """Wait until all ranks of ``world`` have come, so that no process group waits for one that never comes."""
+        self.world, here = world, f"here/{world.number}"
+        os.environ.update({"RANK": str(self.rank), "WORLD_SIZE": str(self.size), NUMBER: str(world.number)})
+        self._store.add(here, 1)
+        self._wait(lambda: self._store.add(here, 0) >= self.size or None)
+
+    def _world_after(self, number: int, waits: bool = False) -> World | None:
+        """Return the newest world after ``number``; None if there is none, or none with this rank. ``waits``: in no world yet."""
+        found = None
+        while (ranks := self._read(f"world/{number + 1}")) is not None:
+            number += 1
+            found = World(number, tuple(ranks))
+        if waits and found is None and self._store.check(["over"]):
+            raise SystemExit(0)
+        return found if found is not None and self._rank in found.ranks else None
+
+    def _look(self, world: World, ask: Callable[[], object]) -> None:
+        """Wait until ranks are ready, write the next world, and ``ask``."""
+        first = None  # when the first was ready
+        try:
+            while not self._stopped.wait(LOOK):
+                ready, now = self._store.add("ready", 0) - (len(world.ranks) - self._first), time.monotonic()
+                first = now if first is None and ready > 0 else first
+                if first is not None and (len(world.ranks) + ready == self._workers or now - first > TOGETHER):
+                    missing = set(range(self._workers)) - set(world.ranks)
+                    came = {rank for rank in missing if self._store.check([f"ready/{rank}"])}
+                    ranks = json.dumps(sorted({*world.ranks, *came}))
+                    self._store.compare_set(f"world/{world.number + 1}", "", ranks)  # acknowledged: it is there when the others are asked
+                    with self._lock:
+                        if not self._stopped.is_set():
+                            ask()
+                    return
+        except RuntimeError:  # the round is over: its connections are cut, or its store is gone
+            pass
+
+    def _end_training(self) -> None:
+        """Tell those that wait to be taken in that training has ended. At the end of the process."""
+        try:
+            self._store.set("over", "1")
+        except RuntimeError:
+            pass

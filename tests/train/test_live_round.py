@@ -1,0 +1,199 @@
+"""Which workers of a round train together: the rule, and what they tell each other by a real store."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastirun.live_messages import store_prefix
+from elastirun.train import live_round
+from elastirun.train.live_round import LiveRound, RoundOver, World, first_world
+from tests.support.mutants import PATIENCE
+
+NAMES = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ELASTIRUN_WORLD")
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks"),
+    [
+        ([], (0, 1, 2, 3)),
+        ([[], []], (0, 1, 2, 3)),
+        ([[[0, 5], [1, 5]], [[3, 5]]], (0, 1, 3)),
+        ([[], [[3, 5]]], (3,)),
+        ([[[0, 4], [1, 4]], [[2, 5]]], (2,)),
+    ],
+    ids=["first_round", "nobody_has_a_state", "some_have", "of_one_node", "an_older_state_counts_as_none"],
+)
+def test_those_with_the_newest_state_begin(told: list[list[list[int]]], ranks: tuple[int, ...]) -> None:
+    assert first_world(told, 4) == World(0, ranks)
+
+
+@dataclass
+class Round:
+    """A round of ``workers`` on one node, whose workers are threads of this process."""
+
+    store: Any
+    workers: int
+    number: int = 2
+    asked: threading.Event = field(default_factory=threading.Event)
+    made: list[LiveRound] = field(default_factory=list)
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+
+    def worker(self, rank: int) -> LiveRound:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.workers), GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(self.store.port)
+        self.made.append(LiveRound(self.number, self.asked.is_set))
+        return self.made[-1]
+
+    def tell(self, *states: tuple[int, int]) -> None:
+        """Say as the agent does which ranks have a state."""
+        self.store.set(f"{store_prefix(self.number)}/node/0", json.dumps(states))
+
+    def enter(self, worker: LiveRound) -> Future[None]:
+        return self.threads.submit(worker.enter)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Round]]:
+    made: list[Round] = []
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # what it was comes back afterwards
+
+    def new(workers: int, number: int = 2) -> Round:
+        made.append(Round(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), workers, number))  # type: ignore[attr-defined]
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.asked.set()
+        one.threads.shutdown()
+        for worker in one.made:
+            worker.leave()
+
+
+def test_in_the_first_round_all_begin_together(make: Callable[..., Round]) -> None:
+    here = make(2, number=1)
+    workers = [here.worker(rank) for rank in range(2)]
+    for entered in [here.enter(worker) for worker in workers]:
+        entered.result(PATIENCE)
+    assert [(worker.rank, worker.size) for worker in workers] == [(0, 2), (1, 2)]
+
+
+def test_a_world_waits_for_all_its_ranks(make: Callable[..., Round]) -> None:
+    here = make(2, number=1)
+    entered = here.enter(here.worker(0))
+    here.asked.set()
+    with pytest.raises(RoundOver):
+        entered.result(PATIENCE)
+
+
+def test_those_with_a_state_go_on_and_a_new_one_is_taken_in_when_it_is_ready(make: Callable[..., Round]) -> None:
+    here = make(3)
+    here.tell((0, 1), (2, 1))
+    old = [here.worker(0), here.worker(2)]
+    for entered in [here.enter(worker) for worker in old]:
+        entered.result(PATIENCE)
+    assert [(worker.rank, worker.size) for worker in old] == [(0, 2), (1, 2)]
+    asked = threading.Event()
+    for worker in old:
+        worker.look_for_ready(asked.set)
+    new = here.worker(1)
+    assert not asked.is_set()
+    entered = here.enter(new)
+    assert asked.wait(PATIENCE)
+    for changed in [here.threads.submit(worker.change) for worker in old]:
+        changed.result(PATIENCE)
+    entered.result(PATIENCE)
+    assert [(worker.rank, worker.size) for worker in (old[0], new, old[1])] == [(0, 3), (1, 3), (2, 3)]
+    assert new.world == World(1, (0, 1, 2))
+
+
+def test_several_that_are_ready_are_taken_in_together(make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = make(3)
+    here.tell((1, 1))
+    old = here.worker(1)
+    here.enter(old).result(PATIENCE)
+    monkeypatch.setattr(live_round, "TOGETHER", 1000.0)
+    first, second = here.worker(0), here.worker(2)
+    entered, looks = [here.enter(first)], 0
+    while not old._store.check(["ready/0"]):
+        time.sleep(0.001)
+
+    def looks_again(timeout: float | None = None) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            entered.append(here.enter(second))
+        return False
+
+    monkeypatch.setattr(old._stopped, "wait", looks_again)
+    asked = threading.Event()
+    old.look_for_ready(asked.set)
+    assert asked.wait(PATIENCE)
+    old.change()
+    for one in entered:
+        one.result(PATIENCE)
+    assert old.world == World(1, (0, 1, 2)) and old.rank == 1
+
+
+def test_one_that_is_ready_does_not_wait_for_ever_for_another_one(make: Callable[..., Round]) -> None:
+    here = make(3)
+    here.tell((0, 1))
+    old = here.worker(0)
+    here.enter(old).result(PATIENCE)
+    new = here.worker(2)
+    entered = here.enter(new)
+    asked = threading.Event()
+    old.look_for_ready(asked.set)
+    assert asked.wait(PATIENCE)
+    old.change()
+    entered.result(PATIENCE)
+    assert new.world == World(1, (0, 2))
+    last = here.worker(1)
+    asked.clear()
+    entered = here.enter(last)
+    old.look_for_ready(asked.set)
+    assert asked.wait(PATIENCE)
+    for changed in [here.threads.submit(worker.change) for worker in (old, new)]:
+        changed.result(PATIENCE)
+    entered.result(PATIENCE)
+    assert last.world == World(2, (0, 1, 2)) and (last.rank, new.rank) == (1, 2)
+
+
+def test_who_has_left_asks_for_no_world(make: Callable[..., Round]) -> None:
+    here = make(2)
+    here.tell((0, 1))
+    old = here.worker(0)
+    here.enter(old).result(PATIENCE)
+    entered = here.enter(here.worker(1))
+    asked: list[bool] = []
+    old._stopped.wait = lambda timeout=None: False  # type: ignore[method-assign,assignment]  # it looks once more
+    old.leave()
+    assert old.world is not None
+    old._look(old.world, lambda: asked.append(True))
+    assert not asked
+    here.asked.set()
+    with pytest.raises(RoundOver):
+        entered.result(PATIENCE)
+
+
+def test_who_waits_ends_well_when_training_ends_without_it(make: Callable[..., Round]) -> None:
+    here = make(2)
+    here.tell((0, 1))
+    old = here.worker(0)
+    here.enter(old).result(PATIENCE)
+    entered = here.enter(here.worker(1))
+    old.look_for_ready(lambda: None)
+    old._end_training()
+    with pytest.raises(SystemExit) as ended:
+        entered.result(PATIENCE)
+    assert ended.value.code == 0
