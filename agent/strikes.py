@@ -31,7 +31,7 @@ class Suspicion:
 def suspect(round: int, failures: Iterable[ExitRecord]) -> Suspicion | None:
     """Return the suspicion that follows from the failures of this node's workers in a round; None: they lost their peers, or are well."""
     first = next(iter(root_cause(failures)), None)
-    return Suspicion(round, first) if first is not None and first.blame == Blame.OWN_FAULT else None
+    return Suspicion(round, first) if first is not None and first.blame < Blame.VICTIM else None
 
 
 def sits_out(row: NodeRow) -> bool:

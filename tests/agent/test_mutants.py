@@ -996,7 +996,7 @@ MUTANTS = (
     ),
     mutant(
         "a victim of others has no strike",
-        *("strikes", "first is not None and first.blame == Blame.OWN_FAULT", "first is not None"),
+        *("strikes", "first is not None and first.blame < Blame.VICTIM", "first is not None"),
         *("strikes", "a_victim_of_others_and_a_worker_that_was_stopped_are_no_suspects"),
     ),
     mutant(

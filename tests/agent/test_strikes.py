@@ -22,6 +22,8 @@ def test_a_victim_of_others_and_a_worker_that_was_stopped_are_no_suspects() -> N
     victim, stopped = replace(OWN, blame=Blame.VICTIM, after=0.5), replace(OWN, blame=Blame.KILLED_BY_US)
     assert suspect(3, ()) is suspect(3, (victim, stopped)) is None
     assert suspect(3, (victim, OWN)) == Suspicion(3, OWN)
+    shown = replace(OWN, blame=Blame.SUSPECT)  # it had shown an exception of its own when it was stopped
+    assert suspect(3, (victim, shown)) == Suspicion(3, shown)
 
 
 @pytest.mark.parametrize(
