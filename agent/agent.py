@@ -295,7 +295,8 @@ class Agent:
         self._session.post(Changed(clock.now()))
 
     def _describe_store(self) -> str:
-        return self._session.describe_store([asdict(one) for one in self._hangs.steps(clock.now())])
+        live = [process.spec.rank for process in self._workers.processes.values() if self._live.is_live(process.pid)]
+        return self._session.describe_store([asdict(one) for one in self._hangs.steps(clock.now())], sorted(live))
 
     def _on_store(self, mask: int) -> None:
         for line in self._session.receive():
@@ -392,7 +393,7 @@ class Agent:
         self._node = replace(self._node, pages=self._hangs.pages.renew(record.members[node_rank].slots, self._accounting.farthest))
         try:
             specs = self._specs(record, node_rank)
-            self._announce(record, node_rank, specs, len(parked))
+            self._announce(record, node_rank, specs, [spec.rank for spec in specs if spec.local_rank in parked])
             logs = self._logs.open_round(record.round - 1, specs, record.world_size, parked)
             if not self._logs.error_file(record.round - 1, 0):
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
@@ -442,13 +443,13 @@ class Agent:
         node = replace(self._node, cpus=cpus.usable_cpus(), interface=interface, loopback=loopback, store=access.worker_endpoint)
         return worker_specs(self._config, record, node_rank, node, lambda local: self._logs.error_file(record.round - 1, local))
 
-    def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec], going_on: int) -> None:
+    def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec], kept: list[int]) -> None:
         nodes, workers = len(record.members), record.world_size
-        self._round_events.start(record, node_rank, [spec.rank for spec in specs], clock.now())
+        self._round_events.start(record, node_rank, [spec.rank for spec in specs], kept, clock.now())
         if self._config.max_nodes > 1 or record.round > 1:
             here = f"ranks {specs[0].rank}-{specs[-1].rank}" if len(specs) > 1 else f"rank {specs[0].rank}"
             size = f"{nodes} node{'s' * (nodes > 1)}, {workers} worker{'s' * (workers > 1)}"
-            same = f", {going_on} in {'the process' if going_on == 1 else 'processes'} of the last round" if going_on else ""
+            same = f", {len(kept)} in {'the process' if len(kept) == 1 else 'processes'} of the last round" if kept else ""
             self._console.say(f"round {record.round}: {size}; here {here}{same} ({record.reason})")
 
     def _stop(self, action: Stop) -> None:

@@ -50,6 +50,7 @@ class Round(Event, kind="round"):
     node_rank: int
     ranks: Sequence[int]
     formed_after: float | None  # seconds since this node knew that the last round was over; None: this is its first
+    kept: Sequence[int] = ()  # those of ``ranks`` whose workers are live and go on in the processes of the last round
 
 
 @dataclass(frozen=True)
@@ -286,10 +287,11 @@ class RoundEvents:
         self.ended.update(ended_rounds(self._seen, record))
         self._seen = record
 
-    def start(self, record: RoundRecord, node_rank: int, ranks: Sequence[int], now: float) -> None:
-        """The workers with these ranks are started on this node."""
+    def start(self, record: RoundRecord, node_rank: int, ranks: Sequence[int], kept: Sequence[int], now: float) -> None:
+        """The workers with these ranks are started on this node; those of ``kept`` go on in the processes that they have."""
         after = None if self._over_since is None else round(now - self._over_since, 3)
-        self._log.write(Round(record.round, record.fence, record.reason, len(record.members), record.world_size, node_rank, ranks, after))
+        nodes, workers = len(record.members), record.world_size
+        self._log.write(Round(record.round, record.fence, record.reason, nodes, workers, node_rank, ranks, after, kept))
         self._over_since, self.started_at = None, now
 
     def stop(self, number: int, planned: bool, reason: str, grace: float, now: float) -> None:

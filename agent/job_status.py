@@ -66,10 +66,18 @@ class JobStatus:
     nodes: tuple[NodeStatus, ...]  # members by rank, then those that wait
     events: tuple[str, ...]  # failed workers, root cause first, nodes that sit out, and nodes that left
     steps: tuple[WorkerSteps, ...]  # of the workers on this machine that stamp them, by rank
+    live: tuple[int, ...]  # ranks on this machine whose workers keep their processes when the world changes, see docs/elastic.md
     ignored: tuple[str, ...]  # records that do not parse, or were not signed with the token
 
 
-def judge(job: str, store: str, view: View, ignored: tuple[str, ...] = (), steps: tuple[WorkerSteps, ...] = ()) -> JobStatus:
+def judge(
+    job: str,
+    store: str,
+    view: View,
+    ignored: tuple[str, ...] = (),
+    steps: tuple[WorkerSteps, ...] = (),
+    live: tuple[int, ...] = (),
+) -> JobStatus:
     """Return the status of a job whose records are those of ``view``. ``view.me`` is nobody."""
     record = view.record
     min_nodes, max_nodes = _numbers(record, r"--nnodes=(\d{1,9}):(\d{1,9})", 2)
@@ -93,6 +101,7 @@ def judge(job: str, store: str, view: View, ignored: tuple[str, ...] = (), steps
         nodes=(*_members(view), *_others(view, max_nodes)),
         events=_events(view),
         steps=steps,
+        live=live,
         ignored=ignored,
     )
 

@@ -52,6 +52,10 @@ class LiveWorkers:
         """Let a parked worker take part in ``round``. Return False if it cannot: it has to be ended."""
         return self._parking.resume(pid) and self._send(pid, Resume(round, env))
 
+    def is_live(self, pid: int) -> bool:
+        """Return whether the worker can be parked."""
+        return self._parking.is_live(pid)
+
     def settled(self, pid: int) -> int:
         """Return the round in which the ranks agreed upon the state of a parked worker; 0: it has none."""
         return self._parking.settled(pid)

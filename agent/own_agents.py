@@ -25,13 +25,14 @@ LISTENS = "00010000"  # in the column Flags of /proc/net/unix
 class OwnAgent:
     """The word of one agent. ``endpoints``: of its launch. ``store``: where its job meets, as ``StoreAccess.for_status`` describes it.
 
-    ``steps``: of its workers that stamp them, by rank.
+    ``steps``: of its workers that stamp them, by rank. ``live``: ranks of its live workers.
     """
 
     job: str
     endpoints: tuple[str, ...]
     store: dict[str, Any]
     steps: tuple[WorkerSteps, ...] = ()
+    live: tuple[int, ...] = ()
 
 
 def sockets() -> list[str]:
@@ -45,7 +46,8 @@ def ask(path: str) -> OwnAgent | None:
     try:
         answer = json.loads(agent_socket.ask(path, STORE, ASK_LIMIT)[0])
         steps = tuple(_steps(**one) for one in answer["steps"])
-        return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps)
+        live = tuple(map(int, answer["live"]))
+        return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps, live)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -94,6 +94,7 @@ class _Answer:
     unreadable: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     steps: list[tuple[str, WorkerSteps]] = field(default_factory=list)  # job, and the steps of one of its workers here
+    live: list[tuple[str, int]] = field(default_factory=list)  # job, and the rank of one of its live workers here
 
 
 class StatusReader:
@@ -114,7 +115,7 @@ class StatusReader:
         questions = [partial(self._follow, at, target.job) for at in starts]
         questions += [partial(self._ask_agent, path) for path in self._find_agents()]
         best: dict[str, _Sight] = {}
-        unreadable, others, steps = list[str](), list[str](), list[tuple[str, WorkerSteps]]()
+        unreadable, others, steps, live = list[str](), list[str](), list[tuple[str, WorkerSteps]](), list[tuple[str, int]]()
         for answer in _answers(questions, LOOK_LIMIT if target.job is None else LATER_LIMIT):
             for sight in answer.sights:
                 if sight.job not in best or best[sight.job].newness < sight.newness:
@@ -123,7 +124,11 @@ class StatusReader:
             unreadable += answer.unreadable
             others += answer.others
             steps += answer.steps
-        jobs = tuple(self._judge(best[job], [one for name, one in steps if name == job]) for job in sorted(best))
+            live += answer.live
+        jobs = tuple(
+            self._judge(best[job], [one for name, one in steps if name == job], [rank for name, rank in live if name == job])
+            for job in sorted(best)
+        )
         return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
 
     def _addresses(self, problems: list[str]) -> list[StoreAt]:
@@ -149,6 +154,7 @@ class StatusReader:
         except StoreError as error:
             return _Answer(problems=[f"job {clip(agent.job, 80)!r}: {error}"])
         answer.steps = [(agent.job, one) for one in agent.steps]
+        answer.live = [(agent.job, rank) for rank in agent.live]
         return answer
 
     def _follow(self, at: StoreAt, job: str | None) -> _Answer:
@@ -172,7 +178,7 @@ class StatusReader:
         except (StoreError, StartError) as error:
             return _Answer(problems=[str(error)])
 
-    def _judge(self, sight: _Sight, steps: list[WorkerSteps]) -> JobStatus:
+    def _judge(self, sight: _Sight, steps: list[WorkerSteps], ranks: list[int]) -> JobStatus:
         synced = sight.synced
         record = synced.round or RoundRecord("")
         live = self._watched.setdefault((sight.job, record.store_id), Liveness(math.inf))
@@ -180,7 +186,8 @@ class StatusReader:
             live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
         live.forget_all_but(set(synced.rows))
         workers = tuple(sorted(set(steps), key=lambda one: one.rank))
-        return judge(sight.job, sight.store, View("", record, synced.rows, live, synced.now), synced.ignored, workers)
+        view = View("", record, synced.rows, live, synced.now)
+        return judge(sight.job, sight.store, view, synced.ignored, workers, tuple(sorted(set(ranks))))
 
 
 class _Source:

@@ -21,6 +21,10 @@ class Parking:
         """A worker can be parked from now on."""
         self._live.add(pid)
 
+    def is_live(self, pid: int) -> bool:
+        """Return whether the worker can be parked."""
+        return pid in self._live
+
     def ask(self, pids: Collection[int], round: int) -> list[int]:
         """Return which of the workers ``pids`` are asked to leave ``round``; the others have to be ended."""
         asked = [pid for pid in pids if pid in self._live and pid not in self._parked]

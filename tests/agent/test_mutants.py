@@ -1161,6 +1161,11 @@ MUTANTS = (
         *("live_workers", "a_parked_worker_has_the_state_of_its_promise"),
     ),
     mutant(
+        "live workers are those of the job",
+        *("status_reader", "[rank for name, rank in live if name == job]", "[rank for name, rank in live]"),
+        *("status_reader", "an_agent_says_the_steps_of_its_workers_and_which_are_live"),
+    ),
+    mutant(
         "an agent says which ranks have a state until it is heard",
         *("live_states", "        while goes_on():\n", "        if goes_on():\n"),
         *("live_states", "the_word_comes_as_soon_as_there_is_a_store"),

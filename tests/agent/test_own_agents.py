@@ -17,7 +17,7 @@ from elastirun.agent.round_check import FOLDER, NAME, STORE
 from elastirun.agent.step_rates import WorkerSteps
 
 STEPS = '{"rank": 3, "local_rank": 1, "steps": 70, "seconds_since_step": 0.5, "steps_per_second": null, "times_median": 1.75}'
-ANSWER = f'{{"job": "job7", "endpoints": ["node0:29400"], "store": {{"kind": "none"}}, "steps": [{STEPS}]}}'
+ANSWER = f'{{"job": "job7", "endpoints": ["node0:29400"], "store": {{"kind": "none"}}, "steps": [{STEPS}], "live": [3]}}'
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def agent(tmp_path: Path, answer: str) -> Iterator[str]:
 def test_an_agent_is_listed_and_says_where_its_job_meets(tmp_path: Path) -> None:
     with agent(tmp_path, ANSWER + "\n") as path:
         assert path in own_agents.sockets()
-        assert own_agents.ask(path) == OwnAgent("job7", ("node0:29400",), {"kind": "none"}, (WorkerSteps(3, 1, 70, 0.5, None, 1.75),))
+        assert own_agents.ask(path) == OwnAgent("job7", ("node0:29400",), {"kind": "none"}, (WorkerSteps(3, 1, 70, 0.5, None, 1.75),), (3,))
     assert own_agents.ask(path) is None, "it has ended"
 
 

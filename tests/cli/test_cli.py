@@ -420,6 +420,7 @@ def test_dry_run_shows_all_and_starts_nothing(elastirun: Elastirun, tmp_path: Pa
     assert f"2 workers would each run: {sys.executable} -u t.py --name 'a b'\nNothing was started.\n" in result.out
     assert "\n1 worker would run: " in elastirun("--dry-run", "t.py").out
     assert re.search("^listens: the rendezvous store: not here, ", result.out, re.MULTILINE)
+    assert re.search("^live: workers whose script calls elastirun.train.elastic", result.out, re.MULTILINE)
     assert "--expire" not in result.out and " default" not in result.out.replace("its default;", ""), "only what was given or derived"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elastirun.agent import own_agents
 from tests.support import live_log
 from tests.support.cluster import PATIENCE, kill
 from tests.system.live_kills import SAMPLES, Job, job, kill_worker
@@ -48,7 +50,8 @@ def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_
 def held(folder: Path, **env: str) -> Iterator[tuple[Job, set[int], int]]:
     """A job of three workers of which one was killed; the new one in its place waits. Yields the survivors and the new one's pid, too."""
     os.mkfifo(folder / "hold")
-    with job(folder, 1, 3, "--preload=torch", TEST_PAUSE="0.005", TEST_HOLD=str(folder / "hold"), **env) as running:
+    env |= {"TEST_PAUSE": "0.005", "TEST_HOLD": str(folder / "hold")}
+    with job(folder, 1, 3, "--preload=torch", "--event-log-handler=console", **env) as running:
         before = running.world(3)
         os.kill(before[1]["pid"], signal.SIGKILL)
         running.world(2, before[0]["round"])
@@ -62,8 +65,15 @@ def test_the_others_train_on_while_a_new_worker_starts_and_take_it_in_when_it_is
         running.wait(lambda lines: max(live_log.steps(lines)) > made + 3)
         here, _ = live_log.newest_round(running.lines())
         assert pids(here) == survivors
+        socket = Path(f"/proc/{min(survivors)}/environ").read_bytes().partition(b"ELASTIRUN_SOCKET=")[2].partition(b"\0")[0]
+        agent = own_agents.ask(socket.decode())
+        assert agent is not None and len(agent.live) == 2, "the new one has not said yet that it is live"
         with open(tmp_path / "hold", "w"):
             assert pids(running.world(3)) == survivors | {new}
+        agent = own_agents.ask(socket.decode())
+        assert agent is not None and agent.live == (0, 1, 2)
+        said = (tmp_path / "agent1.out").read_text().splitlines()
+        assert [json.loads(line[line.index("{") :])["kept"] for line in said if '"event": "round"' in line] == [[], [0, 2]]
         finish(running, tmp_path)
 
 
