@@ -2,6 +2,7 @@
 # make test       every check and test
 # make test-loaded  the tests alone, while other work takes every processor: no test may ask for what a busy machine cannot keep
 #                 (TESTS=tests/system for some of them; takes three times as long)
+# make test-preload  the tests of whole jobs once more, with --preload=torch
 # make failover   three nodes on this machine: one is killed, one is added; a table of what happened, and a proof that
 #                 nothing was lost: the same final weights as without failures, bit by bit
 # make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
@@ -23,7 +24,7 @@ STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha2
 PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 TESTS :=
 
-.PHONY: train test test-loaded failover nightly lint venv clean
+.PHONY: train test test-loaded test-preload failover nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
@@ -36,6 +37,9 @@ test-loaded: venv
 	@busy=; trap 'kill $$busy' EXIT; trap 'exit 1' INT TERM; \
 	for i in $$(seq $$(nproc)); do (while :; do :; done) & busy="$$busy $$!"; done; \
 	$(PYTEST) $(TESTS)
+
+test-preload: venv
+	TEST_PRELOAD=torch $(PYTEST) $(if $(TESTS),$(TESTS),tests/system)
 
 failover: venv
 	$(BIN)/python examples/failover.py
