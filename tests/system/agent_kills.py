@@ -28,6 +28,7 @@ from tests.support.left_behind import DAEMONS
 from tests.support.tries import parser, unless
 from tests.system.preload_kills import TAG, command_line, everything, wait
 
+TORCHS_OWN = "torchinductor_"  # what its import of torch._dynamo makes, and leaves, in the folder for temporary files
 TARGETS = ("agent", "agent and workers", "process group")
 MOMENTS = ("at the start", "in a round", "between rounds")
 LONGEST = {"at the start": 2.5, "in a round": 0.5, "between rounds": 2.5}  # seconds until the kill
@@ -131,6 +132,11 @@ class Job:
         return "\n".join((self.folder / f"said{number}").read_text() for number in (1, 2))
 
 
+def own_folders(folder: Path) -> list[str]:
+    """Return the names of what agents have made in their folder for temporary files."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith(TORCHS_OWN)]
+
+
 def one_kill(target: str, moment: str, after: float) -> Result:
     """Kill ``target`` when ``after`` seconds are over since the start, or since the first round of both nodes."""
     with tempfile.TemporaryDirectory(prefix="agent-kills-") as folder:
@@ -145,7 +151,7 @@ def one_kill(target: str, moment: str, after: float) -> Result:
             took = time.monotonic() - killed_at
             empty = wait(lambda: not everything(job.tag), EXPIRE / 2)
             left = [f"{process.pid} {command_line(process.pid)}" for process in everything(job.tag)]
-            rounds, folders = job.rounds, [path.name for path in Path(folder, "tmp2").iterdir()]
+            rounds, folders = job.rounds, own_folders(Path(folder, "tmp2"))
         finally:
             said = job.close()
     running = [running for _, _, running in rounds if running]

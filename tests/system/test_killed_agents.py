@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, dies, kill
-from tests.system.agent_kills import MOMENTS, TARGETS, one_kill
+from tests.system.agent_kills import MOMENTS, TARGETS, one_kill, own_folders
 
 EXPIRE = 30.0  # seconds; far longer than a death notice takes
 PATIENT = (f"--expire={EXPIRE:g}", "--last-call=0.5")
@@ -67,9 +67,9 @@ def test_a_killed_agent_leaves_no_folder(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--standalone", str(nodes.script))
     nodes.worker()
     guard = guard_of(agent)
-    assert len(list(folder.iterdir())) == 2, "that of its socket, and that of its logs"
+    assert len(own_folders(folder)) == 2, "that of its socket, and that of its logs"
     kill(agent)
-    assert dies(guard) and not list(folder.iterdir())
+    assert dies(guard) and not own_folders(folder)
 
 
 def test_a_guard_that_cannot_speak_leaves_the_others_to_find_the_silence(nodes: Cluster) -> None:
