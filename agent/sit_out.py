@@ -32,6 +32,7 @@ from elastirun.rendezvous.sync import SyncProtocol, execute
 
 LOOK_LIMIT = 2.0  # seconds for the look at all rows, for which the next round waits; it takes milliseconds
 GLANCE = 0.02  # seconds between two glances at whether that look is done
+AGAIN = 2.0  # seconds without a round after which a node that sits out looks again: another one may have gone at the same moment
 CHECK = 0.5  # seconds between two checks whether this node joins again
 
 
@@ -88,6 +89,7 @@ class SitOut:
         self._failures: tuple[ExitRecord, ...] = ()  # of the last round, for the machine
         self._look: Look | None = None
         self._broken: tuple[str, float] | None = None  # the round that has ended while this node sits out, by its token, and when
+        self._looked_after = ""  # the round, by its token, after which this node has looked again
         self._told = ""  # why this node stayed when that was said last
 
     @property
@@ -112,8 +114,7 @@ class SitOut:
         elif why := strikes.why_stays(self._session.machine.hosting, self._config.min_nodes, 0):
             self._stay(why)
         else:
-            access, place = self._session.access, self._session.machine.place
-            self._look = Look(access.for_status(place), access.key_prefix, self._config.token)
+            self._begin_look()
             self._phase, self._since = Phase.LOOKING, clock.now()
 
     def see(self, record: RoundRecord | None) -> None:
@@ -139,7 +140,7 @@ class SitOut:
         if self._phase is Phase.OUT:
             timing = self._config.timing
             limits = Limits(self._config.strikes_cooldown, timing.grace + 2 * timing.expire, timing.store_grace)
-            if why := strikes.why_back(limits, self._state(now)):
+            if why := strikes.why_back(limits, self._state(now)) or self._why_needed(now):
                 self._come_back(why, now)
             return min(now + CHECK, max(now, self._since + limits.cooldown))
         return math.inf
@@ -150,6 +151,29 @@ class SitOut:
         cause = self._suspicion.holds(record) if self._suspicion and record else None
         decided = record is not None and record.closed is not None
         return Out(now - self._since, self._broken_for(record, now), now - machine.kept_alive, decided, machine.hosting, cause)
+
+    def _begin_look(self) -> None:
+        access, place = self._session.access, self._session.machine.place
+        self._look = Look(access.for_status(place), access.key_prefix, self._config.token)
+
+    def _why_needed(self, now: float) -> str:
+        """Look again when a round has been over for ``AGAIN``. Return in words why the others need this node; empty: that is not known."""
+        if self._broken is not None and self._broken[0] != self._looked_after and now >= self._broken[1] + AGAIN:
+            self._looked_after = self._broken[0]
+            self._begin_look()
+        if self._look is None or not self._look.done:
+            return ""
+        found, self._look = self._look.found, None
+        return self._why_stays(found) if found is not None and found.round is not None and not found.round.open else ""
+
+    def _why_stays(self, found: Synced | None) -> str:
+        """Return in words why this node may not sit out, by what the store holds; None: that is not known."""
+        machine = self._session.machine
+        if found is None or found.round is None:
+            return strikes.why_stays(machine.hosting, None, self._config.min_nodes)
+        here = strikes.others(found.round, found.rows, machine.row.id)
+        outvoted = machine.rules.majority and not strikes.may_go_on(found.round, found.rows, here)
+        return strikes.why_stays(machine.hosting, len(here), self._config.min_nodes, outvoted)
 
     def _broken_for(self, record: RoundRecord | None, now: float) -> float:
         """Return the seconds since this node has known that no round is on."""
@@ -166,15 +190,14 @@ class SitOut:
     def _decide(self, found: Synced | None, now: float) -> None:
         """Sit out, or stay, by what the store holds; None: that is not known."""
         machine = self._session.machine
-        left = strikes.others(found.round, found.rows, machine.row.id) if found and found.round else None
         self._look = None
-        if why := strikes.why_stays(machine.hosting, left, self._config.min_nodes):
+        if why := self._why_stays(found):
             self._phase = Phase.IN
             self._stay(why)
             return
         whys = [*self.strikes, *([describe(self._suspicion.failure)] if self._suspicion else [])]
         cooldown = self._config.strikes_cooldown
-        self._phase, self._since, self._broken = Phase.OUT, now, None
+        self._phase, self._since, self._broken, self._looked_after = Phase.OUT, now, None, ""
         self._say(f"this node sits out for {cooldown:g} s at most: strike {len(whys)} of {self._config.strikes}: {whys[-1]}")
         self._write(events.SitsOut(machine.row.round, whys, cooldown))
         self._accounting.sit_out()

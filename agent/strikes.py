@@ -7,9 +7,10 @@ the same on all nodes, so no two nodes have a strike for one failure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from elastirun.rendezvous import quorum
 from elastirun.rendezvous.failures import describe, root_cause
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord, Status
 
@@ -22,10 +23,8 @@ class Suspicion:
     failure: ExitRecord
 
     def holds(self, found: RoundRecord) -> bool | None:
-        """Return whether it was the cause, by a round record that was read later; None: the record does not tell yet."""
-        if found.round <= self.round:
-            return None
-        return found.round == self.round + 1 and found.reason == describe(self.failure)
+        """Return whether it was the cause, by a round record that was read later; None: only that of the next round tells."""
+        return found.reason == describe(self.failure) if found.round == self.round + 1 else None
 
 
 def suspect(round: int, failures: Iterable[ExitRecord]) -> Suspicion | None:
@@ -39,13 +38,18 @@ def sits_out(row: NodeRow) -> bool:
     return row.status is Status.DRAINING and 0 < row.round <= row.done_round
 
 
-def others(record: RoundRecord, rows: Mapping[str, NodeRow], me: str) -> int:
-    """Return how many other nodes the next round can have. ``rows``: of all nodes. A spare counts although it may have died."""
+def others(record: RoundRecord, rows: Mapping[str, NodeRow], me: str) -> frozenset[str]:
+    """Return the ids of the other nodes that the next round can have. ``rows``: of all nodes. A spare counts although it may have died."""
     lost = set(record.broken.lost) if record.broken else set()
     members = {m.id for m in record.members} - lost
     gone = {row.id for row in rows.values() if row.status is Status.LEFT or sits_out(row)}
     spares = {row.id for row in rows.values() if row.status is Status.JOINING} - lost
-    return len((members | spares) - gone - {me})
+    return frozenset((members | spares) - gone - {me})
+
+
+def may_go_on(record: RoundRecord, rows: Mapping[str, NodeRow], here: Collection[str]) -> bool:
+    """Return whether the nodes ``here`` are enough of the last round to form the next one where the store may move by a majority."""
+    return all(quorum.is_met(one, here, quorum.left(rows.values())) for one in quorum.asked(record, rows))
 
 
 def why_never(fixed_ranks: bool, standalone: bool) -> str:
@@ -55,16 +59,19 @@ def why_never(fixed_ranks: bool, standalone: bool) -> str:
     return "its rank is fixed, so no other node can take its place" if fixed_ranks else ""
 
 
-def why_stays(hosts_store: bool, left: int | None, least: int) -> str:
+def why_stays(hosts_store: bool, left: int | None, least: int, outvoted: bool = False) -> str:
     """Return in words why this node does not sit out now although it has had its strikes; empty: it sits out.
 
-    ``left``: other nodes that the next round can have; None: not known. ``least``: --nnodes' minimum.
+    ``left``: number of other nodes that the next round can have; None: not known. ``least``: --nnodes' minimum. ``outvoted``: the others
+    are too few of the last round to form the next one.
     """
     if hosts_store:
         return "it hosts the store, and each round includes that node"
     if left is None:
         return "the store does not say how many other nodes there are"
-    return f"the job needs {least} nodes, and there are {left} others" if left < least else ""
+    if left < least:
+        return f"the job needs {least} nodes, and there are {left} others"
+    return "too few of the last round's nodes would be left to form a round" if outvoted else ""
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,11 @@ def seconds(low: float = 0.0, *, above: bool = False) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = float(text)
+            if math.isnan(value):
+                raise ValueError
         except ValueError:
             raise ValueError(f"{quote(text)} is not a number of seconds; {wanted}") from None
-        if not math.isfinite(value) or value > LONGEST_TIME:
+        if value > LONGEST_TIME:
             raise ValueError(f"{quote(text)} seconds is more than a year; {wanted}")
         if value < low or (above and value == low):
             raise ValueError(f"{value:g} seconds is too short; {wanted}")

@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
     parameters: list[click.Parameter] = [
         click.Option(["help", "-h", "--help"], is_flag=True),
-        click.Option(["out", "-o", "--out"]),
-        click.Option(["tensorboard", "--tensorboard"]),
+        click.Option(["out", "-o", "--out"], callback=_given),
+        click.Option(["tensorboard", "--tensorboard"], callback=_given),
         click.Argument(["folders"], nargs=-1),
     ]
     try:
@@ -73,6 +73,13 @@ def main(argv: Sequence[str]) -> int:
         raise StartError(LIBRARY) from None
     _save(text.encode(errors="replace"), out, "--out")
     return show(f"Written: {quote(out)}")
+
+
+def _given(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """Return ``path``. Raises click.UsageError where it is empty, as with a shell's variable that is not set."""
+    if path == "":
+        raise click.UsageError(f"--{option.name} is empty; give a path")
+    return path
 
 
 def _folder(path: str) -> str:

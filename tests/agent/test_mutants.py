@@ -1001,8 +1001,23 @@ MUTANTS = (
     ),
     mutant(
         "a strike is for the cause that the next round names",
-        *("strikes", " and found.reason == describe(self.failure)", ""),
+        *("strikes", "found.reason == describe(self.failure) if", "True if"),
         *("strikes", "the_cause_is_the_one_that_the_reason_of_the_next_round_names"),
+    ),
+    mutant(
+        "a later round does not bring the cause of an earlier one back",
+        *("strikes", "if found.round == self.round + 1 else None", "if found.round > self.round else None"),
+        *("sit_out", "a_later_round_does_not_bring_the_cause_back"),
+    ),
+    mutant(
+        "the others must be a quorum of the last round",
+        *("strikes", "if outvoted else", "if False else"),
+        *("strikes", "a_node_sits_out_only_where_the_others_are_enough_without_it"),
+    ),
+    mutant(
+        "a node that sits out looks again where no round forms",
+        *("sit_out", " or self._why_needed(now)", ""),
+        *("sit_out", "nodes_that_go_at_the_same_moment_join_again_where_the_rest_is_too_few"),
     ),
     mutant(
         "a node that sits out is no other",
@@ -1021,7 +1036,7 @@ MUTANTS = (
     ),
     mutant(
         "a node that is needed does not sit out",
-        *("strikes", "if left < least else", "if False else"),
+        *("strikes", "if left < least:", "if False:"),
         *("strikes", "a_node_sits_out_only_where_the_others_are_enough_without_it"),
     ),
     mutant(

@@ -12,7 +12,7 @@ import pytest
 from elastirun import clock
 from elastirun.agent import events, sit_out
 from elastirun.agent.session import Session
-from elastirun.agent.sit_out import CHECK, LOOK_LIMIT, SitOut
+from elastirun.agent.sit_out import AGAIN, CHECK, LOOK_LIMIT, SitOut
 from elastirun.agent.strikes import sits_out
 from elastirun.rendezvous.events import Changed, Synced, WorkersStopped
 from elastirun.rendezvous.failures import describe
@@ -38,6 +38,7 @@ class Node:
         self.looked = 0
         monkeypatch.setattr(sit_out, "Look", self.look)
         self.machine: Any = SimpleNamespace(record=ROUND, row=B, hosting=False, place=None, kept_alive=clock.now())
+        self.machine.rules = SimpleNamespace(majority=True)
         self.posted: list[object] = []
         self.lines: list[str] = []
         self.events: list[events.Event] = []
@@ -111,6 +112,28 @@ def test_a_node_that_was_not_the_cause_joins_again_at_once(monkeypatch: pytest.M
     node.machine.record = replace(NEXT, reason="rank 0 on name-a failed (exit code 1)")
     node.sit_out.tick(clock.now())
     assert node.told() == [(OWN,)] and "another node was the cause" in node.lines[-1]
+
+
+def test_a_later_round_does_not_bring_the_cause_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch, 1, SPARE)
+    node.ends_round(OWN)
+    for record in (NEXT, replace(NEXT, round=5, reason="name-d joined")):
+        node.machine.record = record
+        node.sit_out.tick(clock.now())
+        assert node.sit_out.out
+
+
+def test_nodes_that_go_at_the_same_moment_join_again_where_the_rest_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch, 1, SPARE)
+    node.ends_round(OWN)
+    assert node.found is not None
+    node.found.rows["a"] = replace(A, done_round=3)
+    now = clock.now()
+    for at in (now, now + AGAIN / 2):
+        node.sit_out.tick(at)
+        assert node.sit_out.out and node.looked == 1
+    node.sit_out.tick(now + AGAIN + CHECK)
+    assert not node.sit_out.out and node.looked == 2 and "the job needs 2 nodes, and there are 1 others" in node.lines[-1]
 
 
 def test_one_round_is_one_strike(monkeypatch: pytest.MonkeyPatch) -> None:

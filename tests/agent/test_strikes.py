@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.strikes import Limits, Out, Suspicion, others, sits_out, suspect, why_back, why_never, why_stays
+from elastirun.agent.strikes import Limits, Out, Suspicion, may_go_on, others, sits_out, suspect, why_back, why_never, why_stays
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import member
-from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, Quorum, RoundRecord, Status
 
 OWN = ExitRecord("name-b", 1, 0, 77, 1, Blame.OWN_FAULT, 2.0, ("ValueError: 7",))
 A, B, C, D = (NodeRow(i, f"name-{i}", "10.0.0.1", 1000, 1, status=Status.RUNNING, round=3) for i in "abcd")
@@ -33,7 +33,7 @@ def test_a_victim_of_others_and_a_worker_that_was_stopped_are_no_suspects() -> N
         (4, describe(OWN), True),
         (4, describe(replace(OWN, rank=0, node="name-a")), False),
         (4, f"name-a was lost; {describe(OWN)}", False),  # the failure is a consequence
-        (5, describe(OWN), False),  # of another round, without this node
+        (5, "rank 0 on name-a failed (exit code 1)", None),  # of a later round, which tells nothing of that one
     ],
 )
 def test_the_cause_is_the_one_that_the_reason_of_the_next_round_names(round: int, reason: str, holds: bool | None) -> None:
@@ -57,16 +57,23 @@ def test_who_sits_out_has_stopped_and_is_in_no_hurry() -> None:
     ],
 )
 def test_the_others_are_the_members_and_the_spares_that_are_left(rows: tuple[NodeRow, ...], expected: int) -> None:
-    assert others(ROUND, {row.id: row for row in rows}, "b") == expected
+    assert len(others(ROUND, {row.id: row for row in rows}, "b")) == expected
 
 
 def test_a_lost_member_is_no_other() -> None:
-    assert others(replace(ROUND, broken=Broken(Cause.LOST, "a silent", "b", ("a",))), {"c": SPARE}, "b") == 1
+    assert others(replace(ROUND, broken=Broken(Cause.LOST, "a silent", "b", ("a",))), {"c": SPARE}, "b") == {"c"}
+
+
+def test_the_others_go_on_only_as_a_quorum_of_the_last_round() -> None:
+    three = replace(ROUND, members=(*ROUND.members, member(C)), quorums=(Quorum(("a", "b", "c"), "a"),))
+    assert may_go_on(three, {}, ("a", "c")) and not may_go_on(three, {}, ("a", "d", "e"))
+    assert may_go_on(three, {i: replace(row, status=Status.LEFT) for i, row in (("b", B), ("c", C))}, ("a",))
 
 
 def test_a_node_sits_out_only_where_the_others_are_enough_without_it() -> None:
     assert why_stays(False, 2, 2) == why_never(False, False) == ""
     assert why_stays(False, 1, 2) == "the job needs 2 nodes, and there are 1 others"
+    assert "too few of the last round" in why_stays(False, 2, 2, outvoted=True)
     assert "hosts the store" in why_stays(True, 9, 2)
     assert "does not say" in why_stays(False, None, 2)
     assert "fixed" in why_never(True, False) and "only node" in why_never(True, True)

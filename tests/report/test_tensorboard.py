@@ -121,6 +121,15 @@ def test_the_command_writes_runs_and_no_page(run: Run, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in files] == before, "the same events make the same files"
 
 
+def test_an_empty_place_is_wrong_use(run: Run, tmp_path: Path) -> None:
+    save(tmp_path / "logs")
+    for option in ("--tensorboard", "--out"):
+        answer = run("logs", f"{option}=")
+        said = f"elastirun report: {option} is empty; give a path (see elastirun report --help)\n"
+        assert (answer.status, answer.out, answer.err) == (2, "", said)
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_a_place_that_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
     save(tmp_path / "logs")
     (tmp_path / "file").touch()
