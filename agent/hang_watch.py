@@ -168,7 +168,8 @@ class HangWatch:
                 device = device_of(spec.env, one.local_rank)
                 self.stragglers.append(spec.rank)
                 self._write(events.Straggler(spec.rank, one.local_rank, device, one.factor, one.seconds, one.median))
-                took = f"{one.seconds:.3g} s a step, the median rank {one.median:.3g} s"
+                of_node = "" if one.of_job else " of this node"
+                took = f"{one.seconds:.3g} s a step, the median rank{of_node} {one.median:.3g} s"
                 self._say(f"rank {spec.rank} (local rank {one.local_rank}, {device}) is a straggler: it computes for {took}")
         return self._compare_at
 

@@ -1,19 +1,22 @@
 """Stragglers: workers that compute for much longer than the median rank of the job, and keep doing so. Pure. See docs/running.md.
 
 The data-parallel module of ``elastirun.train`` writes both times to the progress page. With every reduction the ranks tell each other how
-long they have computed, so the median is that of the whole job. The agents need not tell each other anything.
+long they have computed, so the median is that of the whole job. Under torch's own module a worker only knows its own time, in some of its
+steps (``elastirun.optimizer_steps``); then the median is that of the workers on this node. The agents need not tell each other anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 from elastirun.progress_page import NS, Page
 
 FACTOR = 1.5  # times the median
 WINDOW = 20.0  # seconds over which times are compared
 LEAST_STEPS = 10  # in a window: fewer say nothing
+LEAST_SAMPLES = 5  # in a window, of a worker that tells of some steps only
 LEAST_SECONDS = 0.001  # that the median rank computes in a step: below, it is the host's other work that is measured
 LASTING = 3  # windows in a row: a single one may be a checkpoint, a compilation, or another program on the machine
 
@@ -26,6 +29,7 @@ class Straggler:
     factor: float  # times the median
     seconds: float  # of computing, per step
     median: float  # the same of the median rank
+    of_job: bool = True  # the median is that of the whole job, and not of the workers on this node
 
 
 class Stragglers:
@@ -43,7 +47,9 @@ class Stragglers:
 
     def look(self, pages: Mapping[int, Page]) -> list[Straggler]:
         """Take a sample, ``WINDOW`` after the last one. Return the workers that are now found to be stragglers, each once in a round."""
-        found = [compare(local_rank, self._before.get(local_rank), page) for local_rank, page in pages.items()]
+        taken = {rank: time for rank, page in pages.items() if (time := step_time(self._before.get(rank), page))}
+        here = [time.seconds for time in taken.values() if time.median is None]
+        found = [compare(local_rank, time, median_low(here) if here else 0.0) for local_rank, time in taken.items()]
         self._before = dict(pages)
         self._windows = {one.local_rank: self._windows.get(one.local_rank, 0) + 1 for one in found if one}
         self.slow = {one.local_rank: one for one in found if one and self._windows[one.local_rank] >= LASTING}
@@ -52,12 +58,27 @@ class Stragglers:
         return new
 
 
-def compare(local_rank: int, before: Page | None, page: Page) -> Straggler | None:
-    """Return the worker if it was slow between two samples of its page."""
-    if before is None or before.pid != page.pid or page.steps - before.steps < LEAST_STEPS:
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds that a worker computes in a step, and the median rank of the job; None: that is not known."""
+
+    seconds: float
+    median: float | None
+
+
+def step_time(before: Page | None, page: Page) -> StepTime | None:
+    """Return the mean times between two samples of a worker's page; None: they say nothing."""
+    if before is None or before.pid != page.pid:
         return None
-    steps = (page.steps - before.steps) * NS
-    seconds, median = (page.busy - before.busy) / steps, (page.median - before.median) / steps
+    busy, steps, samples = page.busy - before.busy, page.steps - before.steps, page.sampled - before.sampled
+    if page.sampled:
+        return StepTime(busy / (samples * NS), None) if samples >= LEAST_SAMPLES else None
+    return StepTime(busy / (steps * NS), (page.median - before.median) / (steps * NS)) if steps >= LEAST_STEPS else None
+
+
+def compare(local_rank: int, time: StepTime, here: float) -> Straggler | None:
+    """Return the worker if it was slow. ``here``: the seconds of the median worker on this node, of those that do not know the job's."""
+    seconds, median = time.seconds, here if time.median is None else time.median
     if median < LEAST_SECONDS or seconds < FACTOR * median:
         return None
-    return Straggler(local_rank, round(seconds / median, 2), round(seconds, 6), round(median, 6))
+    return Straggler(local_rank, round(seconds / median, 2), round(seconds, 6), round(median, 6), time.median is not None)

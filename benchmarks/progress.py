@@ -18,7 +18,8 @@ from statistics import median, quantiles
 
 from benchmarks.lab import machine, table
 from elastirun.agent.hang_watch import ProgressPages
-from elastirun.progress import progress, step_of_optimizer
+from elastirun.optimizer_steps import on_step
+from elastirun.progress import progress
 from elastirun.progress_page import VARIABLE
 
 Stamp = Callable[[], None]
@@ -76,7 +77,7 @@ def main() -> None:
     print(machine(), f"load {os.getloadavg()[0]:.1f}", sep="\n")
     numbers = calibrate(options.step)
     rows = [["", "ratio", "half of the pairs"]]
-    for name, stamp in (("step_of_optimizer()", step_of_optimizer), ("progress()", progress)):  # the second turns the first one off
+    for name, stamp in (("behind an optimizer", on_step), ("progress()", progress)):  # the second turns the first one off
         stamp()
         rows.append(row(name, ratios(options.pairs, options.steps, numbers, stamp)))
     rows.append(row("the same twice, without a stamp", ratios(options.pairs, options.steps, numbers, None)))

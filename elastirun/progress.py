@@ -27,6 +27,7 @@ from elastirun.progress_page import (
     MEDIAN,
     NS,
     PID,
+    SAMPLED,
     SAVING,
     SIGNAL,
     STAMPED,
@@ -87,7 +88,7 @@ def saving() -> Iterator[None]:
 
 
 def step_of_optimizer() -> None:
-    """Stamp a step that an optimizer of torch has made, in a script that does not call ``progress``, see agent/processes/forkserver.py."""
+    """Stamp a step that an optimizer of torch has made, in a script that does not call ``progress``, see elastirun/optimizer_steps.py."""
     if not _by_script:
         _stamp(None)
 
@@ -98,6 +99,14 @@ def computed(seconds: float, median: float) -> None:
     if words is not None and 0.0 <= seconds < LONGEST_STEP and 0.0 <= median < LONGEST_STEP:  # else they are not of this world: NaN
         words[BUSY] += int(seconds * NS)
         words[MEDIAN] += int(median * NS)
+
+
+def sampled(seconds: float) -> None:
+    """Tell the agent for how long this rank has computed in one of its steps, without waiting for others."""
+    words = _words
+    if words is not None and 0.0 < seconds < LONGEST_STEP:
+        words[BUSY] += int(seconds * NS)
+        words[SAMPLED] += 1
 
 
 def _stamp(within: float | None) -> None:

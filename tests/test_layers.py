@@ -50,7 +50,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.step_rates", (PAGE,), never=EFFECTS),
     Layer("elastirun.agent.strikes", ("elastirun.rendezvous",), never=EFFECTS),
     Layer("elastirun.agent.processes.parking", never=EFFECTS),
-    Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.progress",)),  # in workers
+    Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.optimizer_steps",)),  # in workers
     Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),
     Layer("elastirun.agent.tracing", ("elastirun.agent.events",), in_functions=("opentelemetry",)),
     Layer("elastirun.report", ("elastirun.errors",), in_functions=("plotly",)),
@@ -65,6 +65,7 @@ LAYERS = (  # the first that a module is below counts
     Layer(LIVE, never=EFFECTS),
     Layer("elastirun.live_connection", (LIVE, "elastirun.errors")),
     Layer("elastirun.progress", (PAGE,)),
+    Layer("elastirun.optimizer_steps", ("elastirun.progress", PAGE)),
     Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", *CONNECTION, *ASKING)),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),

@@ -418,13 +418,13 @@ def stamp_steps() -> None:
 
 
 def on_optimizer_step(*_: object) -> None:
-    """Stamp a step. The first one imports what does it, after the imports of the script."""
+    """Stamp a step, and for how long it has computed. The first one imports what does it, after the imports of the script."""
     global on_step
     if on_step is None:
         try:
-            from elastirun.progress import step_of_optimizer
+            from elastirun.optimizer_steps import on_step as step
 
-            on_step = step_of_optimizer
+            on_step = step
         except Exception:  # whatever stands in the script's way to our package: training goes on without stamps
             on_step = int
     on_step()

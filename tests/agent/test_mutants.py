@@ -1120,6 +1120,31 @@ MUTANTS = (
         *("account", "a_node_that_sits_out_does_so_until_it_joins_again"),
     ),
     mutant(
+        "a worker that does not know the job's median is compared with its node",
+        *("stragglers", "here if time.median is None else time.median", "time.median or 0.0"),
+        *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
+    ),
+    mutant(
+        "of two workers the quicker one is the usual one",
+        *("stragglers", "median_low(here) if here", "max(here) if here"),
+        *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
+    ),
+    mutant(
+        "few samples say nothing",
+        *("stragglers", " if samples >= LEAST_SAMPLES else None", " if samples else None"),
+        *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
+    ),
+    mutant(
+        "the time of a sample is not spread over all steps",
+        *("stragglers", "StepTime(busy / (samples * NS)", "StepTime(busy / (steps * NS)"),
+        *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
+    ),
+    of_jobs(
+        "the steps of an optimizer are sampled",
+        *("processes/forkserver", "elastirun.optimizer_steps import on_step as", "elastirun.progress import step_of_optimizer as"),
+        *("stragglers", "a_slow_rank_of_an_unmodified_script_is_named_once[data]"),
+    ),
+    mutant(
         "a straggler is named once",
         *("stragglers", "if local_rank not in self._named]", "]"),
         *("stragglers", "a_worker_that_is_slow_for_three_windows_is_named_once"),

@@ -401,7 +401,7 @@ def test_without_torch_or_with_an_old_one_there_is_no_hook_and_no_error(monkeypa
 
 def test_a_step_is_no_error_where_our_package_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "on_step", None)
-    monkeypatch.setitem(sys.modules, "elastirun.progress", None)
+    monkeypatch.setitem(sys.modules, "elastirun.optimizer_steps", None)
     for _ in range(2):
         forkserver.on_optimizer_step("optimizer", (), {})
     assert forkserver.on_step is int, "the import is tried once"

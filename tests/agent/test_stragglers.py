@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastirun.agent.hang_watch import device_of
-from elastirun.agent.stragglers import LASTING, LEAST_STEPS, Straggler, Stragglers
+from elastirun.agent.stragglers import LASTING, LEAST_SAMPLES, LEAST_STEPS, Straggler, Stragglers
 from elastirun.progress_page import NS, Page
 
 
@@ -73,3 +73,27 @@ def test_another_process_is_not_compared() -> None:
 )
 def test_the_device_of_a_worker(visible: str, local_rank: int, device: str) -> None:
     assert device_of({"CUDA_VISIBLE_DEVICES": visible}, local_rank) == device
+
+
+def sampled(windows: Sequence[dict[int, tuple[float, int]]]) -> list[dict[int, Straggler]]:
+    """Return the stragglers of each window, of workers that tell so many samples of so many seconds each, by local rank."""
+    stragglers, busy, samples = Stragglers(), dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 1)
+    found = []
+    for window in [dict.fromkeys(windows[0], (1.0, 1)), *windows]:
+        for local_rank, (seconds, count) in window.items():
+            busy[local_rank] += int(seconds * count * NS)
+            samples[local_rank] += count
+        page = {rank: Page(1, 0, 1000 * samples[rank], 0, 0, 0, busy=busy[rank], sampled=samples[rank]) for rank in window}
+        stragglers.look(page)
+        found.append(stragglers.slow)
+    return found[1:]
+
+
+def test_workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node() -> None:
+    slow = {0: (0.1, 6), 1: (0.11, 6), 2: (0.25, 6), 3: (0.1, 6)}
+    expected = {2: Straggler(2, 2.5, 0.25, 0.1, of_job=False)}
+    assert sampled([slow] * 4) == [{}] * (LASTING - 1) + [expected] * 2
+    assert sampled([{0: (0.1, 6), 1: (0.2, 6)}] * LASTING)[-1] == {1: Straggler(1, 2.0, 0.2, 0.1, of_job=False)}
+    assert sampled([{0: (0.1, 6), 1: (0.14, 6)}] * LASTING)[-1] == {}
+    assert sampled([{2: (0.25, 6)}] * 6)[-1] == {}, "a worker alone is its own median"
+    assert sampled([{0: (0.1, 6), 1: (0.2, LEAST_SAMPLES - 1)}] * 6)[-1] == {}

@@ -12,6 +12,7 @@ __all__ = ["copy"]  # the fixture
 
 
 mutant = mutants_in("elastirun/train", "tests/train")
+of_steps = mutants_in("elastirun", "tests/train")
 MEAN = "a_step_has_the_mean_over_the_global_batch_whatever_its_micro_batches"
 AUGMENTED = "augmentations_are_the_same_whatever_the_world_and_the_workers"
 BITS = "the_same_bits_at_any_number_of_ranks"
@@ -36,6 +37,76 @@ MUTANTS = (
         "the agent is told for how long the ranks compute",
         *("conclusion", "        computed(agreement.seconds[self._rank], median(agreement.seconds))\n", ""),
         *("progress", "the_agent_is_told_for_how_long_this_rank_and_the_median_rank_compute"),
+    ),
+    of_steps(
+        "torch's sample rate is set again",
+        *("optimizer_steps", "        module._set_ddp_runtime_logging_sample_rate(USUAL)\n", ""),
+        *("optimizer_steps", "a_sample_is_taken_every_two_seconds_and_is_the_time_without_the_wait"),
+    ),
+    of_steps(
+        "a step that was measured long ago is no sample",
+        *("optimizer_steps", "known = times[\"forward_compute_time_start\"] > self._since", "known = True"),
+        *("optimizer_steps", "a_sample_is_taken_every_two_seconds_and_is_the_time_without_the_wait"),
+    ),
+    of_steps(
+        "samples are two seconds apart",
+        *("optimizer_steps", "return 1 if pause < SHORTEST_PAUSE else self._end(module, pause)", "return 1"),
+        *("optimizer_steps", "a_sample_is_taken_every_two_seconds_and_is_the_time_without_the_wait"),
+    ),
+    of_steps(
+        "one long step in three is no sample",
+        *("optimizer_steps", "sampled(sorted(self._last)[1])", "sampled(self._last[-1])"),
+        *("optimizer_steps", "the_time_of_a_slow_loader_counts_and_a_pause_in_one_sample_does_not"),
+    ),
+    of_steps(
+        "a slow loader computes",
+        *("optimizer_steps", "] - before[\"backward_comm_time_end\"]\n", "] * 0\n"),
+        *("optimizer_steps", "the_time_of_a_slow_loader_counts_and_a_pause_in_one_sample_does_not"),
+    ),
+    of_steps(
+        "on a GPU only forward and backward count",
+        *("optimizer_steps", "if on_host and times", "if times"),
+        *("optimizer_steps", "on_a_gpu_and_between_steps_with_communication_only_forward_and_backward_count"),
+    ),
+    of_steps(
+        "between steps with communication nothing counts",
+        *("optimizer_steps", " and times[\"iteration\"] == before[\"iteration\"] + 1:", ":"),
+        *("optimizer_steps", "on_a_gpu_and_between_steps_with_communication_only_forward_and_backward_count"),
+    ),
+    of_steps(
+        "a step is one sample",
+        *("optimizer_steps", "(known and before and times[\"iteration\"] > before[\"iteration\"])", "(known and before)"),
+        *("optimizer_steps", "a_module_that_reduces_nothing_any_more_is_seldom_looked_at"),
+    ),
+    of_steps(
+        "one module is sampled",
+        *("optimizer_steps", "if len(found) == 1:", "if found:"),
+        *("optimizer_steps", "no_module_or_several_are_looked_for_a_few_times[found1]"),
+    ),
+    of_steps(
+        "a module is looked for a few times",
+        *("optimizer_steps", " if self._looks < MOST_LOOKS else 0\n", "\n"),
+        *("optimizer_steps", "no_module_or_several_are_looked_for_a_few_times[found0]"),
+    ),
+    of_steps(
+        "an interface of torch that has changed is no error",
+        *("optimizer_steps", "        except Exception:  # the interface", "        except OSError:  # the interface"),
+        *("optimizer_steps", "an_interface_that_has_changed_is_no_error"),
+    ),
+    of_steps(
+        "torch's sample rate is set again after an error",
+        *("optimizer_steps", "                self._end(module, 0)\n", "                pass\n"),
+        *("optimizer_steps", "an_interface_that_has_changed_is_no_error"),
+    ),
+    of_steps(
+        "times are not read inside of a backward",
+        *("optimizer_steps", " or torch._C._current_graph_task_id() != -1\n", "\n"),
+        *("optimizer_steps", "nothing_is_read_inside_of_a_backward"),
+    ),
+    of_steps(
+        "times are read in the main thread",
+        *("optimizer_steps", "return threading.current_thread() is not threading.main_thread() or torch", "return torch"),
+        *("optimizer_steps", "nothing_is_read_in_another_thread_or_where_torch_would_log_it"),
     ),
     mutant(
         "the furthest rank wins",
