@@ -398,14 +398,15 @@ class Agent:
             if not self._logs.error_file(record.round - 1, 0):
                 specs = self._specs(record, node_rank)  # without error files, which could not be made
             store.end_round()
-            self._workers.start(specs, logs)
-            self._tell_states(record.round, node_rank, specs)
-            self._resume(record.round, [spec for spec in specs if spec.local_rank in parked])
+            if parked and node_rank == 0:  # those who go on need it first; torch is imported
+                self._session.serve_workers()
+            self._tell_states(record.round, node_rank, specs, parked)
+            self._workers.start(specs, logs, partial(self._resume, record.round, [spec for spec in specs if spec.local_rank in parked]))
             self._accounting.workers_started()
             self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)
             self._tree.add_workers(self._workers.pids)
             self._forks.refill()
-            if node_rank == 0:  # after the workers: importing torch would delay them, and the kernel keeps their connections
+            if not parked and node_rank == 0:  # after the workers: importing torch would delay them, and the kernel keeps their connections
                 self._session.serve_workers()
         except (OSError, StartError) as error:
             rank = sum(m.slots for m in record.members[:node_rank])
@@ -415,11 +416,11 @@ class Agent:
         access, place = self._session.access, self._session.machine.place
         return Meeting(access.for_status(place), access.key_prefix, self._config.token, record.fence, node_rank, len(record.members))
 
-    def _tell_states(self, round: int, node_rank: int, specs: list[WorkerSpec]) -> None:
+    def _tell_states(self, round: int, node_rank: int, specs: list[WorkerSpec], parked: Mapping[int, int]) -> None:
         """Tell the live workers of all nodes which ranks here have a state. In the first round nobody has, and nobody asks."""
         if round > 1:
-            processes, env = self._workers.processes, specs[0].env
-            states = {spec.rank: self._live.settled(processes[spec.local_rank].pid) for spec in specs if spec.local_rank in processes}
+            env = specs[0].env
+            states = {spec.rank: self._live.settled(parked[spec.local_rank]) for spec in specs if spec.local_rank in parked}
             having = {rank: settled for rank, settled in states.items() if settled}
             live_states.tell(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, node_rank, having, lambda: self._round == round)
 

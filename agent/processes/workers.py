@@ -119,9 +119,10 @@ class Workers:
             return self._idle_at
         return self._kill_at if self._give_up_at is None else self._give_up_at
 
-    def start(self, specs: Sequence[WorkerSpec], logs: RoundLogs) -> None:
+    def start(self, specs: Sequence[WorkerSpec], logs: RoundLogs, go_on: Callable[[], object] = lambda: None) -> None:
         """Start one worker for each spec whose place has no parked one, after ending what the last workers left running.
 
+        ``go_on`` is called before any is started, when the parked ones count as workers of this round.
         Raises OSError when one cannot be started; then none of them is left.
         """
         if self.running:
@@ -136,7 +137,8 @@ class Workers:
             for spec in specs:
                 if spec.local_rank in self._alive:
                     self._alive[spec.local_rank].spec = spec
-                    continue
+            go_on()
+            for spec in [spec for spec in specs if spec.local_rank not in self._alive]:
                 out, err = logs.descriptors(spec.local_rank)
                 self._alive[spec.local_rank] = Process(spec, self._selector, self._ended, out, err, self._starts)
         except OSError as exc:

@@ -25,7 +25,7 @@ from .errors import TrainError
 from .nested_tensors import find_tensors, to_device
 from .optimizer import BucketSteps, applied, step_each, take_over
 from .process_groups import end_own_group, find_group, group_of, make_own_group
-from .reducer import Reducer
+from .reducer import Left, Reducer
 from .replica_description import check_reducible, describe, sparse_names
 from .running_stats import find_statistics
 from .state_dicts import take_both_forms
@@ -211,16 +211,24 @@ class DistributedDataParallel(TorchNames):
         optimizer has used are dropped; the caller copies the state of the optimizer. Works after a ReductionFailed, too. This rank's
         settings (``accumulate``, ``set_samples``, requests) stay, and steps are counted from the highest number of any rank.
         """
-        _adopt(self)  # rank 0 may be another one now
-        old = self._reducer
+        self.leave_group()
+        left = self._reducer
+        self._join(process_group, init_sync, left.step)
+        self._reducer.keep_requests(left)
+
+    def leave_group(self) -> None:
+        """Let go of the process groups, which takes 10 to 20 ms for each, before ``set_group``: nothing else may come between the two."""
+        if isinstance(self._reducer, Left):
+            return
+        _adopt(self)  # rank 0 may be another one later
         settle()
-        old.close()
+        self._reducer.close()
         self._transport.close()
         self._end_own_group()
         for _, param in self._named:
             param.grad = None
-        self._join(process_group, init_sync, old.step)
-        self._reducer.keep_requests(old)
+        self._reducer = self._reducer.leave()  # type: ignore[assignment]
+        self._transport = self._group = self.process_group = None  # type: ignore[assignment]
 
     def drop_failed_steps(self) -> None:
         """Let a backward whose reduction fails end without gradients, not with an exception, from now on: ``failed`` is true then.

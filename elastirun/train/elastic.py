@@ -191,6 +191,7 @@ class Elastic:
         connection.leave(self.state.step, self._settled)
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._model.leave_group()  # while the agents form the next round
 
     def _close_checkpoints(self) -> None:
         if self._checkpoints is not None:

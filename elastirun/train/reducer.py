@@ -19,7 +19,7 @@ import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,19 @@ from .transports.base import AGAIN, Transport, reduction_errors
 from .watch import Unannounced, Watch
 
 _numbers = itertools.count()
+
+
+@dataclass
+class Left:
+    """The part of a reducer that stays between two worlds."""
+
+    number: int
+    step: int
+    schedule: Schedule
+    local_report: LocalReport
+
+    def close(self) -> None:
+        """Do nothing: the hooks are removed."""
 
 
 class Reducer:
@@ -150,7 +163,12 @@ class Reducer:
         self._unannounced.announced = True
         return autograd_engine.before_backward(outputs, self)
 
-    def keep_requests(self, old: Reducer) -> None:
+    def leave(self) -> Left:
+        """Return what the reducer of the next world takes over, and let go of what keeps the process groups."""
+        self._broken = self._backward = None  # the traceback of the failure leads to them
+        return Left(self.number, self.step, self.schedule, self.local_report)
+
+    def keep_requests(self, old: Reducer | Left) -> None:
         """Do what the user has asked of ``old``, in its place."""
         self.number = old.number
         self.schedule.keep_requests(old.schedule)

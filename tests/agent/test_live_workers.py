@@ -263,7 +263,9 @@ def test_a_parked_worker_goes_on_in_the_next_round_with_its_output(loop: Loop, f
     loop.run(lambda: loop.idle)
     assert not loop.workers.running and loop.workers.deadline is None and [*loop.workers.parked] == [0]
     specs = [spec(FOREVER), spec(FOREVER, 1)]
-    loop.workers.start(specs, loop.logs.open_round(1, specs, going_on=[0]))
+    going_on: list[int] = []
+    loop.workers.start(specs, loop.logs.open_round(1, specs, going_on=[0]), lambda: going_on.extend(loop.workers.processes))
+    assert going_on == [0], "before the other one is started"
     assert loop.workers.processes[0].pid == first and loop.workers.processes[1].pid != second
     open(fifo.path + "2", "w").close()
     loop.run(lambda: "second" in loop.logs.last_lines(0))

@@ -1201,6 +1201,11 @@ MUTANTS = (
         *("live_workers", "a_parked_worker_has_the_state_of_its_promise"),
     ),
     mutant(
+        "parked workers go on before others are started",
+        *("processes/workers", "            go_on()\n", ""),
+        *("live_workers", "a_parked_worker_goes_on_in_the_next_round_with_its_output"),
+    ),
+    mutant(
         "live workers are those of the job",
         *("status_reader", "[rank for name, rank in live if name == job]", "[rank for name, rank in live]"),
         *("status_reader", "an_agent_says_the_steps_of_its_workers_and_which_are_live"),

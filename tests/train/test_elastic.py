@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from elastirun.live_messages import VARIABLE
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, ReductionFailed, TrainError, TrainState, elastic, process_groups
 from elastirun.train.control_words import ADMIT
-from elastirun.train.group_connections import GroupConnections
+from elastirun.train.group_connections import GroupConnections, _sockets
 from elastirun.train.state_copy import copy_state
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
@@ -192,6 +193,34 @@ def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool
 def test_a_step_whose_reduction_is_interrupted_changes_nothing(transport: str) -> None:
     """The backward returns, there is no gradient, the optimizer changes nothing, and the next forward raises."""
     assert run(2, interrupted, transport) == [(True, True, True, 1)] * 2
+
+
+def left(rank: int, world: int) -> bool:
+    """Rank 0 leaves its group after a reduction that was cut off."""
+    gc.disable()
+    connections, before = GroupConnections(), len(_sockets())
+    connections.begin()
+    state, model = made(0, transport="group")
+    connections.end()
+    model.drop_failed_steps()
+    state["data"].set_world(0, 1)
+    batch = next(iter(state["data"]))
+    dist.barrier()
+    if rank == 0:
+        waits = threading.Timer(0.05, connections.cut)
+        waits.start()
+        step(state, model, batch)
+        waits.join()
+        assert model.failed and len(_sockets()) > before
+        model.leave_group()
+        before -= len(_sockets())
+    dist.barrier()
+    return rank == 1 or before == 0
+
+
+def test_nothing_of_a_group_is_left_when_the_module_has_left_it() -> None:
+    """Else its end, which takes some milliseconds, would come at any time, in the middle of a step."""
+    assert run(2, left) == [True, True]
 
 
 def concluded(rank: int, world: int) -> tuple[bool, bool]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,11 +90,17 @@ def test_in_the_first_round_all_begin_together(make: Callable[..., Round]) -> No
 
 
 def test_a_world_waits_for_all_its_ranks(make: Callable[..., Round]) -> None:
-    here = make(2, number=1)
-    entered = here.enter(here.worker(0))
-    here.asked.set()
+    worker = make(2, number=1).worker(0)
+    asked: list[str] = []  # the key at which it has looked for the others
+
+    def add(key: str, amount: int) -> int:
+        if not amount:
+            asked.append(key)
+        return 1
+
+    worker._store, worker._asked = SimpleNamespace(add=add), lambda: bool(asked)
     with pytest.raises(RoundOver):
-        entered.result(PATIENCE)
+        worker.enter()
 
 
 def test_those_with_a_state_go_on_and_a_new_one_is_taken_in_when_it_is_ready(make: Callable[..., Round]) -> None:

@@ -154,6 +154,11 @@ MUTANTS = (
         *("live_round", "who_waits_ends_well_when_training_ends_without_it"),
     ),
     mutant(
+        "a failure keeps no process group",
+        *("reducer", "        self._broken = self._backward = None  #", "        #"),
+        *("elastic", "nothing_of_a_group_is_left_when_the_module_has_left_it"),
+    ),
+    mutant(
         "a request for a world ends with its round",
         *("elastic", "        self._model.withdraw(ADMIT)", "        #"),
         *("elastic", "a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_next"),
@@ -477,7 +482,7 @@ MUTANTS = (
     ),
     mutant(
         "a new group keeps what was asked",
-        *("ddp", "        self._reducer.keep_requests(old)\n", ""),
+        *("ddp", "        self._reducer.keep_requests(left)\n", ""),
         *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
     ),
     mutant(
