@@ -43,7 +43,7 @@ ALSO = {"torch": ("torch._dynamo",)}  # the first optimizer imports it, which ta
 PARTS = frozenset(part for parts in ALSO.values() for part in parts)
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/accel")  # a driver whose device file is open is in use
 LINE_LIMIT = 16 << 20  # bytes of one message from the agent; the kernel allows 6 MiB of arguments and environment
-NEARLY_LOADED = b"."  # what the agent is told before the last module is imported
+NEARLY_LOADED = b"."  # what the agent is told before the last module is imported, if that is a part of the one before
 LEAST_IMPORT = 0.02  # seconds; a module that is imported sooner is not worth a place in all workers
 TRIAL_LIMIT = 60  # seconds for an import on trial
 LONGEST_NAME, MOST_NAMES = 100, 256  # characters of a module's name; names that a worker tells of
@@ -82,7 +82,7 @@ def serve(agent: int, control: socket, group: str, modules: list[str]) -> Callab
 def load(modules: list[str], before_last: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """Import ``modules`` and return what went wrong, see ``report``. Modules must not be in use by a thread or a device at a fork.
 
-    ``before_last`` is called before the last one is imported.
+    ``before_last`` is called before the last one is imported, if it is one of ``PARTS``: how long another one takes nobody knows.
     """
     import gc
     import importlib
@@ -100,7 +100,7 @@ def load(modules: list[str], before_last: Callable[[], object] = lambda: None) -
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that asks for GPUs must not initialise CUDA
     for name in modules:
         read.clear()
-        if name == modules[-1]:
+        if name == modules[-1] and name in PARTS:
             before_last()
         began = time.perf_counter()
         try:

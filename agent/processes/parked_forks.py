@@ -23,6 +23,7 @@ from elastirun.agent.processes import forkserver, proc
 from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
 
+NEARLY_WITHIN = 5.0  # seconds; where the modules but the last took longer, so may the last one
 LOAD_LIMIT = 60.0  # seconds that a node waits for its fork server before it joins the job; a cold disk is slow
 FORK_LIMIT = 2.0  # seconds for the forks of a round to answer; the loop waits meanwhile, and workers are executed afterwards
 KILL_LIMIT = 1.0  # seconds for killed forks to end
@@ -44,10 +45,16 @@ class _Server:
     began: float
     patience: float  # seconds for which forks may yet be waited for in this round
     loaded: bool = False
-    nearly_loaded: bool = False  # it imports the last module
+    nearly_loaded: bool = False  # it imports the last module, and came to it soon
     learning: bool = False  # tries modules, and answers nothing meanwhile
     taught: int = 0  # number of the learnt modules that it knows
     report: bytes = b""
+
+    def take_in(self, data: bytes) -> None:
+        """Take in a part of the report, or the word before it that the last module is being imported."""
+        if data.startswith(forkserver.NEARLY_LOADED):
+            self.nearly_loaded = clock.now() < self.began + NEARLY_WITHIN
+        self.report += data.lstrip(forkserver.NEARLY_LOADED)
 
 
 class ParkedForks:
@@ -96,7 +103,7 @@ class ParkedForks:
 
     @property
     def nearly_loaded(self) -> bool:
-        """Return whether the server has imported its modules but the last, which takes it about as long as the one before."""
+        """Return whether the server has imported its modules but the last, soon, so that this one does not take long either."""
         return self._server is not None and self._server.nearly_loaded
 
     @property
@@ -183,8 +190,7 @@ class ParkedForks:
             data = server.control.recv(1 << 16)
         except OSError:
             data = b""
-        server.nearly_loaded = server.nearly_loaded or data.startswith(forkserver.NEARLY_LOADED)
-        server.report += data.lstrip(forkserver.NEARLY_LOADED)
+        server.take_in(data)
         if data and not data.endswith(b"\n") and len(server.report) < REPORT_LIMIT:
             return
         self._selector.unregister(server.control)

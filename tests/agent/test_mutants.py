@@ -40,9 +40,14 @@ MUTANTS = (
         *("preload", "a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done"),
     ),
     mutant(
-        "a node does not join before the last of its modules is imported",
-        *("processes/forkserver", "if name == modules[-1]:", "if name == modules[0]:"),
-        *("parked_forks", "the_agent_is_told_when_the_last_module_is_imported"),
+        "a node joins early only where a part of torch is missing",
+        *("processes/forkserver", "if name == modules[-1] and name in PARTS:", "if name == modules[-1]:"),
+        *("parked_forks", "that_only_a_part_of_torch_is_missing_is_told"),
+    ),
+    mutant(
+        "a node joins early only where torch was imported soon",
+        *("processes/parked_forks", "self.nearly_loaded = clock.now() < self.began + NEARLY_WITHIN", "self.nearly_loaded = True"),
+        *("parked_forks", "that_only_a_part_of_torch_is_missing_is_told"),
     ),
     # elastirun status
     mutant(

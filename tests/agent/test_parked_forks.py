@@ -156,16 +156,24 @@ def test_a_worker_is_a_fork_that_has_the_modules_and_leads_a_session_of_its_own(
     assert agent.output(code, "a", "b c") == f"True True {os.getpid()} a b c"
 
 
-def test_the_agent_is_told_when_the_last_module_is_imported(agent: Agent) -> None:
+@pytest.mark.parametrize(("modules", "within", "nearly"), [("torch", 99.0, True), ("torch", 0.0, False), ("torch,gated", 99.0, False)])
+def test_that_only_a_part_of_torch_is_missing_is_told(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, modules: str, within: float, nearly: bool
+) -> None:
+    """How long another module takes nobody knows, nor how long a part does where torch itself took long."""
+    monkeypatch.setattr(parked_forks, "NEARLY_WITHIN", within)
     gate = agent.folder / "gate"
+    waits = f"open({str(gate)!r}).read()"
     os.mkfifo(gate)
-    module(agent, "gated", f"open({str(gate)!r}).read()")
-    forks = agent.begin("json", "gated", "string")
-    with open(gate, "w"):
-        agent.look(0.2)
-        assert forks.loading and not forks.nearly_loaded
+    (agent.folder / "modules" / "torch").mkdir()
+    module(agent, "torch/__init__", "")
+    module(agent, "torch/_dynamo", waits if modules == "torch" else "")
+    module(agent, "gated", waits)
+    forks = agent.begin(*modules.split(","))
+    with open(gate, "w"):  # the import of the last one has begun, and ends with this block
+        agent.look(0.5)
+        assert forks.loading and forks.nearly_loaded == nearly
     agent.turn(lambda: not forks.loading)
-    assert forks.nearly_loaded and agent.output() == "forked"
 
 
 def test_nothing_is_started_without_modules(agent: Agent) -> None:

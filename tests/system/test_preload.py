@@ -89,6 +89,17 @@ def look():
 
 if __name__ == "__main__": look()
 '''
+# Holds up the fork server when it imports torch._dynamo, until somebody has written to a pipe.
+GATED = """
+import os, sys
+
+class Gate:
+    def find_spec(self, name, *_):
+        if name == "torch._dynamo" and any("forkserver" in word for word in sys.orig_argv):
+            open(os.environ["TEST_GATE"]).read()
+
+sys.meta_path.insert(0, Gate())
+"""
 FEW = "asyncio,multiprocessing.pool"
 DRAWS = """
 import json, os, signal, socket, sys
@@ -176,12 +187,12 @@ def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is
     modules, gate = nodes.tmp_path / "modules", nodes.tmp_path / "gate"
     modules.mkdir()
     os.mkfifo(gate)
-    (modules / "gated.py").write_text("import os\nopen(os.environ['TEST_GATE']).read()\n")
+    (modules / "sitecustomize.py").write_text(GATED)
     nodes.env |= {"PYTHONPATH": str(modules), "TEST_GATE": str(gate)}
     nodes.agent(1, "--last-call=0.1", nnodes="1:2")
     (worker,) = nodes.round(1)
-    nodes.agent(2, "--preload=json,gated", nnodes="1:2")
-    with open(gate, "w"):  # the import of ``gated`` has begun, and ends with this block
+    nodes.agent(2, "--preload=torch", nnodes="1:2")
+    with open(gate, "w"):  # the import of torch._dynamo has begun, and ends with this block
         where, end = f"--rdzv-endpoint=127.0.0.1:{nodes.port}", time.monotonic() + PATIENCE
         while len(json.loads(status(where, "--json").stdout)["jobs"][0]["nodes"]) < 2:
             assert time.monotonic() < end, nodes.everything()
