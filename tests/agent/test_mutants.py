@@ -118,7 +118,7 @@ MUTANTS = (
     mutant(
         "steps are shown with the job of their agent",
         *("status_reader", "[one for name, one in steps if name == job]", "[one for name, one in steps]"),
-        *("status_reader", "an_agent_says_the_steps_of_its_workers"),
+        *("status_reader", "an_agent_says_the_steps_of_its_workers_and_which_are_live"),
     ),
     mutant(
         "the host of a store says where it is",

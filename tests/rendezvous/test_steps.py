@@ -236,7 +236,7 @@ def test_what_is_waited_for_is_said_in_full_once_and_then_in_short() -> None:
     fail = me.machine.step
     trouble = "connection refused; nobody hosts the store; start the node that owns the endpoint" + 100 * "."
     me.machine.step = lambda event: fail(replace(event, why=trouble) if isinstance(event, SyncFailed) else event)  # type: ignore[method-assign]
-    stage.run(35)
+    stage.run(45)
     short = "waiting for the rendezvous store: connection refused"
     assert [line for line in me.said if "waiting" in line] == [f"waiting for the rendezvous store: {trouble}", short, short]
 

@@ -487,7 +487,7 @@ MUTANTS = (
     ),
     mutant(
         "a new rank 0 goes on with the old one's statistics",
-        *("ddp", "        _adopt(self)  # rank 0 may be another one now\n", ""),
+        *("ddp", "        _adopt(self)  # rank 0 may be another one later\n", ""),
         *("buffers", "a_new_group_goes_on_from_what_a_checkpoint_has_and_from_what_was_asked"),
     ),
     mutant(
