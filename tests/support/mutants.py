@@ -103,7 +103,8 @@ def failing(copy: Path, mutants: Sequence[Mutant], part: int = 0, parts: int = 1
 
     ``part`` of ``parts``: run some of the tests only, so that a run takes less time.
     """
-    found = run(copy, *list(dict.fromkeys(one.test for one in mutants))[part::parts])
+    tests = list(dict.fromkeys(one.test for one in mutants))[part::parts]
+    found = run(copy, *tests, WORLD_START="forkserver")  # after many tests this process may have threads, which a fork cannot share
     failed = [line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return "\n".join([*failed, found.text[-2000:]]) if found.code else ""
 
