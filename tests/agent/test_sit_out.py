@@ -1,4 +1,4 @@
-"""A node's strikes and its time out: what the machine is told, and when. The session and the look at all rows are stand-ins."""
+"""When a node with strikes sits out, and what its machine is told. The session and the read of all rows are replaced by simple objects."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Node:
         self.machine.row = replace(self.machine.row, done_round=3, note=why, failures=failures)
 
     def ends_round(self, *failures: ExitRecord, number: int = 3, stragglers: tuple[int, ...] = (), leaving: bool = False) -> list[object]:
-        """End a round. Return what the machine is told at once."""
+        """End a round. Return the events that the machine gets immediately."""
         self.posted.clear()
         self.sit_out.workers_stopped(number, failures, stragglers, leaving)
         self.sit_out.tick(clock.now())

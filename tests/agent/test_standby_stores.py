@@ -607,7 +607,7 @@ def test_the_pipe_to_the_guard_grows_as_far_as_the_kernel_allows() -> None:
 
 
 def test_who_hands_over_ends_its_store_before_it_tells_the_others(standbys: Callable[[int], Standbys]) -> None:
-    """Nodes that are told go to another store at once. If the old store still answered, other nodes would stay there."""
+    """A node that gets the vote goes to another store immediately. Nodes without it would stay in the old store if that still answered."""
     stores = standbys(1)
     did: list[str] = []
     access = SimpleNamespace(end_store=lambda: did.append(f"ended, told: {len(stores.served) and stores.told()}"))

@@ -203,7 +203,7 @@ def test_the_first_in_line_gives_up_the_store_when_enough_others_doubt_too() -> 
 
 
 def test_the_last_word_of_a_node_that_leaves_is_no_doubt() -> None:
-    """It is told wherever the store cannot be reached for a moment, and the host may only be slow."""
+    """It writes that word whenever the store does not answer when it leaves. The host may only be slow."""
     leaver = Vote("c", RECORD, ("c",))
     assert not doubting("a").should_follow(PLACES[1], answer(votes=(*votes("b"), leaver)), RECORD)
     assert doubting("a").should_follow(PLACES[1], answer(votes=(*votes("bd"), leaver)), RECORD)
