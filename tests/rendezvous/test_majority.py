@@ -113,6 +113,7 @@ def test_nodes_whose_end_is_proven_are_not_waited_for() -> None:
     for node in world.nodes[1:4]:
         node.crash()
     goes_on(world, world.nodes[0], world.nodes[4])
+    assert world.record and (world.record.term, len(world.record.members)) == (0, 2), "the host lives, so the store stays"
 
 
 # -- quorums ------------------------------------------------------------------------------------------------------------------------
@@ -339,6 +340,7 @@ def test_members_do_not_stay_with_a_host_that_has_gone_to_another_store() -> Non
     for node in (h, c, y):
         node.side = 3
     goes_on(world, h, c, y, within=30.0)
+    assert world.record and {m.id for m in world.record.members} == {h.id, c.id, y.id}
 
 
 def test_who_comes_late_to_a_decision_after_success_does_not_undo_it() -> None:

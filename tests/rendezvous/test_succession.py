@@ -90,6 +90,7 @@ def test_the_host_dies_and_others_with_it(count: int, left: int) -> None:
     for node in world.nodes[:-left]:
         node.crash()
     goes_on(world, *world.nodes[-left:], within=1.5)
+    assert world.record and world.record.host == world.nodes[-left].id and world.record.failures == 0
 
 
 def test_a_member_that_leaves_while_the_host_dies_is_not_waited_for() -> None:
