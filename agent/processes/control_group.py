@@ -37,6 +37,14 @@ def members(group: str) -> list[int]:
     return found
 
 
+def is_ours(group: str) -> bool:
+    """Return whether our user owns the group. A group that another agent has just removed is nobody's."""
+    try:
+        return os.stat(group).st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
+
+
 def is_empty(group: str) -> bool:
     """Return whether no process is in the group or in a group below it, also none that this pid namespace cannot see."""
     try:

@@ -37,7 +37,7 @@ class Sweep:
     def _remove_group(self, group: str) -> None:
         owner, _, digest = os.path.basename(group)[len(control_group.PREFIX) :].rpartition("-")
         mark = marks.parse(owner)
-        if mark is None or not self._is_dead(mark) or os.stat(group).st_uid != os.geteuid():
+        if mark is None or not self._is_dead(mark) or not control_group.is_ours(group):
             return
         found = set(control_group.members(group))
         if found and (self._job == NO_JOB or digest != control_group.digest(self._job) or found & self._ourselves):

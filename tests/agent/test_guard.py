@@ -323,6 +323,20 @@ def test_a_group_that_we_are_in_or_that_is_another_users_is_left_alone(tmp_path:
     assert leftovers.Sweep(job, "", tmp_path).count == 0
 
 
+def test_a_group_that_another_agent_has_just_removed_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tmp_path / control_group.name(f"{2**22 - 1}-1-{proc.pid_namespace()}-{R}", "job")
+    group.mkdir()
+    is_dead = marks.Mark.is_dead
+
+    def removed_meanwhile(mark: marks.Mark) -> bool:
+        group.rmdir()
+        return is_dead(mark)
+
+    monkeypatch.setattr(marks.Mark, "is_dead", removed_meanwhile)
+    assert leftovers.Sweep("job", "", tmp_path).count == 0
+    assert not group.exists()
+
+
 def test_orphans_are_looked_for_until_the_guard_has_been_adopted_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of a dying agent end one after the other: its pipes may be closed before its children are adopted."""
     worker = "import os, signal; os.setsid(); pid = os.fork()\n"

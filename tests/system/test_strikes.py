@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
 from pathlib import Path
 
-from tests.support.cluster import Cluster, Worker, cluster
+from elastirun.rendezvous.stores.etcd.store import connector
+from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd, needs_etcd
 
 OPTIONS = ("--max-restarts=9", "--restart-pause=0", "--event-log-handler=console")
@@ -97,6 +100,11 @@ def test_at_etcd_the_node_with_rank_0_sits_out_like_any_other(tmp_path: Path) ->
         first = c.round(2)
         c.agent(3, *OPTIONS, nnodes="2")
         c.says(3, "this node is a spare")
+        with closing(connector(server.endpoints, deadline=PATIENCE)()) as store:
+            deadline = time.monotonic() + PATIENCE
+            while len(store.under(f"{tmp_path.name}/node/")) < 3:  # it may say so before its row is there
+                assert time.monotonic() < deadline, c.everything()
+                time.sleep(0.02)
         first[0].tell("raise once")
         second = c.round(2, after=1)
         assert [sum("this node sits out" in c.out(i) for i in numbers) for numbers in ((1, 2), (3,))] == [1, 0]
