@@ -20,7 +20,7 @@ from typing import Any
 
 from elastirun.agent.host import net
 from elastirun.errors import StartError
-from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores import tcp, torch_class
 
 
 class WorkerStore:
@@ -45,8 +45,9 @@ class WorkerStore:
         self._avoid = avoid
         self._ports = ports
         self._listening = given or self._listen()
+        self._lock = threading.Lock()  # held while a server comes up, which takes milliseconds
         self._server: Any = None
-        self._serving = 0  # rises with each server, so that one that comes up too late is dropped
+        self._serving = 0  # rises with each server, so that one that would come up too late does not
 
     @property
     def port(self) -> int:
@@ -60,9 +61,10 @@ class WorkerStore:
         return net.listens_everywhere(self._listening)
 
     def end_round(self) -> None:
-        """End the server of the last round, so that workers of the next round cannot connect to it before theirs is up."""
-        self._server = None
-        self._serving += 1
+        """End the server of the last round, so that workers of the next round, which may have the same port, cannot connect to it."""
+        with self._lock:
+            self._server = None
+            self._serving += 1
 
     def serve(self) -> None:
         """Serve a new, empty store on ``port``, and hold another port for the round after, unless one is given. Returns at once.
@@ -97,12 +99,12 @@ class WorkerStore:
 
     def _serve(self, listening: socket.socket, number: int) -> None:
         try:
-            server = tcp.serve(listening)
+            torch_class.tcp_store_class()  # takes long the first time
+            with self._lock, listening:
+                if number == self._serving:
+                    self._server = tcp.serve(listening)
         except Exception as error:  # torch raises many kinds of error; with any of them the workers cannot meet
             self._on_error(f"cannot serve the workers' store on {self._address}: {error}")
-            return
-        if number == self._serving:
-            self._server = server
 
 
 class RendezvousStoreForWorkers:

@@ -356,6 +356,11 @@ MUTANTS = (
         *("parked_forks", "a_module_that_leaves_a_thread_makes_all_workers_executed"),
     ),
     mutant(
+        "a server that comes up too late is ended",
+        *("worker_store", "with self._lock, listening:", "with listening:"),
+        *("worker_store", "a_round_that_ends_while_its_server_comes_up_leaves_none"),
+    ),
+    mutant(
         "an agent leaves the range of its ports never",
         *("worker_store", "return self._listening.dup()", "return net.listen_on(self._address)"),
         *("worker_store", "the_only_port_of_a_range_serves_each_round"),

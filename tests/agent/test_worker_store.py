@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
+import weakref
 
 import pytest
 
 from elastirun.agent.host import net
 from elastirun.agent.worker_store import WorkerStore
 from elastirun.errors import StartError
+from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.tcp import TcpStore
 from tests.support.cluster import free_port
+
+
+class Server:
+    """Stands in for torch's, which takes no weak reference."""
 
 
 def rounds(store: WorkerStore, count: int) -> set[int]:
@@ -53,6 +60,31 @@ def test_rounds_take_turns_among_the_ports_of_the_range() -> None:
 def test_the_only_port_of_a_range_serves_each_round() -> None:
     port = free_port()
     assert rounds(WorkerStore("127.0.0.1", print, ports=(port, port)), 3) == {port}
+
+
+def test_a_round_that_ends_while_its_server_comes_up_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its listening socket may be that of the next round, too."""
+    up, gate = threading.Event(), threading.Event()
+    made: list[weakref.ref[Server]] = []
+
+    def serve(listening: socket.socket) -> Server:
+        made.append(weakref.ref(server := Server()))
+        up.set()
+        gate.wait()
+        return server
+
+    monkeypatch.setattr(tcp, "serve", serve)
+    store = WorkerStore("127.0.0.1", print)
+    store.serve()
+    up.wait()
+    left: list[object] = []
+    ending = threading.Thread(target=lambda: (store.end_round(), left.append(made[0]())))  # type: ignore[func-returns-value]
+    ending.start()
+    ending.join(0.1)  # it waits for the server
+    gate.set()
+    ending.join()
+    assert left == [None]
+    store._listening.close()
 
 
 def test_a_range_without_a_free_port_is_one_line() -> None:
