@@ -20,10 +20,10 @@ from elastirun.agent import account, ending, events, health, live_states, tracin
 from elastirun.agent.accounting import Accounting
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
-from elastirun.agent.hang_reports import Meeting
 from elastirun.agent.hang_watch import HangWatch
 from elastirun.agent.host import cpus, descriptors, net
 from elastirun.agent.live_workers import LiveWorkers
+from elastirun.agent.node_reports import Meeting
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
 from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_standbys

@@ -17,8 +17,10 @@ from elastirun import clock
 from elastirun.agent import events, hang_causes
 from elastirun.agent.events import Event
 from elastirun.agent.hang_causes import Observed, Verdict
-from elastirun.agent.hang_reports import HangReports, Meeting
+from elastirun.agent.hang_reports import HangReports
 from elastirun.agent.hangs import HangDetector
+from elastirun.agent.job_median import JobTimes
+from elastirun.agent.node_reports import Meeting
 from elastirun.agent.processes import py_spy, stuck
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.workers import Workers
@@ -101,6 +103,7 @@ class HangWatch:
         self.stragglers: list[int] = []  # ranks of workers that were named as such in this round
         self._rates = StepRates()
         self._stragglers = Stragglers()
+        self._job_times = JobTimes()
         self._compare_at = math.inf  # when to look for stragglers, on ``elastirun.clock``
         self._detector = None if timeout is None and first_step is None else HangDetector(timeout, first_step)
         self._workers, self._write, self._say, self._on_hung = workers, write, say, on_hung
@@ -130,8 +133,9 @@ class HangWatch:
         self._stragglers.start_round()
         self.stragglers.clear()
         self._compare_at = clock.now() + WINDOW
+        self._meet = meet
         if self._detector is not None:
-            self._meet, self._debugged = meet, {}
+            self._debugged = {}
             self._detector.start_round(clock.now())
             self._look_at = clock.now() + self._detector.interval
 
@@ -163,7 +167,11 @@ class HangWatch:
     def _look_for_stragglers(self, now: float) -> float:
         if now >= self._compare_at:
             self._compare_at = now + WINDOW
-            for one in self._stragglers.look(self._read()):
+            meeting = self._meet() if self._meet is not None else None
+            found = self._stragglers.look(self._read(), self._job_times.median(meeting.fence) if meeting else None)
+            if meeting and self._stragglers.alone:
+                self._job_times.share(meeting, self._stragglers.alone)
+            for one in found:
                 spec = self._workers.processes[one.local_rank].spec
                 device = device_of(spec.env, one.local_rank)
                 self.stragglers.append(spec.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 
 ASK_LIMIT = 1.0  # seconds to connect to a TCPStore, and for each answer
 ETCD_LIMIT = 3.0  # seconds for one operation, over all members of an etcd cluster
+REPORT_LASTS = 60.0  # seconds for which a node's report (node_reports.py) stays at etcd: three windows of ``stragglers.py``
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,9 @@ class EtcdAt:
         return f"etcd at {', '.join(self.endpoints)}"
 
     def open(self) -> Any:
-        from elastirun.rendezvous.stores.etcd.access import Access
-        from elastirun.rendezvous.stores.etcd.store import connector
+        from elastirun.rendezvous.stores.etcd.store import EtcdStore, NodeLease
 
-        return connector(self.endpoints, Access(**dict(self.access)), self.key_prefix, deadline=ETCD_LIMIT)()
+        return EtcdStore(_cluster(self), NodeLease(REPORT_LASTS), self.key_prefix)
 
     def prefix(self, job: str) -> str:
         return shared_store.prefix(job).removeprefix(shared_store.JOBS)
@@ -84,6 +85,16 @@ class CopyOf:
 
 
 StoreAt = TcpAt | EtcdAt | CopyOf
+
+
+@functools.lru_cache(maxsize=1)  # a new one would log in again, which costs etcd a tenth of a second
+def _cluster(at: EtcdAt) -> Any:
+    """Return what connections to ``at`` share: the member in use, and the token of its user. Errors: ``StartError``."""
+    from elastirun.rendezvous.stores.etcd.access import Access
+    from elastirun.rendezvous.stores.etcd.client import Cluster
+
+    check_installed()
+    return Cluster(at.endpoints, Access(**dict(at.access)), ETCD_LIMIT)
 
 
 def standby(place: Place) -> TcpAt:

@@ -2,12 +2,13 @@
 
 The data-parallel module of ``elastirun.train`` writes both times to the progress page. With every reduction the ranks tell each other how
 long they have computed, so the median is that of the whole job. Under torch's own module a worker only knows its own time, in some of its
-steps (``elastirun.optimizer_steps``); then the median is that of the workers on this node. The agents need not tell each other anything.
+steps (``elastirun.optimizer_steps``). Then the agents share the times of their workers (``job_median.py``); as long as no median of
+the job is known, it is that of the workers on this node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -32,8 +33,23 @@ class Straggler:
     of_job: bool = True  # the median is that of the whole job, and not of the workers on this node
 
 
+@dataclass(frozen=True)
+class Median:
+    """The seconds of the median rank, of so many ``ranks``. Of two the quicker one is the median."""
+
+    seconds: float
+    ranks: int
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Median:
+        return Median(median_low(seconds) if seconds else 0.0, len(seconds))
+
+
 class Stragglers:
-    """Compares the workers of one round after the other. ``slow``: the stragglers of the last window, by local rank."""
+    """Compares the workers of one round after the other.
+
+    ``slow``: the stragglers of the last window, by local rank. ``alone``: the seconds of the workers that do not know the job's median.
+    """
 
     def __init__(self) -> None:
         self.start_round()
@@ -41,15 +57,22 @@ class Stragglers:
     def start_round(self) -> None:
         """Forget the workers of the last round."""
         self.slow: dict[int, Straggler] = {}
+        self.alone: tuple[float, ...] = ()
         self._named: set[int] = set()  # local ranks that ``look`` has returned
         self._before: dict[int, Page] = {}
         self._windows: dict[int, int] = {}  # by local rank: windows in a row in which the worker was slow
 
-    def look(self, pages: Mapping[int, Page]) -> list[Straggler]:
-        """Take a sample, ``WINDOW`` after the last one. Return the workers that are now found to be stragglers, each once in a round."""
+    def look(self, pages: Mapping[int, Page], job: Median | None) -> list[Straggler]:
+        """Take a sample, ``WINDOW`` after the last one. Return the workers that are now found to be stragglers, each once in a round.
+
+        ``job``: of the ranks of all nodes whose workers do not know it; None: not known.
+        """
         taken = {rank: time for rank, page in pages.items() if (time := step_time(self._before.get(rank), page))}
-        here = [time.seconds for time in taken.values() if time.median is None]
-        found = [compare(local_rank, time, median_low(here) if here else 0.0) for local_rank, time in taken.items()]
+        self.alone = tuple(time.seconds for time in taken.values() if time.median is None)
+        here = Median.of(self.alone)
+        of_job = job is not None and job.ranks > here.ranks
+        usual = job if job is not None and of_job else here
+        found = [compare(local_rank, time, usual, of_job) for local_rank, time in taken.items()]
         self._before = dict(pages)
         self._windows = {one.local_rank: self._windows.get(one.local_rank, 0) + 1 for one in found if one}
         self.slow = {one.local_rank: one for one in found if one and self._windows[one.local_rank] >= LASTING}
@@ -76,9 +99,9 @@ def step_time(before: Page | None, page: Page) -> StepTime | None:
     return StepTime(busy / (steps * NS), (page.median - before.median) / (steps * NS)) if steps >= LEAST_STEPS else None
 
 
-def compare(local_rank: int, time: StepTime, here: float) -> Straggler | None:
-    """Return the worker if it was slow. ``here``: the seconds of the median worker on this node, of those that do not know the job's."""
-    seconds, median = time.seconds, here if time.median is None else time.median
+def compare(local_rank: int, time: StepTime, usual: Median, of_job: bool) -> Straggler | None:
+    """Return the worker if it was slow. ``usual``: of the workers that do not know the median; ``of_job``: it is that of all nodes."""
+    seconds, median = time.seconds, usual.seconds if time.median is None else time.median
     if median < LEAST_SECONDS or seconds < FACTOR * median:
         return None
-    return Straggler(local_rank, round(seconds / median, 2), round(seconds, 6), round(median, 6), time.median is not None)
+    return Straggler(local_rank, round(seconds / median, 2), round(seconds, 6), round(median, 6), of_job or time.median is not None)

@@ -23,12 +23,14 @@ from elastirun import clock
 from elastirun.agent import events, hang_watch
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.hang_causes import BEHIND, main_stack
-from elastirun.agent.hang_reports import Meeting, SharedVerdict
+from elastirun.agent.hang_reports import SharedVerdict
 from elastirun.agent.hang_watch import HangWatch, ProgressPages
 from elastirun.agent.hangs import AUTO, HangDetector
+from elastirun.agent.node_reports import Meeting
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit
+from elastirun.agent.stragglers import Median
 from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
 from elastirun.rendezvous.records import Blame, ExitRecord
 from tests.support.cluster import PATIENCE
@@ -396,6 +398,25 @@ def test_a_straggler_is_named_whatever_the_hang_timeout_is(worker: Any, pages: P
     assert shown.times_median == 2.0
     found = own(0)
     assert found and (found.busy, found.median) == (10 * NS // 50, 10 * NS // 100)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes(worker: Any, pages: ProgressPages, alone: bool) -> None:
+    watched, shared = Watched(worker(), pages, timeout=None, alone=alone), []
+    watched.watch._job_times = cast(
+        Any, SimpleNamespace(median=lambda fence: Median(0.1, 2), share=lambda *what: shared.append(what))
+    )
+    looks = iter(range(10, 60, 10))
+
+    def read(local_rank: int) -> Any:
+        samples = next(looks)
+        return Page(1, 0, 100 * samples, 0, 0, 0, busy=samples * NS // 4, sampled=samples)
+
+    watched.watch.pages.read = read  # type: ignore[method-assign]
+    watched.run(81)
+    took = "it computes for 0.25 s a step, the median rank 0.1 s"
+    assert watched.said == ([] if alone else [f"rank 7 (local rank 0, CPU) is a straggler: {took}"])
+    assert shared == ([] if alone else [(MEETING, (0.25,))] * 3)
 
 
 def test_off_or_stopped_nothing_is_watched(worker: Any, pages: ProgressPages) -> None:

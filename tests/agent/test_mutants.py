@@ -891,12 +891,12 @@ MUTANTS = (
     ),
     mutant(
         "the verdict needs all reports",
-        *("hang_reports", "if len(reports) == len(keys) and all(", "if len(reports) > 1 and all("),
+        *("hang_reports", "if len(there) == len(found):", "if len(there) > 1:"),
         *("hang_reports", "reports_of_strangers_do_not_count"),
     ),
     mutant(
         "a report is about its round",
-        *("hang_reports", "report.fence == self._own.fence", "True"),
+        *("hang_reports", " and report.fence == self._own.fence", ""),
         *("hang_reports", "without_the_reports_of_all_nodes_there_is_no_verdict"),
     ),
     mutant(
@@ -1131,12 +1131,12 @@ MUTANTS = (
     ),
     mutant(
         "a worker that does not know the job's median is compared with its node",
-        *("stragglers", "here if time.median is None else time.median", "time.median or 0.0"),
+        *("stragglers", "usual.seconds if time.median is None else time.median", "time.median or 0.0"),
         *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
     ),
     mutant(
         "of two workers the quicker one is the usual one",
-        *("stragglers", "median_low(here) if here", "max(here) if here"),
+        *("stragglers", "median_low(seconds) if seconds", "max(seconds) if seconds"),
         *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
     ),
     mutant(
@@ -1149,10 +1149,85 @@ MUTANTS = (
         *("stragglers", "StepTime(busy / (samples * NS)", "StepTime(busy / (steps * NS)"),
         *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
     ),
+    mutant(
+        "the median of the job is used if it is of more ranks than this node's own",
+        *("stragglers", "job is not None and job.ranks > here.ranks", "job is not None"),
+        *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_more_ranks"),
+    ),
+    mutant(
+        "without the median of the job that of the node counts",
+        *("stragglers", "job if job is not None and of_job else here", "job or Median(0.0, 0)"),
+        *("stragglers", "workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_node"),
+    ),
+    mutant(
+        "a worker that knows the median of the job shares nothing",
+        *("stragglers", "for time in taken.values() if time.median is None)", "for time in taken.values())"),
+        *("stragglers", "a_worker_that_knows_the_median_of_the_job_has_no_other"),
+    ),
+    mutant(
+        "times and medians are of one round",
+        *("job_median", " and record.fence == self._fence", ""),
+        *("job_median", "times_and_medians_of_another_round_do_not_count"),
+    ),
+    mutant(
+        "the median of the last round is not that of this one",
+        *("job_median", " if fence == self._fence else None", ""),
+        *("job_median", "times_and_medians_of_another_round_do_not_count"),
+    ),
+    mutant(
+        "only node rank 0 writes the median",
+        *("job_median", "if meeting.node_rank == 0:", "if True:"),
+        *("job_median", "only_node_rank_0_writes_the_median"),
+    ),
+    mutant(
+        "times and medians that nobody renews are forgotten",
+        *("job_median", "record if self._window - window < LASTS else None", "record"),
+        *("job_median", "a_node_that_shares_no_times_any_more_is_left_out"),
+    ),
+    mutant(
+        "the median that was read last is forgotten while the store is away",
+        *("job_median", "record if self._window - window < LASTS else None", "record"),
+        *("job_median", "of_a_store_that_is_away_the_last_median_is_used_for_some_windows"),
+    ),
+    mutant(
+        "times that cannot be do not count",
+        *("job_median", " and record.plausible", ""),
+        *("job_median", "a_median_that_cannot_be_does_not_count"),
+    ),
+    mutant(
+        "a list of times is limited",
+        *("job_median", "0 < len(self.seconds) <= MOST_WORKERS and", "self.seconds and"),
+        *("job_median", "what_is_not_a_list_of_times_does_not_count"),
+    ),
+    mutant(
+        "no time is negative",
+        *("job_median", " and min(self.seconds) >= 0.0", ""),
+        *("job_median", "what_is_not_a_list_of_times_does_not_count"),
+    ),
+    mutant(
+        "a slow store holds up one thread",
+        *("job_median", "        if self._thread is not None and self._thread.is_alive():\n            return\n", ""),
+        *("job_median", "as_long_as_the_store_is_slow_there_is_one_thread"),
+    ),
+    mutant(
+        "without a thread the agent goes on",
+        *("job_median", "suppress(RuntimeError)", "suppress(KeyError)"),
+        *("job_median", "without_a_thread_nothing_is_shared_and_nothing_fails"),
+    ),
+    mutant(
+        "an agent compares its workers with the median of the job",
+        *("hang_watch", "self._job_times.median(meeting.fence) if meeting else None", "None"),
+        *("hangs", "a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes[False]"),
+    ),
+    mutant(
+        "an agent shares the times of its workers",
+        *("hang_watch", "self._job_times.share(meeting, self._stragglers.alone)", "pass"),
+        *("hangs", "a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes[False]"),
+    ),
     of_jobs(
         "the steps of an optimizer are sampled",
         *("processes/forkserver", "elastirun.optimizer_steps import on_step as", "elastirun.progress import step_of_optimizer as"),
-        *("stragglers", "a_slow_rank_of_an_unmodified_script_is_named_once[data]"),
+        *("stragglers", "the_slow_rank_of_an_unmodified_script_is_named_by_its_agent_once"),
     ),
     mutant(
         "a straggler is named once",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastirun.agent.hang_watch import device_of
-from elastirun.agent.stragglers import LASTING, LEAST_SAMPLES, LEAST_STEPS, Straggler, Stragglers
+from elastirun.agent.stragglers import LASTING, LEAST_SAMPLES, LEAST_STEPS, Median, Straggler, Stragglers
 from elastirun.progress_page import NS, Page
 
 
@@ -24,7 +24,7 @@ class Round:
         self.steps += steps
         self.busy += int(seconds * steps * NS)
         self.median += int(median * steps * NS)
-        return self.stragglers.look({0: Page(pid, 0, self.steps, 0, 0, 0, busy=self.busy, median=self.median)})
+        return self.stragglers.look({0: Page(pid, 0, self.steps, 0, 0, 0, busy=self.busy, median=self.median)}, None)
 
 
 def named(windows: Sequence[tuple[float, ...]]) -> list[int]:
@@ -75,7 +75,7 @@ def test_the_device_of_a_worker(visible: str, local_rank: int, device: str) -> N
     assert device_of({"CUDA_VISIBLE_DEVICES": visible}, local_rank) == device
 
 
-def sampled(windows: Sequence[dict[int, tuple[float, int]]]) -> list[dict[int, Straggler]]:
+def sampled(windows: Sequence[dict[int, tuple[float, int]]], job: Median | None = None) -> list[dict[int, Straggler]]:
     """Return the stragglers of each window, of workers that tell so many samples of so many seconds each, by local rank."""
     stragglers, busy, samples = Stragglers(), dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 1)
     found = []
@@ -84,7 +84,7 @@ def sampled(windows: Sequence[dict[int, tuple[float, int]]]) -> list[dict[int, S
             busy[local_rank] += int(seconds * count * NS)
             samples[local_rank] += count
         page = {rank: Page(1, 0, 1000 * samples[rank], 0, 0, 0, busy=busy[rank], sampled=samples[rank]) for rank in window}
-        stragglers.look(page)
+        stragglers.look(page, job)
         found.append(stragglers.slow)
     return found[1:]
 
@@ -97,3 +97,24 @@ def test_workers_that_tell_of_some_steps_are_compared_with_the_median_of_their_n
     assert sampled([{0: (0.1, 6), 1: (0.14, 6)}] * LASTING)[-1] == {}
     assert sampled([{2: (0.25, 6)}] * 6)[-1] == {}, "a worker alone is its own median"
     assert sampled([{0: (0.1, 6), 1: (0.2, LEAST_SAMPLES - 1)}] * 6)[-1] == {}
+
+
+def test_workers_that_tell_of_some_steps_are_compared_with_the_median_of_more_ranks() -> None:
+    alone = [{0: (0.2, 6)}] * LASTING
+    assert sampled(alone, Median(0.1, 2))[-1] == {0: Straggler(0, 2.0, 0.2, 0.1)}
+    assert sampled(alone, Median(0.19, 2))[-1] == {}
+    assert sampled(alone, Median(0.1, 1))[-1] == {}, "the median of another worker alone"
+    two = [{0: (0.1, 6), 1: (0.2, 6)}] * LASTING
+    assert sampled(two, Median(0.01, 2))[-1] == {1: Straggler(1, 2.0, 0.2, 0.1, of_job=False)}
+    assert sampled(two, Median(0.19, 3))[-1] == {}
+    assert sampled(two, Median(0.0, 3))[-1] == {}
+
+
+def test_a_worker_that_knows_the_median_of_the_job_has_no_other() -> None:
+    stragglers, found = Stragglers(), []
+    for window in range(LASTING + 1):
+        steps = 50 * window
+        page = Page(1, 0, steps, 0, 0, 0, busy=steps * NS // 5, median=steps * NS // 10)
+        found += stragglers.look({0: page}, Median(0.001, 9))
+        assert stragglers.alone == ()
+    assert found == [Straggler(0, 2.0, 0.2, 0.1)]
