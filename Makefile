@@ -24,7 +24,7 @@ STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha2
 PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 TESTS :=
 
-.PHONY: train test test-loaded test-preload failover nightly lint venv clean
+.PHONY: train test test-loaded test-preload mutants failover nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
@@ -37,6 +37,9 @@ test-loaded: venv
 	@busy=; trap 'kill $$busy' EXIT; trap 'exit 1' INT TERM; \
 	for i in $$(seq $$(nproc)); do (while :; do :; done) & busy="$$busy $$!"; done; \
 	$(PYTEST) $(TESTS)
+
+mutants: venv
+	TEST_MUTANTS=all $(PYTEST) tests/*/test_mutants.py
 
 test-preload: venv
 	TEST_PRELOAD=torch $(PYTEST) $(if $(TESTS),$(TESTS),tests/system)

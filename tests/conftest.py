@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ for _name in list(os.environ):  # before any test module is imported, so that th
 # TEST_PRELOAD=torch: the agents that the tests start have --preload=torch, except where a test says something else (make test-preload).
 if _modules := os.environ.get("TEST_PRELOAD"):
     os.environ["PET_PRELOAD"] = _modules
+
+# Which mutants run, see tests/support/mutants.py: the processes of one run agree on the day.
+os.environ.setdefault("TEST_MUTANTS", str(date.today().toordinal()))
 
 # Hundreds of agents and workers start here, and several processes collect the tests: none compiles what another one has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -25,6 +25,7 @@ from tests.support.worlds import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elastirun", "tests", "benchmarks")
+SHARE = 3  # one of so many mutants runs each day
 TIMEOUT = 170.0  # seconds for the tests of one mutant
 PATIENCE = 15.0  # seconds that a test waits for what does not come without the rule; many mutants are noticed by that
 
@@ -53,9 +54,15 @@ def mutants_in(folder: str, tests: str) -> Callable[[str, str, str, str, str, st
     return mutant
 
 
+def due(mutants: Sequence[Mutant]) -> Sequence[Mutant]:
+    """Return those of ``mutants`` that run today: a third, another one each day. All with TEST_MUTANTS=all."""
+    today = os.environ["TEST_MUTANTS"]  # tests/conftest.py sets it
+    return mutants if today == "all" else mutants[int(today) % SHARE :: SHARE]
+
+
 def each(mutants: Sequence[Mutant]) -> pytest.MarkDecorator:
-    """Return a decorator of a test that takes each of ``mutants`` in turn as ``one``."""
-    return pytest.mark.parametrize("one", mutants, ids=[one.rule.replace(" ", "_") for one in mutants])
+    """Return a decorator of a test that takes each of ``mutants`` that runs today in turn as ``one``."""
+    return pytest.mark.parametrize("one", due(mutants), ids=[one.rule.replace(" ", "_") for one in due(mutants)])
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,11 @@ def unnoticed(copy: Path, one: Mutant) -> str:
 
 
 def failing(copy: Path, mutants: Sequence[Mutant], part: int = 0, parts: int = 1) -> str:
-    """Run the tests of ``mutants`` with all rules in place. Return empty text if all pass, else what they have printed.
+    """Run the tests of the ``mutants`` that run today with all rules in place. Return empty text if all pass, else what they have printed.
 
     ``part`` of ``parts``: run some of the tests only, so that a run takes less time.
     """
-    tests = list(dict.fromkeys(one.test for one in mutants))[part::parts]
+    tests = list(dict.fromkeys(one.test for one in due(mutants)))[part::parts]
     found = run(copy, *tests, WORLD_START="forkserver")  # after many tests this process may have threads, which a fork cannot share
     failed = [line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return "\n".join([*failed, found.text[-2000:]]) if found.code else ""

@@ -1,0 +1,35 @@
+"""Mutants that the suite does not run today fit the code as well."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.support.mutants import ROOT, Mutant, due
+
+PARTS = ("agent", "checkpoint", "cli", "rendezvous", "report", "train")
+
+
+def mutants(part: str) -> tuple[Mutant, ...]:
+    found: tuple[Mutant, ...] = importlib.import_module(f"tests.{part}.test_mutants").MUTANTS
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_mutant_changes_one_line_and_names_a_test(part: str) -> None:
+    for one in mutants(part):
+        assert one.path(ROOT).read_text().count(one.old) == 1, f"{one.rule}: give the mutant the line that holds the rule now"
+        file, _, name = one.test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in Path(ROOT, file).read_text(), f"{one.rule}: there is no {one.test}"
+
+
+def test_each_mutant_runs_within_three_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for day in range(739000, 739003):
+        monkeypatch.setenv("TEST_MUTANTS", str(day))
+        found += due(mutants("agent"))
+    assert sorted(one.rule for one in found) == sorted(one.rule for one in mutants("agent"))
+    monkeypatch.setenv("TEST_MUTANTS", "all")
+    assert due(mutants("agent")) == mutants("agent")
