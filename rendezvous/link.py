@@ -100,7 +100,7 @@ class Link:
         return self.live.silent(node_id) or (row is not None and row.status is Status.LEFT)
 
     def may_have_lost_more(self, record: RoundRecord | None, row: NodeRow, now: float) -> bool:
-        """Return whether all rows are read because several members may be lost. The store is spared while it is slow."""
+        """Return whether many rows are read because several members may be lost. The store is spared while it is slow."""
         slow = self.contact.trouble or self.contact.took > self.rules.beat
         return record is not None and not slow and self.view(record, now).may_have_lost_more(row, self.rules.late)
 

@@ -203,7 +203,7 @@ class Machine:
         self._adopt(self.record if self._moves.undecided else found if self._earlier is None else None)
         verdict = self._link.take_in(event, rows, self.state is RUNNING)
         if verdict is not None:
-            if not self._link.plan.sees_all and self._may_have_lost_more():
+            if not (self._link.plan.sees_all or self._link.plan.wide) and self._may_have_lost_more():
                 verdict = event.now  # to watch the other rows, too
             self._link.schedule.due = min(self._link.schedule.due, max(verdict, event.now) + JUST_AFTER)
 
@@ -587,8 +587,7 @@ class Machine:
             return
         state = JOINING if self._moves.undecided else self.state
         due = self._now + self._link.plan.interval(state, self.record, self._now - self._waiting.since, self._link.contact.took)
-        everything = self._earlier is not None or self._may_have_lost_more()
-        asked = None if everything else self._link.plan.rows(self.state, self.record, self._link.away, self._now, self.hosting)
+        asked = self._rows_to_read() if self._earlier is None else None
         put = self._link.put(self.record, self.row, self._now)
         sync = self._moves.complete(Sync(put, change, asked, keep_alive=self.rules.lasting and self._link.own.introduced), self.record)
         self._link.schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
@@ -625,8 +624,13 @@ class Machine:
             return Change(record, updates.close(record, self.row))
         return self._wanted
 
+    def _rows_to_read(self) -> tuple[str, ...] | None:
+        """Return the ids of the rows that the next exchange reads; None: all rows."""
+        more_lost = self._may_have_lost_more()
+        return self._link.plan.rows(self.state, self.record, self._link.away, self._now, self.hosting, more_lost)
+
     def _may_have_lost_more(self) -> bool:
-        """Return whether all rows are read because several members may be lost."""
+        """Return whether many rows are read because several members may be lost."""
         return self._link.may_have_lost_more(self.record, self.row, self._now)
 
     def _change_to_own_round(self) -> Change | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.ranks import successors
+from elastirun.rendezvous.ranks import WATCHED, successors
 from elastirun.rendezvous.records import Cause, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, RUNNING
@@ -26,7 +26,9 @@ POLLS_OF_WAIT = 0.25  # of the time waited since that step: a poll makes the wai
 PAUSE_OF_POLL = 2.0  # of the length of the last exchange: a store that is slow has half of the time for other nodes
 PER_NODE = 0.0005  # seconds more for each node, so that the load of the store grows less than their number
 ALL_PER_NODE = 0.03  # seconds for each node, on average, between two reads of all rows by a node that is not first in line
+ROWS_PER_SECOND = 4000  # that all of these read together while somebody is first in line: they only make sure
 FIRST = 2  # nodes first in line: one may die
+WIDE = 64  # members that a node watches while several may be lost, as when a rack is: all if the round has no more
 
 Away = Callable[[str], bool]  # by id: the node has left, or is silent
 
@@ -50,6 +52,7 @@ class PollPlan:
     all_read: float  # when it last read all rows, or had no need to; seconds of its clock
     crowd: int = 0  # rows there were then
     sees_all: bool = False  # the rows read last are all rows, not only those asked for
+    wide: bool = False  # many rows were asked for last, because several members may be lost
 
     def interval(self, state: Status, record: RoundRecord | None, waited: float = math.inf, took: float = 0.0) -> float:
         """Return the seconds until the next poll when nothing is urgent.
@@ -63,20 +66,26 @@ class PollPlan:
         quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)
         return min(quick, FORMING_POLL) + PER_NODE * self._nodes(record)
 
-    def rows(self, state: Status, record: RoundRecord | None, away: Away, now: float, hosting: bool) -> tuple[str, ...] | None:
-        """Return the ids of the rows to be read now; None: all rows."""
+    def rows(
+        self, state: Status, record: RoundRecord | None, away: Away, now: float, hosting: bool, more_lost: bool = False
+    ) -> tuple[str, ...] | None:
+        """Return the ids of the rows to be read now; None: all rows. ``more_lost``: several members may be lost."""
+        self.wide = more_lost
         if record is None:
             return ()
+        if more_lost and not (record.open and len(record.members) > WIDE):
+            return None
+        watched = successors(record, self.me, WIDE if more_lost else WATCHED)
         if state in (RUNNING, DRAINING):
             self.all_read = now  # when the round is over, the nodes first in line are to read all rows first
-            return successors(record, self.me)
-        due = now >= self.all_read + ALL_PER_NODE * self._nodes(record) * self._own_factor
+            return watched
+        due = now >= self.all_read + self._all_interval(record, away) * self._own_factor
         if due or _beside(state, record) or (hosting and state is LEFT) or self.is_first(record, away):
             self.all_read = now
             return None
         first = first_in_line(record, away)
         before = itertools.takewhile(lambda i: i != first[-1], (m.id for m in record.members)) if first else ()
-        return (*before, *first[-1:], *(successors(record, self.me) if record.open else ()))
+        return (*before, *first[-1:], *(watched if record.open else ()))
 
     def answered(self, asked: tuple[str, ...] | None, rows: int) -> None:
         """Note that the exchange that ``asked`` for rows has brought so many."""
@@ -87,6 +96,12 @@ class PollPlan:
     def is_first(self, record: RoundRecord, away: Away) -> bool:
         """Return whether this node is to take the next step."""
         return self.me in first_in_line(record, away) if record.members else record.store_id == self.rules.new_store_id
+
+    def _all_interval(self, record: RoundRecord, away: Away) -> float:
+        """Return the seconds, on average, between two reads of all rows while this node is not first in line."""
+        nodes = self._nodes(record)
+        shortest = ALL_PER_NODE * nodes
+        return max(shortest, nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest
 
     @property
     def _own_factor(self) -> float:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from elastirun.rendezvous.records import Member, NodeRow, RoundRecord
 
+WATCHED = 3  # members that each node of a running round watches
+
 
 def _natural(text: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.findall(r"\d+|\D+", text)]
@@ -79,7 +81,7 @@ def places(record: RoundRecord, node_rank: int) -> list[Place]:
     return [Place(first + i, i, role_first + i, role_size) for i in range(here.slots)]
 
 
-def successors(record: RoundRecord, node_id: str, count: int = 3) -> tuple[str, ...]:
+def successors(record: RoundRecord, node_id: str, count: int = WATCHED) -> tuple[str, ...]:
     """Return the ids of the ``count`` members after ``node_id`` in rank order, around the end, which that node watches."""
     ids = [m.id for m in record.members]
     if node_id not in ids:

@@ -178,7 +178,7 @@ def test_what_one_node_knows_of_a_loss_all_know() -> None:
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-@pytest.mark.parametrize(("nodes", "first", "last"), [(8, 2, 6), (16, 2, 6), (40, 0, 14)])
+@pytest.mark.parametrize(("nodes", "first", "last"), [(8, 2, 6), (16, 2, 6), (40, 0, 14), (90, 30, 62)])
 def test_a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node(nodes: int, first: int, last: int, lasting: bool) -> None:
     """Only three members watch a node: as soon as it is late, or its row is away, its neighbours are watched, too."""
     world = started(nodes, lasting=lasting)

@@ -300,8 +300,23 @@ MUTANTS = (
     ),
     mutant(
         "a running node reads three rows, not all",
-        *("polling", "            return successors(record, self.me)\n", "            return None\n"),
+        *("polling", "            return watched\n", "            return None\n"),
         *("machine", "a_running_node_reads_three_rows_however_many_there_are"),
+    ),
+    mutant(
+        "of a large round many rows are read then, not all",
+        *("polling", "if more_lost and not (record.open and len(record.members) > WIDE):", "if more_lost:"),
+        *("polling", "while_several_may_be_lost_many_are_watched_and_all_of_a_small_round"),
+    ),
+    mutant(
+        "a thousand nodes look at all rows more seldom",
+        *("polling", "return max(shortest, nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest", "return shortest"),
+        *("polling", "a_thousand_nodes_do_that_more_seldom_as_long_as_somebody_is_first_in_line"),
+    ),
+    mutant(
+        "not where nobody is first in line",
+        *("polling", "nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest", "nodes**2 / ROWS_PER_SECOND)"),
+        *("polling", "a_thousand_nodes_do_that_more_seldom_as_long_as_somebody_is_first_in_line"),
     ),
     mutant(
         "only those first in line read all rows",
@@ -349,8 +364,8 @@ MUTANTS = (
         *("liveness", "who_is_not_read_is_not_called_silent"),
     ),
     mutant(
-        "all rows are read when a watched one is away",
-        *("machine", "self._earlier is not None or self._may_have_lost_more()", "self._earlier is not None"),
+        "many rows are read when a watched one is away",
+        *("machine", "more_lost = self._may_have_lost_more()", "more_lost = False"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     mutant(
@@ -816,7 +831,7 @@ MUTANTS = (
     ),
     mutant(
         "the nodes of a large job do not read all rows together",
-        *("polling", "* self._nodes(record) * self._own_factor", "* self._nodes(record)"),
+        *("polling", "self._all_interval(record, away) * self._own_factor", "self._all_interval(record, away)"),
         *("polling", "a_thousand_nodes_that_begin_to_wait_together_do_not_all_read_all_rows_together"),
     ),
     mutant(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.polling import ALL_PER_NODE, FORMING_POLL, PER_NODE, QUICKEST_POLL, PollPlan, first_in_line
+from elastirun.rendezvous.polling import ALL_PER_NODE, FORMING_POLL, PER_NODE, QUICKEST_POLL, ROWS_PER_SECOND, WIDE, PollPlan, first_in_line
 from elastirun.rendezvous.records import Cause, Member, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.updates import break_up
@@ -66,6 +66,27 @@ def test_before_the_first_round_whoever_found_the_store_empty_is_first() -> None
 def test_now_and_then_everybody_reads_all() -> None:
     due = ALL_PER_NODE * len(ROUND.members)
     assert look("f", over(), now=0.49 * due) == ("a", "b") and look("f", over(), now=1.51 * due) is None
+
+
+def of_many(nodes: int) -> RoundRecord:
+    return replace(ROUND, members=tuple(Member(f"n{k}", "n", "10.0.0.1", 1, 1) for k in range(nodes)))
+
+
+def test_a_thousand_nodes_do_that_more_seldom_as_long_as_somebody_is_first_in_line() -> None:
+    record = break_up(of_many(1000), Cause.FAILURE, "why", "n0", 0.0, ())
+    long, short = 1000**2 / ROWS_PER_SECOND, ALL_PER_NODE * 1000
+    assert look("n999", record, now=0.49 * long) is not None and look("n999", record, now=1.51 * long) is None
+    assert look("x", record, now=1.51 * short, away=lambda i: True) is None
+
+
+def test_while_several_may_be_lost_many_are_watched_and_all_of_a_small_round() -> None:
+    record = of_many(WIDE + 1)
+    for state in (Status.RUNNING, Status.READY):
+        assert set(look("n3", record, state, more_lost=True) or ()) >= {f"n{(3 + k) % (WIDE + 1)}" for k in range(1, WIDE + 1)}
+        assert len(look("n3", of_many(500), state, more_lost=True) or ()) < WIDE + 8
+        assert look("n3", of_many(WIDE), state, more_lost=True) is None
+    over = break_up(of_many(500), Cause.LOST, "why", "n3", 0.0, ("n4",))
+    assert look("n3", over, more_lost=True) is None, "who ends the round looks at all for the next one"
 
 
 def test_a_thousand_nodes_that_begin_to_wait_together_do_not_all_read_all_rows_together() -> None:
