@@ -1,8 +1,8 @@
 """The steps of torch's optimizers, in a script that tells nothing itself: their stamps, and for how long a rank computes. Needs no torch.
 
-``on_step`` is called behind each step, see agent/processes/forkserver.py. With torch's DistributedDataParallel it also reads, every two
-seconds, how long the module has computed in a step. The module measures that itself, without the communication, in the steps that its
-sample rate names: see docs/running.md#stragglers. Nothing of torch is wrapped or replaced.
+``on_step`` is called behind each step, see agent/processes/forkserver.py. Every two seconds this also reads how long torch's
+DistributedDataParallel has computed in a step, where there is one. That module measures it itself, without the communication, in the steps
+that its sample rate names: see docs/running.md#stragglers. Nothing of torch is wrapped or replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from time import time_ns
 from typing import Any
 
-from elastirun.progress import sampled, step_of_optimizer
+from elastirun.progress import look_after, sampled, step_of_optimizer
 from elastirun.progress_page import NS
 
 FIRST_LOOK = 12  # steps until the module is looked for: torch measures the first ten, which are slower than others
@@ -29,16 +29,7 @@ SHORTEST_PAUSE = 4  # steps: if fewer lie between two samples, each step is one
 MOST_READS = 20  # steps until a sample is given up
 EACH, USUAL = 1, 100  # sample rates: of each step, and torch's own
 
-_left = FIRST_LOOK  # steps until ``_times`` is asked
-
-
-def on_step() -> None:
-    """Stamp a step, and now and then for how long this rank computes in one."""
-    global _left
-    step_of_optimizer()
-    _left -= 1
-    if not _left:
-        _left = _times.look()
+on_step = step_of_optimizer
 
 
 class ComputeTimes:
@@ -134,4 +125,4 @@ def _modules() -> list[Any]:
     return [found for found in gc.get_objects() if type(found) is kind]
 
 
-_times = ComputeTimes()
+look_after(FIRST_LOOK, ComputeTimes().look)

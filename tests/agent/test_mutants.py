@@ -19,6 +19,7 @@ mutant = mutants_in("elastirun/agent", "tests/agent")
 of_rendezvous = mutants_in("elastirun/rendezvous", "tests/rendezvous")
 of_workers = mutants_in("elastirun", "tests/agent")
 of_jobs = mutants_in("elastirun/agent", "tests/system")
+of_scripts = mutants_in("elastirun", "tests/system")
 EVALUATION = "an_evaluation_as_long_as_twenty_steps_is_no_hang_by_the_learned_limit[10.0]"
 CAUSE = "the_worker_that_is_not_where_the_others_wait_is_the_cause"
 LIMIT = "memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count"
@@ -996,7 +997,7 @@ MUTANTS = (
     ),
     of_workers(
         "the first step keeps its time",
-        *("progress", "    if not words[STEPS]:\n        words[FIRST] = now", "    if True:\n        words[FIRST] = now"),
+        *("progress", "    if not _steps:\n        words[FIRST] = now", "    if True:\n        words[FIRST] = now"),
         *("account", "a_worker_stamps_its_first_step_its_number_its_saves_and_when_it_caught_up"),
     ),
     mutant(
@@ -1224,9 +1225,9 @@ MUTANTS = (
         *("hang_watch", "self._job_times.share(meeting, self._stragglers.alone)", "pass"),
         *("hangs", "a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes[False]"),
     ),
-    of_jobs(
+    of_scripts(
         "the steps of an optimizer are sampled",
-        *("processes/forkserver", "elastirun.optimizer_steps import on_step as", "elastirun.progress import step_of_optimizer as"),
+        *("optimizer_steps", "look_after(FIRST_LOOK, ComputeTimes().look)", "pass"),
         *("stragglers", "the_slow_rank_of_an_unmodified_script_is_named_by_its_agent_once"),
     ),
     mutant(
@@ -1347,7 +1348,7 @@ MUTANTS = (
     ),
     of_workers(
         "a pause that was announced is not learned",
-        *("progress", "elif not words[WITHIN] and (pause", "elif (pause"),
+        *("progress", "    elif not _announced:\n", "    else:\n"),
         *("hangs", "a_pause_that_was_announced_is_not_learned"),
     ),
 )
