@@ -111,8 +111,8 @@ class SitOut:
             self._tell_machine()
         elif why := strikes.why_never(self._config.fixed_ranks, self._config.standalone):
             self._stay(why)
-        elif why := strikes.why_stays(self._session.machine.hosting, self._config.min_nodes, 0):
-            self._stay(why)
+        elif self._session.machine.hosting:
+            self._stay(strikes.HOSTS)
         else:
             self._begin_look()
             self._phase, self._since = Phase.LOOKING, clock.now()

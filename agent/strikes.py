@@ -14,6 +14,8 @@ from elastirun.rendezvous import quorum
 from elastirun.rendezvous.failures import describe, root_cause
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord, Status
 
+HOSTS = "it hosts the store, and each round includes that node"
+
 
 @dataclass(frozen=True)
 class Suspicion:
@@ -66,7 +68,7 @@ def why_stays(hosts_store: bool, left: int | None, least: int, outvoted: bool = 
     are too few of the last round to form the next one.
     """
     if hosts_store:
-        return "it hosts the store, and each round includes that node"
+        return HOSTS
     if left is None:
         return "the store does not say how many other nodes there are"
     if left < least:
