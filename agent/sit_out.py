@@ -208,7 +208,8 @@ class SitOut:
         """Take part in the next round although this node has had its strikes, and say so once."""
         if why != self._told:
             self._told = why
-            self._say(f"this node has had {self._config.strikes} strikes, but does not sit out: {why}")
+            count = self._config.strikes
+            self._say(f"this node has had {count} strike{'s' * (count > 1)}, but does not sit out: {why}")
         self._tell_machine()
 
     def _come_back(self, why: str, now: float) -> None:

@@ -76,9 +76,9 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     """Return the configuration to launch, or the exit status when something was only to be shown."""
     given, script = command_line.parse(argv)
     if "help" in given:
-        return _show(command_line.help_text())
+        return subcommands.show(command_line.help_text())
     if "version" in given:
-        return _show(f"elastirun {__version__}")
+        return subcommands.show(f"elastirun {__version__}")
     try:
         os.getcwd()
     except OSError:
@@ -95,7 +95,7 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     dry_run = options.flag("dry_run")
     for warning in options.warnings:
         _say(f"warning: {warning}")
-    return _show(_dry_run(config, options)) if dry_run else config
+    return subcommands.show(_dry_run(config, options)) if dry_run else config
 
 
 def _say(text: str) -> None:
@@ -119,14 +119,6 @@ def _tell_scheduler_of_signals() -> None:
         termination_log.write(termination_log.message("left", ExitCode.signalled(signum), reason, node=socket.gethostname()))
 
     early_signals.call_before_exit(tell)
-
-
-def _show(text: str) -> int:
-    """Print ``text`` on stdout, and return the exit status."""
-    error = standard_streams.write("stdout", f"{text}\n")
-    if error is not None and not isinstance(error, BrokenPipeError):  # not elastirun --help | head
-        _say(f"cannot write to stdout: {error.strerror}")
-    return ExitCode.OK if error is None else ExitCode.FAILED
 
 
 # --- checks on this machine

@@ -140,8 +140,10 @@ def _no_job(found: Found, target: Target) -> str:
     """Return a line that names the endpoints that were asked, why no job was found there, and the option to give."""
     what = "no job" if target.job is None else f"no job {parse.quote(target.job)}"
     if not target.names:
-        why = "; ".join(found.problems[:4]) or "no agent of this user runs it"
-        return f"{what} on this machine: {why}; give --rdzv-endpoint=HOST[:PORT], where its nodes meet"
+        if found.problems:  # of the stores that agents here name
+            job = "a job" if target.job is None else f"job {parse.quote(target.job)}"
+            return f"{job} has agents on this machine, but cannot be shown: {'; '.join(found.problems[:4])}"
+        return f"{what} on this machine: no agent of this user runs it; give --rdzv-endpoint=HOST[:PORT], where its nodes meet"
     others = f"the store there has {', '.join(map(parse.quote, found.others[:4]))}" if found.others else ""
     why = "; ".join(found.problems[:4]) or others or "nothing of it is there"
     how = "the endpoint of the launch, or those of several nodes with commas between them, or ask on a node of the job"

@@ -40,6 +40,8 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def show(text: str) -> int:
-    """Print ``text`` on stdout. Return the exit code."""
+    """Print ``text`` on stdout. Return the exit code. If it cannot be written, a line on stderr says why."""
     error = standard_streams.write("stdout", f"{text.rstrip()}\n")
+    if error is not None and not isinstance(error, BrokenPipeError):  # not elastirun --help | head
+        standard_streams.write("stderr", f"elastirun: cannot write to stdout: {error.strerror}\n")
     return ExitCode.OK if error is None else ExitCode.FAILED

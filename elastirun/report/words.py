@@ -46,7 +46,7 @@ def summary(story: Story) -> list[str]:
     agents = f"{nodes} agent{'s' * (nodes > 1)}" + (f", which had no round in common: {jobs} jobs" if jobs > 1 else "")
     known = "" if story.repeats_known else "At most "
     unknown = story.spent.get(UNACCOUNTED, 0.0)
-    killed = f"; of {share(unknown, story.total)}, rounds of agents that were killed, this is not known" if unknown else ""
+    killed = f"; of {share(unknown, story.total)}, rounds that still run or whose agent was killed, this is not known" if unknown else ""
     found = [
         f"{moment(story.begin)} to {moment(story.end)} UTC, {seconds(took)}; {agents}.",
         f"{clean(story.outcome)}.",

@@ -149,6 +149,16 @@ MUTANTS = (
                 "test_status_command.py::test_where_no_job_is_found_one_line_says_what_was_looked_at",
             ),
             (
+                "a job of this machine whose store does not answer is not missing",
+                *("status_command", "        if found.problems:  #", "        if False:  #"),
+                "test_status_command.py::test_a_job_of_this_machine_whose_store_does_not_answer_is_not_said_to_be_missing",
+            ),
+            (
+                "a full stdout is said",
+                *("subcommands", "    if error is not None and not isinstance(error, BrokenPipeError):", "    if False:"),
+                "test_status_command.py::test_a_screen_that_cannot_be_written_is_said",
+            ),
+            (
                 "no endpoint twice",
                 *("parse", "if found.count(one) > 1:", "if False:"),
                 "test_parse.py::test_what_are_no_endpoints[a:1,b:1,a:1-names a:1 twice]",

@@ -141,6 +141,19 @@ def test_without_an_endpoint_only_agents_on_this_machine_are_asked(run: Run) -> 
     bad(result, "no job on this machine: no agent of this user runs it; give --rdzv-endpoint=HOST", status=NOTHING_FOUND)
 
 
+@pytest.mark.parametrize(("words", "job"), [((), "a job"), (("a",), "job 'a'")])
+def test_a_job_of_this_machine_whose_store_does_not_answer_is_not_said_to_be_missing(run: Run, words: tuple[str, ...], job: str) -> None:
+    result = run("status", *words, found=(Found(problems=("node0:29400: no answer of the store",)),))
+    bad(result, f"{job} has agents on this machine, but cannot be shown: node0:29400: no answer", status=NOTHING_FOUND)
+
+
+def test_a_screen_that_cannot_be_written_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = standard_streams.write
+    monkeypatch.setattr(standard_streams, "write", lambda name, text: write(name, text) if name == "stderr" else OSError(28, "No space"))
+    result = run("status")
+    assert (result.status, result.err) == (ExitCode.FAILED, "elastirun: cannot write to stdout: No space\n")
+
+
 def test_its_variables_do_so_too_and_options_take_precedence(run: Run) -> None:
     target = run("status", PET_RDZV_ENDPOINT="node0", PET_RDZV_ID="a").target
     assert (target.endpoints, target.job) == ((Endpoint("node0", 29400),), "a")

@@ -66,6 +66,7 @@ def test_the_lane_of_a_killed_agent_ends_when_the_others_noticed_and_goes_on_wit
     found = told(tmp_path, two_nodes())
     lost, back = (lane for lane in found.lanes if lane.name == "b")
     assert (lost.outcome, lost.end, back.outcome) == ("", NOON + 82, "succeeded")
+    assert "rounds that still run or whose agent was killed, this is not known" in words.summary(found)[2]
     assert [one.state for one in lost.segments][-1] == UNACCOUNTED
     assert (lost.number, back.number) == (0, 0), "one after the other, so in the same lane"
 
