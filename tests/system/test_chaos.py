@@ -134,6 +134,21 @@ def test_a_false_expulsion_is_noticed() -> None:
     assert len(list(checks._expulsions(Now, [], 1000.0, strict=True))) == 1  # type: ignore[arg-type]
 
 
+def test_a_host_that_leaves_may_be_called_lost_by_who_only_hears_that_it_has_gone() -> None:
+    class Now:
+        terms = Terms()
+        all = [agent("h1-0", {"event": "broken", "round": 1, "by": "h1", "lost": ["h0"], "mono": 100.0})]
+
+    def found(*done: Done) -> list[str]:
+        return list(checks._expulsions(Now, list(done), 1000.0))  # type: ignore[arg-type]
+
+    left = Done("term h0", "term", 0, set(), 99.0, 99.0)
+    assert len(found(left)) == 1, "another node that leaves is not lost"
+    Now.all[0].events[0]["reason"] = "h0 10.77.0.10, which hosted the rendezvous store, was lost"
+    assert not found(left)
+    assert len(found()) == len(found(Done("term h2", "term", 2, set(), 99.0, 99.0))) == 1
+
+
 def test_a_round_with_two_tables_or_wrong_ranks_is_noticed() -> None:
     formed = {"event": "formed", "round": 1, "nodes": ["h0", "h1"], "world_size": 2}
     began = {"event": "round", "round": 1, "node_rank": 1, "ranks": [1]}
