@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.mutants import Mutant, copy, each, failing, unnoticed
 
 __all__ = ["copy"]  # the fixture
@@ -1049,6 +1047,5 @@ def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant) -> None:
     assert unnoticed(copy, one) == ""
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path, part: int) -> None:
-    assert failing(copy, MUTANTS, part, 4) == ""
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path) -> None:
+    assert failing(copy, MUTANTS) == ""

@@ -1199,6 +1199,5 @@ def test_a_rule_that_is_taken_out_is_missed(copy: Path, one: Mutant, monkeypatch
     assert unnoticed(copy, one) == ""
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path, part: int) -> None:
-    assert failing(copy, MUTANTS, part, 4) == ""
+def test_as_long_as_no_rule_is_taken_out_the_same_tests_pass(copy: Path) -> None:
+    assert failing(copy, MUTANTS) == ""
