@@ -21,7 +21,7 @@ from elastirun.agent.accounting import Accounting
 from elastirun.agent.checkpoint_memory import CheckpointMemory
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.hang_watch import HangWatch
-from elastirun.agent.host import cpus, descriptors, net
+from elastirun.agent.host import cpus, descriptors, name_servers
 from elastirun.agent.live_workers import LiveWorkers
 from elastirun.agent.node_reports import Meeting
 from elastirun.agent.output.console import Console
@@ -59,21 +59,23 @@ def run(config: LaunchConfig) -> int:
     """
     require_pidfds()
     torch_class.store_only()
+    environ = dict(os.environ)
+    name_servers.only_python_asks()
     with ExitStack() as stack:
         try:
-            agent = Agent(config, stack)
+            agent = Agent(config, environ, stack)
         except OSError as error:  # no descriptor, no space, no folder for temporary files
             raise StartError(f"cannot start here: {error}") from error
         return agent.run()
 
 
 class Agent:
-    """Runs this node's part of one job. ``stack`` closes what the agent opens."""
+    """Runs this node's part of one job. ``environ``: for the workers. ``stack`` closes what the agent opens."""
 
-    def __init__(self, config: LaunchConfig, stack: ExitStack) -> None:
+    def __init__(self, config: LaunchConfig, environ: Mapping[str, str], stack: ExitStack) -> None:
         self._config = config
         self._selector = stack.enter_context(selectors.PollSelector())
-        environ, files = dict(os.environ), descriptors.raise_limit()
+        files = descriptors.raise_limit()
         bound_to = cpu_sets(config, environ)
         self._finish: Finish | None = None
         self._round = 0  # the number of the round whose workers run here, or ran last
@@ -245,8 +247,6 @@ class Agent:
                 return
             if isinstance(event, Synced | SyncFailed) and not self._session.machine.looking:
                 self._round_check.settle(event)
-            if isinstance(event, Synced):
-                net.shorten_name_timeouts()  # not before the store was reached: its name may need a slow name server
             actions = self._session.step(event)
             if isinstance(event, Synced):
                 self._brief_guard()

@@ -335,7 +335,6 @@ class EndpointAccess(StoreAccess):
                 raise StoreError(f"the standby store at {where} is another agent's; the one that served it has ended")
             store = tcp.TcpStore(address, at.port)
             self._answered = at
-            net.shorten_name_timeouts()
             self._host_failed = None  # a newcomer needs no store of its own where the job was started
             self._find_node_address(address, at.port)
             self._serve_standby()
@@ -352,7 +351,6 @@ class EndpointAccess(StoreAccess):
         strange = at_once(self._what_is_wrong_at, listening, 3 * ANSWER_LIMIT)
         for address, wrong in strange.items():
             if not wrong:
-                net.shorten_name_timeouts()
                 self._reached = (address, endpoint.port)
                 self._for_guard = {"kind": "tcp", "address": address, "port": endpoint.port}
                 return self._reached
@@ -401,7 +399,6 @@ class EndpointAccess(StoreAccess):
             self._host_failed = self._host_failed or (clock.now(), str(error))
             raise StoreError(str(error)) from None
         if listening is not None:
-            net.shorten_name_timeouts()
             found = net.resolve(endpoint.host)
             self._reached = (found[0] if found else "127.0.0.1", endpoint.port)
             self._served_at = "" if net.listens_everywhere(listening) else listening.getsockname()[0]

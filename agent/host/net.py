@@ -376,15 +376,6 @@ def _why_not(error: OSError, option: str = "--rdzv-endpoint") -> str:
     return f"cannot listen on {where}: {error.strerror}; check the address in {option} or --local-addr"
 
 
-def shorten_name_timeouts() -> None:
-    """Let name look-ups of this process wait one second for a name server, not ten. For look-ups in threads that start later.
-
-    TCPStore resolves the name of each client that connects, in its only thread. Call this after the store was reached: until
-    then a slow name server must not keep this node from the endpoint.
-    """
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
-
 def who_answers(address: str, port: int, timeout: float, again: bool = True) -> str | None:
     """Return None if a TCPStore listens at ``address``:``port``, else a few words on what listens there.
 

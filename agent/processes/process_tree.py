@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastirun import clock
+from elastirun.agent.host import name_servers
 from elastirun.agent.host.cpus import own_groups
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import control_group, guard, kills, leftovers, marks, proc
@@ -206,8 +207,9 @@ class ProcessTree:
         try:
             command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._evidence.mark.text, str(self._deadline)]
             command += [str(int(self._evidence.strict)), self.group]
+            environ = {**os.environ, name_servers.OPTIONS: ""}  # other nodes' addresses may be names
             started = subprocess.Popen(
-                command, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+                command, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/", env=environ
             )
             assert started.stdout is not None
             with started.stdout as output:

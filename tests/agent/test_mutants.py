@@ -1326,6 +1326,21 @@ MUTANTS = (
         *("processes/process_tree", "self._evidence.outside = outside | set(parked)", "pass"),
         *("live_workers", "what_others_have_left_behind_is_ended_while_a_worker_is_parked"),
     ),
+    of_jobs(
+        "torch asks no name server",
+        *("host/name_servers", ' attempts:0"', '"'),
+        *("slow_names", "an_endpoint_is_found_by_a_slow_name_server_that_nobody_asks_for_names_of_clients"),
+    ),
+    of_jobs(
+        "nor where Python has asked before",
+        *("host/name_servers", "libc.__res_state()[1] = 0", "pass"),
+        *("slow_names", "an_endpoint_is_found_by_a_slow_name_server_that_nobody_asks_for_names_of_clients"),
+    ),
+    of_jobs(
+        "Python asks name servers",
+        *("host/name_servers", "libc.__res_state()[1] = ATTEMPTS", "pass"),
+        *("slow_names", "an_endpoint_is_found_by_a_slow_name_server_that_nobody_asks_for_names_of_clients"),
+    ),
     of_workers(
         "only the main thread promises to have left its round",
         *("live_connection", "if self._asked and not self._inside:", "if self._asked:"),

@@ -209,10 +209,11 @@ class Job:
         return "\n".join(pod.output for pod in self.pods)
 
     def story(self) -> str:
-        """Return what happened and what each pod said last, for people."""
+        """Return what happened, what the agent of each pod said, and the last lines of its workers, for people."""
         told = [f"job {self.name}: {self.status or 'runs'}", *self.events]
         for pod in self.pods:
-            said = list(zip(pod.times, pod.lines, strict=False))[-12:]
+            lines = list(zip(pod.times, pod.lines, strict=False))
+            said = [(moment, line) for moment, line in lines[:-12] if line.startswith("elastirun: ")][-60:] + lines[-12:]
             told += [f"--- {pod.name} {pod.phase} {pod.code}", *(f"{moment - self._begun:6.1f} s  {line}" for moment, line in said)]
         return "\n".join(told)
 
