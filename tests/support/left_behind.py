@@ -1,4 +1,6 @@
-"""Lines of a worker's script that leave processes behind."""
+"""What workers leave behind: lines of a script that leave processes, and a folder that torch leaves."""
+
+TORCHS_OWN = "torchinductor_"  # what its import of torch._dynamo makes, and leaves, in the folder for temporary files
 
 # Two processes, each in a session of its own and with init for a parent; one of them is stopped. The script imports os and signal.
 DAEMONS = """

@@ -24,11 +24,10 @@ from pathlib import Path
 
 from elastirun.agent.processes import proc
 from tests.support.cluster import free_port
-from tests.support.left_behind import DAEMONS
+from tests.support.left_behind import DAEMONS, TORCHS_OWN
 from tests.support.tries import parser, unless
 from tests.system.preload_kills import TAG, command_line, everything, wait
 
-TORCHS_OWN = "torchinductor_"  # what its import of torch._dynamo makes, and leaves, in the folder for temporary files
 TARGETS = ("agent", "agent and workers", "process group")
 MOMENTS = ("at the start", "in a round", "between rounds")
 LONGEST = {"at the start": 2.5, "in a round": 0.5, "between rounds": 2.5}  # seconds until the kill
