@@ -368,7 +368,8 @@ class Agent:
         self._accounting.end_round()
         if self._tracker.stopped:
             leaving = bool(self._signum or self._sick or self._finish)
-            self._sit_out.workers_stopped(self._round, self._tracker.failures, self._hangs.stragglers, leaving)
+            kept = any(self._live.settled(process.pid) for process in self._workers.parked.values())
+            self._sit_out.workers_stopped(self._round, self._tracker.failures, kept, self._hangs.stragglers, leaving)
         elif not self._tracker.failures:  # else the machine hears of the failures, and asks for a stop
             self._session.post(WorkersSucceeded(clock.now()))
 

@@ -87,6 +87,7 @@ class SitOut:
         self._since = 0.0  # when the phase began
         self._suspicion: Suspicion | None = None  # a strike that this node may have had
         self._failures: tuple[ExitRecord, ...] = ()  # of the last round, for the machine
+        self._kept = False  # workers are parked with their state
         self._look: Look | None = None
         self._broken: tuple[str, float] | None = None  # the round that has ended while this node sits out, by its token, and when
         self._looked_after = ""  # the round, by its token, after which this node has looked again
@@ -97,12 +98,15 @@ class SitOut:
         """Return whether this node sits out."""
         return self._phase is Phase.OUT
 
-    def workers_stopped(self, number: int, failures: tuple[ExitRecord, ...], stragglers: Collection[int], leaving: bool) -> None:
+    def workers_stopped(
+        self, number: int, failures: tuple[ExitRecord, ...], kept: bool, stragglers: Collection[int], leaving: bool
+    ) -> None:
         """The workers of round ``number`` were stopped. Tells the machine so, now or when this node has sat out.
 
-        ``stragglers``: ranks of workers that were named as such in this round; ``leaving``: this node leaves the job.
+        ``kept``: some are parked with their state. ``stragglers``: ranks of workers that were named as such in this round;
+        ``leaving``: this node leaves the job.
         """
-        self._failures, limit = failures, self._config.strikes
+        self._failures, self._kept, limit = failures, kept, self._config.strikes
         self._suspicion = strikes.suspect(number, failures)
         if stragglers and limit:
             self._suspicion = None  # one round, one strike
@@ -198,6 +202,7 @@ class SitOut:
         whys = [*self.strikes, *([describe(self._suspicion.failure)] if self._suspicion else [])]
         cooldown = self._config.strikes_cooldown
         self._phase, self._since, self._broken, self._looked_after = Phase.OUT, now, None, ""
+        self._kept = False
         self._say(f"this node sits out for {cooldown:g} s at most: strike {len(whys)} of {self._config.strikes}: {whys[-1]}")
         self._write(events.SitsOut(machine.row.round, whys, cooldown))
         self._accounting.sit_out()
@@ -223,4 +228,4 @@ class SitOut:
         self._tell_machine()
 
     def _tell_machine(self) -> None:
-        self._session.post(WorkersStopped(clock.now(), self._failures))
+        self._session.post(WorkersStopped(clock.now(), self._failures, self._kept))

@@ -64,9 +64,13 @@ class WorkersFailed(Event):
 
 @dataclass(frozen=True)
 class WorkersStopped(Event):
-    """No worker of this node runs any more after a ``Stop``. ``failures``: of the workers that failed by themselves."""
+    """No worker of this node runs any more after a ``Stop``. ``failures``: of the workers that failed by themselves.
+
+    ``kept``: some are parked with their state, and go on in the next round.
+    """
 
     failures: tuple[ExitRecord, ...] = ()
+    kept: bool = False
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, to
     if left > 0:
         reason = f"nothing is heard of {names(lost)}: they may be cut off together, and then stop by themselves within {left:.0f} s"
         return Forming(None, reason, check_again=now + left)
-    view = replace(view, record=count_loss(record, lost))
+    view = replace(view, record=count_loss(view, lost))
     record, causes = count_failure(rules, view, lost)
     if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
         return _give_up(rules, record, causes)

@@ -164,7 +164,8 @@ class Machine:
 
     def _on_stopped(self, event: events.WorkersStopped) -> None:
         if self.state is DRAINING:
-            self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures)
+            kept = self.row.round if event.kept else self.row.kept
+            self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures, kept=kept)
 
     def _on_synced(self, event: events.Synced) -> None:
         self._link.schedule.under_way = False

@@ -85,6 +85,7 @@ class NodeRow:
     hosts: bool = False  # its agent serves the store, so every round includes it, see docs/decisions/0009
     standby: int = 0  # the port of its standby store, which takes over when the store's host has died (docs/decisions/0020); 0: it has none
     started: int = 0  # the last round whose workers it has started
+    kept: int = 0  # the last round whose end cost no progress: workers of this node were parked with their state (docs/elastic.md)
 
 
 @dataclass(frozen=True)

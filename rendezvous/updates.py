@@ -88,12 +88,15 @@ def count_failure(rules: Rules, view: View, lost: list[Member]) -> tuple[RoundRe
     return replace(record, failures=before + 1, signature=mark, repeats=repeats, quick=quick), causes
 
 
-def count_loss(record: RoundRecord, lost: list[Member]) -> RoundRecord:
+def count_loss(view: View, lost: list[Member]) -> RoundRecord:
     """Return the record with the broken round counted if it lost a node early, its version not raised.
 
-    A round that ended because newcomers came says nothing about those newcomers yet.
+    A round that ended because newcomers came says nothing about those newcomers yet. One whose workers go on with their state has lost
+    no progress.
     """
+    record = view.record
     broken = record.broken
     if broken is None or (broken.cause is Cause.JOIN and not lost):
         return record
-    return replace(record, losses=0 if broken.ran >= EARLY else record.losses + bool(lost))
+    kept = any(row.kept == record.round for row in view.rows.values())
+    return replace(record, losses=0 if broken.ran >= EARLY else record.losses + bool(lost and not kept))

@@ -1111,6 +1111,11 @@ MUTANTS = (
         *("sit_out", "it_sits_out_from_its_last_strike_on_and_ends_with_its_time"),
     ),
     mutant(
+        "workers that keep their state are none when their node has sat out",
+        *("sit_out", "        self._kept = False\n        self._say", "        self._say"),
+        *("sit_out", "workers_that_keep_their_state_are_ended_when_their_node_sits_out"),
+    ),
+    mutant(
         "a node that stays says so once",
         *("sit_out", "        if why != self._told:\n", "        if True:\n"),
         *("sit_out", "it_stays_where_it_is_needed_or_nobody_knows_and_says_so_once"),

@@ -35,7 +35,7 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, strikes: int, *spares: NodeRow, answers: bool = True) -> None:
         rows = {row.id: row for row in (A, B, *spares)}
         self.found = Synced(0.0, 0.0, ROUND, rows) if answers else None
-        self.looked = 0
+        self.looked, self.kept = 0, False
         monkeypatch.setattr(sit_out, "Look", self.look)
         self.machine: Any = SimpleNamespace(record=ROUND, row=B, hosting=False, place=None, kept_alive=clock.now())
         self.machine.rules = SimpleNamespace(majority=True)
@@ -60,7 +60,7 @@ class Node:
     def ends_round(self, *failures: ExitRecord, number: int = 3, stragglers: tuple[int, ...] = (), leaving: bool = False) -> list[object]:
         """End a round. Return the events that the machine gets immediately."""
         self.posted.clear()
-        self.sit_out.workers_stopped(number, failures, stragglers, leaving)
+        self.sit_out.workers_stopped(number, failures, self.kept, stragglers, leaving)
         self.sit_out.tick(clock.now())
         return list(self.posted)
 
@@ -82,6 +82,16 @@ def test_it_sits_out_from_its_last_strike_on_and_ends_with_its_time(monkeypatch:
     node.sit_out.tick(now + 101)
     assert node.told() == [(OWN,)] and not node.sit_out.out and node.sit_out.strikes == []
     assert [event.kind for event in node.events] == ["sits_out", "sat_out"]
+
+
+def test_workers_that_keep_their_state_are_ended_when_their_node_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch, 2, SPARE)
+    node.kept = True
+    assert [event.kept for event in node.ends_round(OWN, number=2)] == [True]  # type: ignore[attr-defined]
+    node.sit_out.see(replace(ROUND, reason=describe(OWN)))
+    assert node.ends_round(OWN) == [] and node.sit_out.out
+    node.sit_out.end()
+    assert [event.kept for event in node.posted] == [False]  # type: ignore[attr-defined]
 
 
 def test_the_row_says_at_once_that_the_last_round_is_over_for_this_node() -> None:

@@ -37,6 +37,13 @@ def test_a_round_counts_when_it_lost_a_node_soon(cause: Cause, lost: tuple[str, 
     assert decision.record is not None and decision.record.losses == losses
 
 
+@pytest.mark.parametrize(("kept", "losses"), [(1, 3), (0, 4), (2, 4)])
+def test_a_loss_does_not_count_where_workers_go_on_with_their_state(kept: int, losses: int) -> None:
+    record = after("abc", losses=3, broken=Broken(Cause.LOST, "r", "a", ("c",), ran=5.0))
+    decision = form(record, [row("a", 1), replace(row("b", 1), kept=kept)], max_restarts=9)
+    assert decision.record is not None and decision.record.losses == losses
+
+
 @pytest.mark.parametrize(
     ("cause", "losses", "least", "expected"),
     [
@@ -78,6 +85,18 @@ def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their
     assert 4 <= max(number for number, _ in world.history) <= 11, "59 when nobody has to wait"
     assert world.run(rules.LONGEST_HOLD + 20, world.running(*stay, comes[-1])), "when it has come to stay it is taken in"
     assert any("newcomers are taken in after" in said for node in comes for said in node.said)
+
+
+def test_where_workers_keep_their_state_a_node_that_crashes_again_and_again_is_taken_in_each_time() -> None:
+    world = World(min_nodes=2, max_nodes=3)
+    world.keeps = True
+    stay = [world.add(), world.add()]
+    for _ in range(6):
+        comes = world.add("x")
+        assert world.run(20, world.running(*stay, comes)), comes.said
+        comes.crash()
+        assert world.run(20, world.running(*stay))
+    assert world.history[-1][0] == 12 + (world.history[0][1] == 2)
 
 
 def test_a_newcomer_with_a_slow_beat_is_taken_in_by_the_round_that_was_ended_for_it() -> None:

@@ -383,6 +383,21 @@ MUTANTS = (
         *("crash_loops", "after_many_early_losses_the_survivors_go_on_by_themselves"),
     ),
     mutant(
+        "a loss counts unless workers go on with their state",
+        *("updates", "bool(lost and not kept)", "bool(lost)"),
+        *("crash_loops", "a_loss_does_not_count_where_workers_go_on_with_their_state"),
+    ),
+    mutant(
+        "a node says that its workers keep their state",
+        *("machine", "kept = self.row.round if event.kept else self.row.kept", "kept = self.row.kept"),
+        *("crash_loops", "where_workers_keep_their_state_a_node_that_crashes_again_and_again_is_taken_in_each_time"),
+    ),
+    mutant(
+        "only a state of the round that is over is one to go on with",
+        *("updates", "row.kept == record.round for", "row.kept > 0 for"),
+        *("crash_loops", "a_loss_does_not_count_where_workers_go_on_with_their_state"),
+    ),
+    mutant(
         "a round that ran for long makes early losses forgotten",
         *("updates", "0 if broken.ran >= EARLY else record.losses", "record.losses"),
         *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),

@@ -21,7 +21,8 @@ JOINED_WITHIN = 20.0  # seconds until the same, after newcomers need not wait an
 ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all nodes
 # Shares of the histories: with 3 to 9 nodes, which do not read each other's rows all the time; with unlike nodes; with a node that
 # crashes again and again; with nodes that import modules when they begin.
-WIDE, UNEVEN, LOOPING, IMPORTING = 0.1, 0.25, 0.1, 0.125
+# And with workers that keep their state from round to round.
+WIDE, UNEVEN, LOOPING, IMPORTING, KEEPING = 0.1, 0.25, 0.1, 0.125, 0.2
 SUCCESSION = 0.5  # share of the histories with a store that a node hosts in which another node's store may take over
 WIDER, CROWDED = 0.6, 0.5  # shares of those with faults of ``WIDER_KINDS``, and of these with four to seven nodes
 MAJORITY = 0.4  # share of the histories with succession in which a majority is enough, without the proof that the host has died
@@ -59,6 +60,7 @@ class Plan:
     deaths: Deaths = Deaths()
     sparse: float = 1.0  # factor on the time between two reads of all rows
     prepares_within: float = 0.0  # seconds from when a node begins until its workers can start
+    keeps: bool = False  # workers are parked with their state when a round ends
 
 
 @dataclass
@@ -158,6 +160,7 @@ def draw(seed: int) -> Plan:
     imports = random.Random(f"loading {seed}")
     if imports.random() < IMPORTING:
         plan = replace(plan, prepares_within=imports.choice([1.0, 5.0, 30.0]))
+    plan = replace(plan, keeps=random.Random(f"keeping {seed}").random() < KEEPING)
     again = random.Random(f"loop {seed}")
     if again.random() < LOOPING:
         loop = Fault(again.uniform(0.0, TROUBLE), "loop", again.randrange(nodes), again.uniform(0.2, 7.0), again.random())
@@ -243,6 +246,7 @@ class History:
         kinds = {fault.kind for fault in plan.faults}
         self.world.disconnected = plan.rules.succession and bool(kinds - CONNECTED)
         self.world.push, self.world.deaths, self.world.prepares_within = plan.push, plan.deaths, plan.prepares_within
+        self.world.keeps = plan.keeps
         self._suspended_until = 0.0  # the end of the time for which all machines are suspended
         invariants.install(self.world)
 

@@ -331,7 +331,7 @@ class Node:
     def _stopped(self, round_: int) -> None:
         if self.up and self.stopping and len(self.began) == round_:
             self.working, self.stopping, self.lone, self.ended_by_guard = None, False, False, False
-            self.feed(lambda now: WorkersStopped(now, self.machine.row.failures))
+            self.feed(lambda now: WorkersStopped(now, self.machine.row.failures, self.world.keeps))
 
     # -- what can be done to it ---------------------------------------------------------------------------------------
 
@@ -453,6 +453,7 @@ class World:
         self.death_random = random.Random(f"deaths {seed}")
         self.prepare_random = random.Random(f"prepares {seed}")
         self.prepares_within = 0.0  # seconds from when a node begins until its workers can start
+        self.keeps = False  # workers are parked with their state when a round ends
         self.telling: Node | None = None  # whose death notice is being written at this very moment
         self.own_random = random.Random(~seed)  # for the store: its clock, and how late it notices the end of a lease
         self.store_rate = self.own_random.uniform(0.9, 1.1)
