@@ -30,11 +30,12 @@ def main() -> int:
     parser.add_argument("--expire", type=float, default=Terms.expire, metavar="SECONDS")
     parser.add_argument("--etcd", action="store_true", help="the nodes meet at an etcd on a host of its own")
     parser.add_argument("--succession", choices=["off", "proof", "majority"], default="off", help="the agents' --store-succession")
+    parser.add_argument("--live", action="store_true", help="live workers, which are parked between rounds")
     parser.add_argument("--calm", type=float, metavar="SECONDS", help="do nothing for so long")
     parser.add_argument("--plan", action="store_true", help="show the faults and do nothing")
     parser.add_argument("--keep", action="store_true", help="keep the folder in any case")
     arguments = parser.parse_args()
-    terms = Terms(expire=arguments.expire, etcd=arguments.etcd, succession=arguments.succession)
+    terms = Terms(expire=arguments.expire, etcd=arguments.etcd, succession=arguments.succession, live=arguments.live)
     nodes = arguments.nodes or 3 + arguments.seed % 2
     steps = [] if arguments.calm else faults.draw(arguments.seed, arguments.faults, nodes, terms)
     if arguments.plan:

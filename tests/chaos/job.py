@@ -31,6 +31,23 @@ with open(os.path.join(e["CHAOS_TICKS"], name), "a", buffering=1) as file:
         file.write(f"{e['ELASTIRUN_ROUND']} {rank} {os.getpid()} {time.monotonic()}\\n")
         time.sleep(0.05)
 """
+# The same as a live worker: it is parked between rounds, and goes on in the next one.
+LIVE_WORKER = """
+import os, signal, sys, time
+from elastirun.live_connection import LiveConnection
+e = os.environ
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+live, number = LiveConnection(), 0
+while True:
+    number, changed = live.enter(number, 1e6)
+    e.update(changed)
+    name = "_".join([e["ELASTIRUN_FENCE"].replace(":", "_"), e["RANK"], e["WORLD_SIZE"], e["CHAOS_AGENT"], str(os.getpid())])
+    with open(os.path.join(e["CHAOS_TICKS"], name), "a", buffering=1) as file:
+        while not live.asked:
+            file.write(f"{number} {e['RANK']} {os.getpid()} {time.monotonic()}\\n")
+            time.sleep(0.05)
+    live.leave(1, number)
+"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Terms:
     most: int = 3  # nodes in a round; who is more is a spare
     etcd: bool = False  # they meet at an etcd on a host of its own, to which nothing is done
     succession: str = "off"  # proof, majority: another node takes over the store when its host is gone
+    live: bool = False  # workers are parked between rounds, so that newcomers are not held (docs/decisions/0011)
 
 
 @dataclass
@@ -112,7 +130,7 @@ class Job:
         self.ticks.mkdir()
         self.temporary.mkdir()
         self.script = folder / "worker.py"
-        self.script.write_text(WORKER)
+        self.script.write_text(LIVE_WORKER if terms.live else WORKER)
         self.all: list[Agent] = []  # every incarnation there ever was
         self.stopping = False
         self._files: dict[str, Ticks] = {}
