@@ -90,6 +90,7 @@ def look():
 if __name__ == "__main__": look()
 '''
 # Holds up the fork server when it imports torch._dynamo, until somebody has written to a pipe.
+SLOW_MACHINE = "from elastirun.agent.processes import parked_forks; parked_forks.NEARLY_WITHIN = 60.0"
 GATED = """
 import os, sys
 
@@ -189,12 +190,13 @@ def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is
     os.mkfifo(gate)
     (modules / "sitecustomize.py").write_text(GATED)
     nodes.env |= {"PYTHONPATH": str(modules), "TEST_GATE": str(gate)}
-    nodes.agent(1, "--last-call=0.1", nnodes="1:2")
+    nodes.agent(1, "--preload=", "--last-call=0.1", nnodes="1:2")
     (worker,) = nodes.round(1)
-    nodes.agent(2, "--preload=torch", nnodes="1:2")
+    where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=test", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2")
+    nodes.launch(2, "--nnodes=1:2", *where, "--preload=torch", str(nodes.script), program=with_change(SLOW_MACHINE))
     with open(gate, "w"):  # the import of torch._dynamo has begun, and ends with this block
-        where, end = f"--rdzv-endpoint=127.0.0.1:{nodes.port}", time.monotonic() + PATIENCE
-        while len(json.loads(status(where, "--json").stdout)["jobs"][0]["nodes"]) < 2:
+        end = time.monotonic() + PATIENCE
+        while len(json.loads(status(where[0], "--json").stdout)["jobs"][0]["nodes"]) < 2:
             assert time.monotonic() < end, nodes.everything()
         assert not ready([worker.connection], 2.0), "the round was ended"  # twice as long as newcomers wait for others
     assert [one.round for one in nodes.round(2, after=1)] == [2, 2]
