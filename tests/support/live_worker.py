@@ -1,8 +1,9 @@
 """A worker of a live job that logs what it trains on and where it gets to. For tests/support/live_log.py, which judges the log.
 
 Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
-step), TEST_TRANSPORT, TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to the next), TEST_HOLD
-(a fifo: a worker that begins in a later round than the first waits until somebody opens it to write).
+step), TEST_TRANSPORT, TEST_SEED (of the first parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no
+checkpoints), TEST_EVERY (steps from one checkpoint to the next), TEST_HOLD (a fifo: a worker that begins in a later round than the first
+waits until somebody opens it to write).
 """
 
 import faulthandler
@@ -56,7 +57,7 @@ def main() -> None:
         with open(f"{hold}.{os.getpid()}", "w"):  # a new worker of a later round says that it is here, and waits
             open(hold).close()
     elastic.init_process_group()
-    torch.manual_seed(os.getpid())  # replicas begin differently; rank 0's state counts
+    torch.manual_seed(int(os.environ.get("TEST_SEED", os.getpid())))  # replicas begin differently; rank 0's state counts
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)), transport=os.environ.get("TEST_TRANSPORT", "auto")
     )
@@ -76,16 +77,19 @@ def main() -> None:
     while loader.epoch < EPOCHS:
         for batch in run.batches():
             optimizer.zero_grad()
+            loss, count = torch.zeros(()), 0
             if batch is None:
                 model.skip()
             else:
                 numbers, data = batch
                 write("offered", step=run.step + 1, epoch=loader.epoch, samples=numbers.tolist())
-                model(data).square().mean().backward()
+                count, loss = len(data), (model(data) - torch.sin(3 * data[:, :1])).square().mean()
+                loss.backward()
             optimizer.step()
             scheduler.step()
             if not model.failed:
-                write("made", step=run.step + 1, digest=digest(model, optimizer), rate=scheduler.get_last_lr()[0])
+                rate = scheduler.get_last_lr()[0]
+                write("made", step=run.step + 1, digest=digest(model, optimizer), rate=rate, loss=loss.item(), samples=count)
             time.sleep(PAUSE)
     write("over", step=run.step)
     dist.destroy_process_group()

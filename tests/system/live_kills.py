@@ -40,6 +40,7 @@ class Job:
     nproc: int
     options: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)  # workers of a node that has another number than ``nproc``
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # by node, from 1
     port: int = field(default_factory=free_port)
     known: list[live_log.Line] = field(default_factory=list)  # the lines of the log that were read
@@ -53,7 +54,8 @@ class Job:
         """Start the agent of a node."""
         given = {"TEST_LOG": str(self.log), "TEST_SAMPLES": str(SAMPLES), "TEST_BATCH": str(BATCH), "TEST_EPOCHS": "1000000"}
         env = {**os.environ, "TMPDIR": str(self.folder), "PET_RESTART_PAUSE": "0", "OMP_NUM_THREADS": "1", **given, **self.env}
-        line = [sys.executable, "-m", "elastirun", f"--nproc-per-node={self.nproc}", "--max-restarts=100000", *self.options]
+        nproc = self.slots.get(node, self.nproc)
+        line = [sys.executable, "-m", "elastirun", f"--nproc-per-node={nproc}", "--max-restarts=100000", *self.options]
         if self.nodes > 1:
             line += [f"--nnodes=1:{self.nodes}", "--rdzv-id=live", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--last-call=30"]
             line += [f"--local-addr=127.0.0.{node}", f"--rdzv-conf=is_host={int(node == 1)}"]
@@ -87,7 +89,7 @@ class Job:
         return sorted(here, key=lambda line: int(line["rank"]))
 
     def said(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("agent*.out")))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-9000:]}" for path in sorted(self.folder.glob("agent*.out")))
 
     def close(self) -> None:
         for agent in self.agents.values():
@@ -97,8 +99,8 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, nodes: int = 1, nproc: int = 1, *options: str, **env: str) -> Iterator[Job]:
-    made = Job(folder, nodes, nproc, options, env)
+def job(folder: Path, nodes: int = 1, nproc: int = 1, *options: str, slots: dict[int, int] | None = None, **env: str) -> Iterator[Job]:
+    made = Job(folder, nodes, nproc, options, env, slots or {})
     try:
         for node in range(1, nodes + 1):
             made.start(node)
@@ -131,12 +133,8 @@ def kill_agent(running: Job, rng: random.Random) -> float:
     before = running.world(running.nodes)
     node = rng.choice([node for node in running.agents if node != 1])  # the store stays where it is
     time.sleep(rng.uniform(0.02, 0.3))
-    children = _children(running.agents[node].pid)
-    victim = next(line["pid"] for line in before if line["pid"] in children)
     killed_at = time.monotonic()
-    for pid in (running.agents[node].pid, victim):
-        os.kill(pid, signal.SIGKILL)
-    running.agents.pop(node).wait()
+    [victim] = kill_agent_and_workers(running, node)
     fewer = running.world(running.nodes - 1, before[0]["round"])
     survivors = {line["pid"] for line in before} - {victim}
     assert survivors == {line["pid"] for line in fewer}, f"{survivors} did not all go on: {fewer}\n{running.said()}"
@@ -147,12 +145,22 @@ def kill_agent(running: Job, rng: random.Random) -> float:
     return took
 
 
+def kill_agent_and_workers(running: Job, node: int) -> list[int]:
+    """Kill an agent and its workers, at a moment. Return the workers' pids."""
+    workers = [pid for pid in children(running.agents[node].pid) if is_worker(pid)]
+    for pid in (running.agents[node].pid, *workers):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    running.agents.pop(node).wait()
+    return workers
+
+
 def storm(running: Job, rng: random.Random, kills: int) -> list[float]:
     """Kill workers whatever the others are at. Returns how long it took after the last kill until all trained, in seconds."""
     spared = running.world(running.nproc)[0]["pid"]
     for _ in range(kills):
         time.sleep(rng.choice([rng.uniform(0.0, 0.4), rng.uniform(0.0, 2.0)]))
-        others = [pid for pid in _children(running.agents[1].pid) if pid != spared and _is_worker(pid)]
+        others = [pid for pid in children(running.agents[1].pid) if pid != spared and is_worker(pid)]
         if others:
             with suppress(ProcessLookupError):
                 os.kill(rng.choice(others), signal.SIGKILL)
@@ -168,7 +176,7 @@ def storm(running: Job, rng: random.Random, kills: int) -> list[float]:
     return [next_step([line for line in running.lines() if line["at"] > killed_at], 0, {spared}, killed_at)]
 
 
-def _is_worker(pid: int) -> bool:
+def is_worker(pid: int) -> bool:
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -176,7 +184,7 @@ def _is_worker(pid: int) -> bool:
     return WORKER.name.encode() in line and b"forkserver" not in line
 
 
-def _children(pid: int) -> set[int]:
+def children(pid: int) -> set[int]:
     return set(proc.children(pid))
 
 

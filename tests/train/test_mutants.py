@@ -199,6 +199,11 @@ MUTANTS = (
         *("elastic", "a_step_whose_reduction_is_interrupted_changes_nothing[shared_memory]"),
     ),
     mutant(
+        "a reduction that failed keeps no memory",
+        *("transports/shared_memory", "            arena.drop_pending()\n", "            pass\n"),
+        *("transport", "nothing_is_left_of_the_memory_of_a_failed_reduction"),
+    ),
+    mutant(
         "a group that was there before is not cut",
         *("group_connections", "self._groups = set(_sockets()) - self._before", "self._groups = set(_sockets())"),
         *("elastic", "a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on"),

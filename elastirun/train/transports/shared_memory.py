@@ -60,6 +60,7 @@ class SharedMemory:
         self._ended = select.poll()
         self._closed: list[memoryview] = []  # a word of each rank of this host: it has closed its transport
         self._interrupted = ""  # why nobody is to be waited for any more; empty: nothing is the matter
+        self._arenas: weakref.WeakSet[SharedArena] = weakref.WeakSet()
         self.between: list[Any] = []  # on the leaders, if there are several hosts: their gloo group
         options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # a backend need not have any
         self.timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
@@ -89,7 +90,8 @@ class SharedMemory:
         """Return memory for buckets. If a rank has not enough, every rank raises TrainError (``strict``), or uses the group from now on."""
         if self._instead is None:
             try:
-                return SharedArena(self, storages)
+                self._arenas.add(arena := SharedArena(self, storages))
+                return arena
             except TrainError as error:
                 if self._strict or isinstance(error, ReductionFailed):
                     raise
@@ -108,6 +110,8 @@ class SharedMemory:
             self._closed[self.ranks.index(self.rank)][0] = 1
         self._ended = select.poll()
         _close_all(self._processes)
+        for arena in self._arenas:
+            arena.drop_pending()
         between, self.between = self.between, []
         if between:  # closes the connections, which the other leaders notice; it may wait until the deadline of a sum under way
             threading.Thread(target=between.clear, daemon=True).start()
@@ -201,6 +205,10 @@ class SharedArena:
             self.transport.close()
             raise
         self._pending = [work for work in self._pending if not work.over]
+
+    def drop_pending(self) -> None:
+        """Let go of reductions that will not end. They lead to the arena, so buckets and groups would stay for the garbage collector."""
+        self._pending = []
 
     def _reduce(self, index: int) -> Iterator[bool]:
         """Reduce one bucket step by step; yield whether the reduction is over."""
