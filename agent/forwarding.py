@@ -32,8 +32,9 @@ class Forwarding:
     """Writes the place that is ``told``, if there is one, into each store that it finds at ``endpoints``. Nothing is raised.
 
     At the first endpoint it is written into the round record, in place of a first round; at the others beside the records of a standby
-    store. Each endpoint has a thread of its own. ``found`` gets the round record that is at the first endpoint afterwards, when it is
-    another one than before; it is called in the thread. ``own``: the standby store of this agent, which needs no telling.
+    store, or into the round record of one that has had the job before. Each endpoint has a thread of its own. ``found`` gets the round
+    record that is at the first endpoint afterwards, when it is another one than before; it is called in the thread. ``own``: the standby
+    store of this agent, which needs no telling.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class _Address:
             if self._store is None:
                 self._store = PlainTcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
             here = execute(protocol.here(), self._store)
-            over = job is not None
-            record = execute(here.put_moved(place, job=job, over=over) if self._first else here.put_place(place, over), self._store)
+            put = here.put_moved(place, job=job, over=job is not None) if self._first else here.put_place(place, job, over=job is not None)
+            record = execute(put, self._store)
             self._useless = 0
         except StoreError:
             self.close()

@@ -51,6 +51,11 @@ def execute(steps: Steps, store: Any) -> Any:
         answer = operation(store)
 
 
+def _is_earlier(record: RoundRecord | None, job: RoundRecord | None) -> bool:
+    """Return whether ``record`` is that of a store of ``job`` from which another node has taken over."""
+    return record is not None and job is not None and record.store_id == job.store_id and record.term < job.term
+
+
 class SyncProtocol:
     """Turns each ``Sync`` into store operations. ``job`` is the prefix of every key, ``me`` this node's id.
 
@@ -157,14 +162,23 @@ class SyncProtocol:
         """
         record = yield from self._read_round()
         written = first if record is None else replace(record, version=record.version + 1)
-        earlier = record is not None and job is not None and record.store_id == job.store_id and record.term < job.term
-        if written is None or (written.round > 0 and not earlier) or written.moved == place or (written.moved is not None and not over):
+        spoken_for = written is not None and written.round > 0 and not _is_earlier(record, job)
+        if written is None or spoken_for or written.moved == place or (written.moved is not None and not over):
             return record
         yield from self._put_round(Change(record, replace(written, moved=place)))
         return (yield from self._read_round())
 
-    def put_place(self, place: Place, over: bool = True) -> Steps:
-        """Say in a standby store that the job's store is at ``place``. ``over``: over whatever stands there, too."""
+    def put_place(self, place: Place, job: RoundRecord | None = None, over: bool = True) -> Steps:
+        """Say in a standby store that the job's store is at ``place``: beside the records, which are for the node that takes over next.
+
+        ``job``: the record at ``place``; where an earlier store of that job still answers, its own record says it, so that nodes that come,
+        and those that are there, go on to ``place``. ``over``: also where another place stands.
+        """
+        record = yield from self._read_round()
+        if record is not None and _is_earlier(record, job):
+            if record.moved != place:
+                yield from self._put_round(Change(record, replace(record, version=record.version + 1, moved=place)))
+            return
         key = self.moved_key
         value = self._codec.encode(key, place)
         found = (yield _get([key])).get(key)

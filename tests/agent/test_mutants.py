@@ -700,12 +700,12 @@ MUTANTS = (
     ),
     mutant(
         "who has too few nodes overrules no other word",
-        *("forwarding", "over = job is not None", "over = True"),
+        *("forwarding", "put_moved(place, job=job, over=job is not None)", "put_moved(place, job=job)"),
         *("standby_stores", "who_has_too_few_nodes_overrules_no_other_word"),
     ),
     mutant(
         "who says where the store is knows whom it tells",
-        *("forwarding", "else here.put_place(place, over)", "else protocol.put_place(place, over)"),
+        *("forwarding", "else here.put_place(place, job,", "else protocol.put_place(place, job,"),
         *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
     ),
     mutant(
@@ -757,6 +757,16 @@ MUTANTS = (
         "a node does not take its own store for that of a dead one",
         *("store_access", "self._endpoint.port) and self._is_own(at):", "self._endpoint.port) and False:"),
         *("search", "a_node_that_has_taken_the_port_of_a_dead_one_is_not_taken_for_it"),
+    ),
+    mutant(
+        "a store that the job has left says so in its record",
+        *("forwarding", "put_place(place, job, over=job is not None)", "put_place(place)"),
+        *("search", "a_store_that_the_job_has_left_sends_a_newcomer_on"),
+    ),
+    mutant(
+        "a round in a store that the job has left is none to go to",
+        *("search", "record.moved is None and (record.round", "(record.round"),
+        *("search", "a_store_that_the_job_has_left_sends_a_newcomer_on"),
     ),
     mutant(
         "a round that is found is surer than a word",

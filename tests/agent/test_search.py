@@ -186,6 +186,19 @@ def test_of_two_stores_with_a_round_the_one_that_has_taken_over_last_is_the_job(
     assert moved_to(node(4)) == Place("n3", "127.0.0.3", port)
 
 
+def test_a_store_that_the_job_has_left_sends_a_newcomer_on(node: Open, port: int, often: None) -> None:
+    """Its agent lives and serves a round that is long over: a newcomer would wait for that until its grace is over, again and again."""
+    second, _ = without_first(node)
+    put(second, RECORD)
+    with forwarding(Endpoint("127.0.0.1", port), Endpoint("127.0.0.2", port)) as telling, plain(2, port) as store:
+        telling.told = Y, replace(RECORD, version=9, term=2)
+        here, end = execute(protocol().here(), store), time.monotonic() + PATIENCE
+        while execute(here.find_job(), store)[0].moved != Y:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert moved_to(node(4)) == Y
+
+
 CLOSED = replace(RECORD, closed=Closed(Verdict.SUCCEEDED, "all workers succeeded", "n2"))
 
 

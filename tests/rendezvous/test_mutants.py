@@ -181,6 +181,11 @@ MUTANTS = (
         *("silence", "a_node_writes_its_row_anew_when_its_lease_may_be_over"),
     ),
     mutant(
+        "a word beside a record of another job, or of a later store, changes nothing in it",
+        *("sync", "if record is not None and _is_earlier(record, job):", "if record is not None and job is not None:"),
+        *("succession", "a_standby_store_that_has_had_the_job_says_so_in_its_record"),
+    ),
+    mutant(
         "a lease that is renewed while its row is gone is no keep-alive",
         *("sync", "last, kept_alive and row is not None, votes", "last, kept_alive, votes"),
         *("sync", "a_keep_alive_counts_only_with_its_row"),

@@ -569,6 +569,20 @@ def test_a_word_that_overrules_none_is_written_where_nothing_is_said() -> None:
     assert execute(protocol.find_job(), MemoryStore(data))[1] == PLACES[2]
 
 
+def test_a_standby_store_that_has_had_the_job_says_so_in_its_record() -> None:
+    """Whoever looks there finds that record, and would wait for its round."""
+    protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
+    write_round(data, RECORD)
+    job = replace(RECORD, version=9, term=1)
+    for other in (None, RECORD, replace(job, store_id="other")):
+        execute(protocol.put_place(PLACES[1], other), MemoryStore(data))
+        assert execute(protocol.find_job(), MemoryStore(data)) == (RECORD, PLACES[1])
+    told = replace(RECORD, version=6, moved=PLACES[2])
+    for _ in range(2):
+        execute(protocol.put_place(PLACES[2], job), MemoryStore(data))
+        assert execute(protocol.find_job(), MemoryStore(data)) == (told, PLACES[1])
+
+
 def test_an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is() -> None:
     protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
     write_round(data, RECORD)
