@@ -684,7 +684,7 @@ MUTANTS = (
     ),
     mutant(
         "a job whose rounds have begun is not sent elsewhere",
-        *("../rendezvous/sync", "(written.round > 0 and not earlier) or", "False or"),
+        *("../rendezvous/sync", "spoken_for = written is not None and", "spoken_for = False and"),
         *("standby_stores", "a_store_in_which_a_round_has_formed_is_left_alone"),
     ),
     # Several endpoints.

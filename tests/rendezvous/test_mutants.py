@@ -804,7 +804,7 @@ MUTANTS = (
     ),
     mutant(
         "where a round has formed nobody says that the store has moved",
-        *("sync", "(written.round > 0 and not earlier) or", "False or"),
+        *("sync", "spoken_for = written is not None and", "spoken_for = False and"),
         *("succession", "where_a_round_has_formed_nobody_says_that_the_store_has_moved"),
     ),
     mutant(
