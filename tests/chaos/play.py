@@ -13,6 +13,7 @@ from tests.chaos import checks
 from tests.chaos.checks import Done
 from tests.chaos.faults import Fault, begin
 from tests.chaos.job import Job, Terms, Ticks
+from tests.support.left_behind import own_files
 
 LOOK = 0.1  # seconds between two looks
 CALM = 0.7  # seconds between two steps
@@ -139,8 +140,7 @@ class Play:
             self._wait(LOOK)
         self.job.stop_etcd()
         left = [f"{host.name}: {pid} {_command(pid)}" for host in hosts for pid in host.pids()]
-        folders = [path.name for path in self.job.temporary.iterdir()]
-        return [f"left running at the end: {what}" for what in left] + [f"left in TMPDIR: {name}" for name in folders]
+        return [f"left running at the end: {what}" for what in left] + [f"left in TMPDIR: {name}" for name in own_files(self.job.temporary)]
 
 
 def _command(pid: int) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from elastirun.agent.processes import proc
 from tests.support.cluster import free_port
-from tests.support.left_behind import DAEMONS, TORCHS_OWN
+from tests.support.left_behind import DAEMONS, own_files
 from tests.support.tries import parser, unless
 from tests.system.preload_kills import TAG, command_line, everything, wait
 
@@ -131,11 +131,6 @@ class Job:
         return "\n".join((self.folder / f"said{number}").read_text() for number in (1, 2))
 
 
-def own_folders(folder: Path) -> list[str]:
-    """Return the names of what agents have made in their folder for temporary files."""
-    return [path.name for path in folder.iterdir() if not path.name.startswith(TORCHS_OWN)]
-
-
 def one_kill(target: str, moment: str, after: float) -> Result:
     """Kill ``target`` when ``after`` seconds are over since the start, or since the first round of both nodes."""
     with tempfile.TemporaryDirectory(prefix="agent-kills-") as folder:
@@ -150,7 +145,7 @@ def one_kill(target: str, moment: str, after: float) -> Result:
             took = time.monotonic() - killed_at
             empty = wait(lambda: not everything(job.tag), EXPIRE / 2)
             left = [f"{process.pid} {command_line(process.pid)}" for process in everything(job.tag)]
-            rounds, folders = job.rounds, own_folders(Path(folder, "tmp2"))
+            rounds, folders = job.rounds, own_files(Path(folder, "tmp2"))
         finally:
             said = job.close()
     running = [running for _, _, running in rounds if running]

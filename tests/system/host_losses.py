@@ -37,6 +37,7 @@ from pathlib import Path
 from elastirun.agent.processes import proc
 from tests.support import hosts
 from tests.support.cluster import PATIENCE, free_port
+from tests.support.left_behind import own_files
 from tests.support.tries import parser, unless
 from tests.system.preload_kills import TAG, command_line, everything, wait
 
@@ -180,7 +181,7 @@ class Job:
         """Wait until no process of this node runs. Return those that still do after a long time, and its temporary files."""
         wait(lambda: not everything(self.tags[node]), PATIENCE / 2)
         processes = [f"{process.pid} {command_line(process.pid)}" for process in everything(self.tags[node])]
-        return [*processes, *(path.name for path in (self.folder / f"tmp{node}").iterdir())]
+        return [*processes, *own_files(self.folder / f"tmp{node}")]
 
     def ends(self, node: int) -> int | None:
         try:

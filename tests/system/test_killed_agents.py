@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, dies, kill
-from tests.system.agent_kills import MOMENTS, TARGETS, one_kill, own_folders
+from tests.support.left_behind import own_files
+from tests.system.agent_kills import MOMENTS, TARGETS, one_kill
 
 EXPIRE = 30.0  # seconds; far longer than a death notice takes
 PATIENT = (f"--expire={EXPIRE:g}", "--last-call=0.5")
@@ -67,9 +68,9 @@ def test_a_killed_agent_leaves_no_folder(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--standalone", str(nodes.script))
     nodes.worker()
     guard = guard_of(agent)
-    assert len(own_folders(folder)) == 2, "that of its socket, and that of its logs"
+    assert len(own_files(folder)) == 2, "that of its socket, and that of its logs"
     kill(agent)
-    assert dies(guard) and not own_folders(folder)
+    assert dies(guard) and not own_files(folder)
 
 
 def test_a_guard_that_cannot_speak_leaves_the_others_to_find_the_silence(nodes: Cluster) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import PATIENCE, WORKER, Cluster
-from tests.support.left_behind import TORCHS_OWN
+from tests.support.left_behind import own_files
 
 ROOT = Path(__file__).parents[2]
 RANKS, LINES, SIZE = 4, 10_000, 2000
@@ -131,10 +131,10 @@ def test_the_first_and_the_last_rank_of_the_job_are_shown_and_all_are_kept(nodes
 
 
 def test_nothing_is_left_where_nothing_was_asked_for(nodes: Cluster) -> None:
-    before = set(nodes.tmp_path.iterdir()) | {nodes.script}
+    before = {*own_files(nodes.tmp_path), nodes.script.name}
     done = run(nodes, script(nodes, "print('done')"))
     assert (done.returncode, done.stdout) == (0, b"done\n")
-    assert {path for path in nodes.tmp_path.iterdir() if not path.name.startswith(TORCHS_OWN)} == before
+    assert set(own_files(nodes.tmp_path)) == before
 
 
 @pytest.mark.parametrize("option", ["--redirects=1", "--tee=0:1"])

@@ -14,7 +14,7 @@ import pytest
 from elastirun.agent.processes.process_tree import _own_group
 from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.etcd_server import needs_etcd
-from tests.support.left_behind import TORCHS_OWN
+from tests.support.left_behind import own_files
 
 root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare")
 REPORT = """
@@ -303,7 +303,7 @@ def test_a_line_break_in_a_temporary_folder_ends_no_name(nodes: Cluster) -> None
     assert list(odd.iterdir()), "the folder for error files"
     kill(agent)
     assert dies(guard)
-    assert precious.exists() and [left.name for left in odd.iterdir() if not left.name.startswith(TORCHS_OWN)] == []
+    assert precious.exists() and not own_files(odd)
 
 
 @needs_etcd
