@@ -92,7 +92,7 @@ def test_it_ends_with_its_connection_at_once_and_leaves_no_descriptor(server: Se
     listener.store.close()
     assert ended(mine)
     gc.collect()
-    assert descriptors() == before
+    assert set(descriptors()) <= set(before), "the server may close the connection of an earlier test meanwhile"
     count_up(server.connect(), key)
     assert listener.calls == 1
 
