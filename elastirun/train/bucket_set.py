@@ -25,9 +25,11 @@ class BucketSet:
         statistics: RunningStatistics,
         rank: int,
         world: int,
+        in_use: bool = True,
     ) -> None:
         self._params, self._planner, self._transport, self._statistics = params, planner, transport, statistics
         self._rank, self._world = rank, world
+        self._in_use = in_use  # the statistics travel in this memory
         self.outdated = True  # there is a newer plan than the one in memory
         self.words_apart = False  # the words travel in memory of their own, after the last bucket
         self._words = ControlWords(rank, world, 0, len(params))
@@ -60,7 +62,7 @@ class BucketSet:
         self.release()
         self._arena = arena = self._transport.allocate(sizes)
         self._tail = arena.buffers[-1][-extra:]
-        self._statistics.use_memory(self._tail[words.size :])
+        self._place_statistics()
         self.buckets = [
             Bucket(f"elastirun: bucket {at}", plan[at], [self._params[i] for i in plan[at]], arena.buffers[at][: storage.numel])
             for at, storage in enumerate(storages)
@@ -76,7 +78,29 @@ class BucketSet:
         """Give up the memory of the present plan. Gradients that lie in it keep their part of it alive."""
         self.buckets, self.home, self._arena = [], {}, None
         self._tail = torch.empty(0, device="cpu")
-        self._statistics.use_memory(torch.empty(self._statistics.numel, device="cpu"))
+        self._place_statistics()
+
+    def _place_statistics(self) -> None:
+        """Let the running statistics travel behind the words, if there is memory."""
+        if self._in_use:
+            there = self._tail[self._words.size :] if len(self._tail) else torch.empty(self._statistics.numel, device="cpu")
+            self._statistics.use_memory(there)
+
+    def prepared(self, transport: Transport, rank: int, world: int, words_apart: bool) -> BucketSet:
+        """Return buckets of the same plan for another world, with their memory. Every rank of it calls it; ``use`` comes later.
+
+        May be called in any thread, while this set is used.
+        """
+        made = BucketSet(self._params, self._planner, transport, self._statistics, rank, world, in_use=False)
+        made.install(words_apart)
+        for bucket in made.buckets:
+            bucket.flat.zero_()  # the system gives the pages when they are written
+        return made
+
+    def use(self) -> None:
+        """Let the running statistics travel in this memory from now on."""
+        self._in_use = True
+        self._place_statistics()
 
     def release_outdated(self) -> None:
         """Give up the memory of an old plan in the backward that follows a new plan: most of its gradients are gone by then.

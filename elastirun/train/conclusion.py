@@ -134,6 +134,20 @@ class Conclusion:
         self.pending, self._concluded, self.always_reads = old.pending, old._concluded, old.always_reads
         self.drained = old.drained
 
+    def enter_world(self, group: dist.ProcessGroup, buckets: BucketSet) -> None:
+        """Conclude the reductions of another world from now on."""
+        self._group, self._buckets = group, buckets
+        self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
+
+    @property
+    def position(self) -> list[int]:
+        """What decides about collectives that follow a reduction, besides its words: a new rank must know it."""
+        return [int(self.always_reads), int(self._reported)]
+
+    @position.setter
+    def position(self, position: Sequence[int]) -> None:
+        self.always_reads, self._reported = map(bool, position)
+
     def receive(self, pending: PendingAgreement, wants: bool, expected_samples: float) -> Outcome:
         """Take the words of a reduction; read them if they may not be deferred, or if this rank ``wants`` to."""
         self.pending = pending
@@ -176,7 +190,8 @@ class Conclusion:
         with reduction_errors("what follows a reduction"):
             surprised = self._learn(bool(agreement.late))
             every = self._options.check_replicas_every
-            if every > 0 and self._extensions.compares_replicas and agreement.step % every == 0:
+            compares = every > 0 and self._extensions.compares_replicas and not self._planner.held  # held: a new rank has no state yet
+            if compares and agreement.step % every == 0:
                 self.check_replicas()
         return surprised
 

@@ -18,8 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-ADMIT = "admit"  # the request of a live job for its next world, see live_round.py
-REQUESTS = ("checkpoint", "drain", ADMIT)
+# The requests of a live job, see world_change.py: to prepare the next world; when all ask, to go on in it, and to share the data in it.
+ADMIT, SWITCH, WHOLE = "admit", "switch", "whole"
+REQUESTS = ("checkpoint", "drain", ADMIT, SWITCH, WHOLE)
 FAILED, NOT_FINITE = 1, 2  # bits of a rank's status
 TRAINED_LIMIT = 1 << 20  # digests are smaller, so that not even the rounding of a mean changes one
 _COUNTS = 5
@@ -78,6 +79,7 @@ class Agreement:
     lacking: int  # ranks that had data, and parameters without a gradient
     looking: int  # ranks that have read the words of this step before its gradients were used, and asked all ranks to do so
     requests: frozenset[str]  # of REQUESTS: what at least one rank asked for
+    unanimous: frozenset[str]  # of REQUESTS: what all ranks asked for
     seconds: tuple[float, ...]  # by rank: from the start of its forward to the end of its backward, without waiting
     failed: tuple[int, ...]  # ranks whose backward ended with an exception
     not_finite: tuple[int, ...]  # ranks that had an infinite or undefined gradient; known with check_finite=True
@@ -116,6 +118,7 @@ class ControlWords:
     def read(self, words: Sequence[float], step: int) -> Agreement:
         """Return the agreement that ``words``, summed over the ranks, stand for."""
         status, trained = ([round(word) for word in words[_FIXED + at * self._world :][: self._world]] for at in (1, 2))
+        asked = {name: round(word) for name, word in zip(REQUESTS, words[_COUNTS:_FIXED], strict=True)}
         return Agreement(
             step=step,
             samples=words[0],
@@ -123,7 +126,8 @@ class ControlWords:
             more=round(words[2]),
             lacking=round(words[3]),
             looking=round(words[4]),
-            requests=frozenset(name for name, word in zip(REQUESTS, words[_COUNTS:], strict=False) if round(word)),
+            requests=frozenset(name for name, count in asked.items() if count),
+            unanimous=frozenset(name for name, count in asked.items() if count == self._world),
             seconds=tuple(words[_FIXED : _FIXED + self._world]),
             failed=tuple(rank for rank, bits in enumerate(status) if bits & FAILED),
             not_finite=tuple(rank for rank, bits in enumerate(status) if bits & NOT_FINITE),

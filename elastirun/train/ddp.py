@@ -23,6 +23,7 @@ from .control_words import REQUESTS, Agreement
 from .copies import TIED, FirstBackward
 from .errors import TrainError
 from .nested_tensors import find_tensors, to_device
+from .next_world import NextWorld
 from .optimizer import BucketSteps, applied, step_each, take_over
 from .process_groups import end_own_group, find_group, group_of, make_own_group
 from .reducer import Left, Reducer
@@ -215,6 +216,53 @@ class DistributedDataParallel(TorchNames):
         left = self._reducer
         self._join(process_group, init_sync, left.step)
         self._reducer.keep_requests(left)
+
+    def prepare_world(self, process_group: dist.ProcessGroup) -> NextWorld:
+        """Make what this module needs in another world, beside what it has. Every rank of ``process_group`` calls it, in any thread.
+
+        The plan must not change until ``enter_world``: see ``hold_plan``.
+        """
+        device = self._reducer.planner.device
+        copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
+        with reduction_errors("preparing the next world"):
+            verify_same(self._describe(copied, init_sync=False), "parameters, buffers and options", process_group, device)
+            group = make_own_group(process_group, device)
+            transport = choose(group, device, self._transport_wanted)
+            return NextWorld(process_group, group, transport, self._reducer.prepare_world(transport, group))
+
+    def enter_world(self, world: NextWorld) -> tuple[Any, ...]:
+        """Go on in another world. Every rank calls it between the same two steps. Return what is not needed any more.
+
+        Whoever holds that may drop it in a thread, which takes a while. The groups of the old world are the caller's to end.
+        """
+        settle()
+        old = self._transport, self._group, self._reducer.bucket_set
+        self._transport.close()
+        if isinstance(self._end_own_group, weakref.finalize):
+            self._end_own_group.detach()
+        self.process_group, self._group, self._transport = world.process_group, world.group, world.transport
+        self._end_own_group = end = weakref.finalize(self, end_own_group, self._group, self.process_group)
+        end.atexit = False  # see ``at_exit``
+        self._reducer.enter_world(self._group, self._transport, world.buckets)
+        return old
+
+    @property
+    def plans(self) -> bool:
+        """Return whether the plan of the buckets will change in the next steps, as it is made from measured times. On every rank alike."""
+        return self._reducer.planner.learning or self._reducer.bucket_set.outdated
+
+    def hold_plan(self, hold: bool) -> None:
+        """Keep the plan of the buckets, and compare no replicas, until the next call. Every rank calls it at the same point."""
+        self._reducer.planner.held = hold
+
+    @property
+    def position(self) -> list[float]:
+        """What a new rank must know to reduce with the others from the next step on: a few numbers."""
+        return self._reducer.position
+
+    @position.setter
+    def position(self, position: Sequence[float]) -> None:
+        self._reducer.position = position
 
     def leave_group(self) -> None:
         """Let go of the process groups, which takes 10 to 20 ms for each, before ``set_group``: nothing else may come between the two."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.optim import Optimizer
 
 from elastirun.live_connection import LiveConnection
 from elastirun.live_messages import VARIABLE
@@ -24,21 +23,20 @@ from elastirun.progress import begin_round
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.ranks import begin_world
 from .collectives import gather
-from .control_words import ADMIT
+from .control_words import ADMIT, SWITCH, WHOLE
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .errors import ModelMismatch, TrainError
 from .group_connections import GroupConnections
-from .live_round import LiveRound
-from .process_groups import connects_within, init_default_group
+from .live_round import LiveRound, World
+from .position import Position, Rehearsal
+from .process_groups import init_default_group
 from .state_copy import copy_state
 from .train_state import TrainState
+from .world_change import WorldChange, connecting
 
 CPU = torch.device("cpu")
 PATIENCE = 30.0  # seconds from a failed reduction to the agent's word that the world changes; it comes within milliseconds, or never
-# Seconds for the connections of a process group, and more for each worker, when all its ranks have come: what takes longer is a peer that
-# has died just then. It is less than --failure-grace (5 s), after which the worker would be killed.
-CONNECT, CONNECT_EACH = 3.0, 0.02
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 
 _groups = GroupConnections()
@@ -81,11 +79,18 @@ class Elastic:
                   run in which no rank has a state begins with the newest checkpoint, and each finished step is offered to ``save``
     on_change     called with rank and world size in each world, the first one too, when the ranks have the same state
 
-    ``Elastic(…)`` returns when this worker takes part, with the state of those who have trained already; these train on meanwhile. Where
-    nobody has a state, it waits for all workers of the round. If training ends before this worker takes part, the process ends with 0.
+    A worker whose round has others that have trained already makes a first step by itself, a rehearsal: what is slow the first time
+    happens then. Then it takes the state of the others, who train on, and makes their steps with them; its samples have no weight until it
+    has all. ``counts`` is False until then. If training ends before, the process ends with 0. Where nobody has a state, ``Elastic(…)``
+    waits for all workers of the round.
     Without an agent of elastirun, and with another backend than gloo, the world never changes. Raises TrainError for a state that it
     cannot work with.
     """
+
+    _worlds = 0  # that this rank has begun, or begun to join
+    _whole = True  # this rank has the state of the others
+    _rehearses = False  # the step under way is a rehearsal
+    _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
 
     def __init__(
         self,
@@ -99,9 +104,10 @@ class Elastic:
         self._checkpoints: Checkpointer | None = None
         self._round = 0  # of the world that this rank is in, or was in last
         self._settled = 0  # the round in which this rank's state was last agreed upon; 0: it is that of a new process
-        self._before = _Position(state, self._loader)
+        self._before = Position(state, self._loader)
         self._connection = _connection
         self._live: LiveRound | None = None  # the round that this rank is in; None: its world never changes
+        self._change: WorldChange | None = None  # to the next world of the round
         if dist.get_backend() != "gloo":
             self._begin()
             return
@@ -121,6 +127,11 @@ class Elastic:
         return self.state.step
 
     @property
+    def counts(self) -> bool:
+        """Return whether the step under way counts: not if its reduction failed, nor while this worker has no state."""
+        return self._whole and not self._rehearses and not self._model.failed
+
+    @property
     def checkpoints(self) -> Checkpointer | None:
         """Return the checkpointer of the present world."""
         return self._checkpoints
@@ -135,32 +146,55 @@ class Elastic:
         while self._loader.epoch == epoch:
             for batch in self._loader:
                 if batch is not None:
-                    self._model.set_samples(self._loader.samples)
+                    self._model.set_samples(self._loader.samples if self._whole else 0)
                 yield batch
                 if not self._end_step():
                     break
 
     def _end_step(self) -> bool:
         """Count the step, unless its reduction failed. Return whether the world is still the same: else what was loaded ahead is wrong."""
-        if self._model.failed:
+        if self._model.failed or self._rehearses:
             self._before.restore()
         else:
             self.state.step += 1
             self._before.take()
             self._save()
-        connection, live = self._connection, self._live
-        if connection is None or live is None:
+        connection = self._connection
+        if self._rehearses:
+            assert connection is not None
+            self._end_rehearsal(connection)
+            return False
+        if connection is None or self._live is None:
             return True
+        number = self._worlds
         if self._model.failed or connection.asked:
             self._leave(connection)
             self._enter(connection)
-        elif ADMIT in self._model.agreement.requests:
-            self._close_checkpoints()
-            if not self._attempted(connection, partial(self._change_world, live)):
-                self._enter(connection)
-        else:
-            return True
-        return False
+        elif not self._attempted(connection, partial(self._go_on, self._live)):
+            self._enter(connection)
+        return self._worlds == number
+
+    def _go_on(self, live: LiveRound) -> None:
+        """Do what is due after a step to go on to the next world of the round, if there is one."""
+        if self._change is None:
+            if ADMIT not in self._model.agreement.requests:
+                return
+            if self._model.plans:
+                self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
+            else:
+                self._change = WorldChange(live, self._model, self.state, _groups, _timeout)
+        elif self._change.after_step():
+            self._begin_world(live)
+
+    def _begin_world(self, live: LiveRound) -> None:
+        """Begin to share the data in the world that this rank has switched to, and in which all ranks are whole now."""
+        assert self._change is not None and self._change.world is not None
+        self._close_checkpoints()
+        world, self._change = self._change.world, None
+        live.begin(world)
+        self._loader.set_world(live.rank, live.size)
+        self._begin(restores=False)
+        live.look_for_ready(lambda: self._model.request(ADMIT))
 
     def _save(self) -> None:
         """Offer the state to the checkpointer. If a peer is lost meanwhile the agent says so, and the step counts all the same."""
@@ -184,6 +218,9 @@ class Elastic:
     def _leave(self, connection: LiveConnection) -> None:
         """Take no part in the round any more, and promise that. Its checkpoints end before: nothing of it may be published later."""
         self._close_checkpoints()
+        if self._change is not None:
+            self._change.abandon()
+            self._change = None
         if self._live is not None:
             self._live.leave()
             self._live = None
@@ -220,19 +257,46 @@ class Elastic:
             return False
 
     def _enter_round(self, connection: LiveConnection) -> None:
-        """Take part in the first world of the round that this rank is in."""
+        """Take part in the first world of the round that this rank is in; rehearse before, if others train already."""
         _groups.begin()
         self._live = live = LiveRound(self._round, lambda: connection.asked)
-        live.enter()
+        first = live.find_first()
+        if not live.has(first) and self._rehearsal is None:
+            self._begin_rehearsal(connection)
+            return
+        world = live.enter()
+        if not live.has(first):
+            self._join(live, world)
+            return
+        live.begin(world)
         self._make_world(live)
 
-    def _change_world(self, live: LiveRound) -> None:
-        """Take part in the next world of the round."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _groups.begin()
-        live.change()
-        self._make_world(live)
+    def _begin_rehearsal(self, connection: LiveConnection) -> None:
+        """Let the script make a step by itself, while this worker takes part in no round: it may be parked meanwhile."""
+        assert self._live is not None
+        self._live.leave()
+        self._live = None
+        _groups.forget()
+        connection.leave(0, 0)
+        self._loader.set_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        self._rehearsal, self._rehearses = Rehearsal(self.state, self._model, self._loader), True
+
+    def _end_rehearsal(self, connection: LiveConnection) -> None:
+        """Forget what the rehearsal has changed, and take part in the newest round."""
+        assert self._rehearsal is not None
+        self._rehearsal.undo()
+        self._rehearses = False
+        self._round -= 1
+        self._worlds += 1
+        self._enter(connection)
+
+    def _join(self, live: LiveRound, world: World) -> None:
+        """Take part in ``world``, whose other ranks train already. Their state comes with the next steps."""
+        self._whole = False
+        self._change = change = WorldChange(live, self._model, self.state, _groups, _timeout, world)
+        self._loader.set_world(0, change.sharing)
+        self._worlds += 1
+        self._before.take()
 
     def _make_world(self, live: LiveRound | None) -> None:
         """Make the process groups of a world, and agree on the state. ``live``: its round; None: all that the launcher has started."""
@@ -244,9 +308,11 @@ class Elastic:
             self._model.set_group(init_sync=False)
             self._settle()
             return
-        self._model.withdraw(ADMIT)  # what this rank has asked for in a world that is over
-        with connects_within(timedelta(seconds=CONNECT + CONNECT_EACH * live.size)):
-            init_default_group(live.store(), live.rank, live.size, _timeout)
+        assert live.world is not None
+        for request in (ADMIT, SWITCH, WHOLE):
+            self._model.withdraw(request)  # what this rank has asked for in a world that is over
+        with connecting(live.world):
+            init_default_group(live.store(live.world), live.rank, live.size, _timeout)
             self._model.set_group(init_sync=False)
         self._settle()
         _groups.end()
@@ -261,6 +327,8 @@ class Elastic:
         source = everyone.index(furthest)
         self._loader.set_world(rank, len(everyone))
         if furthest[0] == 0:
+            if self._rehearsal is not None:
+                self._rehearsal.forget()
             behind = list(range(1, len(everyone)))
         else:
             behind = [at for at, theirs in enumerate(everyone) if theirs != furthest]
@@ -276,39 +344,10 @@ class Elastic:
             if restores:
                 self._checkpoints.restore(self.state)
         self._settled = max(self._round, 1)
+        self._worlds += 1
+        self._whole, self._rehearsal = True, None
         self._before.take()
         self._on_change(dist.get_rank(), dist.get_world_size())
-
-
-class _Position:
-    """The state at the last finished step, of what a step changes that has no gradients in the end: the loader, and a scheduler."""
-
-    def __init__(self, state: TrainState, loader: ElasticDataLoader) -> None:
-        self._state, self._loader = state, loader
-        self.take()
-
-    def take(self) -> None:
-        """Note where the run stands."""
-        self._data = self._loader.state_dict()
-        scheduler = self._state.get("scheduler")
-        self._scheduler = None if scheduler is None else dict(scheduler.state_dict())
-        self._options = [] if scheduler is None else [_options(group) for group in self._groups()]
-
-    def restore(self) -> None:
-        """Go back to where the run stood."""
-        self._loader.load_state_dict(self._data)
-        if self._scheduler is not None:
-            self._state["scheduler"].load_state_dict(self._scheduler)
-            for group, options in zip(self._groups(), self._options, strict=True):
-                group.update(options)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for part in self._state.values() if isinstance(part, Optimizer) for group in part.param_groups]
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's learning rate and the like."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _parts(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoader]:

@@ -81,7 +81,7 @@ class LiveRound:
     def rank(self) -> int:
         """The rank of this worker in its world."""
         assert self.world is not None
-        return self.world.ranks.index(self._rank)
+        return self.rank_in(self.world)
 
     @property
     def size(self) -> int:
@@ -89,31 +89,59 @@ class LiveRound:
         assert self.world is not None
         return len(self.world.ranks)
 
-    def enter(self) -> None:
-        """Wait for the first world of the round that this worker is in.
-
-        Ends the process, with code 0, if training ends before.
-        """
+    def find_first(self) -> World:
+        """Return world 0 of the round, which this worker need not be in. It is the same for every worker of the round."""
         told = [self._wait(partial(self._read, f"node/{node}")) for node in range(self._nodes)] if self._number > 1 else []
         world = first_world(told, self._workers)
         self._first = len(world.ranks)
-        if self._rank not in world.ranks:
+        return world
+
+    def has(self, world: World) -> bool:
+        """Return whether this worker is in ``world``."""
+        return self._rank in world.ranks
+
+    def enter(self) -> World:
+        """Return the first world of the round that this worker is in, when all its ranks have come.
+
+        Ends the process, with code 0, if training ends before.
+        """
+        world = self.find_first()
+        if not self.has(world):
             self._store.set(f"ready/{self._rank}", "1")
             self._store.add("ready", 1)
             world = self._wait(lambda: self._world_after(world.number, waits=True))
         self._come(world)
+        return world
 
-    def change(self) -> None:
-        """Go on to the next world. All ranks of the present one call it, after the step in which rank 0 has asked for it."""
+    def find_next(self) -> World:
+        """Return the next world, when all its ranks have come. All ranks of the present one call it when rank 0 has asked for it."""
         assert self.world is not None
         number = self.world.number
-        atexit.unregister(self._end_training)
-        self._come(self._wait(lambda: self._world_after(number)))
+        found = self._wait(lambda: self._world_after(number))
+        self._come(found)
+        return found
 
-    def store(self) -> Any:
-        """Return a store for the process groups of the world."""
-        assert self.world is not None
-        return c10d.PrefixStore(f"groups/{self.world.number}", self._store)
+    def begin(self, world: World) -> None:
+        """Be in ``world`` from now on."""
+        atexit.unregister(self._end_training)
+        self.world = world
+        os.environ.update({"RANK": str(self.rank), "WORLD_SIZE": str(self.size), NUMBER: str(world.number)})
+
+    def rank_in(self, world: World) -> int:
+        """Return the rank of this worker in ``world``."""
+        return world.ranks.index(self._rank)
+
+    def name_of(self, world: World) -> str:
+        """Return a name for the default group of ``world``."""
+        return f"elastirun world {self._number}.{world.number}"
+
+    def trains(self, rank: int) -> bool:
+        """Return whether the worker of ``rank`` in the round is in the present world."""
+        return self.world is not None and rank in self.world.ranks
+
+    def store(self, world: World) -> Any:
+        """Return a store for the process groups of ``world``."""
+        return c10d.PrefixStore(f"groups/{world.number}", self._store)
 
     def look_for_ready(self, ask: Callable[[], object]) -> None:
         """If this is rank 0 of a world that lacks ranks: look in a thread for ready ones, then write the next world, and ``ask``."""
@@ -163,10 +191,9 @@ class LiveRound:
 
     def _come(self, world: World) -> None:
         """Wait until all ranks of ``world`` have come, so that no process group waits for one that never comes."""
-        self.world, here = world, f"here/{world.number}"
-        os.environ.update({"RANK": str(self.rank), "WORLD_SIZE": str(self.size), NUMBER: str(world.number)})
+        here = f"here/{world.number}"
         self._store.add(here, 1)
-        self._wait(lambda: self._store.add(here, 0) >= self.size or None)
+        self._wait(lambda: self._store.add(here, 0) >= len(world.ranks) or None)
 
     def _world_after(self, number: int, waits: bool = False) -> World | None:
         """Return the newest world after ``number``; None if there is none, or none with this rank. ``waits``: in no world yet."""
@@ -188,7 +215,7 @@ class LiveRound:
                 if first is not None and (len(world.ranks) + ready == self._workers or now - first > TOGETHER):
                     missing = set(range(self._workers)) - set(world.ranks)
                     came = {rank for rank in missing if self._store.check([f"ready/{rank}"])}
-                    ranks = json.dumps(sorted({*world.ranks, *came}))
+                    ranks = json.dumps([*world.ranks, *sorted(came)])  # who trains keeps its rank
                     self._store.compare_set(f"world/{world.number + 1}", "", ranks)  # acknowledged: it is there when the others are asked
                     with self._lock:
                         if not self._stopped.is_set():

@@ -50,6 +50,7 @@ class Planner:
         self.epoch = 0
         self.link: Link | None = None
         self.learning = True  # order and times of gradients are still noted
+        self.held = False  # the plan stays as it is, because a world is being prepared with it
         self._caps = (plans.CAP, plans.FIRST_CAP) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
         self._fixed = bucket_cap_mb is not None or self.device.type != "cpu"  # the host's times are not a GPU's
         self.sparse = sparse
@@ -73,6 +74,9 @@ class Planner:
 
     def advance(self) -> bool:
         """Make a new plan if it is time, and return whether there is one. Every rank calls it after each reduction."""
+        if self.held:
+            self._came = {}
+            return False
         self._steps += 1
         if self._came:
             self._history.append(self._came)
@@ -90,6 +94,24 @@ class Planner:
             return False
         self._history = self._history[-1:] if self.epoch == 1 else self._history
         return True
+
+    def enter_world(self, group: dist.ProcessGroup, transport: Transport) -> None:
+        """Plan for another world from now on."""
+        self._group, self._transport = group, transport
+
+    def take_first_plan(self, group: dist.ProcessGroup) -> None:
+        """Take the plan of rank 0 of ``group``, whose ranks all call it."""
+        self.buckets = plans.decode(broadcast(plans.encode(self.buckets), group, self.device))
+
+    @property
+    def position(self) -> list[int]:
+        """How far planning is: with the plan, all that a new rank must know to make the next plan at the same step as the others."""
+        return [self.epoch, self._steps, int(self.learning)]
+
+    @position.setter
+    def position(self, position: Sequence[int]) -> None:
+        self.epoch, self._steps = position[:2]
+        self.learning = bool(position[2])
 
     def _adopt(self, mine: plans.Buckets) -> None:
         """Take rank 0's plan; ``mine`` is this rank's. Every rank calls it at the same point."""

@@ -58,6 +58,32 @@ def init_default_group(store: Any, rank: int, world_size: int, timeout: timedelt
     store.set_timeout(timeout)
 
 
+def make_default_group(store: Any, rank: int, world_size: int, timeout: timedelta | None, name: str) -> dist.ProcessGroup:
+    """Return a group of gloo that can take the place of the default group (``replace_groups``). May be called in any thread.
+
+    ``name``: another one for each group of this process. The ranks that are in the present default group must have the same rank here.
+    """
+    timeout = timeout or c10d.default_pg_timeout
+    limit = connect_limit(timeout)
+    made: dist.ProcessGroup = c10d._new_process_group_helper(
+        world_size, rank, [], c10d.Backend("gloo"), store, cast(Any, name), timeout=limit, group_desc="default_pg"
+    )[0]
+    connected(made._get_backend(torch.device("cpu")), timeout)
+    store.set_timeout(timeout)
+    c10d._world.pg_group_ranks[made] = {member: member for member in range(world_size)}
+    return made
+
+
+def replace_groups(default: dist.ProcessGroup, *others: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """Make ``default`` the default group; all groups but this one and ``others`` end. Return these: to drop them takes a while."""
+    c10d._update_default_pg(default)
+    old = [group for group in list(c10d._world.pg_map) if group is not default and group not in others]
+    for group in old:
+        dist.destroy_process_group(group)
+    c10d._world.group_count = 0  # names are made of it, the same ones on a new rank
+    return old
+
+
 def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return ``group``, or the default one. Raises TrainError if there is none, or if this process is not a member."""
     if not dist.is_available() or (group is None and not dist.is_initialized()):

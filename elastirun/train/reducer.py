@@ -183,6 +183,33 @@ class Reducer:
         self._extensions.continue_from(old._extensions)
         self.running_stats.continue_from(old.running_stats)
 
+    def prepare_world(self, transport: Transport, group: dist.ProcessGroup) -> BucketSet:
+        """Return the buckets for another world, with rank 0's plan. Every rank of ``group`` calls it, in any thread."""
+        self.planner.take_first_plan(group)
+        return self.bucket_set.prepared(transport, dist.get_rank(group), dist.get_world_size(group), self._extensions.words_apart)
+
+    def enter_world(self, group: dist.ProcessGroup, transport: Transport, buckets: BucketSet) -> None:
+        """Reduce in another world from now on. Every rank calls it between the same two steps."""
+        self._group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
+        self.bucket_set = buckets
+        self.running_stats.first = self.rank == 0
+        buckets.use()
+        self.planner.enter_world(group, transport)
+        self.conclusion.enter_world(group, buckets)
+        self._install_hooks()
+
+    @property
+    def position(self) -> list[float]:
+        """What a new rank must know to reduce with the others from the next step on."""
+        return [self.step, self.expected_samples, *self.conclusion.position, *self.planner.position]
+
+    @position.setter
+    def position(self, position: Sequence[float]) -> None:
+        self.step, self.expected_samples = int(position[0]), position[1]
+        numbers = [int(number) for number in position[2:]]
+        self.conclusion.position, self.planner.position = numbers[:2], numbers[2:]
+        self._install_hooks()
+
     def check_replicas(self) -> None:
         """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""
         self.conclusion.check_replicas()

@@ -35,7 +35,7 @@ class RunningStatistics:
     """
 
     def __init__(self, places: Sequence[LayerBuffer], first: bool) -> None:
-        self._places, self._first = list(places), first
+        self._places, self.first = list(places), first
         self._layers = list(dict.fromkeys(layer for layer, _ in places))
         self.numel = sum(buffer.numel() for buffer in self.buffers)
         self.at_once = True  # take values over when they arrive
@@ -67,14 +67,14 @@ class RunningStatistics:
 
     def write(self) -> None:
         """Write rank 0's values into the tail; the other ranks write zeros."""
-        if self._first and self._places:
+        if self.first and self._places:
             torch._foreach_copy_(self._views, self.buffers)
         else:
             self._tail.zero_()
 
     def receive(self, factor: float) -> None:
         """Keep and take over rank 0's values, which a reduction has brought divided by ``factor``."""
-        if self._first or not self._places:
+        if self.first or not self._places:
             return
         buffers = self.buffers
         if not self._arrived:

@@ -59,7 +59,7 @@ def violations(lines: Sequence[Line], samples: int, rate: float = 1e-3, decay: f
         if len(begun) > 1:
             wrong.append(f"replicas differ at the beginning of round {round}: {begun}")
         (step, found), *_ = begun
-        if step in rounds and rounds[step] < round and found not in digests[rounds[step], step]:
+        if step in rounds and rounds[step] < round and not {found, ""} & digests[rounds[step], step]:
             wrong.append(f"round {round} begins with another state than that after step {step}")
     seen: dict[int, Counter[int]] = defaultdict(Counter)
     for line in of(lines, "offered"):

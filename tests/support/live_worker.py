@@ -1,9 +1,9 @@
 """A worker of a live job that logs what it trains on and where it gets to. For tests/support/live_log.py, which judges the log.
 
 Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
-step), TEST_TRANSPORT, TEST_SEED (of the first parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no
-checkpoints), TEST_EVERY (steps from one checkpoint to the next), TEST_HOLD (a fifo: a worker that begins in a later round than the first
-waits until somebody opens it to write).
+step), TEST_DIGESTS (0: none is computed), TEST_TRANSPORT, TEST_SEED (of the first parameters; none: each process has its own),
+TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to the next), TEST_HOLD (a fifo: a worker that
+begins in a later round than the first waits until somebody opens it to write).
 """
 
 import faulthandler
@@ -21,6 +21,7 @@ from elastirun.train import Checkpointer, DistributedDataParallel, ElasticDataLo
 
 EPOCHS, SAMPLES, BATCH = (int(os.environ[f"TEST_{name}"]) for name in ("EPOCHS", "SAMPLES", "BATCH"))
 WIDTH, PAUSE = int(os.environ.get("TEST_WIDTH", "16")), float(os.environ.get("TEST_PAUSE", "0"))
+DIGESTS = os.environ.get("TEST_DIGESTS", "1") != "0"
 LOG = os.open(os.environ["TEST_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -36,13 +37,15 @@ class Numbers(torch.utils.data.Dataset):
 
 def write(what: str, **more: object) -> None:
     """Append a line; what it says holds when the call returns, whoever is killed then."""
-    world = 1000 * int(os.environ["ELASTIRUN_ROUND"]) + int(os.environ["ELASTIRUN_WORLD"])  # a round has one world after the other
+    world = 1000 * int(os.environ["ELASTIRUN_ROUND"]) + int(os.environ.get("ELASTIRUN_WORLD", "0"))  # a round has one world after the other
     line = {"what": what, "at": time.monotonic(), "pid": os.getpid(), "round": world, **more}
     os.write(LOG, json.dumps(line).encode() + b"\n")
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of all parameters and of the optimizer's state."""
+    """Return a digest of all parameters and of the optimizer's state; an empty text where none is wanted."""
+    if not DIGESTS:
+        return ""
     found = hashlib.sha256()
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     for tensor in [*model.parameters(), *states]:
@@ -53,6 +56,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # for whoever looks at a job that hangs
     torch.set_num_threads(1)
+    write("begun")
     if (hold := os.environ.get("TEST_HOLD")) and os.environ["ELASTIRUN_ROUND"] != "1":
         with open(f"{hold}.{os.getpid()}", "w"):  # a new worker of a later round says that it is here, and waits
             open(hold).close()
@@ -82,12 +86,13 @@ def main() -> None:
                 model.skip()
             else:
                 numbers, data = batch
-                write("offered", step=run.step + 1, epoch=loader.epoch, samples=numbers.tolist())
+                if run.counts:
+                    write("offered", step=run.step + 1, epoch=loader.epoch, samples=numbers.tolist())
                 count, loss = len(data), (model(data) - torch.sin(3 * data[:, :1])).square().mean()
                 loss.backward()
             optimizer.step()
             scheduler.step()
-            if not model.failed:
+            if run.counts:
                 rate = scheduler.get_last_lr()[0]
                 write("made", step=run.step + 1, digest=digest(model, optimizer), rate=rate, loss=loss.item(), samples=count)
             time.sleep(PAUSE)

@@ -17,9 +17,19 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_messages import VARIABLE
-from elastirun.train import DistributedDataParallel, ElasticDataLoader, ReductionFailed, TrainError, TrainState, elastic, process_groups
+from elastirun.train import (
+    DistributedDataParallel,
+    ElasticDataLoader,
+    ReductionFailed,
+    TrainError,
+    TrainState,
+    elastic,
+    process_groups,
+)
 from elastirun.train.control_words import ADMIT
 from elastirun.train.group_connections import GroupConnections, _sockets
+from elastirun.train.live_round import World
+from elastirun.train.position import Position
 from elastirun.train.state_copy import copy_state
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
@@ -265,7 +275,7 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     training = object.__new__(elastic.Elastic)
     training._model, training._settle = model, lambda: None  # type: ignore[method-assign]
     model.request(ADMIT)
-    live = SimpleNamespace(rank=0, size=1, store=dist.HashStore, look_for_ready=lambda ask: None)  # type: ignore[attr-defined]
+    live = SimpleNamespace(rank=0, size=1, world=World(0, (0,)), store=lambda world: dist.HashStore(), look_for_ready=lambda ask: None)  # type: ignore[attr-defined]
     elastic._groups.begin()
     training._make_world(live)  # type: ignore[arg-type]
     step(state, model, next(iter(state["data"])))
@@ -297,7 +307,7 @@ def test_connections_of_a_group_are_not_waited_for_as_long_as_for_a_collective()
 
 def positions(rank: int, world: int) -> list[bool]:
     state, model = made(0)
-    before = elastic._Position(state, state["data"])
+    before = Position(state, state["data"])
     batches = iter(state["data"])
     with model.no_sync():
         for at in range(3):
@@ -323,7 +333,7 @@ def settles(rank: int, world: int, histories: list[tuple[int, int]]) -> tuple[di
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._loader = state, model, state["data"]
     training._make_checkpoints, training._checkpoints, training._on_change = None, None, lambda rank, world: None
-    training._before = elastic._Position(state, state["data"])
+    training._before = Position(state, state["data"])
     training._round, (training._settled, state.step) = 9, histories[rank]
     with torch.no_grad():
         next(iter(model.parameters())).fill_(float(rank))

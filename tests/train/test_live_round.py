@@ -59,8 +59,11 @@ class Round:
         """Say as the agent does which ranks have a state."""
         self.store.set(f"{store_prefix(self.number)}/node/0", json.dumps(states))
 
+    def goes_on(self, worker: LiveRound) -> Future[None]:
+        return self.threads.submit(lambda: worker.begin(worker.find_next()))
+
     def enter(self, worker: LiveRound) -> Future[None]:
-        return self.threads.submit(worker.enter)
+        return self.threads.submit(lambda: worker.begin(worker.enter()))
 
 
 @pytest.fixture
@@ -117,11 +120,11 @@ def test_those_with_a_state_go_on_and_a_new_one_is_taken_in_when_it_is_ready(mak
     assert not asked.is_set()
     entered = here.enter(new)
     assert asked.wait(PATIENCE)
-    for changed in [here.threads.submit(worker.change) for worker in old]:
+    for changed in [here.goes_on(worker) for worker in old]:
         changed.result(PATIENCE)
     entered.result(PATIENCE)
-    assert [(worker.rank, worker.size) for worker in (old[0], new, old[1])] == [(0, 3), (1, 3), (2, 3)]
-    assert new.world == World(1, (0, 1, 2))
+    assert [(worker.rank, worker.size) for worker in (*old, new)] == [(0, 3), (1, 3), (2, 3)]
+    assert new.world == World(1, (0, 2, 1))
 
 
 def test_several_that_are_ready_are_taken_in_together(make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +149,10 @@ def test_several_that_are_ready_are_taken_in_together(make: Callable[..., Round]
     asked = threading.Event()
     old.look_for_ready(asked.set)
     assert asked.wait(PATIENCE)
-    old.change()
+    old.begin(old.find_next())
     for one in entered:
         one.result(PATIENCE)
-    assert old.world == World(1, (0, 1, 2)) and old.rank == 1
+    assert old.world == World(1, (1, 0, 2)) and old.rank == 0
 
 
 def test_one_that_is_ready_does_not_wait_for_ever_for_another_one(make: Callable[..., Round]) -> None:
@@ -162,7 +165,7 @@ def test_one_that_is_ready_does_not_wait_for_ever_for_another_one(make: Callable
     asked = threading.Event()
     old.look_for_ready(asked.set)
     assert asked.wait(PATIENCE)
-    old.change()
+    old.begin(old.find_next())
     entered.result(PATIENCE)
     assert new.world == World(1, (0, 2))
     last = here.worker(1)
@@ -170,10 +173,10 @@ def test_one_that_is_ready_does_not_wait_for_ever_for_another_one(make: Callable
     entered = here.enter(last)
     old.look_for_ready(asked.set)
     assert asked.wait(PATIENCE)
-    for changed in [here.threads.submit(worker.change) for worker in (old, new)]:
+    for changed in [here.goes_on(worker) for worker in (old, new)]:
         changed.result(PATIENCE)
     entered.result(PATIENCE)
-    assert last.world == World(2, (0, 1, 2)) and (last.rank, new.rank) == (1, 2)
+    assert last.world == World(2, (0, 2, 1)) and (last.rank, new.rank) == (2, 1)
 
 
 def test_who_has_left_asks_for_no_world(make: Callable[..., Round]) -> None:

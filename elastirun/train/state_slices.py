@@ -1,0 +1,235 @@
+"""Sends the state of a run to new ranks a slice at a time, between the steps of those that train.
+
+A new rank makes the same steps without data of its own, so it sees every reduced gradient. A slice has the same elements of a parameter and
+of all that the optimizer keeps for it: from then on the new rank's own steps keep them right, because the optimizer treats each element by
+itself. What is left (buffers, other parts of the state) and the plain values come last, in one piece; so does all of a state whose
+optimizer needs more than single elements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .checkpoints.loading import load, targets
+from .checkpoints.per_rank import PerRank
+from .checkpoints.tree import Flat, flatten
+from .checkpoints.values import DTYPES, decode_values, encode_values
+from .train_state import TrainState
+
+SLICE = 8 << 20  # bytes of a slice at least: copied within 2 ms, which is what it costs those that train
+FLOW = 100_000_000  # bytes for each second that a step takes: where steps are long, so may be the copies
+# Those of torch.optim that change each element of a parameter by its own gradient and its own part of the optimizer's state alone.
+ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+TAG = 0x51CE  # of these messages: the script may send others
+Part = tuple[str, int, int]  # elements of a tensor: its name, the first one, and the one after the last
+
+
+def cut(sizes: Mapping[str, tuple[int, int]], together: Sequence[Sequence[str]], most: int) -> list[list[Part]]:
+    """Return slices of at most ``most`` bytes.
+
+    ``sizes``: elements of each tensor, and bytes of one; ``together``: names of tensors of one size, whose elements belong together.
+    """
+    slices: list[list[Part]] = []
+    room = 0
+    for names in together:
+        count, width = sizes[names[0]][0], sum(sizes[name][1] for name in names)
+        at = 0
+        while at < count:
+            if room < width:
+                slices.append([])
+                room = max(most, width)
+            stop = min(count, at + room // width)
+            slices[-1] += [(name, at, stop) for name in names]
+            room -= (stop - at) * width
+            at = stop
+    return slices
+
+
+def belonging(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each parameter and of what its optimizer keeps for it. Empty if the state cannot come in slices."""
+    names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel() > 1 and tensor.is_contiguous()}
+    together = []
+    for optimizer in (part for part in state.values() if isinstance(part, Optimizer)):
+        if type(optimizer).__name__ not in ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim."):
+            return []
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            kept = [value for value in optimizer.state.get(param, {}).values() if isinstance(value, Tensor) and value.numel() > 1]
+            if any(value.shape != param.shape or tensor.data_ptr() not in names for value in kept for tensor in (value, param)):
+                return []
+            if param.data_ptr() in names:
+                together.append([names[tensor.data_ptr()] for tensor in (param, *kept)])
+    return together
+
+
+class Sender:
+    """Sends the state of this rank to the new ``ranks`` of ``group``.
+
+    ``more``: numbers that they get with it. ``seconds``: how long a step takes.
+    """
+
+    def __init__(self, state: TrainState, ranks: Sequence[int], group: dist.ProcessGroup, more: Sequence[float], seconds: float) -> None:
+        self._state, self._ranks, self._group, self._limit = state, ranks, group, limit_of(group)
+        flat = flatten(_shared(state))
+        self._sizes = {name: (tensor.numel(), tensor.element_size()) for name, tensor in flat.tensors.items()}
+        self._slices = cut(self._sizes, belonging(state, flat.tensors), max(SLICE, int(FLOW * seconds)))
+        self._sent = 0
+        self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
+        self._under_way: list[Any] = []
+        self._send_text(_described(flat, self._slices, more))
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is sent."""
+        return self._sent > len(self._slices)
+
+    def send_next(self) -> None:
+        """Send the next slice; after the last one, what is left. Another step may begin while it is on its way."""
+        self._wait()  # the new ranks have taken part in the last step: they have it
+        flat = flatten(_shared(self._state))
+        if self._sent < len(self._slices):
+            part = self._slices[self._sent]
+            box, at = self._staging[: _nbytes(part, self._sizes)], 0
+            for name, start, stop in part:
+                piece = _bytes(flat.tensors[name], start, stop)
+                box[at : at + len(piece)] = piece
+                at += len(piece)
+            self._begin(box)
+        else:
+            self._send_text(_described(flat, self._slices, ()))
+            for name in _rest(flat.tensors, self._slices):
+                self._send(_bytes(flat.tensors[name].contiguous()))
+        self._sent += 1
+
+    def _begin(self, box: Tensor) -> None:
+        self._under_way = [dist.isend(box, rank, self._group, TAG) for rank in self._ranks]
+
+    def _send(self, box: Tensor) -> None:
+        self._begin(box)
+        self._wait()
+
+    def _send_text(self, text: str) -> None:
+        data = bytearray(text.encode())
+        self._send(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        self._send(torch.frombuffer(data, dtype=torch.uint8))
+
+    def _wait(self) -> None:
+        for work in self._under_way:
+            work.wait(self._limit)
+        self._under_way = []
+
+
+class Receiver:
+    """Takes the state of rank ``source`` of ``group``. ``more``: the numbers that came with it.
+
+    From the beginning the plain values are right, and the optimizer's counts of steps; after each ``receive_next`` one slice more.
+    """
+
+    def __init__(self, state: TrainState, source: int, group: dist.ProcessGroup) -> None:
+        self._state, self._source, self._group, self._limit = state, source, group, limit_of(group)
+        self._received = 0
+        told = self._receive_values()
+        self._slices: list[list[Part]] = [[(name, start, stop) for name, start, stop in one] for one in told["slices"]]
+        self.more: list[float] = told["more"]
+        self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is whole."""
+        return self._received > len(self._slices)
+
+    def receive_next(self) -> None:
+        """Wait for the next slice; after the last one, for what is left."""
+        if self._received < len(self._slices):
+            part = self._slices[self._received]
+            box, at = self._receive(self._staging[: _nbytes(part, self._sizes)]), 0
+            for name, start, stop in part:
+                piece = _bytes(self._wanted[name], start, stop)
+                piece.copy_(box[at : at + len(piece)])
+                at += len(piece)
+        else:
+            told = self._receive_text()
+            for name in _rest(self._wanted, self._slices):
+                tensor = self._wanted[name]
+                came = self._receive(torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu"))
+                tensor.detach().copy_(came.view(tensor.dtype).view(tensor.shape))
+            self._load(told)
+        self._received += 1
+
+    def _receive_values(self) -> dict[str, Any]:
+        """Take the plain values, and make the tensors that this rank does not have yet."""
+        told = self._receive_text()
+        saved = {name: _Saved(DTYPES[dtype], shape) for name, dtype, shape in told["tensors"]}
+        tree = decode_values(told["values"].encode("ascii"))
+        self._wanted = targets(_shared(self._state), tree, saved)
+        for name in self._wanted.keys() & told["single"].keys():
+            self._wanted[name].detach().fill_(told["single"][name])
+        self._load(told)
+        self._wanted = targets(_shared(self._state), tree, saved)  # those that are in the state now
+        self._sizes = {name: (tensor.numel(), tensor.element_size()) for name, tensor in self._wanted.items()}
+        return told
+
+    def _load(self, told: dict[str, Any]) -> None:
+        shared = _shared(self._state)
+        with torch.no_grad():
+            self._state.update(load(shared, decode_values(told["values"].encode("ascii")), self._wanted))
+
+    def _receive(self, box: Tensor) -> Tensor:
+        work = dist.irecv(box, self._source, self._group, TAG)
+        assert work is not None
+        work.wait(self._limit)
+        return box
+
+    def _receive_text(self) -> dict[str, Any]:
+        size = int(self._receive(torch.zeros(1, dtype=torch.int64, device="cpu")))
+        found: dict[str, Any] = json.loads(bytes(self._receive(torch.empty(size, dtype=torch.uint8, device="cpu")).tolist()))
+        return found
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The type and the shape of a tensor, for ``targets``."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+
+def limit_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of ``group``. Messages between two ranks need it: theirs is the one with which the connections were made."""
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found
+
+
+def _shared(state: TrainState) -> dict[str, Any]:
+    """Return the parts of ``state`` that all ranks have alike."""
+    return {name: part for name, part in state.items() if not isinstance(part, PerRank)}
+
+
+def _described(flat: Flat, slices: Sequence[Sequence[Part]], more: Sequence[float]) -> str:
+    """Return the plain values, the tensors of one element, the names of all tensors, and the slices they come in, as JSON."""
+    tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in flat.tensors.items()]
+    single = {name: tensor.item() for name, tensor in flat.tensors.items() if tensor.numel() == 1 and not tensor.is_complex()}
+    values = encode_values(flat.tree).decode("ascii")
+    return json.dumps({"values": values, "tensors": tensors, "single": single, "slices": slices, "more": list(more)})
+
+
+def _rest(tensors: Mapping[str, Tensor], slices: Sequence[Sequence[Part]]) -> list[str]:
+    """Return the names of what is in no slice, in an order that is the same on every rank."""
+    return sorted(name for name in tensors.keys() - {name for one in slices for name, _, _ in one} if tensors[name].numel())
+
+
+def _nbytes(part: Sequence[Part], sizes: Mapping[str, tuple[int, int]]) -> int:
+    return sum((stop - start) * sizes[name][1] for name, start, stop in part)
+
+
+def _bytes(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return the memory of some elements of a contiguous tensor. A change of it does not count as one of the tensor."""
+    return tensor.detach().data.view(-1)[start:stop].view(torch.uint8)

@@ -1,0 +1,134 @@
+"""A change to the next world of a round while the present one trains: a new rank costs the others some milliseconds in a step.
+
+    admit    a new rank is ready, as rank 0 has seen. All ranks make the groups and the memory of the next world, each in a thread
+    switch   each rank asks for it when its thread is done. The step in which all ask is the last one in the old groups
+    slices   new ranks make the same steps as the others, with data of no weight, and get a slice of the state after each one
+    whole    each rank asks for it when all slices are sent or taken. After the step in which all ask, the data are shared among all
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .control_words import SWITCH, WHOLE
+from .ddp import DistributedDataParallel
+from .group_connections import GroupConnections
+from .live_round import LiveRound, World
+from .next_world import NextWorld
+from .process_groups import connects_within, make_default_group, replace_groups
+from .state_slices import Receiver, Sender
+from .train_state import TrainState
+
+# Seconds for the connections of a process group, and more for each worker, when all its ranks have come: what takes longer is a peer that
+# has died just then. It is less than --failure-grace (5 s), after which the worker would be killed.
+CONNECT, CONNECT_EACH = 3.0, 0.02
+
+
+def connecting(world: World) -> Any:
+    """Return a context in which the groups of ``world`` are made."""
+    return connects_within(timedelta(seconds=CONNECT + CONNECT_EACH * len(world.ranks)))
+
+
+class WorldChange:
+    """The change for a rank that trains (``find_next`` in a thread) or for a new one (``world`` is given: it waits for the others)."""
+
+    def __init__(
+        self,
+        live: LiveRound,
+        model: DistributedDataParallel,
+        state: TrainState,
+        groups: GroupConnections,
+        timeout: timedelta | None,
+        world: World | None = None,
+    ) -> None:
+        self._live, self._model, self._state, self._groups, self._timeout = live, model, state, groups, timeout
+        self._next: tuple[World, NextWorld] | None = None
+        self._error: BaseException | None = None
+        self._work: Sender | Receiver | None = None
+        self.sharing = 0  # ranks that the data are shared among, for a new rank
+        self.world: World | None = None  # that this rank has switched to
+        self._thread: threading.Thread | None = None
+        self._stepped, self._seconds = time.monotonic(), 0.0  # when the last step was made, and how long it took
+        model.hold_plan(True)
+        if world is None:
+            groups.begin()
+            self._thread = threading.Thread(target=self._prepare, name="elastirun next world", daemon=True)
+            self._thread.start()
+            return
+        default = self._default_group(world)
+        _drop(*replace_groups(default))
+        with connecting(world):
+            self._next = world, model.prepare_world(default)
+        self._switch()
+        self._work = receiver = Receiver(state, 0, default)
+        self.sharing, model.position = int(receiver.more[0]), receiver.more[1:]
+        receiver.receive_next()
+
+    def after_step(self) -> bool:
+        """Do what is due after a step. Return whether all ranks are whole: the next step is the first one of the new world."""
+        now = time.monotonic()
+        self._seconds, self._stepped = now - self._stepped, now
+        if self._error is not None:
+            raise self._error
+        unanimous = self._model.agreement.unanimous
+        if self.world is None:
+            if SWITCH in unanimous:
+                self._switch()
+            elif self._next is not None:
+                self._model.request(SWITCH)
+            return False
+        if WHOLE in unanimous:
+            self._model.hold_plan(False)
+            return True
+        if isinstance(self._work, Sender) and not self._work.done:
+            self._work.send_next()
+        elif isinstance(self._work, Receiver) and not self._work.done:
+            self._work.receive_next()
+        if self._work is None or self._work.done:
+            self._model.request(WHOLE)
+        return False
+
+    def abandon(self) -> None:
+        """Let go of what was prepared: the round is over. Its connections are cut meanwhile."""
+        if self._thread is not None:
+            self._thread.join()
+        if self.world is None and self._next is not None:
+            self._next[1].transport.close()
+        self._next = self._work = None
+
+    def _default_group(self, world: World) -> dist.ProcessGroup:
+        live = self._live
+        with connecting(world):
+            return make_default_group(live.store(world), live.rank_in(world), len(world.ranks), self._timeout, live.name_of(world))
+
+    def _prepare(self) -> None:
+        try:
+            world = self._live.find_next()
+            default = self._default_group(world)
+            with connecting(world):
+                self._next = world, self._model.prepare_world(default)
+        except BaseException as error:  # raised in the main thread
+            self._error = error
+
+    def _switch(self) -> None:
+        """Go on in the new groups."""
+        assert self._next is not None
+        (self.world, following), self._next = self._next, None
+        old = self._model.enter_world(following)
+        _drop(old, replace_groups(following.process_group, following.group))
+        self._groups.end()
+        self._model.withdraw(SWITCH)
+        new = [rank for rank, worker in enumerate(self.world.ranks) if not self._live.trains(worker)]
+        if self._thread is not None and self._live.rank == 0:
+            self._work = sender = Sender(self._state, new, following.process_group, [self._live.size, *self._model.position], self._seconds)
+            sender.send_next()
+
+
+def _drop(*things: Any) -> None:
+    """Let go of ``things`` in a thread: the end of a group waits for its threads."""
+    threading.Thread(target=list(things).clear, name="elastirun ends groups", daemon=True).start()
