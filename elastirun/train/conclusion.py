@@ -141,7 +141,7 @@ class Conclusion:
 
     @property
     def position(self) -> list[int]:
-        """What decides about collectives that follow a reduction, besides its words: a new rank must know it."""
+        """Flags that decide about collectives after a reduction, besides its words: a new rank must know them."""
         return [int(self.always_reads), int(self._reported)]
 
     @position.setter

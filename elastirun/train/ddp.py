@@ -257,7 +257,7 @@ class DistributedDataParallel(TorchNames):
 
     @property
     def position(self) -> list[float]:
-        """What a new rank must know to reduce with the others from the next step on: a few numbers."""
+        """Numbers that a new rank must know to reduce with the others from the next step on."""
         return self._reducer.position
 
     @position.setter

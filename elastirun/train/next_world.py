@@ -1,4 +1,4 @@
-"""What a module needs in another world: made while the present one is used, and then taken into use at once."""
+"""The parts of a module that belong to a world: made for another one while the present one is used."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Planner:
 
     @property
     def position(self) -> list[int]:
-        """How far planning is: with the plan, all that a new rank must know to make the next plan at the same step as the others."""
+        """Numbers that say how far planning is: a new rank that has them makes the next plan at the same step as the others."""
         return [self.epoch, self._steps, int(self.learning)]
 
     @position.setter

@@ -1,4 +1,4 @@
-"""Where a run stands, of what a step changes that has no gradients in the end; and what a first step of a new worker is undone with."""
+"""The position of a run, of what a step changes that has no gradients in the end; the undoing of a new worker's first step."""
 
 from __future__ import annotations
 

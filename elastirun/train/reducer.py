@@ -200,7 +200,7 @@ class Reducer:
 
     @property
     def position(self) -> list[float]:
-        """What a new rank must know to reduce with the others from the next step on."""
+        """Numbers that a new rank must know to reduce with the others from the next step on."""
         return [self.step, self.expected_samples, *self.conclusion.position, *self.planner.position]
 
     @position.setter

@@ -26,7 +26,7 @@ from elastirun.train import (
     elastic,
     process_groups,
 )
-from elastirun.train.control_words import ADMIT
+from elastirun.train.control_words import ADMIT, SWITCH
 from elastirun.train.group_connections import GroupConnections, _sockets
 from elastirun.train.live_round import World
 from elastirun.train.position import Position
@@ -280,6 +280,22 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     training._make_world(live)  # type: ignore[arg-type]
     step(state, model, next(iter(state["data"])))
     return sorted(model.agreement.requests), model.failed
+
+
+def agree(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
+    """Rank 0 asks to switch in the first step, both ranks in the second one."""
+    state, model = made(0)
+    found = []
+    for number, batch in zip(range(2), state["data"], strict=False):
+        if rank <= number:
+            model.request(SWITCH)
+        step(state, model, batch)
+        found.append((sorted(model.agreement.requests), sorted(model.agreement.unanimous)))
+    return found
+
+
+def test_ranks_know_what_one_asks_for_and_what_all_ask_for() -> None:
+    assert run(2, agree) == [[(["switch"], []), (["switch"], ["switch"])]] * 2
 
 
 def test_a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_next() -> None:

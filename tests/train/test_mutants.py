@@ -109,6 +109,31 @@ MUTANTS = (
         *("optimizer_steps", "nothing_is_read_in_another_thread_or_where_torch_would_log_it"),
     ),
     mutant(
+        "what all ask for is not what one asks for",
+        *("control_words", "if count == self._world", "if count"),
+        *("elastic", "ranks_know_what_one_asks_for_and_what_all_ask_for"),
+    ),
+    mutant(
+        "counts of steps come before the first slice",
+        *("state_slices", "            self._wanted[name].detach().fill_(told", "            (told"),
+        *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam]"),
+    ),
+    mutant(
+        "a slice has what the optimizer keeps for its elements",
+        *("state_slices", "for tensor in (param, *kept)])", "for tensor in (param,)])"),
+        *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam]"),
+    ),
+    mutant(
+        "an optimizer that is not known to treat elements alone gets all at once",
+        *("state_slices", "        if type(optimizer).__name__ not in ELEMENTWISE or not", "        if False and not"),
+        *("state_slices", "an_optimizer_of_another_package_comes_at_once"),
+    ),
+    mutant(
+        "replicas are not compared while one has no state",
+        *("conclusion", "self._extensions.compares_replicas and not self._planner.held", "self._extensions.compares_replicas"),
+        *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD]"),
+    ),
+    mutant(
         "the furthest rank wins",
         *("elastic", "        furthest = max(everyone)\n", "        furthest = everyone[0]\n"),
         *("elastic", "the_furthest_of_the_newest_round_wins[a_step_ahead]"),
@@ -130,7 +155,7 @@ MUTANTS = (
     ),
     mutant(
         "a world waits for all its ranks",
-        *("live_round", "self._store.add(here, 0) >= self.size or None", "True"),
+        *("live_round", "self._store.add(here, 0) >= len(world.ranks) or None", "True"),
         *("live_round", "a_world_waits_for_all_its_ranks"),
     ),
     mutant(
@@ -160,7 +185,7 @@ MUTANTS = (
     ),
     mutant(
         "a request for a world ends with its round",
-        *("elastic", "        self._model.withdraw(ADMIT)", "        #"),
+        *("elastic", "            self._model.withdraw(request)", "            pass"),
         *("elastic", "a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_next"),
     ),
     mutant(
@@ -180,12 +205,12 @@ MUTANTS = (
     ),
     mutant(
         "a dropped step does not move the loader",
-        *("elastic", "        self._loader.load_state_dict(self._data)\n", ""),
+        *("position", "        self._loader.load_state_dict(self._data)\n", ""),
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(
         "a dropped step does not move the learning rate",
-        *("elastic", "                group.update(options)\n", "                pass\n"),
+        *("position", "                group.update(options)\n", "                pass\n"),
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(

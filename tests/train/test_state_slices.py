@@ -1,0 +1,110 @@
+"""The state of a run in slices: which elements come together, and that a new rank has the same bits in the end, though all train on."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, state_slices
+from elastirun.train.checkpoints.tree import flatten
+from elastirun.train.state_slices import Receiver, Sender, belonging, cut
+from tests.support.worlds import run
+
+
+def test_a_slice_has_the_same_elements_of_what_belongs_together() -> None:
+    sizes = {"w": (10, 4), "w.sum": (10, 8), "b": (3, 4)}
+    assert cut(sizes, [["w", "w.sum"], ["b"]], 60) == [
+        [("w", 0, 5), ("w.sum", 0, 5)],
+        [("w", 5, 10), ("w.sum", 5, 10)],
+        [("b", 0, 3)],
+    ]
+
+
+def test_neighbours_share_a_slice_and_one_element_is_never_too_large() -> None:
+    assert cut({"a": (2, 4), "b": (3, 4)}, [["a"], ["b"]], 20) == [[("a", 0, 2), ("b", 0, 3)]]
+    assert cut({"a": (2, 8)}, [["a"]], 1) == [[("a", 0, 1)], [("a", 1, 2)]]
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), index / 4000)
+
+
+def made(seed: int, optimizer: str) -> tuple[TrainState, DistributedDataParallel]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model = DistributedDataParallel(net, init_sync=False, check_replicas_every=1)
+    made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
+    loader = ElasticDataLoader(Numbers(), global_batch_size=16)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+    return TrainState(model=model, optimizer=made, scheduler=scheduler, data=loader), model
+
+
+def make_step(state: TrainState, model: DistributedDataParallel, batch: torch.Tensor) -> None:
+    def loss() -> torch.Tensor:
+        state["optimizer"].zero_grad()
+        found: torch.Tensor = model(batch).square().mean()
+        found.backward()
+        return found
+
+    state["optimizer"].step(loss)
+    state["scheduler"].step()
+    state.step += 1
+
+
+def values(state: TrainState) -> tuple[Any, ...]:
+    flat = flatten({name: part for name, part in state.items() if name != "rng"})
+    return {name: tensor.tolist() for name, tensor in flat.tensors.items()}, flat.tree
+
+
+def transfers(rank: int, world: int, optimizer: str) -> tuple[int, tuple[Any, ...]]:
+    """Rank 1 is new: it makes the steps of rank 0 without data of its own, and gets rank 0's state meanwhile."""
+    state_slices.SLICE = 64
+    state, model = made(rank, optimizer)
+    group = dist.group.WORLD
+    assert group is not None
+    with model.no_sync():
+        for batch in islice(state["data"], 3 if rank == 0 else 1):  # each by itself; rank 1 rehearses
+            make_step(state, model, batch)
+    model.set_samples(1 - rank)
+    model.hold_plan(True)
+    work = Sender(state, [1], group, [0.5], 0.0) if rank == 0 else Receiver(state, 0, group)
+    steps = 0
+    for batch in state["data"]:
+        work.send_next() if isinstance(work, Sender) else work.receive_next()
+        if work.done:
+            break
+        make_step(state, model, batch)
+        steps += 1
+    assert isinstance(work, Sender) or work.more == [0.5]
+    return steps, values(state)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+def test_a_new_rank_has_the_same_state_although_all_train_meanwhile(optimizer: str) -> None:
+    (steps, first), second = run(2, transfers, optimizer)
+    assert second == (steps, first) and steps > 2
+
+
+def test_what_needs_more_than_single_elements_comes_at_once() -> None:
+    (steps, first), second = run(2, transfers, "LBFGS")
+    assert second == (steps, first) and steps == 0
+
+
+def test_an_optimizer_of_another_package_comes_at_once() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(3, 3)
+    state = {"model": model, "optimizer": Own(model.parameters(), lr=0.1)}
+    assert belonging(state, dict(model.named_parameters())) == []
+    state["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert belonging(state, dict(model.named_parameters())) == [["weight"], ["bias"]]
