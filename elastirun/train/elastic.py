@@ -55,9 +55,14 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
     _timeout = timeout
     if backend == "gloo":
         _connection = _connect()
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        _init_alone()
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def _init_alone() -> None:
+    """Make a default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 class Elastic:
@@ -278,8 +283,15 @@ class Elastic:
         self._live = None
         _groups.forget()
         connection.leave(0, 0)
+        self._be_alone()
         self._loader.set_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         self._rehearsal, self._rehearses = Rehearsal(self.state, self._model, self._loader), True
+
+    def _be_alone(self) -> None:
+        """Have a world of this rank alone, if it has left a round before it had the state of the others."""
+        if not dist.is_initialized():
+            _init_alone()
+            self._model.set_group(init_sync=False)
 
     def _end_rehearsal(self, connection: LiveConnection) -> None:
         """Forget what the rehearsal has changed, and take part in the newest round."""
@@ -293,6 +305,7 @@ class Elastic:
     def _join(self, live: LiveRound, world: World) -> None:
         """Take part in ``world``, whose other ranks train already. Their state comes with the next steps."""
         self._whole = False
+        self._be_alone()
         self._change = change = WorldChange(live, self._model, self.state, _groups, _timeout, world)
         self._loader.set_world(0, change.sharing)
         self._worlds += 1

@@ -38,6 +38,10 @@ class Extensions:
         """Be as far as ``old``, whose place this one takes."""
         self._compared = old._compared
 
+    def count_as_compared(self) -> None:
+        """Compare nothing: the other ranks have done so before this one came."""
+        self._compared = True
+
     @property
     def words_apart(self) -> bool:
         """Whether the control words travel apart from the gradients: a hook could compress them, and an optimizer needs them before the

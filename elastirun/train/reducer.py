@@ -206,6 +206,7 @@ class Reducer:
     @position.setter
     def position(self, position: Sequence[float]) -> None:
         self.step, self.expected_samples = int(position[0]), position[1]
+        self._extensions.count_as_compared()
         numbers = [int(number) for number in position[2:]]
         self.conclusion.position, self.planner.position = numbers[:2], numbers[2:]
         self._install_hooks()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support import live_log, live_time
 from tests.system.live_ettr import SEED, undisturbed
-from tests.system.live_kills import BATCH, SAMPLES, job
+from tests.system.live_kills import BATCH, SAMPLES, job, storm
 from tests.system.live_switches import watch
 
 
@@ -43,3 +43,10 @@ def test_a_step_is_done_when_its_last_rank_has_made_it() -> None:
     lines = [line(1, 0.1, 1000), line(1, 0.3, 1000, pid=2), line(2, 0.35, 1000), line(2, 0.4, 1000, pid=2), line(3, 1.0, 1000)]
     assert live_time.done(lines) == {1: (0.3, 1000), 2: (0.4, 1000), 3: (1.0, 1000)}
     assert round(live_time.ettr(live_time.gaps(lines, 0.0, 1.0), 1.0, strict=True), 6) == 0.75
+
+
+def test_workers_that_are_killed_while_the_state_travels_change_nothing_for_the_others(tmp_path: Path) -> None:
+    with job(tmp_path, 1, 3, TEST_PAUSE="0.005", TEST_WIDTH="1024") as running:
+        storm(running, random.Random(2), 4)
+        lines = running.lines()
+    assert live_log.violations(lines, SAMPLES) == []

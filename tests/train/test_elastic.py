@@ -282,6 +282,22 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     return sorted(model.agreement.requests), model.failed
 
 
+def comes_alone_again(rank: int, world: int) -> int:
+    """A worker that had to leave a round before it had a state makes a step by itself, as before its first round."""
+    state, model = made(0)
+    training = object.__new__(elastic.Elastic)
+    training._model = model
+    dist.destroy_process_group()
+    model.leave_group()
+    training._be_alone()
+    step(state, model, next(iter(state["data"])))
+    return dist.get_world_size()
+
+
+def test_who_has_left_a_round_without_a_state_is_alone_again() -> None:
+    assert run(1, comes_alone_again) == [1]
+
+
 def agree(rank: int, world: int) -> list[tuple[list[str], list[str]]]:
     """Rank 0 asks to switch in the first step, both ranks in the second one."""
     state, model = made(0)

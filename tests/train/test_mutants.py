@@ -114,6 +114,11 @@ MUTANTS = (
         *("elastic", "ranks_know_what_one_asks_for_and_what_all_ask_for"),
     ),
     mutant(
+        "who has left a round without a state has a world of its own",
+        *("elastic", "            _init_alone()\n            self._model.set_group(init_sync=False)\n", "            _init_alone()\n"),
+        *("elastic", "who_has_left_a_round_without_a_state_is_alone_again"),
+    ),
+    mutant(
         "counts of steps come before the first slice",
         *("state_slices", "            self._wanted[name].detach().fill_(told", "            (told"),
         *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam]"),
