@@ -153,7 +153,9 @@ class Elastic:
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if self._whole else 0)
                 yield batch
+                trains = self._whole and not self._rehearses
                 if not self._end_step():
+                    epoch = epoch if trains else self._loader.epoch  # a new worker is in that of the others now
                     break
 
     def _end_step(self) -> bool:
@@ -188,7 +190,7 @@ class Elastic:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
                 self._change = WorldChange(live, self._model, self.state, _groups, _timeout)
-        elif self._change.after_step():
+        elif self._change.after_step(over=self._loader.state_dict()["consumed"] == 0):
             self._begin_world(live)
 
     def _begin_world(self, live: LiveRound) -> None:

@@ -91,7 +91,7 @@ class Sender:
         """Whether everything is sent."""
         return self._sent > len(self._slices)
 
-    def send_next(self) -> None:
+    def go_on(self) -> None:
         """Send the next slice; after the last one, what is left. Another step may begin while it is on its way."""
         self._wait()  # the new ranks have taken part in the last step: they have it
         flat = flatten(_shared(self._state))
@@ -130,7 +130,7 @@ class Sender:
 class Receiver:
     """Takes the state of rank ``source`` of ``group``. ``more``: the numbers that came with it.
 
-    From the beginning the plain values are right, and the optimizer's counts of steps; after each ``receive_next`` one slice more.
+    From the beginning the plain values are right, and the optimizer's counts of steps; after each ``go_on`` one slice more.
     """
 
     def __init__(self, state: TrainState, source: int, group: dist.ProcessGroup) -> None:
@@ -146,7 +146,7 @@ class Receiver:
         """Whether the state is whole."""
         return self._received > len(self._slices)
 
-    def receive_next(self) -> None:
+    def go_on(self) -> None:
         """Wait for the next slice; after the last one, for what is left."""
         if self._received < len(self._slices):
             part = self._slices[self._received]

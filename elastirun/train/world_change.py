@@ -67,17 +67,21 @@ class WorldChange:
         self._switch()
         self._work = receiver = Receiver(state, 0, default)
         self.sharing, model.position = int(receiver.more[0]), receiver.more[1:]
-        receiver.receive_next()
+        receiver.go_on()
 
-    def after_step(self) -> bool:
-        """Do what is due after a step. Return whether all ranks are whole: the next step is the first one of the new world."""
+    def after_step(self, over: bool) -> bool:
+        """Do what is due after a step. Return whether all ranks are whole: the next step is the first one of the new world.
+
+        ``over``: it was the last step of the epoch. What the script does between two epochs, it does in the old groups: a new rank would
+        not be there.
+        """
         now = time.monotonic()
         self._seconds, self._stepped = now - self._stepped, now
         if self._error is not None:
             raise self._error
         unanimous = self._model.agreement.unanimous
         if self.world is None:
-            if SWITCH in unanimous:
+            if SWITCH in unanimous and not over:
                 self._switch()
             elif self._next is not None:
                 self._model.request(SWITCH)
@@ -85,10 +89,8 @@ class WorldChange:
         if WHOLE in unanimous:
             self._model.hold_plan(False)
             return True
-        if isinstance(self._work, Sender) and not self._work.done:
-            self._work.send_next()
-        elif isinstance(self._work, Receiver) and not self._work.done:
-            self._work.receive_next()
+        if self._work is not None and not self._work.done and not over:  # the loader's position comes, too: here it is the next epoch's
+            self._work.go_on()
         if self._work is None or self._work.done:
             self._model.request(WHOLE)
         return False
@@ -126,7 +128,7 @@ class WorldChange:
         new = [rank for rank, worker in enumerate(self.world.ranks) if not self._live.trains(worker)]
         if self._thread is not None and self._live.rank == 0:
             self._work = sender = Sender(self._state, new, following.process_group, [self._live.size, *self._model.position], self._seconds)
-            sender.send_next()
+            sender.go_on()
 
 
 def _drop(*things: Any) -> None:

@@ -1,9 +1,9 @@
 """A worker of a live job that logs what it trains on and where it gets to. For tests/support/live_log.py, which judges the log.
 
 Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
-step), TEST_DIGESTS (0: none is computed), TEST_TRANSPORT, TEST_SEED (of the first parameters; none: each process has its own),
-TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to the next), TEST_HOLD (a fifo: a worker that
-begins in a later round than the first waits until somebody opens it to write).
+step), TEST_DIGESTS (0: none is computed), TEST_EVALUATES (all ranks meet after each epoch), TEST_TRANSPORT, TEST_SEED (of the first
+parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to
+the next), TEST_HOLD (a fifo: a worker that begins in a later round than the first waits until somebody opens it to write).
 """
 
 import faulthandler
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from elastirun.train import Checkpointer, DistributedDataParallel, ElasticDataLo
 EPOCHS, SAMPLES, BATCH = (int(os.environ[f"TEST_{name}"]) for name in ("EPOCHS", "SAMPLES", "BATCH"))
 WIDTH, PAUSE = int(os.environ.get("TEST_WIDTH", "16")), float(os.environ.get("TEST_PAUSE", "0"))
 DIGESTS = os.environ.get("TEST_DIGESTS", "1") != "0"
+EVALUATES = "TEST_EVALUATES" in os.environ
 LOG = os.open(os.environ["TEST_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -96,6 +98,10 @@ def main() -> None:
                 rate = scheduler.get_last_lr()[0]
                 write("made", step=run.step + 1, digest=digest(model, optimizer), rate=rate, loss=loss.item(), samples=count)
             time.sleep(PAUSE)
+        if EVALUATES:
+            with suppress(RuntimeError):  # a peer is lost just then
+                dist.all_reduce(torch.zeros(1))
+                write("evaluated", step=run.step)
     write("over", step=run.step)
     dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support import live_log, live_time
 from tests.system.live_ettr import SEED, undisturbed
 from tests.system.live_kills import BATCH, SAMPLES, job, storm
-from tests.system.live_switches import watch
+from tests.system.live_switches import switch, watch
 
 
 def test_many_changes_of_the_world_leave_nothing_behind_and_the_loss_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
@@ -24,6 +24,16 @@ def test_many_changes_of_the_world_leave_nothing_behind_and_the_loss_is_that_of_
     assert max(abs(loss - alone[step]) for step, loss in here.items()) < 1e-4
     begun, ended = (live_log.of(lines, "made")[at]["at"] for at in (0, -1))
     assert 0 < live_time.ettr(live_time.gaps(lines, begun, ended), ended - begun) < 1
+
+
+def test_a_new_worker_is_there_in_what_all_do_after_an_epoch(tmp_path: Path) -> None:
+    """Epochs have two steps, so that each other step is the last one of its epoch."""
+    with job(tmp_path, 1, 3, "--preload=torch", TEST_PAUSE="0.005", TEST_SAMPLES="120", TEST_EVALUATES="1") as running:
+        rng, kept = random.Random(3), set[int]()
+        for _ in range(3):
+            kept = switch(running, rng, kept)
+        lines = running.wait(lambda lines: len({line["pid"] for line in live_log.of(lines[-50:], "evaluated")}) == 3)
+    assert live_log.violations(lines, 120) == []
 
 
 def line(step: int, at: float, world: int, pid: int = 1) -> live_log.Line:

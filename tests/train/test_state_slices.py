@@ -79,7 +79,7 @@ def transfers(rank: int, world: int, optimizer: str) -> tuple[int, tuple[Any, ..
     work = Sender(state, [1], group, [0.5], 0.0) if rank == 0 else Receiver(state, 0, group)
     steps = 0
     for batch in state["data"]:
-        work.send_next() if isinstance(work, Sender) else work.receive_next()
+        work.go_on()
         if work.done:
             break
         make_step(state, model, batch)
