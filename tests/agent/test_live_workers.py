@@ -247,7 +247,7 @@ def test_a_worker_ends_when_its_agent_wants_no_more_of_it(agent: Agent, worker: 
 
 # -- processes ----------------------------------------------------------------------------------------------------------------------
 
-SPEAKS = "import sys\nprint('first', file=sys.stderr, flush=True)\nopen(FIFO, 'w').write('.')\nopen(FIFO + '2').read()\n"
+SPEAKS = "import sys\nprint('first', file=sys.stderr, flush=True)\nopen(FIFO, 'w').write('.')\nopen(FIFO + '2').read(1)\n"
 SPEAKS += "print('second', file=sys.stderr, flush=True)\n"
 
 
@@ -267,8 +267,10 @@ def test_a_parked_worker_goes_on_in_the_next_round_with_its_output(loop: Loop, f
     loop.workers.start(specs, loop.logs.open_round(1, specs, going_on=[0]), lambda: going_on.extend(loop.workers.processes))
     assert going_on == [0], "before the other one is started"
     assert loop.workers.processes[0].pid == first and loop.workers.processes[1].pid != second
-    open(fifo.path + "2", "w").close()
+    word = os.open(fifo.path + "2", os.O_RDWR)  # waits for no reader: without the rule there may be none
+    os.write(word, b".")
     loop.run(lambda: "second" in loop.logs.last_lines(0))
+    os.close(word)
     assert loop.logs.last_lines(0) == ("first", "second") and loop.idle == 1
 
 
