@@ -23,10 +23,10 @@ def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device
     return [part.tolist() for part in parts]
 
 
-def broadcast(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return rank 0's ``values``; the other ranks give equally many, whatever these are."""
+def broadcast(values: Sequence[int], group: dist.ProcessGroup, device: torch.device, source: int = 0) -> list[int]:
+    """Return the ``values`` of rank ``source``; the other ranks give equally many, whatever these are."""
     box = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.broadcast(box, dist.get_global_rank(group, 0), group)
+    dist.broadcast(box, dist.get_global_rank(group, source), group)
     numbers: list[int] = box.tolist()
     return numbers
 

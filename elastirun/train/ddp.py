@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import autograd_engine
 from .at_exit import release_at_exit
-from .collectives import copy_from_first, gather, verify_same
+from .collectives import copy_from_first, verify_same
 from .comm_hooks import Hook
 from .conclusion import Options
 from .control_words import REQUESTS, Agreement
@@ -148,8 +148,11 @@ class DistributedDataParallel(TorchNames):
 
     # -- the world --------------------------------------------------------------------------------------------------
 
-    def _join(self, group: dist.ProcessGroup | None, init_sync: bool, step: int = 0) -> None:
-        """Compare the replicas in ``group``, copy rank 0's, and make transport and reducer. Every rank calls it at the same point."""
+    def _join(self, group: dist.ProcessGroup | None, init_sync: bool, left: Left | None = None) -> None:
+        """Compare the replicas in ``group``, copy rank 0's, and make transport and reducer. Every rank calls it at the same point.
+
+        ``left``: of this rank's reducer in the last world.
+        """
         self.process_group = find_group(group)
         self._list_parameters()
         copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
@@ -166,9 +169,10 @@ class DistributedDataParallel(TorchNames):
                 self._end_own_group.atexit = False  # see ``at_exit``
             if init_sync:
                 copy_from_first([tensor.detach() for _, tensor in copied], self._group)
-            step = max(theirs for (theirs,) in gather([step], self._group, devices[0]))  # a new rank begins at the step of the others
         self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._transport_wanted)
-        self._make_reducer(needs, step)
+        self._make_reducer(needs)
+        with reduction_errors("agreeing on the plan"):
+            self._reducer.begin_where_others_are(left)
         self._reducer.install()
         if self.find_unused_parameters:  # graphs change from step to step
             self._reducer.conclusion.read_always()
@@ -193,11 +197,11 @@ class DistributedDataParallel(TorchNames):
         """Return the names and buffers that are not to be ignored."""
         return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    def _make_reducer(self, needs: Sequence[bool], step: int) -> None:
+    def _make_reducer(self, needs: Sequence[bool]) -> None:
         """Make the reducer of the parameters that ``needs`` says are trained, with the user's hook and optimizer."""
         sparse = sparse_names(self.module)
         statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
-        self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics, step)
+        self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics)
         self._reducer.drops_failed_steps = self._drops_failed_steps
         self._applied = (-1, -1)  # the parameters have not been searched for optimizers yet
         if self._hook[0] is not None:
@@ -210,11 +214,13 @@ class DistributedDataParallel(TorchNames):
 
         With ``init_sync`` rank 0's parameters and buffers are copied to all, so rank 0 must be one that has them. Gradients that no
         optimizer has used are dropped; the caller copies the state of the optimizer. Works after a ReductionFailed, too. This rank's
-        settings (``accumulate``, ``set_samples``, requests) stay, and steps are counted from the highest number of any rank.
+        settings (``accumulate``, ``set_samples``, requests) stay, and steps are counted from the highest number of any rank. A plan of the
+        buckets that was made from measured times stays, too; new ranks take it over.
         """
         self.leave_group()
         left = self._reducer
-        self._join(process_group, init_sync, left.step)
+        assert isinstance(left, Left)
+        self._join(process_group, init_sync, left)
         self._reducer.keep_requests(left)
 
     def prepare_world(self, process_group: dist.ProcessGroup) -> NextWorld:
@@ -308,7 +314,7 @@ class DistributedDataParallel(TorchNames):
         """
         old = self._reducer
         old.close()
-        self._make_reducer(old.trained.now, old.step)
+        self._make_reducer(old.trained.now)
         self._reducer.continue_from(old)
 
     # -- forward and backward -----------------------------------------------------------------------------------------

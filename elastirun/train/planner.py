@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -29,6 +29,18 @@ REPLAN = (10, 100, 1000, 10_000)  # steps after which a plan is made anew for pa
 PROBES = (1 << 14, 1 << 20)  # float32 elements: two sizes of reductions, from which latency and bandwidth follow
 ROUNDS = 4  # reductions of each size; the fastest counts
 LAUNCH = 1e-4  # seconds that a bucket costs the computing thread in our own code: hooks, copies, views, waiting
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """A plan that was made from measured times, and what the planner of another world needs to go on from there."""
+
+    gradients: Sequence[Gradient]  # that it was made for
+    transport: type[Transport]  # that was measured
+    buckets: plans.Buckets
+    position: Sequence[int]  # see ``Planner``
+    link: Link | None
+    history: Sequence[dict[int, float]]
 
 
 class Planner:
@@ -104,14 +116,40 @@ class Planner:
         self.buckets = plans.decode(broadcast(plans.encode(self.buckets), group, self.device))
 
     @property
+    def measured(self) -> MeasuredPlan | None:
+        """The present plan, if it was made from measured times, or is not to be made from them."""
+        if self.learning:
+            return None
+        return MeasuredPlan(self.gradients, type(self._transport), self.buckets, self.position, self.link, self._history)
+
+    def can_use(self, plan: MeasuredPlan) -> bool:
+        """Return whether ``plan`` was made for these gradients, and from times of the same transport."""
+        return plan.gradients == self.gradients and plan.transport is type(self._transport)
+
+    def continue_from(self, mine: MeasuredPlan | None, source: int) -> None:
+        """Take the plan of rank ``source``, and go on planning from there. ``mine`` is this rank's. Every rank calls it."""
+        if mine is not None:
+            self.link, self._history = mine.link, list(mine.history)
+            self.position, self.buckets = mine.position, mine.buckets
+        count = len(self.position)
+        numbers = broadcast([*self.position, *plans.encode(self.buckets)], self._group, self.device, source)
+        self.position, self.buckets = numbers[:count], plans.decode(numbers[count:])
+
+    @property
     def position(self) -> list[int]:
-        """Numbers that say how far planning is: a new rank that has them makes the next plan at the same step as the others."""
-        return [self.epoch, self._steps, int(self.learning)]
+        """Numbers that say how far planning is: a new rank that has them makes the next plan at the same step as the others.
+
+        Besides counts there is one for each parameter: whether it was seen to lack a gradient, and whether the plan was made for that.
+        """
+        marks = [(index in self._unsure) + 2 * (index in self._planned_for) for index in range(len(self.gradients))]
+        return [self.epoch, self._steps, int(self.learning), *marks]
 
     @position.setter
     def position(self, position: Sequence[int]) -> None:
-        self.epoch, self._steps = position[:2]
-        self.learning = bool(position[2])
+        self.epoch, self._steps, learning, *marks = position
+        self.learning = bool(learning)
+        self._unsure = {index for index, mark in enumerate(marks) if mark & 1}
+        self._planned_for = {index for index, mark in enumerate(marks) if mark & 2}
 
     def _adopt(self, mine: plans.Buckets) -> None:
         """Take rank 0's plan; ``mine`` is this rank's. Every rank calls it at the same point."""

@@ -35,12 +35,13 @@ from .arrival import Arrival
 from .backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Trigger
 from .bucket_memory import Bucket, Portion
 from .bucket_set import BucketSet
+from .collectives import gather
 from .comm_hooks import Hook
 from .conclusion import Conclusion, Options
 from .control_words import FAILED, NOT_FINITE, LocalReport
 from .errors import OutsideForward, ReductionFailed, TrainError
 from .extensions import Extensions, OptimizerStep
-from .planner import Planner
+from .planner import MeasuredPlan, Planner
 from .running_stats import LayerBuffer, RunningStatistics
 from .schedule import Schedule
 from .step_times import StepTimes
@@ -59,6 +60,7 @@ class Left:
     step: int
     schedule: Schedule
     local_report: LocalReport
+    plan: MeasuredPlan | None
 
     def close(self) -> None:
         """Do nothing: the hooks are removed."""
@@ -76,13 +78,12 @@ class Reducer:
         transport: Transport,
         options: Options,
         statistics: Sequence[LayerBuffer] = (),
-        step: int = 0,
     ) -> None:
         self.number = next(_numbers)  # modules are made in the same order on every rank, and wait for their reductions in this order
         self.trained = Trained(named, needs)
         self.params = self.trained.params
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.step = step  # reductions so far
+        self.step = 0  # reductions so far
         self.schedule = Schedule()
         self.local_report = LocalReport(trained=self.trained.digest)
         self.times, self.last_times = StepTimes(), StepTimes()
@@ -166,7 +167,20 @@ class Reducer:
     def leave(self) -> Left:
         """Return what the reducer of the next world takes over, and let go of what keeps the process groups."""
         self._broken = self._backward = None  # the traceback of the failure leads to them
-        return Left(self.number, self.step, self.schedule, self.local_report)
+        return Left(self.number, self.step, self.schedule, self.local_report, self.planner.measured)
+
+    def begin_where_others_are(self, left: Left | None) -> None:
+        """Count steps from the highest number of any rank, and take the plan of the first rank whose planning is furthest.
+
+        ``left``: of this rank's reducer in the last world. Every rank calls it before ``install``.
+        """
+        plan = left.plan if left is not None and left.plan is not None and self.planner.can_use(left.plan) else None
+        mine = [left.step if left is not None else 0, plan.position[0] if plan is not None else 0]
+        everyone = gather(mine, self._group, self.planner.device)
+        self.step = max(step for step, _ in everyone)
+        epochs = [epoch for _, epoch in everyone]
+        if any(epochs):
+            self.planner.continue_from(plan, epochs.index(max(epochs)))
 
     def keep_requests(self, old: Reducer | Left) -> None:
         """Do what the user has asked of ``old``, in its place."""

@@ -139,6 +139,26 @@ MUTANTS = (
         *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD]"),
     ),
     mutant(
+        "a measured plan stays in the next world",
+        *("reducer", "        if any(epochs):\n", "        if False:\n"),
+        *("plans", "a_measured_plan_stays_in_the_next_world_and_new_ranks_take_it_over[group]"),
+    ),
+    mutant(
+        "it is the plan of who has one",
+        *("reducer", "epochs.index(max(epochs))", "0"),
+        *("plans", "a_measured_plan_stays_in_the_next_world_and_new_ranks_take_it_over[group]"),
+    ),
+    mutant(
+        "new ranks know which parameters were seen to lack a gradient",
+        *("planner", "mark & 2}", "mark & 4}"),
+        *("plans", "a_rank_that_joins_makes_the_next_plan_with_the_others"),
+    ),
+    mutant(
+        "a plan for another transport is made anew",
+        *("planner", " and plan.transport is type(self._transport)", ""),
+        *("plans", "a_plan_for_another_transport_is_made_anew"),
+    ),
+    mutant(
         "the furthest rank wins",
         *("elastic", "        furthest = max(everyone)\n", "        furthest = everyone[0]\n"),
         *("elastic", "the_furthest_of_the_newest_round_wins[a_step_ahead]"),

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import bucket_memory
+from elastirun.train.collectives import broadcast
 from elastirun.train.nested_tensors import find_tensors
 from elastirun.train.planner import PROBES
+from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make
 
@@ -165,3 +168,99 @@ def test_other_objects_in_an_output_are_not_looked_into() -> None:
     module = Leads()
     found = find_tensors(module(batch(0, 0)))
     assert len(found) == 1 and found[0].grad_fn is not None
+
+
+class Sometimes(nn.Module):
+    """Its second layer is left out now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if whole else x
+
+
+def train(ddp: DDP, rank: int, steps: int) -> list[list[int]]:
+    """Train a ``Sometimes``. Return how far planning was after each step."""
+    found = []
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(batch(step, rank), whole=step % 3 == 0).pow(2).mean().backward()
+        found.append(ddp._reducer.planner.position)
+    return found
+
+
+def kept(rank: int, world: int, transport: str) -> tuple[list[Any], list[list[int]], bool]:
+    """Ranks 1 and 2 train until their plan is measured; then rank 0 comes. The plans and positions, and whether the gradients are right."""
+    two = dist.new_group([1, 2])
+
+    torch.manual_seed(0)
+    module = Sometimes()
+    if rank == 0:
+        ddp = DDP(module, transport=transport)
+        before = ddp._reducer.planner.buckets
+    else:
+        ddp = DDP(module, transport=transport, process_group=two)
+        train(ddp, rank, 8)
+        before = ddp._reducer.planner.buckets
+        assert not ddp.plans
+        ddp.set_group()
+    planner = ddp._reducer.planner
+    assert not ddp.plans, "a plan is there: it is not measured again"
+    positions = [planner.position, *train(ddp, rank, 4)]  # with the tenth reduction, after which there may be a new plan
+    ddp.zero_grad()
+    ddp(batch(9, rank), whole=True).pow(2).mean().backward()
+    want = torch.stack([_whole_grad(module, batch(9, r)) for r in range(world)]).mean(0)
+    assert module.sometimes.weight.grad is not None
+    return [before, positions[0]], positions, bool(torch.allclose(module.sometimes.weight.grad, want, atol=1e-6))
+
+
+def _whole_grad(module: Sometimes, x: Tensor) -> Tensor:
+    return torch.autograd.grad(module(x, whole=True).pow(2).mean(), module.sometimes.weight)[0]
+
+
+@pytest.mark.parametrize("transport", ["group", "shared memory"])
+def test_a_measured_plan_stays_in_the_next_world_and_new_ranks_take_it_over(transport: str) -> None:
+    told = run(3, kept, transport)
+    assert all(right for _, _, right in told)
+    assert [plan for plan, _, _ in told] == [told[1][0]] * 3
+    assert [positions for _, positions, _ in told] == [told[0][1]] * 3 and any(told[0][1][0][3:]), "all ranks plan at the same step"
+
+
+def another_transport(rank: int, world: int) -> bool:
+    """Whether the plan is measured again."""
+    ddp = DDP(make(), transport="shared memory")
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(step, rank)).pow(2).mean().backward()
+    assert not ddp.plans
+    ddp._transport_wanted = "group"
+    ddp.set_group()
+    return ddp.plans
+
+
+def test_a_plan_for_another_transport_is_made_anew() -> None:
+    assert run(2, another_transport) == [True, True]
+
+
+def joined(rank: int, world: int) -> list[list[int]]:
+    """Rank 1 comes to rank 0 between two steps. How far planning is after each step, the tenth reduction among them."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    ddp = DDP(Sometimes(), process_group=alone)
+    train(ddp, rank, 8 if rank == 0 else 1)
+    ddp.hold_plan(True)
+    group = dist.group.WORLD
+    assert group is not None
+    ddp.enter_world(ddp.prepare_world(group))
+    position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
+    if rank == 1:
+        ddp.position = position
+    ddp.hold_plan(False)
+    return train(ddp, rank, 6)
+
+
+def test_a_rank_that_joins_makes_the_next_plan_with_the_others() -> None:
+    first, second = run(2, joined, timeout=PATIENCE)
+    assert first == second and any(first[0][3:])
