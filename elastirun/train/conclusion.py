@@ -16,6 +16,7 @@ from .collectives import gather, ranks
 from .control_words import Agreement, PendingAgreement
 from .errors import TrainError
 from .extensions import Extensions
+from .gradual_check import GradualCheck
 from .planner import Planner
 from .replica_check import verify_replicas
 from .step_times import describe_lacking, median
@@ -115,6 +116,7 @@ class Conclusion:
         self.drained: int | None = None  # the first step in which a rank requested "drain", as all know after the same step
         self.lacked: set[int] = set()  # parameters without a gradient in the last reduction, on this rank
         self._reported = False
+        self._gradual: GradualCheck | None = None  # that is under way
 
     @property
     def defers(self) -> bool:
@@ -191,8 +193,8 @@ class Conclusion:
             surprised = self._learn(bool(agreement.late))
             every = self._options.check_replicas_every
             compares = every > 0 and self._extensions.compares_replicas and not self._planner.held  # held: a new rank has no state yet
-            if compares and agreement.step % every == 0:
-                self.check_replicas()
+            if compares:
+                self._compare(agreement, now=agreement.step % every == 0)
         return surprised
 
     def _check_deferred(self, agreement: Agreement, expected_samples: float) -> None:
@@ -235,6 +237,20 @@ class Conclusion:
             lacked = gather([int(index in self.lacked) for index in range(count)], self._group, self._planner.device)
         if self._rank == 0:
             log.warning("in step %d %s", step, describe_lacking(self._trained.names, lacked))
+
+    def _compare(self, agreement: Agreement, now: bool) -> None:
+        """Compare the replicas: all of them if it is time ``now``, else some parameters if a gradual check is under way."""
+        if now:
+            self._gradual = None
+            self.check_replicas()
+        elif self._gradual is not None:
+            self._gradual.go_on(max(agreement.seconds), self._group, self._planner.device)
+            if self._gradual.done:
+                self._gradual = None
+
+    def begin_gradual_check(self) -> None:
+        """Compare the replicas in the next steps, some parameters in each. Every rank calls it at the same point."""
+        self._gradual = GradualCheck(self._trained.names, self._trained.params) if self._world > 1 else None
 
     def check_replicas(self) -> None:
         """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""

@@ -498,15 +498,17 @@ class DistributedDataParallel(TorchNames):
             copy_from_first(buffers, self._group)
         self._reducer.running_stats.forget()
 
-    def check_replicas(self) -> None:
+    def check_replicas(self, gradually: bool = False) -> None:
         """Compare all ranks' trained parameters, whether or not there is a communication hook; every rank calls it.
 
+        ``gradually``: compare some parameters in each of the next steps, so that no step takes much longer; the error comes in the
+        backward of one of them. Nothing is compared with a communication hook or ``check_replicas_every=0`` then.
         Raises Diverged with the name of the first parameter that differs, and TrainError for a parameter that was put in place after the
         module had been wrapped.
         """
         self._look_at_parameters()
         settle()
-        self._reducer.check_replicas()
+        self._reducer.check_replicas(gradually)
 
     # -- extensions -----------------------------------------------------------------------------------------------------
 

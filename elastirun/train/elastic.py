@@ -358,6 +358,7 @@ class Elastic:
             self._checkpoints = self._make_checkpoints()
             if restores:
                 self._checkpoints.restore(self.state)
+        self._model.check_replicas(gradually=True)
         self._settled = max(self._round, 1)
         self._worlds += 1
         self._whole, self._rehearsal = True, None

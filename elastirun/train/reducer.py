@@ -225,9 +225,15 @@ class Reducer:
         self.conclusion.position, self.planner.position = numbers[:2], numbers[2:]
         self._install_hooks()
 
-    def check_replicas(self) -> None:
-        """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point."""
-        self.conclusion.check_replicas()
+    def check_replicas(self, gradually: bool) -> None:
+        """Raise Diverged, on every rank alike, if the ranks' parameters are not the same; all call it at the same point.
+
+        ``gradually``: compare some parameters in each of the next steps, not all of them now.
+        """
+        if gradually:
+            self.conclusion.begin_gradual_check()
+        else:
+            self.conclusion.check_replicas()
 
     # -- during a backward ------------------------------------------------------------------------------------------
 

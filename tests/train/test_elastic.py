@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from elastirun.live_messages import VARIABLE
 from elastirun.train import (
     DistributedDataParallel,
+    Diverged,
     ElasticDataLoader,
     ReductionFailed,
     TrainError,
@@ -267,6 +268,29 @@ def joins(rank: int, world: int, port: int) -> bool:
 
 def test_groups_are_made_by_the_same_names_after_one_that_could_not_be_made() -> None:
     assert run(2, joins, free_port()) == [True, True]
+
+
+def differs(rank: int, world: int, port: int) -> str:
+    """What is said when the state of rank 1 is another one after a change of the world."""
+    dist.destroy_process_group()
+    where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    elastic.init_process_group()
+    state, model = made(0)
+    training = elastic.Elastic(state)
+    with torch.no_grad():
+        next(model.parameters())[0, rank] += 1.0
+    try:
+        for batch in training.batches():
+            step(state, model, batch)
+    except Diverged as error:
+        return f"{training.step}: {error}"
+    return ""
+
+
+def test_replicas_are_compared_after_a_change_of_the_world() -> None:
+    for told in run(2, differs, free_port()):
+        assert told.startswith("0: the replicas are no longer the same: weight"), told
 
 
 def asks(rank: int, world: int) -> tuple[list[str], bool]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import Diverged, TrainError
+from elastirun.train import Diverged, TrainError, gradual_check
+from elastirun.train.replica_check import verify_replicas
 from elastirun.train.step_times import stragglers
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
@@ -258,6 +259,42 @@ def drifted(rank: int, world: int, where: int) -> str:
 def test_replicas_that_drift_apart_are_found_and_named(where: int, name: str) -> None:
     for text in run(3, drifted, where):
         assert text.startswith("2: ") and f"{name}: on rank 1 it is not what the others have" in text
+
+
+def drifted_gradually(rank: int, world: int, where: int, element: int) -> tuple[list[int], str]:
+    """The elements that were compared in each step, and the error."""
+    compared: list[int] = []
+
+    def verify(names: Any, parts: Any, *rest: Any) -> None:
+        compared.append(sum(len(part) for bucket in parts for part in bucket))
+        verify_replicas(names, parts, *rest)
+
+    gradual_check.verify_replicas = verify  # type: ignore[attr-defined]
+    gradual_check.LEAST, gradual_check.FLOW = 120, 0  # thirty elements
+    ddp = DDP(make())
+    ddp.check_replicas(gradually=True)
+    if rank == 1 and where >= 0:
+        with torch.no_grad():
+            list(ddp.parameters())[where].view(-1)[element] += 1.0
+    for step in range(9):
+        ddp.zero_grad()
+        try:
+            ddp(batch(step, rank)).pow(2).mean().backward()
+        except Diverged as error:
+            return compared, str(error)
+    return compared, ""
+
+
+def test_replicas_are_compared_gradually_each_element_once() -> None:
+    every = sum(p.numel() for p in make().parameters())
+    for compared, error in run(2, drifted_gradually, -1, 0):
+        assert error == "" and sum(compared) == every and max(compared) == 30 and len(compared) == -(-every // 30)
+
+
+@pytest.mark.parametrize(("where", "element", "name"), [(0, 0, "0.weight"), (2, -1, "2.weight"), (5, -1, "4.bias")])
+def test_a_gradual_comparison_finds_and_names_what_differs(where: int, element: int, name: str) -> None:
+    for compared, error in run(2, drifted_gradually, where, element):
+        assert f" {name}: " in error, (compared, error)
 
 
 def cancelling(rank: int, world: int) -> bool:

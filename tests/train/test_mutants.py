@@ -139,6 +139,21 @@ MUTANTS = (
         *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD]"),
     ),
     mutant(
+        "replicas are compared after a change of the world",
+        *("elastic", "        self._model.check_replicas(gradually=True)\n", ""),
+        *("elastic", "replicas_are_compared_after_a_change_of_the_world"),
+    ),
+    mutant(
+        "all elements are compared in turn",
+        *("gradual_check", "            self._element += len(part)\n", "            self._element += len(flat)\n"),
+        *("more", "replicas_are_compared_gradually_each_element_once"),
+    ),
+    mutant(
+        "no step compares more than its share",
+        *("gradual_check", "            room -= part.nbytes\n", ""),
+        *("more", "replicas_are_compared_gradually_each_element_once"),
+    ),
+    mutant(
         "a measured plan stays in the next world",
         *("reducer", "        if any(epochs):\n", "        if False:\n"),
         *("plans", "a_measured_plan_stays_in_the_next_world_and_new_ranks_take_it_over[group]"),
