@@ -211,6 +211,45 @@ def test_a_compiled_module_is_split_where_buckets_end() -> None:
         assert graphs == buckets == 4
 
 
+def compiled_in_worlds(rank: int, world: int, inner: bool) -> tuple[int, int]:
+    """Graphs that were compiled in the first world, and in the two after it: the world shrinks, then grows while the old one is used."""
+    graphs: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    def compiled(module: nn.Module) -> nn.Module:
+        made: nn.Module = torch.compile(module, backend=count)  # type: ignore[assignment]
+        return made
+
+    ddp = DDP(compiled(Layers()) if inner else Layers())
+    model = ddp if inner else compiled(ddp)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            ddp.zero_grad()
+            model(torch.randn(2, 512, generator=torch.Generator().manual_seed(10 * step + rank))).pow(2).mean().backward()
+
+    train(7)
+    first = len(graphs)
+    ddp.set_group([dist.new_group([0]), dist.new_group([1])][rank])
+    train(4)
+    ddp.hold_plan(True)
+    group = dist.group.WORLD
+    assert group is not None
+    ddp.enter_world(ddp.prepare_world(group))
+    ddp.hold_plan(False)
+    train(4)
+    return first, len(graphs) - first
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_nothing_is_compiled_again_when_the_world_changes(inner: bool) -> None:
+    for first, later in run(2, compiled_in_worlds, inner):
+        assert first > 0 and later == 0
+
+
 # -- groups, replicas --------------------------------------------------------------------------------------------------
 
 
