@@ -32,6 +32,7 @@ from elastirun.train.group_connections import GroupConnections, _sockets
 from elastirun.train.live_round import World
 from elastirun.train.position import Position
 from elastirun.train.state_copy import copy_state
+from elastirun.train.world_change import WorldChange
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
@@ -268,6 +269,17 @@ def joins(rank: int, world: int, port: int) -> bool:
 
 def test_groups_are_made_by_the_same_names_after_one_that_could_not_be_made() -> None:
     assert run(2, joins, free_port()) == [True, True]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups(over: bool) -> None:
+    """What the script does between two epochs, all its ranks do: a new one would not be there."""
+    change = object.__new__(WorldChange)
+    change._model = SimpleNamespace(agreement=SimpleNamespace(unanimous={SWITCH}), request=lambda name: None)  # type: ignore[assignment]
+    change._stepped, change._error, change.world, change._next = 0.0, None, None, None
+    switched: list[int] = []
+    change._switch = lambda: switched.append(1)  # type: ignore[method-assign]
+    assert not change.after_step(over) and len(switched) == 1 - over
 
 
 def differs(rank: int, world: int, port: int) -> str:

@@ -139,6 +139,11 @@ MUTANTS = (
         *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[SGD]"),
     ),
     mutant(
+        "groups are not changed between two epochs",
+        *("world_change", "if SWITCH in unanimous and not over:", "if SWITCH in unanimous:"),
+        *("elastic", "the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups[True]"),
+    ),
+    mutant(
         "replicas are compared after a change of the world",
         *("elastic", "        self._model.check_replicas(gradually=True)\n", ""),
         *("elastic", "replicas_are_compared_after_a_change_of_the_world"),
