@@ -36,7 +36,8 @@ EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.secret_files")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
 PAGE = "elastirun.progress_page"
 LIVE = "elastirun.live_messages"
-CONNECTION = ("elastirun.live_connection", LIVE)
+WORLDS = "elastirun.live_worlds"
+CONNECTION = ("elastirun.live_connection", LIVE, WORLDS)
 ASKING = ("elastirun.agent_socket", "elastirun.current_round")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
@@ -63,6 +64,7 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent_socket"),
     Layer(PAGE, never=EFFECTS),
     Layer(LIVE, never=EFFECTS),
+    Layer(WORLDS, never=EFFECTS),
     Layer("elastirun.live_connection", (LIVE, "elastirun.errors")),
     Layer("elastirun.progress", (PAGE,)),
     Layer("elastirun.optimizer_steps", ("elastirun.progress", PAGE)),

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_connection import LiveConnection
 from elastirun.live_messages import VARIABLE
+from elastirun.live_worlds import World, furthest
 from elastirun.progress import begin_round
 
 from .checkpoints.checkpointer import Checkpointer
@@ -28,7 +29,7 @@ from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .errors import ModelMismatch, TrainError
 from .group_connections import GroupConnections
-from .live_round import LiveRound, World
+from .live_round import LiveRound
 from .position import Position, Rehearsal
 from .process_groups import init_default_group
 from .state_copy import copy_state
@@ -306,7 +307,7 @@ class Elastic:
 
     def _join(self, live: LiveRound, world: World) -> None:
         """Take part in ``world``, whose other ranks train already. Their state comes with the next steps."""
-        self._whole = False
+        self._whole, self._settled = False, 0  # an older state that this rank may have is overwritten slice by slice
         self._be_alone()
         self._change = change = WorldChange(live, self._model, self.state, _groups, _timeout, world)
         self._loader.set_world(0, change.sharing)
@@ -337,19 +338,15 @@ class Elastic:
         """Give all ranks the state of the furthest one; where nobody has trained, that of the newest checkpoint, or rank 0's."""
         world = dist.group.WORLD
         assert world is not None
-        rank, everyone = dist.get_rank(), [tuple(theirs) for theirs in gather([self._settled, self.state.step], world, CPU)]
-        furthest = max(everyone)
-        source = everyone.index(furthest)
+        rank, everyone = dist.get_rank(), [(settled, steps) for settled, steps in gather([self._settled, self.state.step], world, CPU)]
+        source, behind = furthest(everyone)
+        begins_anew = everyone[source][0] == 0
         self._loader.set_world(rank, len(everyone))
-        if furthest[0] == 0:
-            if self._rehearsal is not None:
-                self._rehearsal.forget()
-            behind = list(range(1, len(everyone)))
-        else:
-            behind = [at for at, theirs in enumerate(everyone) if theirs != furthest]
+        if begins_anew and self._rehearsal is not None:
+            self._rehearsal.forget()
         if behind:
             copy_state(self.state, source, rank in behind, world)
-        self._begin(restores=furthest[0] == 0)
+        self._begin(restores=begins_anew)
 
     def _begin(self, restores: bool = True) -> None:
         """Begin to train in this world. ``restores``: from the newest checkpoint, if there is one."""

@@ -20,8 +20,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_messages import store_prefix
+from elastirun.live_worlds import World, first_world
 
 T = TypeVar("T")
 
@@ -42,24 +42,6 @@ NUMBER = "ELASTIRUN_WORLD"  # set here: the number of the world within the round
 
 class RoundOver(RuntimeError):
     """The agent ends the round."""
-
-
-@dataclass(frozen=True)
-class World:
-    """Workers that train together. ``ranks``: their ranks in the round; the rank in the world is the index."""
-
-    number: int
-    ranks: tuple[int, ...]
-
-
-def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
-    """Return world 0 of a round of ``size`` workers. ``told``: what each agent says of its node, see ``node/`` above.
-
-    A state of an older round than another one's is that of a node that was cut off: its rank counts as new.
-    """
-    having = [(rank, settled) for node in told for rank, settled in node]
-    newest = max((settled for _, settled in having), default=0)
-    return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
 
 
 class LiveRound:

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastirun.live_worlds import World
+
 from .control_words import SWITCH, WHOLE
 from .ddp import DistributedDataParallel
 from .group_connections import GroupConnections
-from .live_round import LiveRound, World
+from .live_round import LiveRound
 from .next_world import NextWorld
 from .process_groups import connects_within, make_default_group, replace_groups
 from .state_slices import Receiver, Sender

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_messages import VARIABLE
+from elastirun.live_worlds import World
 from elastirun.train import (
     DistributedDataParallel,
     Diverged,
@@ -29,7 +30,6 @@ from elastirun.train import (
 )
 from elastirun.train.control_words import ADMIT, SWITCH
 from elastirun.train.group_connections import GroupConnections, _sockets
-from elastirun.train.live_round import World
 from elastirun.train.position import Position
 from elastirun.train.state_copy import copy_state
 from elastirun.train.world_change import WorldChange
@@ -416,10 +416,26 @@ def settles(rank: int, world: int, histories: list[tuple[int, int]]) -> tuple[di
         (((0, 0), (3, 10), (3, 11)), 2),
         (((3, 11), (3, 10), (0, 0)), 0),
         (((3, 90), (4, 11), (4, 10)), 1),
+        (((0, 0), (0, 3), (0, 0)), 0),
     ],
-    ids=["new", "a_step_ahead", "a_new_rank", "an_older_history_does_not_count"],
+    ids=["new", "a_step_ahead", "a_new_rank", "an_older_history_does_not_count", "steps_without_a_state"],
 )
 def test_the_furthest_of_the_newest_round_wins(histories: tuple[tuple[int, int], ...], winner: int) -> None:
     found = run(3, settles, list(histories))
     assert found[0] == found[1] == found[2]
     assert found[0][1:] == (histories[winner][1], winner)
+
+
+def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that was cut off comes back with an older state, and the others are lost before theirs has come whole: it has a mixture."""
+    monkeypatch.setattr(elastic, "WorldChange", lambda *given: SimpleNamespace(sharing=2))
+    monkeypatch.setattr(elastic.Elastic, "_be_alone", lambda self: None)
+    training = object.__new__(elastic.Elastic)
+    training.state, training._model, training._settled = SimpleNamespace(step=0), None, 4  # type: ignore[assignment]
+    training._loader = training._before = SimpleNamespace(set_world=lambda *given: None, take=lambda: None)  # type: ignore[assignment]
+    training._join(None, World(1, (0, 1)))  # type: ignore[arg-type]
+    promised: list[tuple[int, int]] = []
+    training._checkpoints = training._change = training._live = None
+    training._model = SimpleNamespace(leave_group=lambda: None)  # type: ignore[assignment]
+    training._leave(SimpleNamespace(leave=lambda *given: promised.append(given)))  # type: ignore[arg-type]
+    assert promised == [(0, 0)]

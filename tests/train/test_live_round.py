@@ -16,8 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from elastirun.live_messages import store_prefix
+from elastirun.live_worlds import World, first_world
 from elastirun.train import live_round
-from elastirun.train.live_round import LiveRound, RoundOver, World, first_world
+from elastirun.train.live_round import LiveRound, RoundOver
 from tests.support.mutants import PATIENCE
 
 NAMES = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ELASTIRUN_WORLD")

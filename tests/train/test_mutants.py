@@ -178,9 +178,9 @@ MUTANTS = (
         *("planner", " and plan.transport is type(self._transport)", ""),
         *("plans", "a_plan_for_another_transport_is_made_anew"),
     ),
-    mutant(
+    of_steps(
         "the furthest rank wins",
-        *("elastic", "        furthest = max(everyone)\n", "        furthest = everyone[0]\n"),
+        *("live_worlds", "    best = max(everyone)\n", "    best = everyone[0]\n"),
         *("elastic", "the_furthest_of_the_newest_round_wins[a_step_ahead]"),
     ),
     mutant(
@@ -188,14 +188,24 @@ MUTANTS = (
         *("elastic", "gather([self._settled, self.state.step]", "gather([min(self._settled, 1), self.state.step]"),
         *("elastic", "the_furthest_of_the_newest_round_wins[an_older_history_does_not_count]"),
     ),
-    mutant(
-        "a state of an older round counts as none",
-        *("live_round", "for rank, settled in having if settled == newest)", "for rank, settled in having)"),
-        *("live_round", "those_with_the_newest_state_begin[an_older_state_counts_as_none]"),
+    of_steps(
+        "steps without a state make no rank the furthest",
+        *("live_worlds", "    if best[0] == 0:\n", "    if False:\n"),
+        *("elastic", "the_furthest_of_the_newest_round_wins[steps_without_a_state]"),
     ),
     mutant(
+        "a state that is being overwritten counts as none",
+        *("elastic", "        self._whole, self._settled = False, 0  #", "        self._whole = False  #"),
+        *("elastic", "a_worker_that_is_being_given_the_state_of_the_others_has_none"),
+    ),
+    of_steps(
+        "a state of an older round counts as none",
+        *("live_worlds", "for rank, settled in having if settled == newest)", "for rank, settled in having)"),
+        *("live_round", "those_with_the_newest_state_begin[an_older_state_counts_as_none]"),
+    ),
+    of_steps(
         "where nobody has a state all begin together",
-        *("live_round", ") or tuple(range(size)))", "))"),
+        *("live_worlds", ") or tuple(range(size)))", "))"),
         *("live_round", "those_with_the_newest_state_begin[nobody_has_a_state]"),
     ),
     mutant(

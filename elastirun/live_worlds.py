@@ -1,0 +1,40 @@
+"""Decisions about the worlds of a live job: which workers of a round begin it, and whose state they go on with. Needs no torch.
+
+See docs/elastic.md and docs/decisions/0027.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """Workers that train together. ``ranks``: their ranks in the round; the rank in the world is the index."""
+
+    number: int
+    ranks: tuple[int, ...]
+
+
+def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
+    """Return world 0 of a round of ``size`` workers.
+
+    ``told``: by node, its ranks that have a state, each with the round in which the ranks agreed upon that state. A state of an older
+    round than another one's is that of a node that was cut off: its rank counts as new.
+    """
+    having = [(rank, settled) for node in told for rank, settled in node]
+    newest = max((settled for _, settled in having), default=0)
+    return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
+
+
+def furthest(everyone: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+    """Return the rank whose state all ranks go on with, and the ranks that are to copy that state.
+
+    ``everyone``: by rank, the round in which its state was agreed upon, and its finished steps. Where no rank has a state (round 0), all
+    begin with that of rank 0, whatever steps a rank has made on the way to a state that did not come whole.
+    """
+    best = max(everyone)
+    if best[0] == 0:
+        return 0, list(range(1, len(everyone)))
+    return everyone.index(best), [rank for rank, theirs in enumerate(everyone) if theirs != best]
