@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.mutants import Mutant, copy, each, failing, unnoticed
+from tests.support.mutants import Mutant, copy, each, failing, mutants_in, unnoticed
 
 __all__ = ["copy"]  # the fixture
 
@@ -16,6 +16,8 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
     return Mutant(rule, module, old, new, f"tests/{folder or 'rendezvous'}/test_{name}.py::test_{test}", where)
 
 
+live_worker = mutants_in("elastirun", "tests/rendezvous")
+simulated = mutants_in("tests/sim", "tests/rendezvous")  # of what the simulator plays: the invariants notice it
 MUTANTS = (
     # Who sits where.
     mutant(
@@ -1058,6 +1060,47 @@ MUTANTS = (
         "an empty store in its place shows that a store is gone",
         *("machine", "                self._moves.replaced()", "                pass"),
         *("majority", "a_host_that_is_started_anew_at_once_joins_the_others"),
+    ),
+    # Live workers, in simulated histories.
+    simulated(
+        "who has promised to have left a round makes no step in it",
+        *("live", "            worker.word = worker.settled\n        worker.inside = None\n", "            worker.word = worker.settled\n"),
+        *("live_sim", "a_worker_dies_and_the_others_lose_no_step"),
+    ),
+    simulated(
+        "a node is done with a round when all its workers are parked or have ended",
+        *("live", "        if not any(worker.lives for worker in crew.running.values()):", "        if True:"),
+        *("live_sim", "a_worker_dies_and_the_others_lose_no_step"),
+    ),
+    live_worker(
+        "an answer for an older round parks nobody",
+        *("agent/processes/parking", "        if self._asked.get(pid) != round:", "        if pid not in self._asked:"),
+        *("live_sim", "an_answer_that_comes_again_late_does_not_count_for_the_next_round"),
+    ),
+    live_worker(
+        "an answer of a worker that was killed counts for nothing",
+        *("agent/processes/parking", "        self._asked.pop(pid, None)\n", ""),
+        *("live_sim", "histories_hold_in_which_a_rule_is_missed[5004]"),
+    ),
+    live_worker(
+        "who has an abandoned state begins no round",
+        *("live_worlds", "for rank, settled in having if settled == newest)", "for rank, settled in having)"),
+        *("live_sim", "a_node_that_was_away_takes_the_state_of_those_that_went_on"),
+    ),
+    live_worker(
+        "an agent says in which round each state was agreed upon",
+        *("agent/processes/parking", "        return self._parked.get(pid, 0)", "        return 1 if pid in self._parked else 0"),
+        *("live_sim", "a_node_that_was_away_takes_the_state_of_those_that_went_on"),
+    ),
+    live_worker(
+        "a step that one rank has finished is not lost",
+        *("live_worlds", "    best = max(everyone)\n", "    best = max(everyone, key=lambda theirs: theirs[0])\n"),
+        *("live_sim", "histories_hold_in_which_a_rule_is_missed[5042]"),
+    ),
+    simulated(
+        "a state that has not come whole is none",
+        *("live_rounds", "worker.state, worker.settled, worker.steps = None, 0, 0", "worker.state, worker.steps = None, 0"),
+        *("live_sim", "a_state_that_did_not_come_whole_begins_no_round"),
     ),
 )
 

@@ -12,17 +12,19 @@ from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.records import Blame, RoundRecord
 from elastirun.rendezvous.rules import Rules, hold
 from tests.sim import invariants
+from tests.sim.live import Live, Switching, draw_switching
 from tests.sim.world import Deaths, Node, Push, Violation, World
 
 TROUBLE = 30.0  # seconds of faults
 LOOP = 90.0  # seconds during which a node crashes again and again
 HEALED_WITHIN = 200.0  # seconds after the last fault until all nodes are in one round; when all were lost, that takes 88
+TRAINED_WITHIN = 60.0  # seconds from then on until all workers of a live job train in one world
 JOINED_WITHIN = 20.0  # seconds until the same, after newcomers need not wait any more
 ENDED_WITHIN = 60.0  # seconds from the success of all workers to the end of all nodes
 # Shares of the histories: with 3 to 9 nodes, which do not read each other's rows all the time; with unlike nodes; with a node that
 # crashes again and again; with nodes that import modules when they begin.
-# And with workers that keep their state from round to round.
-WIDE, UNEVEN, LOOPING, IMPORTING, KEEPING = 0.1, 0.25, 0.1, 0.125, 0.2
+# And with workers that keep their state from round to round; the same, where each of them is played (tests/sim/live.py).
+WIDE, UNEVEN, LOOPING, IMPORTING, KEEPING, LIVE = 0.1, 0.25, 0.1, 0.125, 0.2, 0.2
 SUCCESSION = 0.5  # share of the histories with a store that a node hosts in which another node's store may take over
 WIDER, CROWDED = 0.6, 0.5  # shares of those with faults of ``WIDER_KINDS``, and of these with four to seven nodes
 MAJORITY = 0.4  # share of the histories with succession in which a majority is enough, without the proof that the host has died
@@ -61,6 +63,7 @@ class Plan:
     sparse: float = 1.0  # factor on the time between two reads of all rows
     prepares_within: float = 0.0  # seconds from when a node begins until its workers can start
     keeps: bool = False  # workers are parked with their state when a round ends
+    live: Switching | None = None  # of a live job: what its workers do between rounds
 
 
 @dataclass
@@ -121,6 +124,9 @@ WIDER_KINDS = {
     "kill_unread": (4, 20.0),  # the host dies, and there is a round that its agent has not read
 }
 
+# More faults of histories with live workers: a worker dies; a node is away, so that its workers come back with an abandoned state.
+LIVE_KINDS = {"fail": (6, 0.0), "crash": (2, 8.0), "freeze_node": (3, 12.0), "cut": (2, 15.0)}
+
 CONNECTED = {"crash", "reboot", "storm", "leave", "fail", "fail_two", "succeed_one", "kill_host", "leave_host", "dark_host", "loop"}
 CONNECTED |= {"stall", "stall_host", "kill_owner"}
 
@@ -177,6 +183,10 @@ def draw(seed: int) -> Plan:
     if uneven:
         slots = tuple(own.choice([1, 2, 8]) for _ in range(nodes))
         plan = replace(plan, slots=slots, timings=tuple(_timing(own) for _ in range(nodes)))
+    switching = random.Random(f"switching {seed}")
+    if switching.random() < LIVE:
+        faults = _with_close_faults(plan, switching, LIVE_KINDS, switching.uniform(5.0, TROUBLE), [1, 2, 4])
+        plan = replace(plan, faults=faults, live=draw_switching(switching))
     return plan
 
 
@@ -247,6 +257,8 @@ class History:
         self.world.disconnected = plan.rules.succession and bool(kinds - CONNECTED)
         self.world.push, self.world.deaths, self.world.prepares_within = plan.push, plan.deaths, plan.prepares_within
         self.world.keeps = plan.keeps
+        if plan.live is not None:
+            self.world.live = Live(self.world, plan.live, random.Random(f"live {plan.seed}"))
         self._suspended_until = 0.0  # the end of the time for which all machines are suspended
         invariants.install(self.world)
 
@@ -282,6 +294,8 @@ class History:
         else:
             raise Violation(f"not settled {HEALED_WITHIN:g} s after everything was healed: {self._state()}")
         invariants.verdicts_agree(world)
+        if world.live is not None and not world.run(TRAINED_WITHIN, lambda: invariants.all_train(world)):
+            raise Violation(f"not all live workers train {TRAINED_WITHIN:g} s later: {self._state()}")
         self._finish()
 
     def _finish(self) -> None:
@@ -351,6 +365,8 @@ class History:
         """End all faults, and start the nodes anew that have gone, as a supervisor would."""
         world = self.world
         self._suspended_until = 0.0
+        if world.live is not None:
+            world.live.calm = True
         world.walls.clear()
         for node in world.nodes:
             node.cut, node.side = False, 0

@@ -208,6 +208,16 @@ def settled(world: World) -> bool:
     return finishing or len(record.members) == _places(world, alive)
 
 
+def all_train(world: World) -> bool:
+    """Return whether all workers of a live job train in one world, or some have succeeded, or the job is over."""
+    record = world.record
+    if any(n.outcome in (Outcome.SUCCEEDED, Outcome.FAILED) for n in world.nodes):
+        return True
+    if record is None or record.closed is not None or any((m.id, record.round) in world.succeeded for m in record.members):
+        return True
+    return world.live is not None and world.live.rounds.all_train()
+
+
 def takes_part(node: Node, record: RoundRecord) -> bool:
     """Return whether the node's workers run in the round, or have all succeeded in it."""
     done = node.machine.state is DONE and node.machine.row.succeeded == record.round

@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastirun.agent.session import Session
 from elastirun.agent.store_access import NodeAddress, StoreAccess
@@ -47,6 +47,9 @@ from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.sync import Operation, Steps, SyncProtocol
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+
+if TYPE_CHECKING:
+    from tests.sim.live import Live
 
 CONFIG = LaunchConfig(command=Command("train.py"), min_nodes=1, max_nodes=1, nproc=1, run_id="job", endpoint=None)
 T = TypeVar("T")
@@ -312,7 +315,10 @@ class Node:
         elif isinstance(action, Stop):
             self.stops.append(action)
             self.stopping = True
-            self.world.at(self._stop_time(action), partial(self._stopped, len(self.began)))
+            if self.world.live is not None:
+                self.world.live.stop(self, action)
+            else:
+                self.world.at(self._stop_time(action), partial(self.stopped, len(self.began), self.world.keeps))
         elif isinstance(action, Say):
             self.said.append(action.text)
         elif isinstance(action, Finish):
@@ -328,10 +334,10 @@ class Node:
         grace = min(self.world.graces[not stop.planned], math.inf if stop.within is None else stop.within)
         return min(self.stop_time, grace / self.rate)
 
-    def _stopped(self, round_: int) -> None:
+    def stopped(self, round_: int, kept: bool) -> None:
         if self.up and self.stopping and len(self.began) == round_:
             self.working, self.stopping, self.lone, self.ended_by_guard = None, False, False, False
-            self.feed(lambda now: WorkersStopped(now, self.machine.row.failures, self.world.keeps))
+            self.feed(lambda now: WorkersStopped(now, self.machine.row.failures, kept))
 
     # -- what can be done to it ---------------------------------------------------------------------------------------
 
@@ -343,6 +349,8 @@ class Node:
 
     def fail(self, code: int = 1, blame: int = Blame.OWN_FAULT, after: float = 1.0) -> None:
         if self.working is not None and not self.stopping:
+            if self.world.live is not None:
+                self.world.live.fail(self)
             record = ExitRecord(self.name, self.starts[-1][1], 0, 1, code, blame, after, ("boom",))
             self.feed(lambda now: WorkersFailed(now, (record,)))
 
@@ -454,6 +462,7 @@ class World:
         self.prepare_random = random.Random(f"prepares {seed}")
         self.prepares_within = 0.0  # seconds from when a node begins until its workers can start
         self.keeps = False  # workers are parked with their state when a round ends
+        self.live: Live | None = None  # the workers of a live job
         self.telling: Node | None = None  # whose death notice is being written at this very moment
         self.own_random = random.Random(~seed)  # for the store: its clock, and how late it notices the end of a lease
         self.store_rate = self.own_random.uniform(0.9, 1.1)
