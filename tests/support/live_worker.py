@@ -3,16 +3,19 @@
 Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
 step), TEST_DIGESTS (0: none is computed), TEST_EVALUATES (all ranks meet after each epoch), TEST_TRANSPORT, TEST_SEED (of the first
 parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to
-the next), TEST_HOLD (a fifo: a worker that begins in a later round than the first waits until somebody opens it to write).
+the next), TEST_HOLD (a fifo: a worker that begins in a later round than the first waits until somebody opens it to write), TEST_TRAPS
+(a folder, see tests/support/live_traps.py), TEST_SLICE (with traps: bytes of a slice of the state).
 """
 
 import faulthandler
 import hashlib
+import importlib
 import json
 import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -59,6 +62,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # for whoever looks at a job that hangs
     torch.set_num_threads(1)
     write("begun")
+    if traps := os.environ.get("TEST_TRAPS"):
+        importlib.import_module("live_traps").install(Path(traps), write, int(os.environ["TEST_SLICE"]))  # beside this script
     if (hold := os.environ.get("TEST_HOLD")) and os.environ["ELASTIRUN_ROUND"] != "1":
         with open(f"{hold}.{os.getpid()}", "w"):  # a new worker of a later round says that it is here, and waits
             open(hold).close()

@@ -41,6 +41,7 @@ class Job:
     options: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)  # workers of a node that has another number than ``nproc``
+    hosts: int = 1  # nodes at whose addresses the store is looked for, the first one hosts it
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # by node, from 1
     port: int = field(default_factory=free_port)
     known: list[live_log.Line] = field(default_factory=list)  # the lines of the log that were read
@@ -57,7 +58,8 @@ class Job:
         nproc = self.slots.get(node, self.nproc)
         line = [sys.executable, "-m", "elastirun", f"--nproc-per-node={nproc}", "--max-restarts=100000", *self.options]
         if self.nodes > 1:
-            line += [f"--nnodes=1:{self.nodes}", "--rdzv-id=live", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--last-call=30"]
+            endpoint = ",".join(f"127.0.0.{host}:{self.port}" for host in range(1, self.hosts + 1))
+            line += [f"--nnodes=1:{self.nodes}", "--rdzv-id=live", f"--rdzv-endpoint={endpoint}", "--last-call=30"]
             line += [f"--local-addr=127.0.0.{node}", f"--rdzv-conf=is_host={int(node == 1)}"]
         with open(self.folder / f"agent{node}.out", "ab") as out:
             command = [*line, str(WORKER)]
@@ -99,8 +101,10 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, nodes: int = 1, nproc: int = 1, *options: str, slots: dict[int, int] | None = None, **env: str) -> Iterator[Job]:
-    made = Job(folder, nodes, nproc, options, env, slots or {})
+def job(
+    folder: Path, nodes: int = 1, nproc: int = 1, *options: str, slots: dict[int, int] | None = None, hosts: int = 1, **env: str
+) -> Iterator[Job]:
+    made = Job(folder, nodes, nproc, options, env, slots or {}, hosts)
     try:
         for node in range(1, nodes + 1):
             made.start(node)

@@ -1,0 +1,310 @@
+"""Disturb a live job at chosen moments of a change of the world: it goes on, and no step and no sample is lost or doubled.
+
+    python -m tests.system.live_disturbances --tries 20 [--only NAME …] [--preload torch] [--keep FOLDER]
+
+    hang-in-switch    a worker stands still while it parks, enters a round, makes the next world, or takes part in a slice of the state
+    death-in-switch   a worker dies there
+    two-deaths        two of four workers die at one moment, two agents of three with their workers, or two workers that change worlds
+    sender-dies       the worker that sends the state dies between two slices
+    newcomer-dies     the new worker dies in its rehearsal, when it is taken in, or between two slices
+    store-host-dies   the agent that hosts the rendezvous store dies with its workers, in a step or while one of them sends the state
+
+Each kind has several ways, which take turns. A trap in the worker (tests/support/live_traps.py) disturbs at the very point, and says so in
+the log. A try ends when as many workers as before train in a new world and are further than before. It went on *live* if all workers that
+were not disturbed are still there, else by *restart*. The seconds without a step run from the last step before to the first one
+after the disturbance that counts, on all ranks. A worker that hangs outside of a park is found by ``--hang-timeout`` and
+``--first-step-timeout``, in seconds here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from tests.support import live_log, live_time
+from tests.support.live_traps import STANDS, set_trap
+from tests.system.live_kills import SAMPLES, Job, children, is_worker, job
+
+WIDTH, SLICE = 128, 16 << 10  # of the network, and bytes of a slice: its state comes in a dozen slices
+HANG, FIRST_STEP = 3, 12  # seconds: --hang-timeout, --first-step-timeout; a new worker imports torch before its first step
+RECENT = 20_000  # lines of the log that are looked at in a try
+STEP = 0.01  # seconds in each step that its ranks sleep
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one way did to the job."""
+
+    survivors: set[int]  # pids of workers that nothing was done to
+    disturbed: set[int]  # pids of those that cannot be in a later world
+    at: float  # when, on the clock of the log
+    round: int  # the world in which that was, as in the log
+    absent: tuple[int, ...] = ()  # nodes to start again when the others have made a step
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to disturb a job of ``nodes`` agents with ``nproc`` workers each."""
+
+    name: str
+    disturb: Callable[[Job, list[live_log.Line]], Done]  # gets the job, and its workers by rank
+    nodes: int = 1
+    nproc: int = 3
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.nproc
+
+
+@dataclass
+class Outcome:
+    """What became of the tries of one kind."""
+
+    ways: Counter[str] = field(default_factory=Counter)  # "live", "by restart", "not at all"
+    longest: float = 0.0  # seconds without a step
+    where: str = ""  # the way with the longest time
+    wrong: list[str] = field(default_factory=list)
+
+
+# -- ways -----------------------------------------------------------------------------------------------------------------
+
+
+def pids_of(lines: Sequence[live_log.Line]) -> set[int]:
+    return {line["pid"] for line in lines}
+
+
+def traps_of(running: Job) -> Path:
+    return Path(running.env["TEST_TRAPS"])
+
+
+def sprung(running: Job, since: float, number: int = 1) -> list[live_log.Line]:
+    """Wait until so many traps were sprung since the moment ``since``. Return their lines."""
+
+    def found(lines: Sequence[live_log.Line]) -> list[live_log.Line]:
+        return [line for line in live_log.of(lines[-RECENT:], "sprung") if line["at"] > since]
+
+    return found(running.wait(lambda lines: len(found(lines)) >= number))
+
+
+def in_switch(point: str, signum: int, of: int | None = None) -> Callable[[Job, list[live_log.Line]], Done]:
+    """Return a way: kill a worker, and let a process at ``point`` get ``signum``. ``of``: its index among the survivors; None: any."""
+
+    def disturb(running: Job, before: list[live_log.Line]) -> Done:
+        victim, *others = (line["pid"] for line in reversed(before))
+        since = time.monotonic()
+        set_trap(traps_of(running), point, signum, by=0 if of is None else others[of])
+        os.kill(victim, signal.SIGKILL)
+        return done(running, before, victim, since)
+
+    return disturb
+
+
+def both_in_switch(point: str) -> Callable[[Job, list[live_log.Line]], Done]:
+    """Return a way: kill a worker, and let two of the others kill themselves at ``point``."""
+
+    def disturb(running: Job, before: list[live_log.Line]) -> Done:
+        victim, *others = (line["pid"] for line in reversed(before))
+        since = time.monotonic()
+        for pid in others[:2]:
+            set_trap(traps_of(running), point, signal.SIGKILL, by=pid)
+        os.kill(victim, signal.SIGKILL)
+        return done(running, before, victim, since, traps=2)
+
+    return disturb
+
+
+def done(running: Job, before: list[live_log.Line], victim: int, since: float, traps: int = 1) -> Done:
+    """Wait until the traps were sprung. ``victim``: who was killed for a change of the world."""
+    lines = sprung(running, since, traps)
+    disturbed = {pid for line in lines for pid in line["pids"]} | {victim}
+    return Done(pids_of(before) - disturbed, disturbed, lines[-1]["at"], lines[-1]["round"])
+
+
+def two_workers(running: Job, before: list[live_log.Line]) -> Done:
+    """Kill two workers at one moment."""
+    disturbed, at = pids_of(before[1:3]), time.monotonic()
+    for pid in disturbed:
+        os.kill(pid, signal.SIGKILL)
+    return Done(pids_of(before) - disturbed, disturbed, at, before[0]["round"])
+
+
+def two_agents(running: Job, before: list[live_log.Line]) -> Done:
+    """Kill two agents with their workers at one moment: those that do not host the store."""
+    host, at = host_of(running, before), time.monotonic()
+    absent = tuple(node for node in running.agents if node != host)
+    return lose(running, before, absent, at)
+
+
+def store_host(running: Job, before: list[live_log.Line]) -> Done:
+    """Kill the agent that hosts the store, with its workers."""
+    return lose(running, before, (host_of(running, before),), time.monotonic())
+
+
+def store_host_that_sends(running: Job, before: list[live_log.Line]) -> Done:
+    """Kill a worker of another agent, and the agent that hosts the store with its workers when one of them sends the state."""
+    host, since, victim = host_of(running, before), time.monotonic(), before[-1]["pid"]
+    workers = [pid for pid in children(running.agents[host].pid) if is_worker(pid)]
+    sender = before[0]["pid"]
+    pids = [running.agents[host].pid, *(pid for pid in workers if pid != sender), sender]
+    set_trap(traps_of(running), "sends 3", signal.SIGKILL, by=sender, pids=pids)
+    os.kill(victim, signal.SIGKILL)
+    found = done(running, before, victim, since)
+    running.agents.pop(host).wait()
+    return Done(found.survivors, found.disturbed, found.at, found.round, (host,))
+
+
+def host_of(running: Job, before: list[live_log.Line]) -> int:
+    """Return the node that hosts the store: that of rank 0, since nodes keep their order and the next one takes the store over."""
+    return next(node for node, agent in running.agents.items() if before[0]["pid"] in children(agent.pid))
+
+
+def lose(running: Job, before: list[live_log.Line], nodes: tuple[int, ...], at: float) -> Done:
+    """Kill the agents of ``nodes`` with their workers."""
+    workers = {node: [pid for pid in children(running.agents[node].pid) if is_worker(pid)] for node in nodes}
+    for pid in [*(running.agents[node].pid for node in nodes), *(pid for pids in workers.values() for pid in pids)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for node in nodes:
+        running.agents.pop(node).wait()
+    disturbed = {pid for pids in workers.values() for pid in pids}
+    return Done(pids_of(before) - disturbed, disturbed, at, before[0]["round"], nodes)
+
+
+def ways_at(signum: int, points: Sequence[str], word: str, of: int | None = None) -> list[Way]:
+    return [Way(f"{word} at: {point}", in_switch(point, signum, of)) for point in points]
+
+
+OF_CHANGE = ("parks", "comes first", "came first", "comes next", "came next", "switches", "switched")  # points for workers with a state
+KINDS: dict[str, list[Way]] = {
+    "hang-in-switch": [
+        *ways_at(STANDS, ["parks"], "main thread stands", 0),
+        *ways_at(signal.SIGSTOP, [*OF_CHANGE, "sends 3"], "stopped"),
+        *ways_at(signal.SIGSTOP, ["took 3"], "stopped"),
+    ],
+    "death-in-switch": [*ways_at(signal.SIGKILL, OF_CHANGE, "dies", 0), *ways_at(signal.SIGKILL, OF_CHANGE, "rank 0 dies", 1)],
+    "two-deaths": [
+        Way("two workers", two_workers, nproc=4),
+        Way("two agents", two_agents, 3, 1),
+        *(Way(f"both at: {point}", both_in_switch(point), nproc=4) for point in ("parks", "came first", "came next", "switched")),
+    ],
+    "sender-dies": ways_at(signal.SIGKILL, ["sends 1", "sent 3", "sends 6", "sent 9"], "dies"),
+    "newcomer-dies": ways_at(signal.SIGKILL, ["rehearses", "rehearsed", "comes new", "came new", "takes 3", "took 6"], "dies"),
+    "store-host-dies": [Way("in a step", store_host, 3, 1), Way("while it sends the state", store_host_that_sends, 3, 2)],
+}
+
+
+# -- tries ----------------------------------------------------------------------------------------------------------------
+
+
+def once(running: Job, way: Way) -> tuple[bool, float]:
+    """Disturb the job once, and wait until it has gone on. Return whether it did so live, and the seconds without a step."""
+    before = whole(running, way.size, 0, set())
+    what = way.disturb(running, before)
+    if what.absent:
+        furthest = max(line["step"] for line in live_log.of(running.lines()[-RECENT:], "made"))
+        running.wait(lambda lines: further(lines, furthest, what.round))
+        for node in what.absent:
+            running.start(node)
+    after = whole(running, way.size, what.round, what.disturbed)
+    furthest = max(line["step"] for line in live_log.of(running.lines()[-RECENT:], "made") if line["round"] < after[0]["round"])
+    running.wait(lambda lines: further(lines, furthest, what.round))
+    live = bool(what.survivors) and what.survivors <= pids_of(after)
+    return live, longest_pause(running.lines()[-RECENT:], what.at)
+
+
+def whole(running: Job, size: int, after: int, without: set[int]) -> list[live_log.Line]:
+    """Wait until a world after world ``after`` with ``size`` workers has made a step, none of them ``without``. Return them by rank."""
+
+    def trains(lines: list[live_log.Line]) -> bool:
+        here, made = live_log.newest_round(lines)
+        pids = pids_of(here)
+        return bool(here) and here[0]["round"] > after and len(here) == size and not pids & without and made >= pids
+
+    here, _ = live_log.newest_round(running.wait(trains))
+    return sorted(here, key=lambda line: int(line["rank"]))
+
+
+def further(lines: Sequence[live_log.Line], step: int, after: int) -> bool:
+    """Return whether a step behind ``step`` was made in a world after world ``after``."""
+    return any(line["step"] > step and line["round"] > after for line in live_log.of(lines[-100:], "made"))
+
+
+def longest_pause(lines: Sequence[live_log.Line], at: float) -> float:
+    """Return the longest time between two steps of which the second one was made after the moment ``at``."""
+    since, until = at - 1.0, lines[-1]["at"]
+    steps = live_time.done([line for line in live_log.of(lines, "made") if line["at"] > since])
+    times = sorted(when for when, _ in steps.values() if when <= until)
+    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False) if later > at), default=0.0)
+
+
+def play(folder: Path, way: Way, tries: int, options: Sequence[str], outcome: Outcome) -> None:
+    """Disturb jobs in one way so often, and judge their logs. The job of a try that failed is not used again."""
+    for number in count():
+        if tries <= 0:
+            return
+        here = folder / f"job{number}"
+        (here / "traps").mkdir(parents=True)
+        given = {"TEST_TRAPS": str(here / "traps"), "TEST_SLICE": str(SLICE), "TEST_WIDTH": str(WIDTH), "TEST_PAUSE": str(STEP)}
+        given |= {"TEST_CHECKPOINTS": str(here / "checkpoints"), "TEST_EVERY": "50"}
+        with job(here, way.nodes, way.nproc, *options, slots={}, hosts=way.nodes, **given) as running:
+            while tries > 0:
+                tries -= 1
+                try:
+                    live, pause = once(running, way)
+                except AssertionError as error:
+                    outcome.ways["not at all"] += 1
+                    outcome.wrong.append(f"{way.name}: {error}")
+                    print(f"  {way.name}: it did not go on", flush=True)
+                    break
+                outcome.ways["live" if live else "by restart"] += 1
+                outcome.longest, outcome.where = max((outcome.longest, outcome.where), (pause, way.name))
+                print(f"  {way.name}: {'live' if live else 'by restart'}, {pause:.2f} s without a step", flush=True)
+        lines, _ = live_log.read(running.log)
+        outcome.wrong += [f"{way.name}: {one}" for one in live_log.violations(lines, SAMPLES)]
+
+
+def hang_options(hang: float = HANG, first_step: float = FIRST_STEP) -> list[str]:
+    return [f"--hang-timeout={hang:g}", f"--first-step-timeout={first_step:g}"]
+
+
+def shares(tries: int, ways: Sequence[Way]) -> list[int]:
+    """Return how often each way is tried, ``tries`` in all."""
+    return [tries // len(ways) + (at < tries % len(ways)) for at in range(len(ways))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=20, help="of each kind")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--preload", default="torch")
+    parser.add_argument("--keep", help="a folder for the logs, which stay")
+    args = parser.parse_args()
+    options = [f"--preload={args.preload}"] * bool(args.preload) + hang_options()
+    failed = False
+    with ExitStack() as stack:
+        folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="live-disturbances-")))
+        for kind in args.only:
+            outcome = Outcome()
+            for way, tries in zip(KINDS[kind], shares(args.tries, KINDS[kind]), strict=True):
+                play(folder / kind / way.name.replace(" ", "-"), way, tries, options, outcome)
+            ways = ", ".join(f"{number} {how}" for how, number in sorted(outcome.ways.items()))
+            print(f"{kind}: {args.tries} tries, went on {ways}; {len(outcome.wrong)} violations", end="")
+            print(f"; longest time without a step {outcome.longest:.2f} s ({outcome.where}); load {os.getloadavg()[0]:.1f}")
+            for line in outcome.wrong[:20]:
+                print(f"  {line}")
+            failed = failed or bool(outcome.wrong)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
