@@ -11,9 +11,8 @@
 
 Each kind has several ways, which take turns. A trap in the worker (tests/support/live_traps.py) disturbs at the very point, and says so in
 the log. A try ends when as many workers as before train in a new world and are further than before. It went on *live* if all workers that
-were not disturbed are still there, else by *restart*. The seconds without a step run from the last step before to the first one
-after the disturbance that counts, on all ranks. A worker that hangs outside of a park is found by ``--hang-timeout`` and
-``--first-step-timeout``, in seconds here.
+were not disturbed are still there, else by *restart*. The seconds without a step are counted from the disturbance on; a step is done when
+all ranks have made it. A worker that hangs outside of a park is found by ``--hang-timeout`` and ``--first-step-timeout``, in seconds here.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 from tests.support import live_log, live_time
@@ -240,11 +239,10 @@ def further(lines: Sequence[live_log.Line], step: int, after: int) -> bool:
 
 
 def longest_pause(lines: Sequence[live_log.Line], at: float) -> float:
-    """Return the longest time between two steps of which the second one was made after the moment ``at``."""
-    since, until = at - 1.0, lines[-1]["at"]
-    steps = live_time.done([line for line in live_log.of(lines, "made") if line["at"] > since])
-    times = sorted(when for when, _ in steps.values() if when <= until)
-    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False) if later > at), default=0.0)
+    """Return the longest time without a step that counts, from the moment ``at`` on."""
+    steps = live_time.done([line for line in live_log.of(lines, "made") if line["at"] > at])
+    times = [at, *sorted(when for when, _ in steps.values())]
+    return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
 
 def play(folder: Path, way: Way, tries: int, options: Sequence[str], outcome: Outcome) -> None:
