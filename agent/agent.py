@@ -98,7 +98,9 @@ class Agent:
             self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
-        self._live = stack.enter_context(closing(LiveWorkers(self._selector, lambda pid: pid in self._workers.pids, self._on_parked)))
+        self._live = stack.enter_context(
+            closing(LiveWorkers(self._selector, lambda pid: pid in self._workers.pids, self._on_parked, self._on_lost))
+        )
         self._node = NodeEnvironment(
             environ, cpu_sets=bound_to, mark=tree.mark, live=self._live.name, socket=self._round_check.path, group=tree.group, files=files
         )  # completed for each round
@@ -336,6 +338,14 @@ class Agent:
 
     def _on_parked(self, pid: int) -> None:
         self._workers.park(pid)
+
+    def _on_lost(self, pid: int, round: int) -> None:
+        """End the round: a live worker has lost peers, and no agent has seen a failure. It keeps its state, and parks with the others."""
+        if round != self._round or self._tracker.stopped:
+            return
+        for local_rank, process in self._workers.processes.items():
+            if process.pid == pid and (end := self._workers.end_by_kill(local_rank)):
+                self._tracker.lost_peers(end)
 
     def _on_hung(self, local_rank: int, blame: Blame, note: str, stack: list[str], seconds: float) -> None:
         """Report a worker that has made no progress for ``seconds``. It is killed when the workers are stopped, see ``_stop``.

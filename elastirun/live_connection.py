@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from elastirun.errors import TrainError
-from elastirun.live_messages import MAX_MESSAGE, VARIABLE, Hello, Message, Park, Parked, Resume, decode, encode
+from elastirun.live_messages import MAX_MESSAGE, VARIABLE, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
 ROUND = "ELASTIRUN_ROUND"  # set by the agent: the number of the round
 CUT_AGAIN = 0.02  # seconds between two cuts while the main thread is still inside the round: it may open connections after the first
+ANSWER = 30.0  # seconds from the word that peers are lost to the agent's order; the agent may have lost its store meanwhile
 ENDED = 143  # exit code of a worker whose agent wants no more rounds of it: that of SIGTERM
 
 
@@ -54,15 +55,15 @@ class LiveConnection:
     def enter(self, after: int, limit: float) -> tuple[int, Mapping[str, str]]:
         """Wait for a round with a number above ``after``, and take part in it. Return its number and its variables.
 
-        Ends the process if the agent wants no more of it. Raises TrainError if nothing is heard of a new round for ``limit`` seconds,
-        in which the agent has not asked this worker to leave the last one either.
+        Ends the process if the agent wants no more of it. The agent is told that peers are lost if it starts no new round for ``limit``
+        seconds, in which it has not asked this worker to leave the last one either. Raises TrainError if that changes nothing.
         """
         with self._changed:
             while self._asked or self._round <= after:
                 if self._closed:
                     raise SystemExit(ENDED)
-                if not self._changed.wait(None if self._asked else limit) and not self._asked:
-                    raise TrainError(f"a reduction failed, and the agent started no new round within {limit:g} s")
+                if not self._changed.wait(None if self._asked else limit) and not self._asked and not self._report_loss():
+                    raise TrainError(f"a reduction failed, and the agent started no new round within {limit + ANSWER:g} s")
             self._inside = True
             return self._round, self._env
 
@@ -77,9 +78,16 @@ class LiveConnection:
             self._changed.notify_all()
 
     def wait_until_asked(self, limit: float) -> bool:
-        """Return whether the agent asks this worker to leave its round, within ``limit`` seconds."""
+        """Return whether the agent asks this worker to leave its round. After ``limit`` seconds the agent is told that peers are lost."""
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self.asked, limit))
+            return bool(self._changed.wait_for(lambda: self.asked, limit)) or self._report_loss()
+
+    def _report_loss(self) -> bool:
+        """Tell the agent that peers are lost. Return whether it asks this worker to leave its round then, or has started the next one."""
+        lost = self._round
+        with suppress(OSError):  # the agent has ended
+            self._send(Lost(lost))
+        return bool(self._changed.wait_for(lambda: self.asked or self._round > lost, ANSWER))
 
     def _listen(self) -> None:
         while True:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "ELASTIRUN_LIVE"  # in a worker's environment: the name of its agent's abstract unix socket; empty: there is none
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE = 64 << 10  # bytes; the variables of a round take about one KiB
 LARGEST = 1 << 53  # of a number: a round or a step
 
@@ -43,6 +43,13 @@ class Parked:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """The worker has lost peers in ``round``, and no agent has seen a failure. It keeps its state, and waits to be asked to park."""
+
+    round: int
+
+
+@dataclass(frozen=True)
 class Resume:
     """The worker takes part in ``round``, with these variables in its environment."""
 
@@ -50,7 +57,7 @@ class Resume:
     env: Mapping[str, str]
 
 
-Message = Hello | Park | Parked | Resume
+Message = Hello | Park | Parked | Lost | Resume
 
 
 def store_prefix(round: int) -> str:
@@ -83,6 +90,8 @@ def decode(data: bytes) -> Message | None:
         return Park(fields["round"])
     if kind == "parked" and numbers == [*fields] == ["round", "step", "settled"]:
         return Parked(fields["round"], fields["step"], fields["settled"])
+    if kind == "lost" and numbers == [*fields] == ["round"]:
+        return Lost(fields["round"])
     if kind == "resume" and [*fields] == ["round", "env"] and _is_environment(fields["env"]):
         return Resume(fields["round"], fields["env"])
     return None

@@ -39,6 +39,7 @@ from elastirun.rendezvous.records import Blame, ExitRecord
 
 VICTIM_HOLD = 0.3  # seconds; enough for the culprit to write its traceback and end, which takes tens of milliseconds
 SIGNAL_HOLD = 1.0  # seconds; enough for a supervisor to signal the agent too, which takes milliseconds
+LOST_PEERS = "lost peers of which no agent has seen a failure; its process goes on"
 MAX_REPORTED = 8  # failures per node and round that the node's row carries; more would not fit
 
 
@@ -95,6 +96,14 @@ class FailureTracker:
         self.hung.add(end.local_rank)
         after = round(max(0.0, end.after - seconds), 3)
         self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, end.code, blame, after, limit_lines(stack), note))
+
+    def lost_peers(self, end: WorkerExit) -> None:
+        """Record as a failure that a worker has lost its peers, although it runs on. ``end``: the end that a kill would give it now.
+
+        The code is 1, as if the worker had ended with the error.
+        """
+        after = round(end.after, 3)
+        self.add(ExitRecord(self._node, end.rank, end.local_rank, end.pid, 1, Blame.VICTIM, after, (), LOST_PEERS), VICTIM_HOLD)
 
     def worker_ended(self, end: WorkerExit) -> None:
         """Record the end of a worker as a failure if it is one."""

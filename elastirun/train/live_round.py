@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ T = TypeVar("T")
 CONNECT = timedelta(seconds=2)  # for one attempt; the agent that serves the store may still be importing torch
 NAPS = 0.001, 0.02  # seconds between two looks at the store, the first and the longest
 LOOK = 0.01  # seconds between two looks for ranks that are ready; each is one exchange with the store, by one rank, while some are missing
+COME = 30.0  # seconds for the ranks of a world that are known to be there; it takes milliseconds, so one that does not come hangs
 TOGETHER = 0.3  # seconds for which the first that is ready waits for the others, so that one change of the world takes them all in
 NUMBER = "ELASTIRUN_WORLD"  # set here: the number of the world within the round
 
@@ -57,6 +59,7 @@ class LiveRound:
         self._lock = threading.Lock()
         self.world: World | None = None  # that this worker is in
         self._first = 0  # ranks of world 0
+        self._known = False  # the ranks of world 0 have a state, so they are there
         self._store = self._connect()
 
     @property
@@ -75,7 +78,7 @@ class LiveRound:
         """Return world 0 of the round, which this worker need not be in. It is the same for every worker of the round."""
         told = [self._wait(partial(self._read, f"node/{node}")) for node in range(self._nodes)] if self._number > 1 else []
         world = first_world(told, self._workers)
-        self._first = len(world.ranks)
+        self._first, self._known = len(world.ranks), any(told)
         return world
 
     def has(self, world: World) -> bool:
@@ -157,12 +160,14 @@ class LiveRound:
 
         return c10d.PrefixStore(store_prefix(self._number), self._wait(attempt))
 
-    def _wait(self, look: Callable[[], T | None]) -> T:
-        """Return what ``look`` returns when that is not None."""
-        nap, longest = NAPS
+    def _wait(self, look: Callable[[], T | None], limit: float = math.inf) -> T:
+        """Return what ``look`` returns when that is not None. Raises RuntimeError after ``limit`` seconds."""
+        (nap, longest), end = NAPS, time.monotonic() + limit
         while not self._asked():  # before each look: the connection may be cut, of which torch would write a page
             if (found := look()) is not None:
                 return found
+            if time.monotonic() > end:
+                raise RuntimeError(f"not all ranks of the world have come within {limit:g} s")
             time.sleep(nap)
             nap = min(1.5 * nap, longest)
         raise RoundOver("the agent ends the round")
@@ -172,10 +177,14 @@ class LiveRound:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _come(self, world: World) -> None:
-        """Wait until all ranks of ``world`` have come, so that no process group waits for one that never comes."""
+        """Wait until all ranks of ``world`` have come, so that no process group waits for one that never comes.
+
+        Raises RuntimeError if one that is known to be there has not come within ``COME`` seconds.
+        """
         here = f"here/{world.number}"
         self._store.add(here, 1)
-        self._wait(lambda: self._store.add(here, 0) >= len(world.ranks) or None)
+        known = world.number > 0 or self._known
+        self._wait(lambda: self._store.add(here, 0) >= len(world.ranks) or None, COME if known else math.inf)
 
     def _world_after(self, number: int, waits: bool = False) -> World | None:
         """Return the newest world after ``number``; None if there is none, or none with this rank. ``waits``: in no world yet."""

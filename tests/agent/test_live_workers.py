@@ -11,17 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastirun import live_messages
+from elastirun import live_connection, live_messages
 from elastirun.agent.live_workers import LiveWorkers
 from elastirun.agent.processes.parking import Parking
 from elastirun.errors import TrainError
 from elastirun.live_connection import ENDED, LiveConnection
-from elastirun.live_messages import VARIABLE, Hello, Park, Parked, Resume, decode, encode
+from elastirun.live_messages import VARIABLE, Hello, Lost, Park, Parked, Resume, decode, encode
 from tests.agent.test_workers import FOREVER, FakeClock, Fifo, Loop, clock, fifo, loop, slow, spec, with_fifo
 from tests.support.cluster import PATIENCE
 
@@ -75,7 +76,7 @@ def test_a_worker_that_is_gone_is_neither_asked_nor_resumed() -> None:
     assert not parking.resume(7) and parking.ask([7], 4) == []
 
 
-@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000, 2), Resume(4, {"RANK": "1"})])
+@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000, 2), Lost(3), Resume(4, {"RANK": "1"})])
 def test_messages_are_read_as_they_were_written(message: live_messages.Message) -> None:
     assert decode(encode(message)) == message
 
@@ -95,6 +96,8 @@ def test_messages_are_read_as_they_were_written(message: live_messages.Message) 
         b'{"do":"resume","round":1,"env":{"A":1}}',
         b'{"do":"resume","round":1,"env":{"A":"\\u0000"}}',
         b'{"do":"hello","version":1}',
+        b'{"do":"lost"}',
+        b'{"do":"lost","round":-1}',
         b"\xff",
         b"[" * 50_000,
         b'{"do":"park","round":1' + b" " * live_messages.MAX_MESSAGE + b"}",
@@ -110,7 +113,8 @@ class Agent:
     def __init__(self, workers: set[int]) -> None:
         self.selector = selectors.PollSelector()
         self.parked: list[int] = []
-        self.live = LiveWorkers(self.selector, lambda pid: pid in workers, self.parked.append)
+        self.lost: list[tuple[int, int]] = []
+        self.live = LiveWorkers(self.selector, lambda pid: pid in workers, self.parked.append, lambda *lost: self.lost.append(lost))
 
     def turn(self, until: Callable[[], Any]) -> None:
         end = time.monotonic() + PATIENCE
@@ -229,11 +233,32 @@ def test_a_worker_that_has_left_by_itself_promises_when_it_is_asked(agent: Agent
     assert agent.parked == [US]
 
 
-def test_a_worker_that_hears_of_no_new_round_gives_up(worker: LiveConnection) -> None:
+def test_a_worker_that_hears_of_no_new_round_gives_up(worker: LiveConnection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_connection, "ANSWER", 0.01)
     worker.enter(0, PATIENCE)
     worker.leave(17, 3)
     with pytest.raises(TrainError, match="no new round"):
         worker.enter(3, 0.01)
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["in_the_round", "after_a_failed_reduction"])
+def test_an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_goes_on(
+    agent: Agent, worker: LiveConnection, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    monkeypatch.setattr(live_connection, "ANSWER", PATIENCE)
+    with ThreadPoolExecutor(1) as threads:
+        worker.enter(0, PATIENCE)
+        if left:
+            worker.leave(17, 3)
+        waits = threads.submit(worker.enter, 3, 0.01) if left else threads.submit(worker.wait_until_asked, 0.01)
+        agent.turn(lambda: agent.lost or waits.done())
+        assert agent.lost == [(US, 3)]
+        agent.live.park([US], 3)
+        if left:
+            agent.turn(lambda: agent.parked)
+            agent.live.resume(US, 4, {})
+        assert waits.result(PATIENCE) == ((4, {}) if left else True)
+        worker.leave(17, 3)
 
 
 def test_a_worker_ends_when_its_agent_wants_no_more_of_it(agent: Agent, worker: LiveConnection) -> None:

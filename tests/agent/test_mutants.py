@@ -1286,6 +1286,16 @@ MUTANTS = (
         *("processes/parking", "if pid in self._live and pid not in", "if pid not in"),
         *("live_workers", "only_who_has_said_hello_is_asked"),
     ),
+    of_workers(
+        "an agent that knows of no failure is told of lost peers",
+        *("live_connection", "self.asked, limit)) or self._report_loss()", "self.asked, limit))"),
+        *("live_workers", "an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_goes_on[in_the_round]"),
+    ),
+    of_workers(
+        "so is it after a failed reduction",
+        *("live_connection", "and not self._asked and not self._report_loss():", "and not self._asked:"),
+        *("live_workers", "an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_goes_on[after_a_failed_reduction]"),
+    ),
     mutant(
         "a promise counts for the round that was asked for",
         *("processes/parking", "        if self._asked.get(pid) != round:", "        if pid not in self._asked:"),

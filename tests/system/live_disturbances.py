@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count, cycle, islice, pairwise
 from pathlib import Path
 
 from tests.support import live_log, live_time
@@ -58,7 +58,7 @@ class Way:
     name: str
     disturb: Callable[[Job, list[live_log.Line]], Done]  # gets the job, and its workers by rank
     nodes: int = 1
-    nproc: int = 3
+    nproc: int = 4
 
     @property
     def size(self) -> int:
@@ -187,14 +187,16 @@ OF_CHANGE = ("parks", "comes first", "came first", "comes next", "came next", "s
 KINDS: dict[str, list[Way]] = {
     "hang-in-switch": [
         *ways_at(STANDS, ["parks"], "main thread stands", 0),
-        *ways_at(signal.SIGSTOP, [*OF_CHANGE, "sends 3"], "stopped"),
-        *ways_at(signal.SIGSTOP, ["took 3"], "stopped"),
+        *ways_at(signal.SIGSTOP, [*OF_CHANGE, "sends 3", "took 3"], "stopped"),
     ],
-    "death-in-switch": [*ways_at(signal.SIGKILL, OF_CHANGE, "dies", 0), *ways_at(signal.SIGKILL, OF_CHANGE, "rank 0 dies", 1)],
+    "death-in-switch": [
+        *ways_at(signal.SIGKILL, OF_CHANGE, "last rank dies", 0),
+        *ways_at(signal.SIGKILL, OF_CHANGE, "rank 0 dies", 2),
+    ],
     "two-deaths": [
-        Way("two workers", two_workers, nproc=4),
+        Way("two workers", two_workers),
         Way("two agents", two_agents, 3, 1),
-        *(Way(f"both at: {point}", both_in_switch(point), nproc=4) for point in ("parks", "came first", "came next", "switched")),
+        *(Way(f"both at: {point}", both_in_switch(point)) for point in ("parks", "came first", "came next", "switched")),
     ],
     "sender-dies": ways_at(signal.SIGKILL, ["sends 1", "sent 3", "sends 6", "sent 9"], "dies"),
     "newcomer-dies": ways_at(signal.SIGKILL, ["rehearses", "rehearsed", "comes new", "came new", "takes 3", "took 6"], "dies"),
@@ -245,18 +247,19 @@ def longest_pause(lines: Sequence[live_log.Line], at: float) -> float:
     return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
 
-def play(folder: Path, way: Way, tries: int, options: Sequence[str], outcome: Outcome) -> None:
-    """Disturb jobs in one way so often, and judge their logs. The job of a try that failed is not used again."""
+def play(folder: Path, tries: Sequence[Way], options: Sequence[str], outcome: Outcome) -> None:
+    """Disturb a job in one way after the other, all of one size, and judge its log. After a try that failed, another job goes on."""
+    left = list(tries)
     for number in count():
-        if tries <= 0:
+        if not left:
             return
-        here = folder / f"job{number}"
+        here, first = folder / f"job{number}", left[0]
         (here / "traps").mkdir(parents=True)
         given = {"TEST_TRAPS": str(here / "traps"), "TEST_SLICE": str(SLICE), "TEST_WIDTH": str(WIDTH), "TEST_PAUSE": str(STEP)}
         given |= {"TEST_CHECKPOINTS": str(here / "checkpoints"), "TEST_EVERY": "50"}
-        with job(here, way.nodes, way.nproc, *options, slots={}, hosts=way.nodes, **given) as running:
-            while tries > 0:
-                tries -= 1
+        with job(here, first.nodes, first.nproc, *options, slots={}, hosts=first.nodes, **given) as running:
+            while left:
+                way = left.pop(0)
                 try:
                     live, pause = once(running, way)
                 except AssertionError as error:
@@ -268,16 +271,14 @@ def play(folder: Path, way: Way, tries: int, options: Sequence[str], outcome: Ou
                 outcome.longest, outcome.where = max((outcome.longest, outcome.where), (pause, way.name))
                 print(f"  {way.name}: {'live' if live else 'by restart'}, {pause:.2f} s without a step", flush=True)
         lines, _ = live_log.read(running.log)
-        outcome.wrong += [f"{way.name}: {one}" for one in live_log.violations(lines, SAMPLES)]
+        outcome.wrong += live_log.violations(lines, SAMPLES)
 
 
-def hang_options(hang: float = HANG, first_step: float = FIRST_STEP) -> list[str]:
-    return [f"--hang-timeout={hang:g}", f"--first-step-timeout={first_step:g}"]
-
-
-def shares(tries: int, ways: Sequence[Way]) -> list[int]:
-    """Return how often each way is tried, ``tries`` in all."""
-    return [tries // len(ways) + (at < tries % len(ways)) for at in range(len(ways))]
+def by_size(ways: Sequence[Way], tries: int) -> list[list[Way]]:
+    """Return ``tries`` of the ways in turn, those of jobs of one size together."""
+    chosen = list(islice(cycle(ways), tries))
+    sizes = dict.fromkeys((way.nodes, way.nproc) for way in chosen)
+    return [[way for way in chosen if (way.nodes, way.nproc) == size] for size in sizes]
 
 
 def main() -> None:
@@ -287,14 +288,15 @@ def main() -> None:
     parser.add_argument("--preload", default="torch")
     parser.add_argument("--keep", help="a folder for the logs, which stay")
     args = parser.parse_args()
-    options = [f"--preload={args.preload}"] * bool(args.preload) + hang_options()
+    options = [f"--preload={args.preload}"] * bool(args.preload)
+    options += [f"--hang-timeout={HANG}", f"--first-step-timeout={FIRST_STEP}"]
     failed = False
     with ExitStack() as stack:
         folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="live-disturbances-")))
         for kind in args.only:
             outcome = Outcome()
-            for way, tries in zip(KINDS[kind], shares(args.tries, KINDS[kind]), strict=True):
-                play(folder / kind / way.name.replace(" ", "-"), way, tries, options, outcome)
+            for number, ways in enumerate(by_size(KINDS[kind], args.tries)):
+                play(folder / kind / str(number), ways, options, outcome)
             ways = ", ".join(f"{number} {how}" for how, number in sorted(outcome.ways.items()))
             print(f"{kind}: {args.tries} tries, went on {ways}; {len(outcome.wrong)} violations", end="")
             print(f"; longest time without a step {outcome.longest:.2f} s ({outcome.where}); load {os.getloadavg()[0]:.1f}")

@@ -107,6 +107,25 @@ def test_a_world_waits_for_all_its_ranks(make: Callable[..., Round]) -> None:
         worker.enter()
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_with_a_state_that_hangs_is_not_waited_for_for_ever(
+    make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """One of the first round may still be on its way."""
+    monkeypatch.setattr(live_round, "COME", 0.0)
+    here = make(2, number)
+    here.tell((0, 1), (1, 1))
+    first, second = (here.worker(rank) for rank in range(2))
+    entered = here.enter(first)
+    if number == 2:
+        with pytest.raises(RuntimeError, match="not all ranks"):
+            entered.result(PATIENCE)
+        return
+    time.sleep(2 * live_round.NAPS[1])
+    here.enter(second).result(PATIENCE)
+    entered.result(PATIENCE)
+
+
 def test_those_with_a_state_go_on_and_a_new_one_is_taken_in_when_it_is_ready(make: Callable[..., Round]) -> None:
     here = make(3)
     here.tell((0, 1), (2, 1))

@@ -214,6 +214,16 @@ MUTANTS = (
         *("live_round", "a_world_waits_for_all_its_ranks"),
     ),
     mutant(
+        "a rank with a state that hangs is not waited for for ever",
+        *("live_round", "or None, COME if known else math.inf)", "or None)"),
+        *("live_round", "a_rank_with_a_state_that_hangs_is_not_waited_for_for_ever[2]"),
+    ),
+    mutant(
+        "one of the first round is",
+        *("live_round", "        known = world.number > 0 or self._known\n", "        known = True\n"),
+        *("live_round", "a_rank_with_a_state_that_hangs_is_not_waited_for_for_ever[1]"),
+    ),
+    mutant(
         "who has left asks for no world",
         *("live_round", "                        if not self._stopped.is_set():\n", "                        if True:\n"),
         *("live_round", "who_has_left_asks_for_no_world"),
