@@ -1291,6 +1291,11 @@ MUTANTS = (
         *("live_connection", "self.asked, limit)) or self._report_loss()", "self.asked, limit))"),
         *("live_workers", "an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_goes_on[in_the_round]"),
     ),
+    of_scripts(
+        "what the checkpoints of a later world wait for is cut",
+        *("train/elastic", "        _groups.begin()\n        self._begin(", "        _groups.end()\n        self._begin("),
+        *("live_disturbances", "who_waits_for_a_checkpoint_is_interrupted_in_a_later_world_of_a_round_too"),
+    ),
     of_workers(
         "so is it after a failed reduction",
         *("live_connection", "and not self._asked and not self._report_loss():", "and not self._asked:"),

@@ -8,6 +8,7 @@ A test sets a trap with ``set_trap`` in the folder that TEST_TRAPS names; tests/
     switches        a worker that trains is about to go on in the groups of the next world; ``switched``: it does
     sends N         the sender of the state is about to send its slice N, counted from 0; ``sent N``: it has begun to
     takes N         a new worker is about to wait for slice N; ``took N``: it has it
+    agrees WORLD    a rank is about to agree on a checkpoint with the others, in the first world of a round or in the next ones
     rehearses       a new worker is about to make its first step by itself; ``rehearsed``: it has made it
 """
 
@@ -39,6 +40,7 @@ def set_trap(folder: Path, point: str, signum: int, by: int = 0, pids: Sequence[
 def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
     """Let this process spring the traps of ``folder``. ``write`` appends to the log; slices of the state have ``slice_bytes`` at most."""
     from elastirun.train import state_slices
+    from elastirun.train.checkpoints.ranks import Ranks
     from elastirun.train.elastic import Elastic
     from elastirun.train.live_round import LiveRound, World
     from elastirun.train.world_change import WorldChange
@@ -82,6 +84,7 @@ def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
         return "next" if live.world is not None else "new"
 
     at(Elastic, "_leave", lambda *args: "parks")
+    at(Ranks, "_exchange", lambda *args: f"agrees {'first' if os.environ['ELASTIRUN_WORLD'] == '0' else 'next'}")
     at(Elastic, "_begin_rehearsal", lambda *args: "", lambda *args: "rehearses")
     at(Elastic, "_end_rehearsal", lambda *args: "rehearsed")
     at(LiveRound, "_come", lambda live, world: f"comes {world_of(live, world)}", lambda live, world: f"came {world_of(live, world)}")

@@ -122,6 +122,21 @@ def both_in_switch(point: str) -> Callable[[Job, list[live_log.Line]], Done]:
     return disturb
 
 
+def in_agreement(running: Job, before: list[live_log.Line]) -> Done:
+    """Stop a worker that is to agree on a checkpoint with the others, in a later world of a round, and kill a worker then.
+
+    The others wait for the stopped one when they are asked to park.
+    """
+    since = time.monotonic()
+    set_trap(traps_of(running), "agrees next", signal.SIGSTOP, by=before[1]["pid"])
+    os.kill(before[-1]["pid"], signal.SIGKILL)
+    found = done(running, before, before[-1]["pid"], since)
+    [*_, new] = whole(running, len(before), before[0]["round"], set(), steps=0)
+    at = time.monotonic()
+    os.kill(new["pid"], signal.SIGKILL)
+    return Done(found.survivors, found.disturbed | {new["pid"]}, at, found.round)
+
+
 def done(running: Job, before: list[live_log.Line], victim: int, since: float, traps: int = 1) -> Done:
     """Wait until the traps were sprung. ``victim``: who was killed for a change of the world."""
     lines = sprung(running, since, traps)
@@ -188,6 +203,7 @@ KINDS: dict[str, list[Way]] = {
     "hang-in-switch": [
         *ways_at(STANDS, ["parks"], "main thread stands", 0),
         *ways_at(signal.SIGSTOP, [*OF_CHANGE, "sends 3", "took 3"], "stopped"),
+        Way("stopped in an agreement", in_agreement),
     ],
     "death-in-switch": [
         *ways_at(signal.SIGKILL, OF_CHANGE, "last rank dies", 0),
@@ -223,13 +239,16 @@ def once(running: Job, way: Way) -> tuple[bool, float]:
     return live, longest_pause(running.lines()[-RECENT:], what.at)
 
 
-def whole(running: Job, size: int, after: int, without: set[int]) -> list[live_log.Line]:
-    """Wait until a world after world ``after`` with ``size`` workers has made a step, none of them ``without``. Return them by rank."""
+def whole(running: Job, size: int, after: int, without: set[int], steps: int = 1) -> list[live_log.Line]:
+    """Wait until a world after world ``after`` with ``size`` workers, none of them ``without``, has made a step. Return them by rank.
+
+    ``steps``: 0: until it has begun.
+    """
 
     def trains(lines: list[live_log.Line]) -> bool:
         here, made = live_log.newest_round(lines)
         pids = pids_of(here)
-        return bool(here) and here[0]["round"] > after and len(here) == size and not pids & without and made >= pids
+        return bool(here) and here[0]["round"] > after and len(here) == size and not pids & without and (made >= pids or not steps)
 
     here, _ = live_log.newest_round(running.wait(trains))
     return sorted(here, key=lambda line: int(line["rank"]))

@@ -20,5 +20,9 @@ def test_deaths_while_the_world_changes_and_a_hang_that_no_agent_sees(tmp_path: 
     disturb(tmp_path, "rank 0 dies at: came next", "dies at: sent 3", "dies at: takes 3", "stopped at: came first")
 
 
+def test_who_waits_for_a_checkpoint_is_interrupted_in_a_later_world_of_a_round_too(tmp_path: Path) -> None:
+    disturb(tmp_path, "stopped in an agreement")
+
+
 def test_the_host_of_the_store_dies_with_its_worker(tmp_path: Path) -> None:
     disturb(tmp_path, "in a step")
