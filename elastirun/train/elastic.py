@@ -201,9 +201,9 @@ class Elastic:
         world, self._change = self._change.world, None
         live.begin(world)
         self._loader.set_world(live.rank, live.size)
-        _groups.begin()
+        _groups.begin()  # the checkpoints make a group of their own
         self._begin(restores=False)
-        _groups.end()  # after the checkpoints, which make a group of their own
+        _groups.end()
         live.look_for_ready(lambda: self._model.request(ADMIT))
 
     def _save(self) -> None:
