@@ -98,9 +98,7 @@ class Agent:
             self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
-        self._live = stack.enter_context(
-            closing(LiveWorkers(self._selector, lambda pid: pid in self._workers.pids, self._on_parked, self._on_lost))
-        )
+        self._live = stack.enter_context(closing(LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost)))
         self._node = NodeEnvironment(
             environ, cpu_sets=bound_to, mark=tree.mark, live=self._live.name, socket=self._round_check.path, group=tree.group, files=files
         )  # completed for each round
@@ -335,6 +333,9 @@ class Agent:
         if end.code and not self._tracker.stopped:
             self._accounting.worker_failed()
         self._tracker.worker_ended(end)
+
+    def _is_worker(self, pid: int) -> bool:
+        return pid in self._workers.pids
 
     def _on_parked(self, pid: int) -> None:
         self._workers.park(pid)

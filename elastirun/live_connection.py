@@ -5,6 +5,7 @@ A thread of its own listens, so an order to park is heard while the main thread 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -14,6 +15,9 @@ from contextlib import suppress
 from elastirun.errors import TrainError
 from elastirun.live_messages import MAX_MESSAGE, VARIABLE, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
+log = logging.getLogger("elastirun.live")
+
+REDUCTION = "a reduction failed"  # a worker does not know more of what happened to its peers
 ROUND = "ELASTIRUN_ROUND"  # set by the agent: the number of the round
 CUT_AGAIN = 0.02  # seconds between two cuts while the main thread is still inside the round: it may open connections after the first
 ANSWER = 30.0  # seconds from the word that peers are lost to the agent's order; the agent may have lost its store meanwhile
@@ -36,6 +40,7 @@ class LiveConnection:
         self._asked = 0  # the round that the agent wants this worker to leave; 0: none
         self._inside = False  # the main thread takes part in a round, so only it can promise to have left
         self._state = 0, 0  # finished steps, and the round in which the state was agreed upon: as of the last ``leave``
+        self._told_at = -1  # finished steps when the agent was last told that peers are lost
         self._closed = False  # the agent has ended, or wants no more of this worker
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -62,8 +67,10 @@ class LiveConnection:
             while self._asked or self._round <= after:
                 if self._closed:
                     raise SystemExit(ENDED)
-                if not self._changed.wait(None if self._asked else limit) and not self._asked and not self._report_loss():
-                    raise TrainError(f"a reduction failed, and the agent started no new round within {limit + ANSWER:g} s")
+                if self._changed.wait(None if self._asked else limit) or self._asked:
+                    continue
+                if not self._report_loss(self._state[0], REDUCTION):
+                    raise TrainError(f"{REDUCTION}, and the agent started no new round within {limit + ANSWER:g} s")
             self._inside = True
             return self._round, self._env
 
@@ -77,14 +84,23 @@ class LiveConnection:
             self._promise()
             self._changed.notify_all()
 
-    def wait_until_asked(self, limit: float) -> bool:
-        """Return whether the agent asks this worker to leave its round. After ``limit`` seconds the agent is told that peers are lost."""
-        with self._changed:
-            return bool(self._changed.wait_for(lambda: self.asked, limit)) or self._report_loss()
+    def wait_until_asked(self, limit: float, step: int, why: str) -> bool:
+        """Return whether the agent asks this worker to leave its round. After ``limit`` seconds the agent is told that peers are lost.
 
-    def _report_loss(self) -> bool:
-        """Tell the agent that peers are lost. Return whether it asks this worker to leave its round then, or has started the next one."""
-        lost = self._round
+        ``step``: finished steps; ``why``: the error, for people.
+        """
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self.asked, limit)) or self._report_loss(step, why)
+
+    def _report_loss(self, step: int, why: str) -> bool:
+        """Tell the agent that peers are lost. Return whether it asks this worker to leave its round then, or has started the next one.
+
+        A worker that has made no step since it told so does not tell it again: the cause may be its own, and it has to end with the error.
+        """
+        if step == self._told_at:
+            return False
+        self._told_at, lost = step, self._round
+        log.warning("%s; no agent has seen a failure, so peers are taken for lost, and another round is asked for", why)
         with suppress(OSError):  # the agent has ended
             self._send(Lost(lost))
         return bool(self._changed.wait_for(lambda: self.asked or self._round > lost, ANSWER))

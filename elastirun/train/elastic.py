@@ -212,8 +212,8 @@ class Elastic:
             return
         try:
             self._checkpoints.save(self.state.step, self.state)
-        except RuntimeError:
-            if self._connection is None or not self._connection.wait_until_asked(PATIENCE):
+        except RuntimeError as error:
+            if self._connection is None or not self._is_asked(self._connection, error):
                 raise
 
     # -- changes of the world -----------------------------------------------------------------------------------------
@@ -261,10 +261,14 @@ class Elastic:
             step()
             return True
         except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
-            if isinstance(error, ModelMismatch) or not connection.wait_until_asked(PATIENCE):
+            if isinstance(error, ModelMismatch) or not self._is_asked(connection, error):
                 raise
             self._leave(connection)
             return False
+
+    def _is_asked(self, connection: LiveConnection, error: Exception) -> bool:
+        """Return whether the agent asks this worker to leave its round, so that ``error`` comes from a lost peer."""
+        return connection.wait_until_asked(PATIENCE, self.state.step, f"{type(error).__name__}: {error}")
 
     def _enter_round(self, connection: LiveConnection) -> None:
         """Take part in the first world of the round that this rank is in; rehearse before, if others train already."""

@@ -250,7 +250,7 @@ def test_an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_
         worker.enter(0, PATIENCE)
         if left:
             worker.leave(17, 3)
-        waits = threads.submit(worker.enter, 3, 0.01) if left else threads.submit(worker.wait_until_asked, 0.01)
+        waits = threads.submit(worker.enter, 3, 0.01) if left else threads.submit(worker.wait_until_asked, 0.01, 17, "no peer")
         agent.turn(lambda: agent.lost or waits.done())
         assert agent.lost == [(US, 3)]
         agent.live.park([US], 3)
@@ -259,6 +259,18 @@ def test_an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_
             agent.live.resume(US, 4, {})
         assert waits.result(PATIENCE) == ((4, {}) if left else True)
         worker.leave(17, 3)
+
+
+def test_a_worker_that_has_made_no_step_since_ends_with_its_error(
+    agent: Agent, worker: LiveConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_connection, "ANSWER", 0.0)
+    worker.enter(0, PATIENCE)
+    assert not any(worker.wait_until_asked(0.0, step, "no peer") for step in (17, 17, 18))
+    agent.turn(lambda: len(agent.lost) > 1)
+    agent.live.park([US], 3)
+    assert worker.wait_until_asked(PATIENCE, 18, "no peer") and len(agent.lost) == 2
+    worker.leave(18, 3)
 
 
 def test_a_worker_ends_when_its_agent_wants_no_more_of_it(agent: Agent, worker: LiveConnection) -> None:

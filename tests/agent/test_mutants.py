@@ -1288,7 +1288,7 @@ MUTANTS = (
     ),
     of_workers(
         "an agent that knows of no failure is told of lost peers",
-        *("live_connection", "self.asked, limit)) or self._report_loss()", "self.asked, limit))"),
+        *("live_connection", "self.asked, limit)) or self._report_loss(step, why)", "self.asked, limit))"),
         *("live_workers", "an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_goes_on[in_the_round]"),
     ),
     of_scripts(
@@ -1297,8 +1297,13 @@ MUTANTS = (
         *("live_disturbances", "who_waits_for_a_checkpoint_is_interrupted_in_a_later_world_of_a_round_too"),
     ),
     of_workers(
+        "but once while no step is made",
+        *("live_connection", "        if step == self._told_at:", "        if False:"),
+        *("live_workers", "a_worker_that_has_made_no_step_since_ends_with_its_error"),
+    ),
+    of_workers(
         "so is it after a failed reduction",
-        *("live_connection", "and not self._asked and not self._report_loss():", "and not self._asked:"),
+        *("live_connection", "                if not self._report_loss(self._state[0], REDUCTION):", "                if True:"),
         *("live_workers", "an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_goes_on[after_a_failed_reduction]"),
     ),
     mutant(
