@@ -26,11 +26,11 @@ STANDS = 0  # in place of a signal: the thread that came to the point stands sti
 FOREVER = 3600.0  # seconds; the agent kills the process long before
 
 
-def set_trap(folder: Path, point: str, signum: int, by: int = 0, pids: Sequence[int] = ()) -> None:
+def set_trap(folder: Path, point: str, signum: int, by: int = 0, pids: Sequence[int] = (0,)) -> None:
     """Let the first process that comes to ``point`` send a signal, once.
 
-    ``by``: only this process springs the trap; 0: any. ``pids``: the processes that get the signal, this one last if it is among them;
-    none: the process that springs the trap.
+    ``by``: only this process springs the trap; 0: any. ``pids``: the processes that get the signal, in this order; 0, which comes last, is
+    the process that springs the trap.
     """
     path = folder / f"{point}.{by}"
     path.with_suffix(".new").write_text(json.dumps([signum, *pids]))
@@ -56,11 +56,12 @@ def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
             path.rename(sprung)  # one process succeeds
         except FileNotFoundError:
             return
-        signum, *pids = json.loads(sprung.read_text())
-        write("sprung", point=point, signum=signum, pids=pids or [os.getpid()])
+        signum, *named = json.loads(sprung.read_text())
+        pids = [pid or os.getpid() for pid in named]
+        write("sprung", point=point, signum=signum, pids=pids)
         if signum == STANDS:
             time.sleep(FOREVER)
-        for pid in pids or [os.getpid()]:
+        for pid in pids:
             os.kill(pid, signal.Signals(signum))
 
     def at(owner: Any, name: str, before: Callable[..., str], after: Callable[..., str] = lambda *args: "") -> None:

@@ -6,8 +6,8 @@
     death-in-switch   a worker dies there
     two-deaths        two of four workers die at one moment, two agents of three with their workers, or two workers that change worlds
     sender-dies       the worker that sends the state dies between two slices
-    newcomer-dies     the new worker dies in its rehearsal, when it is taken in, or between two slices
-    store-host-dies   the agent that hosts the rendezvous store dies with its workers, in a step or while one of them sends the state
+    newcomer-dies     the new worker dies in its rehearsal, when it is taken in, or between two slices, there with its agent, too
+    store-host-dies   the agent that hosts the rendezvous store dies with its workers, in a step or in a change of the world
 
 Each kind has several ways, which take turns. A trap in the worker (tests/support/live_traps.py) disturbs at the very point, and says so in
 the log. A try ends when as many workers as before train in a new world and are further than before. It went on *live* if all workers that
@@ -164,17 +164,33 @@ def store_host(running: Job, before: list[live_log.Line]) -> Done:
     return lose(running, before, (host_of(running, before),), time.monotonic())
 
 
-def store_host_that_sends(running: Job, before: list[live_log.Line]) -> Done:
-    """Kill a worker of another agent, and the agent that hosts the store with its workers when one of them sends the state."""
-    host, since, victim = host_of(running, before), time.monotonic(), before[-1]["pid"]
-    workers = [pid for pid in children(running.agents[host].pid) if is_worker(pid)]
-    sender = before[0]["pid"]
-    pids = [running.agents[host].pid, *(pid for pid in workers if pid != sender), sender]
-    set_trap(traps_of(running), "sends 3", signal.SIGKILL, by=sender, pids=pids)
-    os.kill(victim, signal.SIGKILL)
-    found = done(running, before, victim, since)
-    running.agents.pop(host).wait()
-    return Done(found.survivors, found.disturbed, found.at, found.round, (host,))
+def store_host_at(point: str) -> Callable[[Job, list[live_log.Line]], Done]:
+    """Return a way: kill a worker of another agent, and at ``point`` the agent that hosts the store, with its workers."""
+
+    def disturb(running: Job, before: list[live_log.Line]) -> Done:
+        host, since, first = host_of(running, before), time.monotonic(), before[0]["pid"]
+        agent = running.agents[host].pid
+        others = [pid for pid in children(agent) if is_worker(pid) and pid != first]
+        set_trap(traps_of(running), point, signal.SIGKILL, by=first, pids=[agent, *others, 0])
+        os.kill(before[-1]["pid"], signal.SIGKILL)
+        found = done(running, before, before[-1]["pid"], since)
+        running.agents.pop(host).wait()
+        return Done(found.survivors, found.disturbed, found.at, found.round, (host,))
+
+    return disturb
+
+
+def new_agent(running: Job, before: list[live_log.Line]) -> Done:
+    """Kill an agent with its worker, start another one, and kill this one when its new worker has a part of the state."""
+    host = host_of(running, before)
+    node = max(node for node in running.agents if node != host)
+    since = time.monotonic()
+    lost = lose(running, before, (node,), since)
+    running.start(node)
+    set_trap(traps_of(running), "takes 3", signal.SIGKILL, pids=[running.agents[node].pid, 0])
+    [line] = sprung(running, since)
+    running.agents.pop(node).wait()
+    return Done(lost.survivors, lost.disturbed | set(line["pids"]), line["at"], line["round"], (node,))
 
 
 def host_of(running: Job, before: list[live_log.Line]) -> int:
@@ -215,8 +231,14 @@ KINDS: dict[str, list[Way]] = {
         *(Way(f"both at: {point}", both_in_switch(point)) for point in ("parks", "came first", "came next", "switched")),
     ],
     "sender-dies": ways_at(signal.SIGKILL, ["sends 1", "sent 3", "sends 6", "sent 9"], "dies"),
-    "newcomer-dies": ways_at(signal.SIGKILL, ["rehearses", "rehearsed", "comes new", "came new", "takes 3", "took 6"], "dies"),
-    "store-host-dies": [Way("in a step", store_host, 3, 1), Way("while it sends the state", store_host_that_sends, 3, 2)],
+    "newcomer-dies": [
+        *ways_at(signal.SIGKILL, ["rehearses", "rehearsed", "comes new", "came new", "takes 3", "took 6"], "dies"),
+        Way("its agent dies, too", new_agent, 3, 1),
+    ],
+    "store-host-dies": [
+        Way("in a step", store_host, 3, 1),
+        *(Way(f"host dies at: {point}", store_host_at(point), 3, 2) for point in ("parks", "came next", "sends 3")),
+    ],
 }
 
 
