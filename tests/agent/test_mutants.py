@@ -1294,7 +1294,7 @@ MUTANTS = (
     of_scripts(
         "what the checkpoints of a later world wait for is cut",
         *("train/elastic", "        _groups.begin()  #", "        return self._begin(restores=False)  #"),
-        *("live_disturbances", "who_waits_for_a_checkpoint_is_interrupted_in_a_later_world_of_a_round_too"),
+        *("live_disturbances", "after_deaths_and_hangs_in_a_change_of_the_world_the_others_go_on"),
     ),
     of_workers(
         "but once while no step is made",

@@ -15,14 +15,11 @@ def disturb(folder: Path, *names: str) -> None:
     assert outcome.wrong == [] and outcome.ways == {"live": len(names)}
 
 
-def test_deaths_while_the_world_changes_and_a_hang_that_no_agent_sees(tmp_path: Path) -> None:
-    """There is no ``--hang-timeout``: the others tell their agent that they have lost a peer."""
-    disturb(tmp_path, "rank 0 dies at: came next", "dies at: sent 3", "dies at: takes 3", "stopped at: came first")
+def test_after_deaths_and_hangs_in_a_change_of_the_world_the_others_go_on(tmp_path: Path) -> None:
+    """There is no ``--hang-timeout``: of a worker that stops when groups are made, the others tell their agent that it is lost."""
+    deaths = "rank 0 dies at: came next", "dies at: sent 3", "dies at: takes 3"
+    disturb(tmp_path, *deaths, "stopped in an agreement", "stopped at: came first")
 
 
-def test_who_waits_for_a_checkpoint_is_interrupted_in_a_later_world_of_a_round_too(tmp_path: Path) -> None:
-    disturb(tmp_path, "stopped in an agreement")
-
-
-def test_the_host_of_the_store_dies_with_its_worker(tmp_path: Path) -> None:
+def test_after_the_death_of_the_host_of_the_store_the_others_go_on(tmp_path: Path) -> None:
     disturb(tmp_path, "in a step")
