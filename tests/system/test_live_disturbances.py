@@ -1,4 +1,4 @@
-"""The ways of live_disturbances.py in short: hangs, deaths, the store's host. The job goes on live, and nothing is lost or doubled."""
+"""Some ways of live_disturbances.py, in one job of one node: it goes on live, and no step and no sample is lost or doubled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,3 @@ def test_after_deaths_and_hangs_in_a_change_of_the_world_the_others_go_on(tmp_pa
     """There is no ``--hang-timeout``: of a worker that stops when groups are made, the others tell their agent that it is lost."""
     deaths = "rank 0 dies at: came next", "dies at: sent 3", "dies at: takes 3"
     disturb(tmp_path, *deaths, "stopped in an agreement", "stopped at: came first")
-
-
-def test_after_the_death_of_the_host_of_the_store_the_others_go_on(tmp_path: Path) -> None:
-    disturb(tmp_path, "in a step")
