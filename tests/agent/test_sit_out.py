@@ -205,7 +205,7 @@ def test_histories_in_which_nodes_sit_out_break_no_promise(monkeypatch: pytest.M
     """The invariants of the simulated histories hold, and all of them come to an end, where four in ten stops make a node sit out."""
     outs = 0
 
-    def stopped(node: world.Node, round_: int) -> None:
+    def stopped(node: world.Node, round_: int, kept: bool) -> None:
         nonlocal outs
         if not (node.up and node.stopping and len(node.began) == round_):
             return
@@ -215,9 +215,9 @@ def test_histories_in_which_nodes_sit_out_break_no_promise(monkeypatch: pytest.M
         if chance < 40 and not node.machine.hosting and not node.world.rules.private and not node.world.rules.fixed_ranks:
             outs, seconds = outs + 1, 0.3 + chance / 5
             node.when_running(lambda: (node.session.sit_out("strikes", node.machine.row.failures), node.turn()))
-        node.world.at(seconds, lambda: node.feed(lambda now: WorkersStopped(now, node.machine.row.failures)))
+        node.world.at(seconds, lambda: node.feed(lambda now: WorkersStopped(now, node.machine.row.failures, kept)))
 
-    monkeypatch.setattr(world.Node, "_stopped", stopped)
+    monkeypatch.setattr(world.Node, "stopped", stopped)
     for seed in range(20):
         assert (violation := History(draw(seed)).run().violation) is None, (seed, violation)
     assert outs > 10
