@@ -85,7 +85,7 @@ class LiveConnection:
             self._changed.notify_all()
 
     def wait_until_asked(self, limit: float, step: int, why: str) -> bool:
-        """Return whether the agent asks this worker to leave its round. After ``limit`` seconds the agent is told that peers are lost.
+        """Return whether the agent asks this worker to leave its round. After ``limit`` seconds this tells the agent that peers are lost.
 
         ``step``: finished steps; ``why``: the error, for people.
         """

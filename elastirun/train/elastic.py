@@ -37,7 +37,7 @@ from .train_state import TrainState
 from .world_change import WorldChange, connecting
 
 CPU = torch.device("cpu")
-PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, the agent is told that peers are lost
+PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 
 _groups = GroupConnections()

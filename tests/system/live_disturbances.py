@@ -36,7 +36,7 @@ from tests.system.live_kills import SAMPLES, Job, children, is_worker, job
 
 WIDTH, SLICE = 128, 16 << 10  # of the network, and bytes of a slice: its state comes in a dozen slices
 HANG, FIRST_STEP = 3, 12  # seconds: --hang-timeout, --first-step-timeout; a new worker imports torch before its first step
-RECENT = 20_000  # lines of the log that are looked at in a try
+RECENT = 20_000  # lines of the log that a try reads
 STEP = 0.01  # seconds in each step that its ranks sleep
 
 
