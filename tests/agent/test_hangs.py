@@ -61,6 +61,13 @@ def test_only_a_page_of_this_version_is_read() -> None:
     assert Page.parse((MAGIC + numbers)[:-1]) is None and Page.parse(b"") is None
 
 
+@pytest.fixture(autouse=True)
+def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether py-spy is installed on this machine is no matter: with it the agent waits for an answer."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    monkeypatch.setenv("PATH", os.pathsep.join(folder for folder in folders if not Path(folder, "py-spy").exists()))
+
+
 @pytest.fixture
 def pages() -> Iterator[ProgressPages]:
     made = ProgressPages()
