@@ -43,7 +43,7 @@ from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.events import Changed, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
+from elastirun.rendezvous.events import Changed, Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
 from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
@@ -80,7 +80,8 @@ class Agent:
         self._finish: Finish | None = None
         self._round = 0  # the number of the round whose workers run here, or ran last
         self._signum = 0  # the first signal that the agent got; 0: none
-        self._lone = False  # the running round has no other node, and another agent could take this node's place
+        self._lone = False  # the workers here train without another node, and another agent could take this node's place
+        self._single = False  # the running round has no other node
         self._briefed: tuple[object, Notice | None] = (None, None)  # what the death notice is made of, and the notice
         self._sick = False  # a worker hangs in the kernel and cannot be killed
         self._console = Console(self._selector)
@@ -98,7 +99,7 @@ class Agent:
             self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
-        self._live = stack.enter_context(closing(LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost)))
+        self._live = stack.enter_context(closing(LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered)))
         self._node = NodeEnvironment(
             environ, cpu_sets=bound_to, mark=tree.mark, live=self._live.name, socket=self._round_check.path, group=tree.group, files=files
         )  # completed for each round
@@ -211,7 +212,7 @@ class Agent:
     def _renew(self, now: float) -> None:
         """Renew the guard's lease.
 
-        In a single-node round the lease ends when other nodes may consider this node lost, even if it is healthy: decision 0006.
+        Where workers train without another node it ends when these may consider this node lost, even if it is healthy: decision 0006.
         """
         if self._lone:
             self._tree.end_lease_at(self._session.machine.kept_alive + self._config.timing.lone_lease, now)
@@ -340,6 +341,12 @@ class Agent:
     def _on_parked(self, pid: int) -> None:
         self._workers.park(pid)
 
+    def _on_gathered(self, round: int) -> None:
+        """No worker here trains without the other nodes any more."""
+        if round == self._round:
+            self._lone = self._lone and self._single
+            self._session.post(Gathered(clock.now(), round))
+
     def _on_lost(self, pid: int, round: int) -> None:
         """End the round: a live worker has lost peers, and no agent has seen a failure. It keeps its state, and parks with the others."""
         if round != self._round or self._tracker.stopped:
@@ -395,7 +402,8 @@ class Agent:
         assert store is not None
         self._accounting.start_round(record.round)
         self._round = record.round
-        self._lone = len(record.members) == 1 and not self._config.standalone
+        self._single = len(record.members) == 1
+        self._lone = (self._single or self._session.machine.trains_apart) and not self._config.standalone
         self._renew(clock.now())
         if self._round_events.started_at is not None and not self._tracker.stopped:
             self._end_left_running()

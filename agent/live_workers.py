@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from elastirun.agent.processes.parking import Parking
-from elastirun.live_messages import MAX_MESSAGE, Hello, Lost, Message, Park, Parked, Resume, decode, encode
+from elastirun.live_messages import MAX_MESSAGE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
 BACKLOG = 1024  # connections that wait for the loop: all workers of a large node may connect at once
 PER_TURN = 64  # messages that are read of one connection at a time
@@ -27,6 +27,7 @@ class LiveWorkers:
 
     ``is_worker(pid)``: whether this is a worker that runs here. ``on_parked(pid)``: a worker that was asked to park has left its round.
     ``on_lost(pid, round)``: a worker that was not asked has lost peers in that round, and waits to be asked.
+    ``on_gathered(round)``: all workers of that round train together.
     Where no socket can be had, ``name`` is empty, and every worker is ended after its round.
     """
 
@@ -36,8 +37,10 @@ class LiveWorkers:
         is_worker: Callable[[int], bool],
         on_parked: Callable[[int], None],
         on_lost: Callable[[int, int], None] = lambda pid, round: None,
+        on_gathered: Callable[[int], None] = lambda round: None,
     ) -> None:
-        self._selector, self._is_worker, self._on_parked, self._on_lost = selector, is_worker, on_parked, on_lost
+        self._selector, self._is_worker, self._on_parked = selector, is_worker, on_parked
+        self._on_lost, self._on_gathered = on_lost, on_gathered
         self._parking = Parking()
         self._connections: dict[int, socket.socket] = {}  # by pid
         self.name = f"elastirun-{os.getpid()}-{secrets.token_hex(8)}"
@@ -116,6 +119,8 @@ class LiveWorkers:
             elif isinstance(message, Parked):
                 if self._parking.promise(pid, message.round, message.settled):
                     self._on_parked(pid)
+            elif isinstance(message, Gathered):
+                self._on_gathered(message.round)
             elif isinstance(message, Lost):
                 self._on_lost(pid, message.round)
             else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from elastirun.errors import TrainError
-from elastirun.live_messages import MAX_MESSAGE, VARIABLE, Hello, Lost, Message, Park, Parked, Resume, decode, encode
+from elastirun.live_messages import MAX_MESSAGE, VARIABLE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
 log = logging.getLogger("elastirun.live")
 
@@ -83,6 +83,11 @@ class LiveConnection:
             self._inside, self._state = False, (step, settled)
             self._promise()
             self._changed.notify_all()
+
+    def gathered(self) -> None:
+        """Tell the agent that all workers of the round train together."""
+        with suppress(OSError):  # the agent has ended
+            self._send(Gathered(self._round))
 
     def wait_until_asked(self, limit: float, step: int, why: str) -> bool:
         """Return whether the agent asks this worker to leave its round. After ``limit`` seconds this tells the agent that peers are lost.

@@ -43,6 +43,13 @@ class Parked:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """All workers of ``round`` train together from now on. Before, those that have a state may have trained without the others."""
+
+    round: int
+
+
+@dataclass(frozen=True)
 class Lost:
     """The worker has lost peers in ``round``, and no agent has seen a failure. It keeps its state, and waits to be asked to park."""
 
@@ -57,7 +64,7 @@ class Resume:
     env: Mapping[str, str]
 
 
-Message = Hello | Park | Parked | Lost | Resume
+Message = Hello | Park | Parked | Gathered | Lost | Resume
 
 
 def store_prefix(round: int) -> str:
@@ -90,6 +97,8 @@ def decode(data: bytes) -> Message | None:
         return Park(fields["round"])
     if kind == "parked" and numbers == [*fields] == ["round", "step", "settled"]:
         return Parked(fields["round"], fields["step"], fields["settled"])
+    if kind == "gathered" and numbers == [*fields] == ["round"]:
+        return Gathered(fields["round"])
     if kind == "lost" and numbers == [*fields] == ["round"]:
         return Lost(fields["round"])
     if kind == "resume" and [*fields] == ["round", "env"] and _is_environment(fields["env"]):

@@ -74,6 +74,13 @@ class WorkersStopped(Event):
 
 
 @dataclass(frozen=True)
+class Gathered(Event):
+    """All workers of the running ``round`` train together, in a live job. Until then those that have kept their state may train alone."""
+
+    round: int
+
+
+@dataclass(frozen=True)
 class FoundAtStart(Event):
     """The round record of a store that appeared where the job was started, after this node had said there that the store has moved here."""
 

@@ -26,7 +26,7 @@ from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
 
-CUT_OFF = "the store cannot be reached, and a round of one node could go on beside a new one"
+CUT_OFF = "the store cannot be reached, and the workers here need no other node, so they could go on beside a new round"
 PREPARES = "the workers' modules are imported here (--preload)"
 ASK_AGAIN = 2.0  # seconds for which a node that begins to doubt leaves the store in use alone, to meet the others at a standby store
 REMEMBERED = 8  # transitions that the error about an impossible one names
@@ -58,6 +58,8 @@ class Machine:
         self._waiting = Wait(now)  # for a round, or for the end of the goodbye
         self._moves = Moves(row.id, rules)
         self._prepares = False  # workers cannot start here yet
+        self._kept = False  # some workers here kept their state when their last round ended
+        self._gathered = False  # all workers of the running round train together
 
     @property
     def state(self) -> Status:
@@ -73,6 +75,11 @@ class Machine:
     def kept_alive(self) -> float:
         """The time at which the last acknowledged keep-alive was sent, seconds of this node's clock."""
         return self._link.own.kept_alive
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether the workers here may train before those of all other nodes of their round take part (docs/elastic.md)."""
+        return self._kept and not self._gathered
 
     @property
     def round_known(self) -> tuple[int, float]:
@@ -166,6 +173,11 @@ class Machine:
         if self.state is DRAINING:
             kept = self.row.round if event.kept else self.row.kept
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures, kept=kept)
+            self._kept, self._gathered = event.kept, False
+
+    def _on_gathered(self, event: events.Gathered) -> None:
+        if event.round == self.row.round and self.state in (RUNNING, DRAINING):
+            self._gathered = True
 
     def _on_synced(self, event: events.Synced) -> None:
         self._link.schedule.under_way = False
@@ -324,6 +336,7 @@ class Machine:
         events.WorkersSucceeded: _on_succeeded,
         events.WorkersFailed: _on_failed,
         events.WorkersStopped: _on_stopped,
+        events.Gathered: _on_gathered,
     }
 
     # -- the states: what this node decides from what it knows -----------------------------------------------------
@@ -459,7 +472,7 @@ class Machine:
                 self._progress(f"all workers here succeeded; waiting for {formation.names(missing)}")
 
     def _in_draining(self) -> None:
-        """Wait for WorkersStopped. A single-node round that is cut off meanwhile must stop at once: see docs/decisions/0006."""
+        """Wait for WorkersStopped. Workers that need no other node must stop at once if this one is cut off: see docs/decisions/0006."""
         record = self.record
         if record is not None and record.round == self.row.round != self._hurried and self._may_not_run_alone(record):
             self._hurried = self.row.round
@@ -524,12 +537,12 @@ class Machine:
         self._break = (Cause.LEAVE, f"{self.row.name} {self.row.address} leaves: {self._outcome[1]}")
 
     def _may_not_run_alone(self, record: RoundRecord) -> bool:
-        """Return whether a single-node round must not run now: its workers are gone before other nodes may consider this node lost.
+        """Return whether workers that need no other node must not run now: they are gone before other nodes may consider this node lost.
 
-        Such a round needs no other node to go on training: see docs/decisions/0006. Nor is it started when the answer that would let it
-        start comes so late, such as after a standstill of this agent.
+        They are those of a single-node round, or train apart: see docs/decisions/0006. Nor are they started when the answer that would
+        let them start comes so late, such as after a standstill of this agent.
         """
-        if self.rules.private or len(record.members) > 1:
+        if self.rules.private or (len(record.members) > 1 and not self.trains_apart):
             return False
         limit = self.kept_alive + self.rules.lone_limit
         self._wake_at(limit)

@@ -361,6 +361,8 @@ class Elastic:
             self._checkpoints = self._make_checkpoints()
             if restores:
                 self._checkpoints.restore(self.state)
+        if self._connection is not None and self._live is not None and self._live.whole:
+            self._connection.gathered()
         self._model.check_replicas(gradually=True)
         self._settled = max(self._round, 1)
         self._worlds += 1

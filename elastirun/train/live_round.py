@@ -74,6 +74,11 @@ class LiveRound:
         assert self.world is not None
         return len(self.world.ranks)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all workers of the round are in the world."""
+        return self.size == self._workers
+
     def find_first(self) -> World:
         """Return world 0 of the round, which this worker need not be in. It is the same for every worker of the round."""
         told = [self._wait(partial(self._read, f"node/{node}")) for node in range(self._nodes)] if self._number > 1 else []
@@ -131,7 +136,7 @@ class LiveRound:
     def look_for_ready(self, ask: Callable[[], object]) -> None:
         """If this is rank 0 of a world that lacks ranks: look in a thread for ready ones, then write the next world, and ``ask``."""
         assert self.world is not None
-        if self.size == self._workers:
+        if self.whole:
             return
         atexit.register(self._end_training)
         if self.rank == 0:

@@ -22,7 +22,7 @@ from elastirun.agent.live_workers import LiveWorkers
 from elastirun.agent.processes.parking import Parking
 from elastirun.errors import TrainError
 from elastirun.live_connection import ENDED, LiveConnection
-from elastirun.live_messages import VARIABLE, Hello, Lost, Park, Parked, Resume, decode, encode
+from elastirun.live_messages import VARIABLE, Gathered, Hello, Lost, Park, Parked, Resume, decode, encode
 from tests.agent.test_workers import FOREVER, FakeClock, Fifo, Loop, clock, fifo, loop, slow, spec, with_fifo
 from tests.support.cluster import PATIENCE
 
@@ -76,7 +76,7 @@ def test_a_worker_that_is_gone_is_neither_asked_nor_resumed() -> None:
     assert not parking.resume(7) and parking.ask([7], 4) == []
 
 
-@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000, 2), Lost(3), Resume(4, {"RANK": "1"})])
+@pytest.mark.parametrize("message", [Hello(), Park(3), Parked(3, 1000, 2), Gathered(3), Lost(3), Resume(4, {"RANK": "1"})])
 def test_messages_are_read_as_they_were_written(message: live_messages.Message) -> None:
     assert decode(encode(message)) == message
 
@@ -96,6 +96,8 @@ def test_messages_are_read_as_they_were_written(message: live_messages.Message) 
         b'{"do":"resume","round":1,"env":{"A":1}}',
         b'{"do":"resume","round":1,"env":{"A":"\\u0000"}}',
         b'{"do":"hello","version":1}',
+        b'{"do":"gathered","round":-1}',
+        b'{"do":"gathered","round":1,"step":1}',
         b'{"do":"lost"}',
         b'{"do":"lost","round":-1}',
         b"\xff",
@@ -114,7 +116,9 @@ class Agent:
         self.selector = selectors.PollSelector()
         self.parked: list[int] = []
         self.lost: list[tuple[int, int]] = []
-        self.live = LiveWorkers(self.selector, lambda pid: pid in workers, self.parked.append, lambda *lost: self.lost.append(lost))
+        self.gathered: list[int] = []
+        heard = self.parked.append, lambda *lost: self.lost.append(lost), self.gathered.append
+        self.live = LiveWorkers(self.selector, lambda pid: pid in workers, *heard)
 
     def turn(self, until: Callable[[], Any]) -> None:
         end = time.monotonic() + PATIENCE
@@ -259,6 +263,13 @@ def test_an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_
             agent.live.resume(US, 4, {})
         assert waits.result(PATIENCE) == ((4, {}) if left else True)
         worker.leave(17, 3)
+
+
+def test_an_agent_hears_that_all_workers_of_the_round_train_together(agent: Agent, worker: LiveConnection) -> None:
+    worker.enter(0, PATIENCE)
+    worker.gathered()
+    agent.turn(lambda: agent.gathered)
+    assert agent.gathered == [3]
 
 
 def test_a_worker_that_has_made_no_step_since_ends_with_its_error(

@@ -1291,6 +1291,16 @@ MUTANTS = (
         *("live_connection", "self.asked, limit)) or self._report_loss(step, why)", "self.asked, limit))"),
         *("live_workers", "an_agent_that_knows_of_no_failure_is_told_of_lost_peers_and_the_worker_goes_on[in_the_round]"),
     ),
+    of_jobs(
+        "the guard ends workers that train before the others when these may go on without them",
+        *("agent", "(self._single or self._session.machine.trains_apart)", "self._single"),
+        *("live", "who_trains_before_the_others_are_there_has_ended_when_these_go_on_without_it"),
+    ),
+    mutant(
+        "an agent whose workers all train together hears of it",
+        *("live_workers", "                self._on_gathered(message.round)", "                pass"),
+        *("live_workers", "an_agent_hears_that_all_workers_of_the_round_train_together"),
+    ),
     of_scripts(
         "what the checkpoints of a later world wait for is cut",
         *("train/elastic", "        _groups.begin()  #", "        return self._begin(restores=False)  #"),

@@ -8,7 +8,9 @@ from functools import partial
 
 import pytest
 
+from elastirun.rendezvous.machine import CUT_OFF
 from tests.sim import invariants
+from tests.sim import live as played
 from tests.sim.history import History, draw
 from tests.sim.live import Live, Switching
 from tests.sim.live_rounds import Training
@@ -55,7 +57,7 @@ def test_histories_of_live_jobs_hold() -> None:
     assert [one for one in found if one[1] is not None] == []
 
 
-@pytest.mark.parametrize("seed", [5000, 5004, 5023, 5042])
+@pytest.mark.parametrize("seed", [5000, 5004, 5023, 5042, 71_084_496])
 def test_histories_hold_in_which_a_rule_is_missed(seed: int) -> None:
     assert draw(seed).live is not None and History(draw(seed)).run().violation is None
 
@@ -89,6 +91,45 @@ def test_a_worker_that_hangs_is_killed_and_started_anew_without_a_state() -> Non
     live(world).calm = True
     assert world.run(WITHIN, lambda: training(world).record.round == 2 and trained(world, 1))
     assert not pids & {worker.pid for worker in live(world).crew(world.nodes[0]).running.values()}
+
+
+def alone_in_its_round(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A job of two nodes in which the worker of the second one has died: that of the first one trains on until there is another one."""
+    world = job(2, slots=1)
+    monkeypatch.setattr(played, "IMPORTS", (20.0, 20.0))
+    world.nodes[1].fail()
+    assert world.run(WITHIN, lambda: training(world).record.round == 2 and training(world).steps > 5)
+    assert {training(world).workers[rank].node for rank in training(world).ranks} == {world.nodes[0]}
+    return world
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_node_that_trains_before_the_others_has_stopped_before_these_go_on_without_it(
+    monkeypatch: pytest.MonkeyPatch, stands_still: bool
+) -> None:
+    """At an outside store, which only the first node does not reach any more. Its guard stops the workers if the agent stands still."""
+    world = alone_in_its_round(monkeypatch)
+    first, second = world.nodes
+    if stands_still:
+        first.freeze()
+    else:
+        first.cut = True
+    live(world).calm = True
+    monkeypatch.setattr(played, "IMPORTS", (0.2, 0.2))
+    assert world.run(WITHIN, lambda: training(world).record.round == 3 and training(world).steps > 5)
+    assert [stop.reason for stop in first.stops[1:]] == ([] if stands_still else [CUT_OFF]), "before the guard had to do it"
+    assert first.working is None and [member.id for member in training(world).record.members] == [second.id]
+
+
+def test_it_bears_a_store_that_is_away_for_long_once_all_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = alone_in_its_round(monkeypatch)
+    world.run(5.0)
+    assert not world.nodes[0].stops[1:], "the store is there"
+    assert world.run(WITHIN, lambda: live(world).rounds.all_train())
+    world.run(0.1)
+    world.store_up = False
+    world.run(world.rules.store_grace - 1.0)
+    assert world.nodes[0].working is not None and training(world).record.round == 2
 
 
 def test_an_answer_that_comes_again_late_does_not_count_for_the_next_round() -> None:

@@ -1097,6 +1097,26 @@ MUTANTS = (
         *("live_worlds", "    best = max(everyone)\n", "    best = max(everyone, key=lambda theirs: theirs[0])\n"),
         *("live_sim", "histories_hold_in_which_a_rule_is_missed[5042]"),
     ),
+    mutant(
+        "workers that train before the others stop when their node is cut off",
+        *("machine", "len(record.members) > 1 and not self.trains_apart", "len(record.members) > 1"),
+        *("live_sim", "a_node_that_trains_before_the_others_has_stopped_before_these_go_on_without_it[False]"),
+    ),
+    mutant(
+        "workers that all train together bear that the store is away",
+        *("machine", "            self._gathered = True", "            pass"),
+        *("live_sim", "it_bears_a_store_that_is_away_for_long_once_all_train_together"),
+    ),
+    mutant(
+        "workers that train before the others are known by what they kept",
+        *("machine", "self._kept, self._gathered = event.kept, False", "self._kept, self._gathered = False, False"),
+        *("live_sim", "histories_hold_in_which_a_rule_is_missed[71084496]"),
+    ),
+    simulated(
+        "the guard ends workers that train before the others in time",
+        *("world", "apart = len(action.record.members) == 1 or self.machine.trains_apart", "apart = len(action.record.members) == 1"),
+        *("live_sim", "a_node_that_trains_before_the_others_has_stopped_before_these_go_on_without_it[True]"),
+    ),
     simulated(
         "a state that has not come whole is none",
         *("live_rounds", "worker.state, worker.settled, worker.steps = None, 0, 0", "worker.state, worker.steps = None, 0"),

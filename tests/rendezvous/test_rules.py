@@ -75,6 +75,6 @@ def test_a_round_of_one_whose_answers_are_lost_is_gone_before_another_forms_and_
     alone.stop_time = 0.5
     assert world.run(5, lambda: not alone.working)
     (stop,) = alone.stops
-    assert stop.within == 1.0 and "a round of one node could go on beside a new one" in stop.reason
+    assert stop.within == 1.0 and "they could go on beside a new round" in stop.reason
     alone.cut = False
     assert world.run(10, world.running(alone)), "nobody else has broken its round, so it does"

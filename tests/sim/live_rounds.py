@@ -187,6 +187,13 @@ class LiveRounds:
     def _settle(self, worker: Worker, training: Training, state: State, round: int) -> None:
         if worker.inside is training and worker.lives:
             worker.state, worker.settled, worker.steps = state, round, state.steps
+            self._tell_gathered(training)
+
+    def _tell_gathered(self, training: Training) -> None:
+        """Tell the agents if all workers of the round train together."""
+        if len(training.ranks) == training.size:
+            for worker in training.workers.values():
+                self.after(0.0005, worker.node, partial(worker.node.gathered, training.record))
 
     def _check_choice(self, training: Training, world: list[Worker], chosen: State | None, anew: bool) -> None:
         """No state of an abandoned branch begins a world, and no finished step is lost, while a member of the round has a newer one."""
@@ -255,6 +262,7 @@ class LiveRounds:
             worker.state, worker.settled, worker.steps = made, training.record.round, made.steps
             del training.joining[worker.rank]
             training.ranks = (*training.ranks, worker.rank)
+            self._tell_gathered(training)
 
     def _check_reduction(self, training: Training, world: list[Worker]) -> None:
         """P1: nobody makes a step in a round that its node is done with, or after a step of a later round."""

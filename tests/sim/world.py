@@ -33,6 +33,7 @@ from elastirun.rendezvous.events import (
     Changed,
     Event,
     FoundAtStart,
+    Gathered,
     Leave,
     Prepared,
     SyncFailed,
@@ -220,7 +221,7 @@ class Node:
     hosts: bool = False
     working: RoundRecord | None = None  # the round its workers run in
     stopping: bool = False
-    lone: bool = False  # the round its workers run in has no other node
+    lone: bool = False  # its workers train without another node
     ended_by_guard: bool = False
     ready_for: set[int] = field(default_factory=set)
     starts: list[tuple[int, int, int]] = field(default_factory=list)  # round, node rank, nodes
@@ -306,7 +307,8 @@ class Node:
             if self.working is not None:
                 raise Violation(f"{self.name} starts workers while others still run")
             self.working, self.stopping = action.record, False
-            self.lone = len(action.record.members) == 1 and not self.world.rules.private
+            apart = len(action.record.members) == 1 or self.machine.trains_apart
+            self.lone = apart and not self.world.rules.private
             self.starts.append((action.record.round, action.node_rank, len(action.record.members)))
             self.began.append(action.record)
             self.world.on_start(self, action)
@@ -346,6 +348,12 @@ class Node:
             self.world.succeeded.add((self.id, self.working.round))
             self.working, self.lone = None, False
             self.feed(WorkersSucceeded)
+
+    def gathered(self, record: RoundRecord) -> None:
+        """Let all workers of the round train together from now on."""
+        if self.working is not None and self.working.fence == record.fence:
+            self.lone = self.lone and len(record.members) == 1
+            self.feed(lambda now: Gathered(now, record.round))
 
     def fail(self, code: int = 1, blame: int = Blame.OWN_FAULT, after: float = 1.0) -> None:
         if self.working is not None and not self.stopping:

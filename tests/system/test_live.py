@@ -96,6 +96,24 @@ def test_a_job_ends_although_a_new_worker_was_not_ready_in_time(tmp_path: Path) 
         finish(running, tmp_path)
 
 
+def test_who_trains_before_the_others_are_there_has_ended_when_these_go_on_without_it(tmp_path: Path) -> None:
+    """Its agent stands still, and the other one takes its node for lost. The guard has ended the worker by then (decision 0006)."""
+    os.mkfifo(tmp_path / "hold")
+    with job(tmp_path, 2, 1, TEST_PAUSE="0.005", TEST_HOLD=str(tmp_path / "hold")) as running:
+        first = running.world(2)
+        [here] = [pid for pid in pids(first) if parent(pid) == running.agents[1].pid]
+        os.kill(here, signal.SIGKILL)
+        [alone] = running.world(1, first[0]["round"])
+        running.wait(lambda lines: bool(list(tmp_path.glob("hold.*"))))  # the new worker, which waits
+        running.agents[2].send_signal(signal.SIGSTOP)
+        running.wait(lambda lines: len(list(tmp_path.glob("hold.*"))) == 2)  # that of the next round
+        begun = max(line["at"] for line in live_log.of(running.lines(), "begun"))
+        with open(tmp_path / "hold", "w"):
+            [after] = running.world(1, alone["round"])
+        assert alone["pid"] not in (here, after["pid"])
+        assert max(line["at"] for line in live_log.of(running.lines(), "made") if line["pid"] == alone["pid"]) < begun
+
+
 def test_the_others_of_a_lost_node_go_on_without_it_and_of_one_that_leaves_too(tmp_path: Path) -> None:
     with job(tmp_path, 3, 1, TEST_PAUSE="0.005") as running:
         first = running.world(3)
