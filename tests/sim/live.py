@@ -159,6 +159,10 @@ class Live:
             worker.ended, worker.inside = True, None
             self.rounds.after(0.0, worker.node, partial(self._reap, worker))
 
+    def _die_unless_calm(self, worker: Worker) -> None:
+        if not self.calm:
+            self._die(worker)
+
     def _forget(self, worker: Worker) -> None:
         worker.ended, worker.inside = True, None
         worker.crew.parking.gone(worker.pid)
@@ -183,7 +187,7 @@ class Live:
     def _switch(self, worker: Worker) -> None:
         """Let a parked process go on in the next round. One that hangs is killed after a limit."""
         if self._happens(self.switching.dies):
-            self.rounds.after(self.random.uniform(0.0, 1.0), worker.node, partial(self._die, worker), process=True)
+            self.rounds.after(self.random.uniform(0.0, 1.0), worker.node, partial(self._die_unless_calm, worker), process=True)
         if self._happens(self.switching.hangs):
             self.rounds.after(SWITCH_LIMIT, worker.node, lambda: self._die(worker) if worker.inside is None and not worker.parked else None)
         else:
@@ -196,7 +200,7 @@ class Live:
             return
         worker.asked = round
         if self._happens(self.switching.dies):
-            self.rounds.after(self.random.uniform(0.0, LATE), worker.node, partial(self._die, worker), process=True)
+            self.rounds.after(self.random.uniform(0.0, LATE), worker.node, partial(self._die_unless_calm, worker), process=True)
         if self._happens(self.switching.hangs):
             late = self.world.graces[1] + self.random.uniform(0.0, LATE)
             self.rounds.after(late, worker.node, partial(self._leave_late, worker, round), process=True)
