@@ -99,7 +99,8 @@ class Agent:
             self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
-        self._live = stack.enter_context(closing(LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered)))
+        heard = self._on_parked, self._on_lost, self._on_gathered
+        self._live = stack.enter_context(closing(LiveWorkers(self._selector, self._is_worker, *heard)))
         self._node = NodeEnvironment(
             environ, cpu_sets=bound_to, mark=tree.mark, live=self._live.name, socket=self._round_check.path, group=tree.group, files=files
         )  # completed for each round

@@ -6,7 +6,7 @@ Agents also tell the workers of a round which of these have a state: in the work
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ class Resume:
 
 
 Message = Hello | Park | Parked | Gathered | Lost | Resume
+OF_A_ROUND: Mapping[Any, Callable[[int], Message]] = {"park": Park, "gathered": Gathered, "lost": Lost}
 
 
 def store_prefix(round: int) -> str:
@@ -93,14 +94,10 @@ def decode(data: bytes) -> Message | None:
         return None
     if kind == "hello" and fields == {"version": VERSION}:
         return Hello()
-    if kind == "park" and numbers == [*fields] == ["round"]:
-        return Park(fields["round"])
+    if kind in OF_A_ROUND and numbers == [*fields] == ["round"]:
+        return OF_A_ROUND[kind](fields["round"])
     if kind == "parked" and numbers == [*fields] == ["round", "step", "settled"]:
         return Parked(fields["round"], fields["step"], fields["settled"])
-    if kind == "gathered" and numbers == [*fields] == ["round"]:
-        return Gathered(fields["round"])
-    if kind == "lost" and numbers == [*fields] == ["round"]:
-        return Lost(fields["round"])
     if kind == "resume" and [*fields] == ["round", "env"] and _is_environment(fields["env"]):
         return Resume(fields["round"], fields["env"])
     return None

@@ -494,7 +494,13 @@ def check_http(data: bytes) -> bool:
     return isinstance(found, http_port.Request)
 
 
-LIVE = [live_messages.Hello(), live_messages.Park(3), live_messages.Parked(3, 1000, 2), live_messages.Gathered(3), live_messages.Resume(4, {"RANK": "1", "A": "b"})]
+LIVE = [
+    live_messages.Hello(),
+    live_messages.Park(3),
+    live_messages.Parked(3, 1000, 2),
+    live_messages.Gathered(3),
+    live_messages.Resume(4, {"RANK": "1", "A": "b"}),
+]
 
 
 def make_live(rng: random.Random) -> bytes:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .bucket_memory import Bucket
+from .collectives import all_reduce
 from .conclusion import Outcome
 from .extensions import OptimizerStep
 from .transports.base import reduction_errors
@@ -30,7 +31,7 @@ class Arrival:
         if late:
             extra = bucket.gather_late(self.scale)
             with reduction_errors("the reduction of late gradients"):
-                dist.all_reduce(extra, group=self.group)
+                all_reduce(extra, self.group)
             bucket.flat.add_(extra)
         if outcome.correction != 1.0:
             bucket.flat.mul_(outcome.correction)
@@ -54,7 +55,7 @@ class Arrival:
             # 0 * NaN is NaN, so a rank with weight 0 sends zeros instead of its gradient.
             grad = param.grad if param.grad is not None and scale else torch.zeros_like(param).to_sparse(1)
             total = (grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)).coalesce() * scale
-            dist.all_reduce(total, group=self.group)
+            all_reduce(total, self.group)
             param.grad = total
 
     def reduce_newcomers(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -62,11 +63,11 @@ class Arrival:
         with reduction_errors("the reduction of parameters that are trained from now on"):
             had = torch.tensor([param.grad is not None and self.scale > 0 for param in params], dtype=torch.float32, device="cpu")
             users = had.to(device)
-            dist.all_reduce(users, group=self.group)
+            all_reduce(users, self.group)
             for param, mine, theirs in zip(params, had.tolist(), users.tolist(), strict=True):
                 grad = param.grad if mine else None
                 total = torch.zeros_like(param) if grad is None else (grad.to_dense() if grad.is_sparse else grad) * self.scale
-                dist.all_reduce(total, group=self.group)
+                all_reduce(total, self.group)
                 param.grad = total.mul_(self.outcome.factor(theirs)) if theirs else None
         self._optimize(params)
 

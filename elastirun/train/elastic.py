@@ -28,7 +28,7 @@ from .control_words import ADMIT, SWITCH, WHOLE
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .errors import ModelMismatch, TrainError
-from .group_connections import GroupConnections
+from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
 from .process_groups import init_default_group
@@ -40,7 +40,6 @@ CPU = torch.device("cpu")
 PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 
-_groups = GroupConnections()
 _timeout: timedelta | None = None  # of the groups, as given to ``init_process_group``
 _connection: LiveConnection | None = None  # to the agent; None: the world of this process never changes
 
@@ -190,7 +189,7 @@ class Elastic:
             if self._model.plans:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
-                self._change = WorldChange(live, self._model, self.state, _groups, _timeout)
+                self._change = WorldChange(live, self._model, self.state, _timeout)
         elif self._change.after_step(over=self._loader.state_dict()["consumed"] == 0):
             self._begin_world(live)
 
@@ -201,10 +200,10 @@ class Elastic:
         world, self._change = self._change.world, None
         live.begin(world)
         self._loader.set_world(live.rank, live.size)
-        _groups.begin()  # the checkpoints make a group of their own
+        connections.begin()  # the checkpoints make a group of their own
         self._begin(restores=False)
-        _groups.end()
-        live.look_for_ready(lambda: self._model.request(ADMIT))
+        connections.end()
+        self._wait_for_others(live)
 
     def _save(self) -> None:
         """Offer the state to the checkpointer. If a peer is lost meanwhile the agent says so, and the step counts all the same."""
@@ -222,7 +221,7 @@ class Elastic:
         """Let the main thread's waits for peers fail. Called in a thread."""
         if (live := self._live) is not None:
             live.stop()
-        _groups.cut()
+        connections.cut()
         self._model.interrupt("the agent ends this round")
 
     def _leave(self, connection: LiveConnection) -> None:
@@ -234,7 +233,7 @@ class Elastic:
         if self._live is not None:
             self._live.leave()
             self._live = None
-        _groups.forget()
+        connections.forget()
         connection.leave(self.state.step, self._settled)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -272,7 +271,7 @@ class Elastic:
 
     def _enter_round(self, connection: LiveConnection) -> None:
         """Take part in the first world of the round that this rank is in; rehearse before, if others train already."""
-        _groups.begin()
+        connections.begin()
         self._live = live = LiveRound(self._round, lambda: connection.asked)
         first = live.find_first()
         if not live.has(first) and self._rehearsal is None:
@@ -290,7 +289,7 @@ class Elastic:
         assert self._live is not None
         self._live.leave()
         self._live = None
-        _groups.forget()
+        connections.forget()
         connection.leave(0, 0)
         self._be_alone()
         self._loader.set_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -315,7 +314,7 @@ class Elastic:
         """Take part in ``world``, whose other ranks train already. Their state comes with the next steps."""
         self._whole, self._settled = False, 0  # an older state that this rank may have is overwritten slice by slice
         self._be_alone()
-        self._change = change = WorldChange(live, self._model, self.state, _groups, _timeout, world)
+        self._change = change = WorldChange(live, self._model, self.state, _timeout, world)
         self._loader.set_world(0, change.sharing)
         self._worlds += 1
         self._before.take()
@@ -337,8 +336,14 @@ class Elastic:
             init_default_group(live.store(live.world), live.rank, live.size, _timeout)
             self._model.set_group(init_sync=False)
         self._settle()
-        _groups.end()
+        connections.end()
+        self._wait_for_others(live)
+
+    def _wait_for_others(self, live: LiveRound) -> None:
+        """Take the other workers of the round in when they are ready; tell the agent if none is missing."""
         live.look_for_ready(lambda: self._model.request(ADMIT))
+        if live.whole and self._connection is not None:
+            self._connection.gathered()
 
     def _settle(self) -> None:
         """Give all ranks the state of the furthest one; where nobody has trained, that of the newest checkpoint, or rank 0's."""
@@ -361,8 +366,6 @@ class Elastic:
             self._checkpoints = self._make_checkpoints()
             if restores:
                 self._checkpoints.restore(self.state)
-        if self._connection is not None and self._live is not None and self._live.whole:
-            self._connection.gathered()
         self._model.check_replicas(gradually=True)
         self._settled = max(self._round, 1)
         self._worlds += 1

@@ -1,7 +1,8 @@
 """The connections that process groups of this process have opened, and their cut, which ends waits for peers at once.
 
 gloo's own ``abort`` does nothing, and a wait for a peer that hangs ends with the timeout of the group. ``shutdown`` (2) of a connection
-wakes the waiting thread within a millisecond. A listening socket must stay as it is: gloo ends the process when ``accept`` fails.
+wakes the waiting thread within a millisecond, but for the waits in ``group_waits``. A listening socket must stay as it is: gloo ends the
+process when ``accept`` fails.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 
 INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -24,11 +26,22 @@ class GroupConnections:
         self._lock = threading.Lock()
         self._before: set[int] | None = None  # inodes of the sockets that are not the groups'; None: there are no groups
         self._groups: set[int] | None = None  # inodes of those that are; None: groups are being made
+        self._cut_at: float | None = None  # when they were cut first
+
+    @property
+    def made(self) -> bool:
+        """Whether there are groups whose connections may be cut."""
+        return self._before is not None
+
+    def cut_for(self) -> float:
+        """Return the seconds since the connections of the present groups were cut first; 0: they are not."""
+        since = self._cut_at
+        return 0.0 if since is None else time.monotonic() - since
 
     def begin(self) -> None:
         """Process groups are made from now on. What is left of the last ones, such as the connection to their store, is theirs, too."""
         with self._lock:
-            self._before, self._groups = set(_sockets()) - (self._groups or set()), None
+            self._before, self._groups, self._cut_at = set(_sockets()) - (self._groups or set()), None, None
 
     def end(self) -> None:
         """The process groups are made."""
@@ -39,13 +52,15 @@ class GroupConnections:
     def forget(self) -> None:
         """There are no groups any more."""
         with self._lock:
-            self._before = self._groups = None
+            self._before = self._groups = self._cut_at = None
 
     def cut(self) -> None:
         """End the connections: whoever waits at them gets an error, here and at the other end."""
         with self._lock:
             if self._before is None:
                 return
+            if self._cut_at is None:
+                self._cut_at = time.monotonic()
             found = _sockets()
             for inode in (set(found) - self._before) if self._groups is None else set(found) & self._groups:
                 _shut_down(found[inode], inode)
@@ -68,3 +83,6 @@ def _shut_down(fd: int, inode: int) -> None:
         if os.fstat(connection.fileno()).st_ino == inode and connection.family in INTERNET:
             connection.getpeername()  # a socket that listens raises here
             connection.shutdown(socket.SHUT_RDWR)
+
+
+connections = GroupConnections()  # those of this process's groups in a live job

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
+from .collectives import all_reduce
 from .transports.base import reduction_errors
 
 if TYPE_CHECKING:
@@ -53,6 +54,6 @@ def announce(ddp: TorchNames, *mine: bool) -> tuple[bool, bool, bool]:
     copy buffers. Return what any rank has announced; a rank without inputs announces nothing."""
     words = torch.tensor([float(word) for word in mine or (False, False, False)], device=ddp.device)
     with reduction_errors("the announcement of a forward within join()"):
-        dist.all_reduce(words, dist.ReduceOp.MAX, ddp.process_group)
+        all_reduce(words, ddp.process_group, dist.ReduceOp.MAX)
     copies, reduces, next_copies = words.tolist()
     return bool(copies), bool(reduces), bool(next_copies)

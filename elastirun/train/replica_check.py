@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import gather, ranks
+from .collectives import all_reduce, gather, ranks
 from .errors import Diverged
 
 CHUNK = 1 << 16  # elements; each place in a chunk has its own random odd weight, and each chunk one of its own
@@ -43,7 +43,7 @@ def verify_replicas(
     """
     sums = torch.stack([checksum(bucket).to(device) for bucket in tensors])
     both = torch.cat([sums, ~sums])  # the minimum of the complements is the complement of the maximum
-    dist.all_reduce(both, dist.ReduceOp.MIN, group)
+    all_reduce(both, group, dist.ReduceOp.MIN)
     differ = (both[: len(sums)] != ~both[len(sums) :]).nonzero()
     if not len(differ):
         return

@@ -23,6 +23,7 @@ from .checkpoints.loading import load, targets
 from .checkpoints.per_rank import PerRank
 from .checkpoints.tree import Flat, flatten
 from .checkpoints.values import DTYPES, decode_values, encode_values
+from .group_waits import finish_message
 from .train_state import TrainState
 
 SLICE = 8 << 20  # bytes of a slice at least: copied within 2 ms, which is what it costs those that train
@@ -123,7 +124,7 @@ class Sender:
 
     def _wait(self) -> None:
         for work in self._under_way:
-            work.wait(self._limit)
+            finish_message(work, self._limit, self._group)
         self._under_way = []
 
 
@@ -184,8 +185,7 @@ class Receiver:
 
     def _receive(self, box: Tensor) -> Tensor:
         work = dist.irecv(box, self._source, self._group, TAG)
-        assert work is not None
-        work.wait(self._limit)
+        finish_message(work, self._limit, self._group)
         return box
 
     def _receive_text(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from elastirun.live_worlds import World
 
 from .control_words import SWITCH, WHOLE
 from .ddp import DistributedDataParallel
-from .group_connections import GroupConnections
+from .group_connections import connections
 from .live_round import LiveRound
 from .next_world import NextWorld
 from .process_groups import connects_within, make_default_group, replace_groups
@@ -44,11 +44,10 @@ class WorldChange:
         live: LiveRound,
         model: DistributedDataParallel,
         state: TrainState,
-        groups: GroupConnections,
         timeout: timedelta | None,
         world: World | None = None,
     ) -> None:
-        self._live, self._model, self._state, self._groups, self._timeout = live, model, state, groups, timeout
+        self._live, self._model, self._state, self._timeout = live, model, state, timeout
         self._next: tuple[World, NextWorld] | None = None
         self._error: BaseException | None = None
         self._work: Sender | Receiver | None = None
@@ -58,7 +57,7 @@ class WorldChange:
         self._stepped, self._seconds = time.monotonic(), 0.0  # when the last step was made, and how long it took
         model.hold_plan(True)
         if world is None:
-            groups.begin()
+            connections.begin()
             self._thread = threading.Thread(target=self._prepare, name="elastirun next world", daemon=True)
             self._thread.start()
             return
@@ -125,7 +124,7 @@ class WorldChange:
         (self.world, following), self._next = self._next, None
         old = self._model.enter_world(following)
         _drop(old, replace_groups(following.process_group, following.group))
-        self._groups.end()
+        connections.end()
         self._model.withdraw(SWITCH)
         new = [rank for rank, worker in enumerate(self.world.ranks) if not self._live.trains(worker)]
         if self._thread is not None and self._live.rank == 0:

@@ -1303,7 +1303,7 @@ MUTANTS = (
     ),
     of_scripts(
         "what the checkpoints of a later world wait for is cut",
-        *("train/elastic", "        _groups.begin()  #", "        return self._begin(restores=False)  #"),
+        *("train/elastic", "        connections.begin()  #", "        return self._begin(restores=False)  #"),
         *("live_disturbances", "after_deaths_and_hangs_in_a_change_of_the_world_the_others_go_on"),
     ),
     of_workers(

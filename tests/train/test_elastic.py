@@ -29,7 +29,7 @@ from elastirun.train import (
     process_groups,
 )
 from elastirun.train.control_words import ADMIT, SWITCH
-from elastirun.train.group_connections import GroupConnections, _sockets
+from elastirun.train.group_connections import _sockets, connections
 from elastirun.train.position import Position
 from elastirun.train.state_copy import copy_state
 from elastirun.train.world_change import WorldChange
@@ -147,7 +147,7 @@ def test_a_state_is_copied_whole() -> None:
 
 def cut(rank: int, world: int) -> str:
     """Rank 1 never comes to the reduction; rank 0 is cut off in a thread."""
-    group, connections = dist.group.WORLD, GroupConnections()
+    group = dist.group.WORLD
     assert group is not None
     connections.begin()
     own = dist.new_group([0, 1])
@@ -169,7 +169,6 @@ def test_a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on() -> N
 
 def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool, int]:
     """Rank 1 never comes to the last reduction; rank 0 is interrupted in a thread, and drops the step."""
-    connections = GroupConnections()
     connections.begin()
     state, model = made(0, transport=transport)
     connections.end()
@@ -210,7 +209,7 @@ def test_a_step_whose_reduction_is_interrupted_changes_nothing(transport: str) -
 def left(rank: int, world: int) -> bool:
     """Rank 0 leaves its group after a reduction that was cut off."""
     gc.disable()
-    connections, before = GroupConnections(), len(_sockets())
+    before = len(_sockets())
     connections.begin()
     state, model = made(0, transport="group")
     connections.end()
@@ -311,8 +310,9 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     training = object.__new__(elastic.Elastic)
     training._model, training._settle = model, lambda: None  # type: ignore[method-assign]
     model.request(ADMIT)
-    live = SimpleNamespace(rank=0, size=1, world=World(0, (0,)), store=lambda world: dist.HashStore(), look_for_ready=lambda ask: None)  # type: ignore[attr-defined]
-    elastic._groups.begin()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    live = SimpleNamespace(rank=0, size=1, whole=False, world=World(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None)
+    connections.begin()
     training._make_world(live)  # type: ignore[arg-type]
     step(state, model, next(iter(state["data"])))
     return sorted(model.agreement.requests), model.failed

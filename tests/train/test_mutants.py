@@ -298,6 +298,21 @@ MUTANTS = (
         *("group_connections", "self._groups = set(_sockets()) - self._before", "self._groups = set(_sockets())"),
         *("elastic", "a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on"),
     ),
+    mutant(
+        "a collective that gloo forgets is given up",
+        *("group_waits", "                _give_up_if_cut(group)\n", "                pass\n"),
+        *("group_waits", "a_wait_ends_that_gloo_forgets[receives_a_collective]"),
+    ),
+    mutant(
+        "a message that gloo forgets is given up",
+        *("group_waits", "        _give_up_if_cut(group)\n        thread", "        thread"),
+        *("group_waits", "a_wait_ends_that_gloo_forgets[sends_a_message]"),
+    ),
+    mutant(
+        "nobody waits for the end of a group with such a wait",
+        *("group_waits", "        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))\n", ""),
+        *("group_waits", "a_wait_ends_that_gloo_forgets[sends_a_collective]"),
+    ),
     mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),
     mutant(
         "a travelling bucket is nobody's gradient",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.train.collectives import gather
+from elastirun.train.group_waits import finish
 from elastirun.train.process_groups import find_group
 
 from .waiting import Waiting
@@ -81,10 +82,12 @@ class Ranks:
 
     def _gather_bytes(self, data: bytes, size: int) -> list[bytes]:
         """Return the ``data`` of every rank, in rank order, each with zeros up to ``size`` bytes."""
+        assert self._group is not None
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         every = bytearray(size * self.world_size)
         with self._exchange():
-            dist.all_gather([*torch.split(torch.frombuffer(every, dtype=torch.uint8), size)], mine, self._group)
+            parts = [*torch.split(torch.frombuffer(every, dtype=torch.uint8), size)]
+            finish(dist.all_gather(parts, mine, self._group, async_op=True), self._group)
         return [bytes(every[at : at + size]) for at in range(0, len(every), size)]
 
     def agree(self, fine: bool) -> bool:
@@ -100,7 +103,7 @@ class Ranks:
         if self._group is not None and data:
             tensor = torch.frombuffer(data, dtype=torch.uint8)
             with self._exchange():
-                dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
+                finish(dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group, async_op=True), self._group)
 
     @cached_property
     def nodes(self) -> list[int]:

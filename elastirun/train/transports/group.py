@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from ..bucket_memory import Storage, zeros
+from ..group_waits import finish
 from .base import reduction_errors
 
 
 class GroupWork:
     """A reduction by a process group."""
 
-    def __init__(self, work: dist.Work, what: str) -> None:
-        self._work, self._what = work, what
+    def __init__(self, work: dist.Work, group: Any, what: str) -> None:
+        self._work, self._group, self._what = work, group, what
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
         with reduction_errors(self._what):
-            self._work.wait()
+            finish(self._work, self._group)
 
 
 class GroupArena:
@@ -36,7 +38,7 @@ class GroupArena:
         with reduction_errors(what):
             work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
         assert work is not None
-        return GroupWork(work, what)
+        return GroupWork(work, self._group, what)
 
 
 class GroupTransport:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ..bucket_memory import ALIGNED, Storage
+from ..collectives import all_reduce
 from ..errors import PeerLost, ReductionFailed, TrainError
 from ..process_groups import connect_limit, connected
 from .base import AGAIN, Arena, reduction_errors
@@ -145,7 +146,7 @@ class SharedMemory:
         except (OSError, ValueError) as error:
             why = f": {error}"
         with reduction_errors("an agreement on shared memory"):
-            dist.all_reduce(told, group=self._group)
+            all_reduce(told, self._group)
         if failed := [rank for rank, (fine, *_) in enumerate(told.tolist()) if not fine]:
             self.close()
             raise TrainError(f"ranks {failed} cannot share memory{why}")
@@ -222,11 +223,12 @@ class SharedArena:
                 yield False
             if self.transport.between:
                 self._handed_on += 1
-                work = GroupWork(self.transport.between[0].allreduce(buffers[:1]), f"the sum of the hosts' bucket {index}")
+                group = self.transport.between[0]
+                work = GroupWork(group.allreduce(buffers[:1]), group, f"the sum of the hosts' bucket {index}")
                 while not work.done():
                     yield False
                 work.wait()
-                del work  # it would keep the connections open
+                del work, group  # they would keep the connections open
             else:
                 while self._words[0][index] < word + 2:
                     yield False

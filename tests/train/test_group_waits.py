@@ -1,0 +1,75 @@
+"""Waits end when a peer is lost in the middle of a transfer and the connections are cut: gloo itself goes on to wait for its timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastirun.train.group_connections import connections
+from elastirun.train.group_waits import finish, finish_message
+from tests.support.worlds import Died, run
+
+LARGE = 16 << 20  # numbers; more than the kernel takes for a peer that stands still
+TIMEOUT = timedelta(seconds=5)  # of gloo, for a wait
+TRIES = 10  # for a transfer that is still under way when the peer stands still
+
+
+def stop(pid: int, number: torch.Tensor) -> None:
+    """Let a process stand still as soon as something has come."""
+    while not number.item():
+        os.sched_yield()
+    os.kill(pid, signal.SIGSTOP)
+
+
+def lose(pid: int) -> None:
+    """Kill a process that stands still, and cut the connections to it."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    connections.cut()
+
+
+def transfer(rank: int, world: int, what: str) -> tuple[str, float]:
+    """Rank 1 is lost in the middle of a transfer between the two. Return how the wait of rank 0 ends, and how long its group takes."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    victim = int(pids[1])
+    connections.begin()
+    group = dist.new_group([0, 1], timeout=TIMEOUT)
+    connections.end()
+    source = 0 if what.startswith("sends") else 1
+    box = torch.full((LARGE,), float(rank == source))
+    if rank != source:
+        threading.Thread(target=stop, args=(victim, box[0]), daemon=True).start()
+    if rank == 0:
+        threading.Thread(target=lose, args=(victim,), daemon=True).start()
+    try:
+        if what.endswith("collective"):
+            finish(dist.broadcast(box, source, group, async_op=True), group)
+        else:
+            finish_message((dist.isend if rank == source else dist.irecv)(box, 1 - rank, group), TIMEOUT, group)
+    except RuntimeError as error:
+        ends = time.monotonic()
+        dist.destroy_process_group(group)
+        del group
+        return str(error), time.monotonic() - ends
+    return "it was complete", 0.0
+
+
+@pytest.mark.parametrize("what", ["sends_a_collective", "receives_a_collective", "sends_a_message", "receives_a_message"])
+def test_a_wait_ends_that_gloo_forgets(what: str) -> None:
+    for _ in range(TRIES):
+        (said, seconds), lost = run(2, transfer, what, died=True)
+        assert lost == Died(-signal.SIGKILL)
+        assert "Timed out" not in said and seconds < TIMEOUT.total_seconds() / 2
+        if "gloo does not end a wait" in said:
+            return
+    raise AssertionError(f"in {TRIES} tries no wait was left: {said}")
