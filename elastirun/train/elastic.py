@@ -270,11 +270,14 @@ class Elastic:
         return connection.wait_until_asked(PATIENCE, self.state.step, f"{type(error).__name__}: {error}")
 
     def _enter_round(self, connection: LiveConnection) -> None:
-        """Take part in the first world of the round that this rank is in; rehearse before, if others train already."""
+        """Take part in the first world of the round that this rank is in; a new worker rehearses before, if others train already.
+
+        One with an older state has trained before. It keeps that state until it joins: it may be the newest one that is left by then.
+        """
         connections.begin()
         self._live = live = LiveRound(self._round, lambda: connection.asked)
         first = live.find_first()
-        if not live.has(first) and self._rehearsal is None:
+        if not live.has(first) and self._rehearsal is None and self._settled == 0:
             self._begin_rehearsal(connection)
             return
         world = live.enter()

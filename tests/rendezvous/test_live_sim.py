@@ -57,7 +57,7 @@ def test_histories_of_live_jobs_hold() -> None:
     assert [one for one in found if one[1] is not None] == []
 
 
-@pytest.mark.parametrize("seed", [5000, 5004, 5023, 5042, 71_084_496])
+@pytest.mark.parametrize("seed", [5000, 5004, 5023, 5042, 71_084_496, 73_068_433])
 def test_histories_hold_in_which_a_rule_is_missed(seed: int) -> None:
     assert draw(seed).live is not None and History(draw(seed)).run().violation is None
 

@@ -1097,6 +1097,11 @@ MUTANTS = (
         *("live_worlds", "    best = max(everyone)\n", "    best = max(everyone, key=lambda theirs: theirs[0])\n"),
         *("live_sim", "histories_hold_in_which_a_rule_is_missed[5042]"),
     ),
+    simulated(
+        "a worker with an older state keeps it until it joins",
+        *("live_rounds", "worker.rehearsed or worker.settled", "worker.rehearsed"),
+        *("live_sim", "histories_hold_in_which_a_rule_is_missed[73068433]"),
+    ),
     mutant(
         "workers that train before the others stop when their node is cut off",
         *("machine", "len(record.members) > 1 and not self.trains_apart", "len(record.members) > 1"),

@@ -199,6 +199,8 @@ def settled(world: World) -> bool:
         return all(n.starts == [] and n.finish is None for n in alive)  # nodes that came too late wait for another store
     if record is None or not record.open or len(alive) < world.rules.min_nodes:
         return False
+    if world.disconnected and len({n.working.store_id for n in alive if n.working}) > 1:  # a second run has begun beside the first one
+        return all(n.working is not None and _complete(world, n.working) for n in alive)
     if any(n.machine.state in (DRAINING, LEFT) for n in alive):
         return False
     taking_part = {n.id for n in alive if takes_part(n, record)}

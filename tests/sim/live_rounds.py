@@ -161,7 +161,7 @@ class LiveRounds:
             worker = training.workers[rank]
             if worker.inside is not training or rank in training.joining or rank in training.ranks:
                 continue
-            if worker.rehearsed:
+            if worker.rehearsed or worker.settled:
                 training.ready.add(rank)
             else:
                 training.came.discard(rank)

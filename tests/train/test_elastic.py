@@ -439,3 +439,20 @@ def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypat
     training._model = SimpleNamespace(leave_group=lambda: None)  # type: ignore[assignment]
     training._leave(SimpleNamespace(leave=lambda *given: promised.append(given)))  # type: ignore[arg-type]
     assert promised == [(0, 0)]
+
+
+@pytest.mark.parametrize(("settled", "does"), [(0, "rehearses"), (4, "joins")])
+def test_a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_joins(
+    monkeypatch: pytest.MonkeyPatch, settled: int, does: str
+) -> None:
+    """Its state may be the newest one that is left, if those who train are lost before."""
+    live = SimpleNamespace(find_first=lambda: World(0, (1,)), has=lambda world: False, enter=lambda: World(1, (1, 0)))
+    monkeypatch.setattr(elastic, "LiveRound", lambda *given: live)
+    done: list[str] = []
+    training = object.__new__(elastic.Elastic)
+    training._round, training._settled = 5, settled
+    training._begin_rehearsal = lambda connection: done.append("rehearses")  # type: ignore[method-assign]
+    training._join = lambda live, world: done.append("joins")  # type: ignore[method-assign]
+    training._enter_round(SimpleNamespace(asked=False))  # type: ignore[arg-type]
+    connections.forget()
+    assert done == [does]

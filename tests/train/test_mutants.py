@@ -299,6 +299,11 @@ MUTANTS = (
         *("elastic", "a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on"),
     ),
     mutant(
+        "a worker with an older state keeps it until it joins",
+        *("elastic", "self._rehearsal is None and self._settled == 0", "self._rehearsal is None"),
+        *("elastic", "a_new_worker_rehearses_and_one_with_an_older_state_keeps_that_until_it_joins[4-joins]"),
+    ),
+    mutant(
         "a collective that gloo forgets is given up",
         *("group_waits", "                _give_up_if_cut(group)\n", "                pass\n"),
         *("group_waits", "a_wait_ends_that_gloo_forgets[receives_a_collective]"),
