@@ -343,7 +343,7 @@ class Agent:
         self._workers.park(pid)
 
     def _on_gathered(self, round: int) -> None:
-        """No worker here trains without the other nodes any more."""
+        """Let the guard's lease be the usual one: no worker here trains without the other nodes any more."""
         if round == self._round:
             self._lone = self._lone and self._single
             self._session.post(Gathered(clock.now(), round))

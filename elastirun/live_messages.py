@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "ELASTIRUN_LIVE"  # in a worker's environment: the name of its agent's abstract unix socket; empty: there is none
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE = 64 << 10  # bytes; the variables of a round take about one KiB
 LARGEST = 1 << 53  # of a number: a round or a step
 

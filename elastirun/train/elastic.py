@@ -31,7 +31,7 @@ from .errors import ModelMismatch, TrainError
 from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
-from .process_groups import init_default_group
+from .process_groups import end_beside, init_default_group
 from .state_copy import copy_state
 from .train_state import TrainState
 from .world_change import WorldChange, connecting
@@ -84,7 +84,7 @@ class Elastic:
                   run in which no rank has a state begins with the newest checkpoint, and each finished step is offered to ``save``
     on_change     called with rank and world size in each world, the first one too, when the ranks have the same state
 
-    A worker whose round has others that have trained already makes a first step by itself, a rehearsal: what is slow the first time
+    A new worker whose round has others that have trained already makes a first step by itself, a rehearsal: what is slow the first time
     happens then. Then it takes the state of the others, who train on, and makes their steps with them; its samples have no weight until it
     has all. ``counts`` is False until then. If training ends before, the process ends with 0. Where nobody has a state, ``Elastic(…)``
     waits for all workers of the round.
@@ -235,9 +235,11 @@ class Elastic:
             self._live = None
         connections.forget()
         connection.leave(self.state.step, self._settled)
+        groups = list(c10d._world.pg_map)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._model.leave_group()  # while the agents form the next round
+        end_beside(groups)
 
     def _close_checkpoints(self) -> None:
         if self._checkpoints is not None:
@@ -316,6 +318,8 @@ class Elastic:
     def _join(self, live: LiveRound, world: World) -> None:
         """Take part in ``world``, whose other ranks train already. Their state comes with the next steps."""
         self._whole, self._settled = False, 0  # an older state that this rank may have is overwritten slice by slice
+        if self._rehearsal is None:
+            self._rehearsal = Rehearsal(self.state, self._model, self._loader)  # to be brought back if nobody has a whole state then
         self._be_alone()
         self._change = change = WorldChange(live, self._model, self.state, _timeout, world)
         self._loader.set_world(0, change.sharing)

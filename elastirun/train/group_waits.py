@@ -2,26 +2,24 @@
 
 When a connection ends gloo tells whoever waits for it, except for a message of which a part is on its way, or whose writing has failed
 (``Pair::signalException`` in its tcp/pair.cc leaves out unbound buffers in ``tx_`` and ``rx_``): that wait goes on until the timeout of the
-group, half an hour. It is given up here. Its thread stays until then, and the group for as long as the process.
+group, half an hour. Here such a wait is given up. The thread of gloo that waits stays until the timeout, and the group with it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from .group_connections import connections
 
-LOOK = 0.1  # seconds between two looks whether the connections are cut
+LOOK = 0.1  # seconds from one look at the connections to the next: a wait that is given up takes as long; each look costs 0.3 ms
 LATEST = 0.3  # seconds for which a wait may last after the cut; usually it ends within milliseconds
 
 
-def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for a collective of ``group``. Raises torch's RuntimeError if it fails, or does not end although its connections are cut."""
+def finish(work: dist.Work | None) -> None:
+    """Wait for a collective. Raises torch's RuntimeError if it fails, or does not end although its connections are cut."""
     if work is None:  # this process is not a member
         return
     while connections.made and not work.is_completed():
@@ -29,36 +27,34 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
             work.wait(timedelta(seconds=LOOK))
         except RuntimeError:
             if not work.is_completed():  # it has not failed, it takes longer
-                _give_up_if_cut(group)
+                _give_up_if_cut()
     work.wait()
 
 
-def finish_message(work: dist.Work | None, limit: timedelta, group: dist.ProcessGroup) -> None:
-    """Wait for ``dist.isend`` or ``irecv`` in ``group`` for at most ``limit``. Raises like ``finish``.
+def finish_message(work: dist.Work | None, limit: timedelta) -> None:
+    """Wait for ``dist.isend`` or ``irecv`` for at most ``limit``. Raises like ``finish``.
 
     gloo gives up all connections of the group after a ``limit``, so there cannot be a short one to look in between.
     """
     assert work is not None
-    failed: list[RuntimeError] = []
+    failed: list[BaseException] = []
 
     def wait() -> None:
         try:
             work.wait(limit)
-        except RuntimeError as error:
+        except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=wait, name="elastirun message", daemon=True)
     thread.start()
     thread.join(LOOK)
     while thread.is_alive():
-        _give_up_if_cut(group)
+        _give_up_if_cut()
         thread.join(LOOK)
     if failed:
         raise failed[0]
 
 
-def _give_up_if_cut(group: Any) -> None:
-    """Raise RuntimeError if connections were cut long ago. The end of ``group`` would wait for its threads, so it stays for ever."""
+def _give_up_if_cut() -> None:
     if connections.cut_for() > LATEST:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         raise RuntimeError("the connections of the process group are cut, and gloo does not end a wait for one of them")

@@ -6,6 +6,8 @@ has just died. Where all ranks are known to have come (``connects_within``), it 
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from .errors import TrainError
 
 OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
 
+ALONE = 2  # references to what only a list has, while ``sys.getrefcount`` looks at it
 GLOO_WAITS = 5  # times its timeout gloo waits for a connection (its tcp/pair.cc), but once for a peer's address in the store
 
 _connect_limit: timedelta | None = None  # for the connections of gloo's groups; None: the timeout of the group
@@ -82,6 +85,24 @@ def replace_groups(default: dist.ProcessGroup, *others: dist.ProcessGroup) -> li
         dist.destroy_process_group(group)
     c10d._world.group_count = 0  # names are made of it, the same ones on a new rank
     return old
+
+
+def end_beside(groups: list[Any]) -> None:
+    """Let go of process groups in a thread. The end of one of gloo waits for its threads, which may take until the timeout of the group.
+
+    A group ends when nobody but the list has it any more, so never in the thread of somebody who drops it, such as with a traceback.
+    """
+    threading.Thread(target=_end, args=(groups,), name="elastirun ends groups", daemon=True).start()
+
+
+def _end(groups: list[Any]) -> None:
+    nap = 0.001
+    while groups:
+        if sys.getrefcount(groups[-1]) <= ALONE:
+            groups.pop()
+        else:
+            time.sleep(nap)
+            nap = min(2 * nap, 1.0)
 
 
 def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -124,7 +124,7 @@ class Sender:
 
     def _wait(self) -> None:
         for work in self._under_way:
-            finish_message(work, self._limit, self._group)
+            finish_message(work, self._limit)
         self._under_way = []
 
 
@@ -185,7 +185,7 @@ class Receiver:
 
     def _receive(self, box: Tensor) -> Tensor:
         work = dist.irecv(box, self._source, self._group, TAG)
-        finish_message(work, self._limit, self._group)
+        finish_message(work, self._limit)
         return box
 
     def _receive_text(self) -> dict[str, Any]:

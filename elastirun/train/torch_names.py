@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
 from .buckets import CAP, FIRST_CAP, MIB
+from .collectives import copy_from
 from .errors import TrainError
 from .joining import NOT_JOINING, JoinedRank, announce
 from .nested_tensors import find_tensors
@@ -161,7 +162,7 @@ class TorchNames(Original):
     def _distributed_broadcast_coalesced(self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
         if tensors:
             group = self.__dict__.get("_group", self.process_group)  # a copy has none of its own before its first backward
-            dist._broadcast_coalesced(group, list(tensors), buffer_size, authoritative_rank)  # type: ignore[attr-defined]
+            copy_from(authoritative_rank, tensors, group)
 
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], *location: Any, **more: Any) -> None:
         super()._register_buffer_comm_hook(state, hook, *location, **more)

@@ -199,8 +199,6 @@ def settled(world: World) -> bool:
         return all(n.starts == [] and n.finish is None for n in alive)  # nodes that came too late wait for another store
     if record is None or not record.open or len(alive) < world.rules.min_nodes:
         return False
-    if world.disconnected and len({n.working.store_id for n in alive if n.working}) > 1:  # a second run has begun beside the first one
-        return all(n.working is not None and _complete(world, n.working) for n in alive)
     if any(n.machine.state in (DRAINING, LEFT) for n in alive):
         return False
     taking_part = {n.id for n in alive if takes_part(n, record)}
@@ -208,6 +206,13 @@ def settled(world: World) -> bool:
         return False
     finishing = any((m.id, record.round) in world.succeeded for m in record.members)
     return finishing or len(record.members) == _places(world, alive)
+
+
+def two_runs(world: World) -> bool:
+    """Return whether all nodes train, but in several runs: where a second one can begin, it may go on (decision 0021)."""
+    alive = [n for n in world.nodes if n.alive]
+    stores = {n.working.store_id for n in alive if n.working}
+    return world.disconnected and len(stores) > 1 and all(n.working is not None and _complete(world, n.working) for n in alive)
 
 
 def all_train(world: World) -> bool:

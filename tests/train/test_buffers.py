@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from elastirun.train import DistributedDataParallel, ReductionFailed
+from elastirun.train import DistributedDataParallel, ReductionFailed, torch_names
 from elastirun.train.running_stats import RunningStatistics, find_statistics
 from tests.support.worlds import Died, run
 from tests.train.beside import Case, Wrap, check
@@ -366,19 +366,19 @@ def counted(rank: int, world: int, wrapped: bool) -> int:
     """How many broadcasts the forwards of a module with a BatchNorm need."""
     ddp = DistributedDataParallel(nn.Sequential(Normed(), Codebook()) if wrapped else Normed())
     calls = 0
-    broadcast = dist._broadcast_coalesced  # type: ignore[attr-defined]
+    copy_from = torch_names.copy_from
 
     def count(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
-        broadcast(*arguments)
+        copy_from(*arguments)
 
-    dist._broadcast_coalesced = count  # type: ignore[attr-defined]
+    torch_names.copy_from = count
     try:
         for number in range(4):
             step(ddp, number, rank, [])
     finally:
-        dist._broadcast_coalesced = broadcast  # type: ignore[attr-defined]
+        torch_names.copy_from = copy_from
     return calls
 
 

@@ -430,6 +430,7 @@ def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypat
     """A node that was cut off comes back with an older state, and the others are lost before theirs has come whole: it has a mixture."""
     monkeypatch.setattr(elastic, "WorldChange", lambda *given: SimpleNamespace(sharing=2))
     monkeypatch.setattr(elastic.Elastic, "_be_alone", lambda self: None)
+    monkeypatch.setattr(elastic, "Rehearsal", lambda *given: None)
     training = object.__new__(elastic.Elastic)
     training.state, training._model, training._settled = SimpleNamespace(step=0), None, 4  # type: ignore[assignment]
     training._loader = training._before = SimpleNamespace(set_world=lambda *given: None, take=lambda: None)  # type: ignore[assignment]

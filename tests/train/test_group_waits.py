@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from elastirun.train.group_connections import connections
 from elastirun.train.group_waits import finish, finish_message
+from elastirun.train.process_groups import end_beside
 from tests.support.worlds import Died, run
 
 LARGE = 16 << 20  # numbers; more than the kernel takes for a peer that stands still
@@ -53,13 +54,14 @@ def transfer(rank: int, world: int, what: str) -> tuple[str, float]:
         threading.Thread(target=lose, args=(victim,), daemon=True).start()
     try:
         if what.endswith("collective"):
-            finish(dist.broadcast(box, source, group, async_op=True), group)
+            finish(dist.broadcast(box, source, group, async_op=True))
         else:
-            finish_message((dist.isend if rank == source else dist.irecv)(box, 1 - rank, group), TIMEOUT, group)
+            finish_message((dist.isend if rank == source else dist.irecv)(box, 1 - rank, group), TIMEOUT)
     except RuntimeError as error:
-        ends = time.monotonic()
+        held, ends = [group], time.monotonic()
         dist.destroy_process_group(group)
         del group
+        end_beside(held)
         return str(error), time.monotonic() - ends
     return "it was complete", 0.0
 

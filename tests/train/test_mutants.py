@@ -305,17 +305,17 @@ MUTANTS = (
     ),
     mutant(
         "a collective that gloo forgets is given up",
-        *("group_waits", "                _give_up_if_cut(group)\n", "                pass\n"),
+        *("group_waits", "                _give_up_if_cut()\n", "                pass\n"),
         *("group_waits", "a_wait_ends_that_gloo_forgets[receives_a_collective]"),
     ),
     mutant(
         "a message that gloo forgets is given up",
-        *("group_waits", "        _give_up_if_cut(group)\n        thread", "        thread"),
+        *("group_waits", "        _give_up_if_cut()\n        thread", "        thread"),
         *("group_waits", "a_wait_ends_that_gloo_forgets[sends_a_message]"),
     ),
     mutant(
         "nobody waits for the end of a group with such a wait",
-        *("group_waits", "        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))\n", ""),
+        *("process_groups", "    threading.Thread(target=_end,", "    groups.clear()\n    threading.Thread(target=_end,"),
         *("group_waits", "a_wait_ends_that_gloo_forgets[sends_a_collective]"),
     ),
     mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -15,15 +14,15 @@ from .base import reduction_errors
 class GroupWork:
     """A reduction by a process group."""
 
-    def __init__(self, work: dist.Work, group: Any, what: str) -> None:
-        self._work, self._group, self._what = work, group, what
+    def __init__(self, work: dist.Work, what: str) -> None:
+        self._work, self._what = work, what
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
         with reduction_errors(self._what):
-            finish(self._work, self._group)
+            finish(self._work)
 
 
 class GroupArena:
@@ -38,7 +37,7 @@ class GroupArena:
         with reduction_errors(what):
             work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
         assert work is not None
-        return GroupWork(work, self._group, what)
+        return GroupWork(work, what)
 
 
 class GroupTransport:

@@ -223,12 +223,11 @@ class SharedArena:
                 yield False
             if self.transport.between:
                 self._handed_on += 1
-                group = self.transport.between[0]
-                work = GroupWork(group.allreduce(buffers[:1]), group, f"the sum of the hosts' bucket {index}")
+                work = GroupWork(self.transport.between[0].allreduce(buffers[:1]), f"the sum of the hosts' bucket {index}")
                 while not work.done():
                     yield False
                 work.wait()
-                del work, group  # they would keep the connections open
+                del work  # it would keep the connections open
             else:
                 while self._words[0][index] < word + 2:
                     yield False
