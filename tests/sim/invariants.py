@@ -195,6 +195,8 @@ def settled(world: World) -> bool:
         return all(n.working is None for n in alive)  # nodes that came too late wait for the next run
     if over and not alive:
         return True
+    if over and world.rules.succession and all(n.starts == [] and n.finish is None for n in alive):
+        return True  # nodes that came too late, and where the job did not end, wait for another store, or for others
     if record.closed is not None if record is not None else over:
         return all(n.starts == [] and n.finish is None for n in alive)  # nodes that came too late wait for another store
     if record is None or not record.open or len(alive) < world.rules.min_nodes:
