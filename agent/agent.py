@@ -81,7 +81,6 @@ class Agent:
         self._round = 0  # the number of the round whose workers run here, or ran last
         self._signum = 0  # the first signal that the agent got; 0: none
         self._lone = False  # the workers here train without another node, and another agent could take this node's place
-        self._single = False  # the running round has no other node
         self._briefed: tuple[object, Notice | None] = (None, None)  # what the death notice is made of, and the notice
         self._sick = False  # a worker hangs in the kernel and cannot be killed
         self._console = Console(self._selector)
@@ -99,8 +98,7 @@ class Agent:
             self._tree.remove_folder_at_end(self._round_check.folder)
         else:
             self._console.say(self._round_check.trouble)
-        heard = self._on_parked, self._on_lost, self._on_gathered
-        self._live = stack.enter_context(closing(LiveWorkers(self._selector, self._is_worker, *heard)))
+        self._live = stack.enter_context(closing(self._live_workers()))
         self._node = NodeEnvironment(
             environ, cpu_sets=bound_to, mark=tree.mark, live=self._live.name, socket=self._round_check.path, group=tree.group, files=files
         )  # completed for each round
@@ -336,6 +334,9 @@ class Agent:
             self._accounting.worker_failed()
         self._tracker.worker_ended(end)
 
+    def _live_workers(self) -> LiveWorkers:
+        return LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered)
+
     def _is_worker(self, pid: int) -> bool:
         return pid in self._workers.pids
 
@@ -344,8 +345,9 @@ class Agent:
 
     def _on_gathered(self, round: int) -> None:
         """Let the guard's lease be the usual one: no worker here trains without the other nodes any more."""
-        if round == self._round:
-            self._lone = self._lone and self._single
+        record = self._session.machine.record
+        if round == self._round and record is not None and record.round == round:
+            self._lone = self._lone and len(record.members) == 1
             self._session.post(Gathered(clock.now(), round))
 
     def _on_lost(self, pid: int, round: int) -> None:
@@ -403,8 +405,7 @@ class Agent:
         assert store is not None
         self._accounting.start_round(record.round)
         self._round = record.round
-        self._single = len(record.members) == 1
-        self._lone = (self._single or self._session.machine.trains_apart) and not self._config.standalone
+        self._lone = (len(record.members) == 1 or self._session.machine.trains_apart) and not self._config.standalone
         self._renew(clock.now())
         if self._round_events.started_at is not None and not self._tracker.stopped:
             self._end_left_running()

@@ -94,7 +94,7 @@ def decode(data: bytes) -> Message | None:
         return None
     if kind == "hello" and fields == {"version": VERSION}:
         return Hello()
-    if kind in OF_A_ROUND and numbers == [*fields] == ["round"]:
+    if isinstance(kind, str) and kind in OF_A_ROUND and numbers == [*fields] == ["round"]:
         return OF_A_ROUND[kind](fields["round"])
     if kind == "parked" and numbers == [*fields] == ["round", "step", "settled"]:
         return Parked(fields["round"], fields["step"], fields["settled"])

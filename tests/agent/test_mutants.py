@@ -1293,7 +1293,7 @@ MUTANTS = (
     ),
     of_jobs(
         "the guard ends workers that train before the others when these may go on without them",
-        *("agent", "(self._single or self._session.machine.trains_apart)", "self._single"),
+        *("agent", "(len(record.members) == 1 or self._session.machine.trains_apart)", "len(record.members) == 1"),
         *("live", "who_trains_before_the_others_are_there_has_ended_when_these_go_on_without_it"),
     ),
     mutant(
