@@ -1371,10 +1371,10 @@ MUTANTS = (
         *("processes/process_tree", "self._evidence.outside = outside | set(parked)", "pass"),
         *("live_workers", "what_others_have_left_behind_is_ended_while_a_worker_is_parked"),
     ),
-    of_jobs(
+    mutant(
         "torch asks no name server",
         *("host/name_servers", ' attempts:0"', '"'),
-        *("slow_names", "an_endpoint_is_found_by_a_slow_name_server_that_nobody_asks_for_names_of_clients"),
+        *("name_servers", "glibc_is_told_to_ask_no_name_server_beside_what_the_user_tells_it"),
     ),
     of_jobs(
         "nor where Python has asked before",
