@@ -22,7 +22,7 @@ from .ddp import DistributedDataParallel
 from .group_connections import connections
 from .live_round import LiveRound
 from .next_world import NextWorld
-from .process_groups import connects_within, make_default_group, replace_groups
+from .process_groups import connects_within, end_beside, make_default_group, replace_groups
 from .state_slices import Receiver, Sender
 from .train_state import TrainState
 
@@ -62,7 +62,7 @@ class WorldChange:
             self._thread.start()
             return
         default = self._default_group(world)
-        _drop(*replace_groups(default))
+        end_beside(replace_groups(default))
         with connecting(world):
             self._next = world, model.prepare_world(default)
         self._switch()

@@ -1,4 +1,4 @@
-"""When a node with strikes sits out, and what its machine is told. The session and the read of all rows are replaced by simple objects."""
+"""When a node with strikes sits out, and which events its machine gets. Simple objects stand for the session and the read of all rows."""
 
 from __future__ import annotations
 

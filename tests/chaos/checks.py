@@ -150,7 +150,7 @@ def _expulsions(job: Job, faults: list[Done], ending: float, strict: bool = Fals
     still = [(agent.node, a, b) for agent in job.all for a, b in _stood_still(agent) if b - a > expire - 1.5]  # a beat, and an exchange
     for when, name, event in lost(job.all):
         node = int(name[1:]) if name[1:].isdecimal() else -1
-        host = HOST in event.get("reason", "")  # who did not read that the host leaves is told that it has gone, in a standby store
+        host = HOST in event.get("reason", "")  # a node that missed the leave of the host reads of it in a standby store
         told = [f for f in faults if node in f.touched or (host and f.kind == "term" and f.node == node)]
         done = any(f.begin <= when <= f.end + expire + AFTERMATH for f in told)
         did_not_run = any(n == node and a <= when <= b + AFTERMATH for n, a, b in still)

@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.support import live_log
 from tests.system.live_kills import SAMPLES, Job, job
 
-AFTER = 20  # steps with the new worker that are looked at
+AFTER = 20  # steps with the new worker, whose times count, too
 
 
 @dataclass(frozen=True)
