@@ -12,6 +12,7 @@ import importlib.util
 import sys
 import threading
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ def store_only() -> None:
     """Make this process import no more of torch than its stores need."""
     global _store_only
     _store_only = True
+
+
+def import_ahead() -> None:
+    """Import the class in a thread, before it is needed. Who needs it hears what went wrong."""
+
+    def ahead() -> None:
+        with suppress(Exception):  # what torch may raise: anything
+            tcp_store_class()
+
+    with suppress(RuntimeError):  # the limit of processes and threads is reached
+        threading.Thread(target=ahead, name="import of torch", daemon=True).start()
 
 
 def tcp_store_class() -> Any:

@@ -36,6 +36,11 @@ MUTANTS = (
         *("preload", "a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done"),
     ),
     of_jobs(
+        "workers that need not import find their store at once",
+        *("agent", "                torch_class.import_ahead()", "                pass"),
+        *("preload", "the_store_of_the_workers_can_be_served_at_once_when_their_modules_are_imported"),
+    ),
+    of_jobs(
         "a newcomer ends no round while it imports",
         *("agent", "prepares = self._forks.loading", "prepares = False"),
         *("preload", "a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done"),
@@ -350,6 +355,16 @@ MUTANTS = (
         "what reads its rank at import is not imported for all",
         *("processes/forkserver", "read.update({name} & ROUND_NAMES)", "read.update(set())"),
         *("parked_forks", "a_module_that_reads_a_variable_of_its_rank_is_left_out"),
+    ),
+    mutant(
+        "imports are not held up by the collection of garbage",
+        *("processes/forkserver", "    gc.set_threshold(0)  #", "    pass  #"),
+        *("parked_forks", "no_garbage_is_collected_while_modules_are_imported_and_as_always_in_forks"),
+    ),
+    mutant(
+        "what a module has chosen for the collector stays",
+        *("processes/forkserver", "    if gc.get_threshold() == (0, *thresholds[1:]):", "    if True:"),
+        *("parked_forks", "no_garbage_is_collected_while_modules_are_imported_and_as_always_in_forks[chosen1]"),
     ),
     mutant(
         "a process with threads is not forked",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import selectors
@@ -341,6 +342,25 @@ def test_a_module_that_is_missing_is_named_and_the_others_are_there(agent: Agent
     agent.start("nowhere", "json.tool")
     assert agent.said == ["--preload: nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'"]
     assert agent.output(f"{HOW}import sys\nprint('json.tool' in sys.modules)").split() == ["forked", "True"]
+
+
+MANY = """import gc
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+for _ in range(10_000):
+    loop = []
+    loop.append(loop)
+gc.callbacks.pop()
+"""
+
+
+@pytest.mark.parametrize("chosen", [(700, 10, 10), (4321, 12, 13)])
+def test_no_garbage_is_collected_while_modules_are_imported_and_as_always_in_forks(agent: Agent, chosen: tuple[int, ...]) -> None:
+    module(agent, "many", MANY)
+    module(agent, "chooses", f"import gc\ngc.set_threshold{chosen}")
+    agent.start("many", *["chooses"] * (chosen != gc.get_threshold()))
+    code = f"{HOW}import gc, many\nprint(many.collections, gc.get_threshold() == {chosen}, gc.isenabled(), gc.get_freeze_count() > 1000)"
+    assert agent.output(code).splitlines() == ["forked", "[] True True True"]
 
 
 def test_a_worker_that_is_bound_to_cpus_is_executed(agent: Agent) -> None:

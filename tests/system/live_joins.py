@@ -4,8 +4,8 @@
 
 A worker of the only node is killed, and a new one takes its place: the others train on, and the new one gets the state meanwhile.
 Parameters and Adam's state have 12 bytes for each of ``width`` squared numbers (4096: 201 MB). Prints, in milliseconds, how much longer
-than the median the longest step of the others took from the first step without the killed worker to some steps with the new one; and from
-the start of the new process to its first step that counts.
+than the median the longest step of the others took from the first step without the killed worker to some steps with the new one; the same
+of the steps before the kill, which nothing disturbs; and from the start of the new process to its first step that counts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +27,7 @@ from tests.support import live_log
 from tests.system.live_kills import SAMPLES, Job, job
 
 AFTER = 20  # steps with the new worker, whose times count, too
+BEFORE = 40  # steps before the kill, about as many as a join takes
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Join:
 
     median: float  # step of the others
     longest: float
+    undisturbed: float  # the longest of the steps before, beyond their median
     contributes: float  # from the first word of the new process to its first step that counts
     steps: int  # of the others from the kill on, until then
 
@@ -41,6 +44,7 @@ class Join:
 def join(running: Job, rng: random.Random) -> Join:
     """Kill a worker, and wait until a new one has its place and trains."""
     before = running.world(running.nproc)
+    undisturbed = longest_undisturbed(running, [line["pid"] for line in before])
     victim = rng.choice(before)["pid"]
     os.kill(victim, signal.SIGKILL)
     after = running.world(running.nproc, before[0]["round"])
@@ -56,7 +60,19 @@ def join(running: Job, rng: random.Random) -> Join:
     begun = next(line["at"] for line in live_log.of(lines, "begun") if line["pid"] == new)
     gaps = [gap for pid in survivors for gap in gaps_of(lines, pid, before[0]["round"])]
     steps = len({line["step"] for line in live_log.of(lines, "made") if before[0]["round"] < line["round"] and line["at"] < first})
-    return Join(statistics.median(gaps), max(gaps), first - begun, steps)
+    return Join(statistics.median(gaps), max(gaps), undisturbed, first - begun, steps)
+
+
+def longest_undisturbed(running: Job, pids: Sequence[int]) -> float:
+    """Return how much longer than the median the longest of the next steps takes, while nothing happens to the job."""
+    begun = time.monotonic()
+
+    def recent(lines: Sequence[live_log.Line]) -> list[live_log.Line]:
+        return [line for line in lines[-2000:] if line["at"] > begun]
+
+    made = recent(running.wait(lambda lines: len(live_log.of(recent(lines), "made")) > BEFORE * len(pids)))
+    gaps = [gap for pid in pids for gap in gaps_of(made, pid, 0)]
+    return max(gaps) - statistics.median(gaps)
 
 
 def gaps_of(lines: Sequence[live_log.Line], pid: int, after: int) -> list[float]:
@@ -89,6 +105,8 @@ def main() -> None:
     longer = sorted(1e3 * (one.longest - one.median) for one in joins)
     print(f"{len(joins)} joins, {len(wrong)} violations; load {os.getloadavg()[0]:.1f}")
     print(f"  longest step beyond the median: best {longer[0]:.0f}, median {statistics.median(longer):.0f}, worst {longer[-1]:.0f} ms")
+    undisturbed = 1e3 * statistics.median(one.undisturbed for one in joins)
+    print(f"  the same before the kill, with nothing to disturb them: median {undisturbed:.0f} ms")
     print(f"  median step {1e3 * statistics.median(one.median for one in joins):.0f} ms", end="; ")
     print(f"a new worker's first step after {statistics.median(one.contributes for one in joins):.2f} s of its own script")
     for line in wrong[:20]:

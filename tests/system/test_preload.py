@@ -84,7 +84,7 @@ def look():
     }
     with open(os.environ["TEST_OUT"], "w") as file:
         json.dump(seen, file, default=str)
-    atexit.register(print, "at exit")
+    atexit.register(sys.stdout.write, "at exit\\n")  # in one piece: the other stream goes its own way
     raise LookupError("of the script")
 
 if __name__ == "__main__": look()
@@ -200,6 +200,24 @@ def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is
             assert time.monotonic() < end, nodes.everything()
         assert not ready([worker.connection], 2.0), "the round was ended"  # twice as long as newcomers wait for others
     assert [one.round for one in nodes.round(2, after=1)] == [2, 2]
+
+
+def test_the_store_of_the_workers_can_be_served_at_once_when_their_modules_are_imported(nodes: Cluster) -> None:
+    """The agent needs a part of torch for that, and imports it meanwhile."""
+    gate, modules = nodes.tmp_path / "gate", nodes.tmp_path / "modules"
+    modules.mkdir()
+    os.mkfifo(gate)
+    (modules / "gated.py").write_text(f"open({str(gate)!r}).read()")
+    nodes.env["PYTHONPATH"] = str(modules)
+    agent = nodes.launch(1, "--preload=gated", str(nodes.script))
+    with open(gate, "w"):  # the import has begun, and ends with this block
+        end = time.monotonic() + PATIENCE
+        while "libtorch" not in Path(f"/proc/{agent.pid}/maps").read_text():
+            assert time.monotonic() < end, nodes.everything()
+            time.sleep(0.05)
+    (worker,) = nodes.round(1)
+    worker.tell("exit 0")
+    assert nodes.ends(agent) == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
