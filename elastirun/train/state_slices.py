@@ -71,6 +71,11 @@ def belonging(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[l
     return together
 
 
+def _due(done: int, slices: int, rest: int) -> Sequence[int]:
+    """Return the numbers of the pieces that are sent after this step: a slice, and what is left, of ``rest`` bytes, if it is no more."""
+    return (done, slices) if done == slices - 1 and rest <= SLICE else (done,)
+
+
 class Sender:
     """Sends the state of this rank to the new ``ranks`` of ``group``.
 
@@ -93,22 +98,27 @@ class Sender:
         return self._sent > len(self._slices)
 
     def go_on(self) -> None:
-        """Send the next slice; after the last one, what is left. Another step may begin while it is on its way."""
+        """Send the next slice; with the last one, or after it, what is left. Another step may begin while a slice is on its way."""
         self._wait()  # the new ranks have taken part in the last step: they have it
         flat = flatten(_shared(self._state))
-        if self._sent < len(self._slices):
-            part = self._slices[self._sent]
-            box, at = self._staging[: _nbytes(part, self._sizes)], 0
-            for name, start, stop in part:
-                piece = _bytes(flat.tensors[name], start, stop)
-                box[at : at + len(piece)] = piece
-                at += len(piece)
-            self._begin(box)
-        else:
-            self._send_text(_described(flat, self._slices, ()))
-            for name in _rest(flat.tensors, self._slices):
-                self._send(_bytes(flat.tensors[name].contiguous()))
-        self._sent += 1
+        rest, slices = _rest(flat.tensors, self._slices), len(self._slices)
+        for number in _due(self._sent, slices, sum(flat.tensors[name].nbytes for name in rest)):
+            if number < slices:
+                self._send_slice(flat, self._slices[number])
+            else:
+                self._wait()
+                self._send_text(_described(flat, self._slices, ()))
+                for name in rest:
+                    self._send(_bytes(flat.tensors[name].contiguous()))
+            self._sent += 1
+
+    def _send_slice(self, flat: Flat, part: Sequence[Part]) -> None:
+        box, at = self._staging[: _nbytes(part, self._sizes)], 0
+        for name, start, stop in part:
+            piece = _bytes(flat.tensors[name], start, stop)
+            box[at : at + len(piece)] = piece
+            at += len(piece)
+        self._begin(box)
 
     def _begin(self, box: Tensor) -> None:
         self._under_way = [dist.isend(box, rank, self._group, TAG) for rank in self._ranks]
@@ -148,22 +158,26 @@ class Receiver:
         return self._received > len(self._slices)
 
     def go_on(self) -> None:
-        """Wait for the next slice; after the last one, for what is left."""
-        if self._received < len(self._slices):
-            part = self._slices[self._received]
-            box, at = self._receive(self._staging[: _nbytes(part, self._sizes)]), 0
-            for name, start, stop in part:
-                piece = _bytes(self._wanted[name], start, stop)
-                piece.copy_(box[at : at + len(piece)])
-                at += len(piece)
-        else:
-            told = self._receive_text()
-            for name in _rest(self._wanted, self._slices):
-                tensor = self._wanted[name]
-                came = self._receive(torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu"))
-                tensor.detach().copy_(came.view(tensor.dtype).view(tensor.shape))
-            self._load(told)
-        self._received += 1
+        """Wait for the next slice; with the last one, or after it, for what is left."""
+        rest, slices = _rest(self._wanted, self._slices), len(self._slices)
+        for number in _due(self._received, slices, sum(self._wanted[name].nbytes for name in rest)):
+            if number < slices:
+                self._take_slice(self._slices[number])
+            else:
+                told = self._receive_text()
+                for name in rest:
+                    tensor = self._wanted[name]
+                    came = self._receive(torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu"))
+                    tensor.detach().copy_(came.view(tensor.dtype).view(tensor.shape))
+                self._load(told)
+            self._received += 1
+
+    def _take_slice(self, part: Sequence[Part]) -> None:
+        box, at = self._receive(self._staging[: _nbytes(part, self._sizes)]), 0
+        for name, start, stop in part:
+            piece = _bytes(self._wanted[name], start, stop)
+            piece.copy_(box[at : at + len(piece)])
+            at += len(piece)
 
     def _receive_values(self) -> dict[str, Any]:
         """Take the plain values, and make the tensors that this rank does not have yet."""

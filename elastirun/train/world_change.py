@@ -115,6 +115,7 @@ class WorldChange:
             default = self._default_group(world)
             with connecting(world):
                 self._next = world, self._model.prepare_world(default)
+            self._model.request(SWITCH)  # perhaps in the step under way
         except BaseException as error:  # raised in the main thread
             self._error = error
 

@@ -119,6 +119,16 @@ MUTANTS = (
         *("elastic", "who_has_left_a_round_without_a_state_is_alone_again"),
     ),
     mutant(
+        "what is left of the state comes with the last slice",
+        *("state_slices", " if done == slices - 1 and rest <= SLICE else (done,)", " if False else (done,)"),
+        *("state_slices", "what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice"),
+    ),
+    mutant(
+        "much that is left of the state comes by itself",
+        *("state_slices", " and rest <= SLICE else", " else"),
+        *("state_slices", "what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice"),
+    ),
+    mutant(
         "counts of steps come before the first slice",
         *("state_slices", "            self._wanted[name].detach().fill_(told", "            (told"),
         *("state_slices", "a_new_rank_has_the_same_state_although_all_train_meanwhile[Adam]"),
