@@ -7,6 +7,7 @@ The guard imports this module when all else is done. See docs/decisions/0019 and
 
 from __future__ import annotations
 
+import importlib
 import json
 import select
 import sys
@@ -52,6 +53,12 @@ class Notice:
         return Notice(**{**fields, "token": None if fields["token"] is None else bytes.fromhex(fields["token"])})
 
 
+def prepare(data: bytes) -> None:
+    """Import what ``write`` will need for the notice that ``data`` describes, and make its parsers. Not etcd's client, which is large."""
+    importlib.import_module("elastirun.rendezvous.stores.tcp_plain")
+    _vote_of(Notice.decode(data))
+
+
 def write(data: bytes, died: float) -> bool:
     """Write the notice that ``data`` describes, of an agent that died at the moment ``died``. Return whether it is done.
 
@@ -63,7 +70,7 @@ def write(data: bytes, died: float) -> bool:
         with suppress(StoreError):
             if notice.store and _carry_out(notice, notice.store, died):
                 return True
-        if notice.vote and tell_standbys(notice, told):
+        if tell_standbys(notice, told):
             return True
         if pause is not None:
             select.select([], [], [], pause)
@@ -75,12 +82,17 @@ def encode_vote(vote: Vote, token: bytes | None) -> str:
     return Codec(token).encode("", vote).decode("ascii")
 
 
+def _vote_of(notice: Notice) -> Vote | None:
+    return Codec(notice.token).decode("", notice.vote.encode(), Vote) if notice.vote else None
+
+
 def tell_standbys(notice: Notice, told: set[str]) -> bool:
     """Write the vote of ``notice`` into the standby stores that may take over, all at the same time. Return whether all have it now.
 
     ``told``: the nodes whose stores have it; those that get it now are added. One that is dead or silent does not delay the others.
     """
-    vote = Codec(notice.token).decode("", notice.vote.encode(), Vote)
+    if (vote := _vote_of(notice)) is None:
+        return False
     places = {place.id: place for place in standbys(vote.record) if place.id != notice.me}
     until = clock.now() + TELL_LIMIT
     threads = [threading.Thread(target=_tell, args=(notice, vote, places[i], told), daemon=True) for i in places.keys() - told]

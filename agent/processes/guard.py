@@ -17,6 +17,7 @@ cannot be recognised and processes that fork faster than /proc can be read. MARK
 Moments are seconds on CLOCK_BOOTTIME, which goes on while the machine is suspended. The timeout of a poll does not, so polls are short.
 """
 
+import _thread
 import os
 import select
 import signal
@@ -50,6 +51,26 @@ def message(kind: bytes, *fields: object) -> bytes:
     return kind + b" ".join(field if isinstance(field, bytes) else str(field).encode() for field in fields) + b"\0"
 
 
+def prepare_in_thread(notice: bytes) -> None:
+    """Import what writes the notice, which takes 100 ms and 8 MB, so that the others need not wait for that when the agent has died.
+
+    What fails here fails again when it is needed.
+    """
+
+    def prepare() -> None:
+        try:
+            from elastirun.agent.processes import death_notice
+
+            death_notice.prepare(notice)
+        except Exception:
+            pass
+
+    try:
+        _thread.start_new_thread(prepare, ())
+    except RuntimeError:  # the limit of processes is reached
+        pass
+
+
 class Guard:
     """The state that the agent's messages describe. ``deadline``: the moment at which to kill the workers; None: there is none."""
 
@@ -77,6 +98,8 @@ class Guard:
             elif kind == FOLDER:
                 self.folders.append((int(fields[0]), int(fields[1]), fields[2]))
             elif kind == NOTICE:
+                if each[1:] and not self.notice:
+                    prepare_in_thread(each[1:])
                 self.notice = each[1:]
 
     def check_deadline(self, now: float) -> None:
@@ -133,10 +156,7 @@ def begin_death_notice(guard: Guard, died: float) -> Callable[[float], object] |
 
 
 def write_in_thread(notice: bytes, died: float) -> Callable[[float], object]:
-    """Write the notice in a thread, so that a store that does not answer delays nothing else. Returns a function that waits for the thread.
-
-    The imports take 50 ms and 8 MB. They are not made before, because a guard that waits should cost little.
-    """
+    """Write the notice in a thread, so that a store that does not answer delays nothing else. Returns a function that waits for it."""
     import threading
 
     thread = threading.Thread(target=write_notice, args=(notice, died), daemon=True)

@@ -440,6 +440,25 @@ def test_no_death_notice_is_written_before_all_has_ended(monkeypatch: pytest.Mon
     assert written == [b"two"], "none without a store, and none of an agent that has left"
 
 
+PREPARED = """
+import sys, time
+from elastirun.agent.processes import guard, kills, marks
+from elastirun.agent.processes.death_notice import Notice
+for name in [name for name in sys.modules if name.startswith(("elastirun.rendezvous", "elastirun.agent.processes.death_notice"))]:
+    del sys.modules[name]
+state, needed = guard.Guard(kills.Evidence(marks.own(), "", False), 0.0), "elastirun.rendezvous.stores.tcp_plain"
+state.receive(guard.message(guard.NOTICE, b""))
+state.receive(guard.message(guard.NOTICE, Notice(None, "job/", "me-1", None, 3, 12.5).encode()))
+while needed not in sys.modules:
+    time.sleep(0.01)
+"""
+
+
+def test_what_writes_a_notice_is_imported_before_it_is_needed() -> None:
+    done = subprocess.run([sys.executable, "-c", PREPARED], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_notice_is_the_same_when_the_guard_has_read_it() -> None:
     for token in (None, b"\0 a secret\xff"):
         notice = death_notice.Notice({"kind": "tcp", "address": "10.0.0.1", "port": 29400}, "job/", "me-1", token, 3, 12.5)

@@ -532,6 +532,11 @@ MUTANTS = (
         *("guard", "all_has_ended_when_the_agent_and_all_that_its_workers_started_have"),
     ),
     mutant(
+        "a guard has imported what it needs before its agent dies",
+        *("processes/guard", "                    prepare_in_thread(each[1:])", "                    pass"),
+        *("guard", "what_writes_a_notice_is_imported_before_it_is_needed"),
+    ),
+    mutant(
         "the guard looks before it writes a death notice",
         *("processes/guard", "if not guard.notice or not has_ended(guard.evidence, END_TIMEOUT):", "if not guard.notice:"),
         *("guard", "no_death_notice_is_written_before_all_has_ended"),
