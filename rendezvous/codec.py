@@ -89,7 +89,7 @@ def _no_constant(name: str) -> float:
     raise ValueError(name)
 
 
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, check_circular=False)
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 _PLAIN = frozenset((str, int, float, bool, types.NoneType))

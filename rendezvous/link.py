@@ -71,12 +71,12 @@ class Link:
         self.schedule.urgent = self.schedule.urgent or self.own.doubts in (1, 2)  # at once, but not again and again
         self.rows = rows
         self.plan.answered(asked.rows, len(rows))
-        members = tuple(m.id for m in event.round.members) if event.round else ()
+        members = event.round.ids if event.round else ()
         seqs = dict.fromkeys(members if asked.rows is None else asked.rows, -1) | {row.id: row.seq for row in rows.values()}
         seqs.pop(self.me, None)
         self.live.observe(seqs, event.started, event.now)
         if self.plan.sees_all or running:
-            self.live.forget_all_but(seqs.keys() | set(members))
+            self.live.forget_all_but({*seqs, *members})
         return self.live.next_verdict(event.now)
 
     def stood_still(self, now: float, seconds: float, hosting: bool) -> None:

@@ -23,7 +23,6 @@ class _Seen:
 
     seq: int  # -1: the row is absent
     changed: float  # when this node received the change to ``seq``; with leases: see ``_observe_leased``
-    silent: bool = False
     proven: bool = False  # the row has changed since this node first read it, so its owner lives
     read_at: float = 0.0  # when this node received the last read of the row
     absent_since: float = 0.0  # since when the row has been absent in every read, no two reads too far apart
@@ -37,38 +36,43 @@ class Liveness:
         self.expire = expire
         self._lease = lease
         self._seen: dict[str, _Seen] = {}
+        self.found_silent = frozenset[str]()  # nodes that have given no sign of life for ``expire``
         self._excused = -math.inf  # no silence until then counts
 
     def observe(self, seqs: Mapping[str, int], started: float, received: float) -> None:
-        """Take in a read that was begun at ``started`` and answered at ``received``. An absent row has seq -1."""
-        for node_id, seq in seqs.items():
-            seen = self._seen.get(node_id)
-            if self._lease is not None:
-                self._observe_leased(self._lease, node_id, seq, started, received)
-                continue
-            if seen is None or seq > seen.seq:  # an older row that is put back is no sign of life
-                self._seen[node_id] = _Seen(seq, received, proven=seen is not None)
-                continue
-            if started - self._since(seen) > self.expire:
-                seen.silent = True
-        for node_id in self._seen.keys() - seqs.keys():
-            self._seen[node_id].silent = False  # its owner may have come back: a node whose row is not read is not called silent
+        """Take in a read that was begun at ``started`` and answered at ``received``. An absent row has seq -1.
 
-    def _observe_leased(self, lease: Lease, node_id: str, seq: int, started: float, received: float) -> None:
-        """Take in one row of such a read. ``changed`` becomes the time of the last read with the row, or of the first one without it.
+        A node whose row is not read is not called silent: its owner may have come back.
+        """
+        observe, before = self._observe_row if self._lease is None else self._observe_leased, self.found_silent
+        self.found_silent = frozenset([i for i, seq in seqs.items() if observe(i, seq, i in before, started, received)])
+
+    def _observe_row(self, node_id: str, seq: int, silent: bool, started: float, received: float) -> bool:
+        """Take in one row of such a read. Return whether its node is silent. ``silent``: it was before."""
+        seen = self._seen.get(node_id)
+        if seen is None or seq > seen.seq:  # an older row that is put back is no sign of life
+            self._seen[node_id] = _Seen(seq, received, proven=seen is not None)
+            return False
+        return silent or started - self._since(seen) > self.expire
+
+    def _observe_leased(self, node_id: str, seq: int, silent: bool, started: float, received: float) -> bool:
+        """The same in a store with leases. ``changed`` becomes the time of the last read with the row, or of the first one without it.
 
         Between two reads that are further apart than a lease lasts, the row may have been there again: its absence begins anew.
         """
-        seen = self._seen.get(node_id)
+        seen, lease = self._seen.get(node_id), self._lease
+        assert lease is not None
         if seq >= 0:
             self._seen[node_id] = _Seen(seq, received, proven=True, read_at=received)
-        elif seen is None or seen.seq >= 0:
+            return False
+        if seen is None or seen.seq >= 0:
             self._seen[node_id] = _Seen(seq, received, proven=seen is not None, read_at=received, absent_since=received)
-        else:
-            if started - seen.read_at > SURE * lease.ttl:
-                seen.absent_since, seen.silent, seen.judged = received, False, False
-            seen.silent = seen.silent or started > max(seen.absent_since + lease.absence, self._excused + self.expire)
-            seen.read_at, seen.judged = received, seen.judged or seen.silent
+            return False
+        if started - seen.read_at > SURE * lease.ttl:
+            seen.absent_since, silent, seen.judged = received, False, False
+        silent = silent or started > max(seen.absent_since + lease.absence, self._excused + self.expire)
+        seen.read_at, seen.judged = received, seen.judged or silent
+        return silent
 
     def next_verdict(self, now: float) -> float | None:
         """Return when the owner of an absent row can be found silent; None: no row is absent, or none was read for too long."""
@@ -96,8 +100,7 @@ class Liveness:
 
     def silent(self, node_id: str) -> bool:
         """Return whether the node has given no sign of life for ``expire``."""
-        seen = self._seen.get(node_id)
-        return seen is not None and seen.silent
+        return node_id in self.found_silent
 
     def quiet(self, node_id: str, now: float) -> float:
         """Return the seconds since the node's last sign of life, or since the end of trouble here, if that was later."""
@@ -118,6 +121,7 @@ class Liveness:
         """Forget all other nodes, so that memory does not grow with the number of agents that ever were."""
         for node_id in self._seen.keys() - ids:
             del self._seen[node_id]
+        self.found_silent = self.found_silent.intersection(self._seen)
 
 
 class Newest:

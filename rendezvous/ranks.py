@@ -83,8 +83,8 @@ def places(record: RoundRecord, node_rank: int) -> list[Place]:
 
 def successors(record: RoundRecord, node_id: str, count: int = WATCHED) -> tuple[str, ...]:
     """Return the ids of the ``count`` members after ``node_id`` in rank order, around the end, which that node watches."""
-    ids = [m.id for m in record.members]
-    if node_id not in ids:
-        return tuple(ids)
-    at = ids.index(node_id)
-    return tuple((ids[at + 1 :] + ids[:at])[:count])
+    ids, at = record.ids, record.index(node_id)
+    if at is None:
+        return ids
+    after = ids[at + 1 : at + 1 + count]
+    return after + ids[: min(at, count - len(after))]

@@ -187,9 +187,14 @@ class RoundRecord:
         return self._ranks.get(node_id)
 
     @functools.cached_property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of the members in rank order. Kept, because a large job asks with each event."""
+        return tuple(member.id for member in self.members)
+
+    @functools.cached_property
     def _ranks(self) -> dict[str, int]:
         """The node rank of each member, by id. Kept, because a large job asks for each of its nodes."""
-        return {member.id: rank for rank, member in enumerate(self.members)}
+        return {member_id: rank for rank, member_id in enumerate(self.ids)}
 
     @property
     def fence(self) -> str:

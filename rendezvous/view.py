@@ -71,8 +71,8 @@ class View:
         if record.broken is not None:
             return self.me == record.broken.by and bool(record.broken.lost)
         found = {i for i in successors(record, self.me) if self.live.absent(i) or self.quiet(i) > late}
-        found -= {m.id for m in record.members if found and self.has_succeeded(m)}
-        return record.open and own_rank(record, own) is not None and bool(found)
+        left = [i for i in found if (rank := record.index(i)) is None or not self.has_succeeded(record.members[rank])]
+        return record.open and own_rank(record, own) is not None and bool(left)
 
     # -- nodes that come and go -----------------------------------------------------------------------------------------
 

@@ -664,7 +664,7 @@ MUTANTS = (
     ),
     mutant(
         "a guard votes where the store cannot be reached",
-        *("processes/death_notice", "if notice.vote and tell_standbys", "if notice.vote and not notice.store and tell_standbys"),
+        *("processes/death_notice", "        if tell_standbys", "        if not notice.store and tell_standbys"),
         *("standby_stores", "the_vote_of_a_member_is_for_a_store_that_cannot_be_reached"),
     ),
     mutant(

@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     mutant(
         "where rows have leases, one that has vanished makes its node lost in time",
-        *("liveness", "if self._lease is not None:\n                self._observe", "if False:\n                self._observe"),
+        *("liveness", " if self._lease is None else self._observe_leased, self", ", self"),
         *("silence", "where_rows_have_leases_a_node_is_lost_between_expire_and_two_seconds_later"),
     ),
     mutant(
@@ -229,7 +229,7 @@ MUTANTS = (
     ),
     mutant(
         "the neighbours of a late member are watched before it is lost",
-        *("view", "return record.open and own_rank(record, own) is not None and bool(found)", "return False"),
+        *("view", "return record.open and own_rank(record, own) is not None and bool(left)", "return False"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     # The decisions of a node.
@@ -285,7 +285,7 @@ MUTANTS = (
     ),
     mutant(
         "a done node that goes spoils no success",
-        *("updates", "if gone and not view.has_succeeded(m):", "if gone:"),
+        *("updates", "if view.is_over(m) and not view.has_succeeded(m):", "if view.is_over(m):"),
         *("steps", "a_member_that_has_succeeded_may_fall_silent"),
     ),
     mutant(
@@ -365,7 +365,7 @@ MUTANTS = (
     ),
     mutant(
         "who is not read is not silent",
-        *("liveness", "for node_id in self._seen.keys() - seqs.keys():", "for node_id in ():"),
+        *("liveness", "self.found_silent = frozenset([i for", "self.found_silent = before | frozenset([i for"),
         *("liveness", "who_is_not_read_is_not_called_silent"),
     ),
     mutant(
