@@ -308,7 +308,7 @@ class SyncProtocol:
         rows: dict[str, NodeRow] = {}
         for key, data in found.items():
             try:
-                row = self._decode(key, data, self._parse_row)
+                row = self._decode_row(key, data)
             except BadRecord as error:
                 ignored.append(clip(str(error), 300))  # the key in it may be anybody's invention
                 continue
@@ -322,6 +322,15 @@ class SyncProtocol:
         if known is None or known[1] != record:
             known = self._known[key] = (self._codec.encode(key, record), record)
         return known[0]
+
+    def _decode_row(self, key: str, data: bytes) -> NodeRow:
+        known = self._known.get(key)
+        if known is not None and known[0] != data and len(data) <= MAX_ROW:
+            row = self._codec.decode_again(key, data, *known)
+            if row is not None:
+                self._known[key] = (data, row)
+        found: NodeRow = self._decode(key, data, self._parse_row)
+        return found
 
     def _decode(self, key: str, data: bytes, parse: Callable[[str, bytes], Any]) -> Any:
         known = self._known.get(key)

@@ -373,3 +373,34 @@ def test_a_clipped_text_is_always_accepted() -> None:
 
 def test_limits_are_those_that_are_documented() -> None:
     assert (codec.FORMAT, MAX_TEXT, MAX_INT, MAX_ITEMS, MAX_BYTES) == (6, 1024, 2**53, 16384, 4 << 20)
+
+
+# -- a row that was only renewed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("using", [PLAIN, SIGNED])
+def test_a_renewed_row_is_read_as_any_other_and_whatever_else_is_not_read_quickly(using: Codec) -> None:
+    said = dataclasses.replace(ROW, note='"seq":5, and "seq\\":6,', name='"seq":7')
+    before = using.encode(KEY, said)
+    for seq in (0, 1, 9, 10, 4711, MAX_INT):
+        renewed = dataclasses.replace(said, seq=seq)
+        assert using.decode_again(KEY, using.encode(KEY, renewed), before, said) == renewed
+    more = dataclasses.replace(said, seq=8)
+    for other in (dataclasses.replace(more, note="x"), dataclasses.replace(more, status=Status.LEFT), dataclasses.replace(more, kept=1)):
+        assert using.decode_again(KEY, using.encode(KEY, other), before, said) is None
+    rng, good = random.Random(1), using.encode(KEY, more)
+    for _ in range(3000):
+        data = bytearray(good)
+        for _ in range(rng.choice((1, 1, 2))):
+            at = good.find(b'"seq":8') + rng.randrange(8) if rng.random() < 0.7 else rng.randrange(len(data))
+            data[at : at + rng.randrange(2)] = rng.choice((b"", b"0", b"8", b"1", b"-", b".", b'"', b"\n", b" ", b"e", b"seq", b"9" * 16))
+        quickly = using.decode_again(KEY, bytes(data), before, said)
+        assert quickly is None or quickly == decode(bytes(data), NodeRow, using)
+
+
+def test_a_row_is_not_read_quickly_without_its_signature() -> None:
+    before, renewed = SIGNED.encode(KEY, ROW), dataclasses.replace(ROW, seq=ROW.seq + 1)
+    others = (PLAIN, Codec(b"another token"), dataclasses.replace(SIGNED, store="n0-1"))
+    assert [SIGNED.decode_again(KEY, one.encode(KEY, renewed), before, ROW) for one in others] == [None] * 3
+    assert SIGNED.decode_again(KEY + "x", SIGNED.encode(KEY, renewed), before, ROW) is None
+    assert PLAIN.decode_again(KEY, SIGNED.encode(KEY, renewed), PLAIN.encode(KEY, ROW), ROW) is None

@@ -473,7 +473,17 @@ MUTANTS = (
     mutant(
         "a changed row is parsed anew",
         *("sync", "if known is None or known[0] != data:", "if known is None:"),
-        *("sync", "an_unchanged_row_is_parsed_once_and_a_changed_one_anew"),
+        *("sync", "an_unchanged_or_renewed_row_is_parsed_once_and_a_changed_one_anew"),
+    ),
+    mutant(
+        "a row that differs in more than its seq is parsed anew",
+        *("codec", "seq=int(new[1])) if around == old_around else None", "seq=int(new[1]))"),
+        *("codec", "a_renewed_row_is_read_as_any_other_and_whatever_else_is_not_read_quickly"),
+    ),
+    mutant(
+        "a renewed row is signed",
+        *("codec", "or (self.token and not hmac.compare_digest(mac, self._mac(key, payload))):\n", "or False:\n"),
+        *("codec", "a_row_is_not_read_quickly_without_its_signature"),
     ),
     # The session, which agents and the simulated world share.
     mutant(

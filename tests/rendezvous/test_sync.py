@@ -225,7 +225,7 @@ class Counting(Codec):
         return super().decode(key, data, cls)
 
 
-def test_an_unchanged_row_is_parsed_once_and_a_changed_one_anew() -> None:
+def test_an_unchanged_or_renewed_row_is_parsed_once_and_a_changed_one_anew() -> None:
     codec = Counting()
     codec.decoded.clear()
     data = {key(i): CODEC.encode(key(i), row(i)) for i in "abc"}
@@ -235,12 +235,17 @@ def test_an_unchanged_row_is_parsed_once_and_a_changed_one_anew() -> None:
     for sync in (Sync(), Sync(rows=("b", "c"))):
         assert exchanging.carry_out(store, sync, 0.0).rows == first.rows
     assert len(codec.decoded) == 3
-    data[key("b")] = CODEC.encode(key("b"), row("b", 2))
-    assert exchanging.carry_out(store, Sync(rows=("b",)), 0.0).rows["b"] == row("b", 2)
+    for seq in (2, 10):
+        data[key("b")] = CODEC.encode(key("b"), row("b", seq))
+        assert exchanging.carry_out(store, Sync(rows=("b",)), 0.0).rows["b"] == row("b", seq)
+    assert len(codec.decoded) == 3
+    changed = replace(row("b", 2), note="changed")
+    data[key("b")] = CODEC.encode(key("b"), changed)
+    assert exchanging.carry_out(store, Sync(rows=("b",)), 0.0).rows["b"] == changed
     data[key("b")] = b"garbage"
     assert "b" not in exchanging.carry_out(store, Sync(rows=("b",)), 0.0).rows, "what was good before does not stand for it"
-    data[key("b")] = CODEC.encode(key("b"), row("b", 2))
-    assert exchanging.carry_out(store, Sync(rows=("b",)), 0.0).rows["b"] == row("b", 2)
+    data[key("b")] = CODEC.encode(key("b"), changed)
+    assert exchanging.carry_out(store, Sync(rows=("b",)), 0.0).rows["b"] == changed
     assert codec.decoded[3:] == ["node/b", "node/b"]
 
 
