@@ -73,8 +73,7 @@ class SyncProtocol:
         self._list_codec = replace(codec, store="")
         self._clock = clock
         self._newest: RoundRecord | None = None  # record that was read
-        self._listed: dict[str, MemberList] = {}  # by digest: the lists that were read or written last
-        self._spelled: dict[str, bytes] = {}  # by digest: the bytes of some of them, as they were written
+        self._listed: dict[str, tuple[MemberList, bytes]] = {}  # by digest: the lists that were read or written last, and their bytes
         self._voted: set[str] = set()  # digests of the lists that were written beside votes: no list is deleted while votes count
         self._whole: tuple[RoundRecord | None, RoundRecord | None] = None, None  # the record as stored, and the same with its members
         self._known: dict[str, tuple[bytes, Any]] = {}  # bytes and record by key: parsing 1,000 unchanged rows again would cost 50 ms
@@ -85,7 +84,7 @@ class SyncProtocol:
         It knows the newest record and the lists of members, and shares no mutable state.
         """
         other = SyncProtocol(self._job, self._me, replace(self._codec, store=store), self._clock)
-        other._newest, other._listed, other._spelled = self._newest, dict(self._listed), dict(self._spelled)
+        other._newest, other._listed = self._newest, dict(self._listed)
         return other
 
     def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
@@ -276,33 +275,29 @@ class SyncProtocol:
             data = (yield _get([key])).get(key, b"")
             if hashlib.sha256(data).hexdigest() != digest:
                 raise BadRecord(f"{key}: the members are missing there, or others")
-            self._remember(digest, self._list_codec.decode(self._job + "members", data, MemberList))
-        return self._listed[digest]
+            self._remember(digest, self._list_codec.decode(self._job + "members", data, MemberList), data)
+        return self._listed[digest][0]
 
     def _encode_list(self, members: MemberList) -> tuple[str, bytes]:
         """Return the digest and the bytes of a list of members."""
-        digest = next((digest for digest in self._spelled if self._listed.get(digest) == members), None)
-        if digest is not None:
-            return digest, self._spelled[digest]
+        for digest, (known, data) in self._listed.items():
+            if known == members:
+                return digest, data
         data = self._list_codec.encode(self._job + "members", members)
         digest = hashlib.sha256(data).hexdigest()
-        self._remember(digest, members)
-        self._spelled[digest] = data
+        self._remember(digest, members, data)
         return digest, data
 
-    def _remember(self, digest: str, members: MemberList) -> None:
-        self._listed[digest] = members
+    def _remember(self, digest: str, members: MemberList, data: bytes) -> None:
+        self._listed[digest] = members, data
         for old in list(self._listed)[:-LISTS]:
             del self._listed[old]
-            self._spelled.pop(old, None)
 
     def _short(self, record: RoundRecord) -> RoundRecord:
         """Return the record as it is stored, without the members: a thousand nodes read it twice a second."""
         if not record.members:
             return record
-        members = _list(record)
-        digest = next((digest for digest, known in self._listed.items() if known == members), None) or self._encode_list(members)[0]
-        return replace(record, members=(), quorums=(), members_digest=digest)
+        return replace(record, members=(), quorums=(), members_digest=self._encode_list(_list(record))[0])
 
     def _parse_rows(self, found: dict[str, bytes], everything: bool, ignored: list[str]) -> dict[str, NodeRow]:
         rows: dict[str, NodeRow] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -536,6 +537,28 @@ def test_the_members_beside_the_votes_of_a_connection_are_written_once() -> None
     assert members not in data and "job/vote/b" in data
     execute(protocol.fresh("b").put_vote(DEAD), MemoryStore(data))
     assert members in data, "another connection leads elsewhere"
+
+
+class Spelling(Codec):
+    """Remembers what it spells."""
+
+    spelled: ClassVar[list[str]] = []
+
+    def encode(self, key: str, record: Any) -> bytes:
+        self.spelled.append(key)
+        return super().encode(key, record)
+
+
+def test_members_that_were_read_are_not_spelled_again_for_a_vote() -> None:
+    """All of a thousand nodes vote at once."""
+    Spelling.spelled.clear()
+    protocol, there, elsewhere = SyncProtocol("job/", "b", Spelling(), lambda: 0.0), dict[str, bytes](), dict[str, bytes]()
+    write_round(there, RECORD)
+    record = protocol.carry_out(MemoryStore(there), Sync(rows=()), 0.0).round
+    assert record == RECORD
+    execute(protocol.fresh("b").put_vote(Vote("b", record)), MemoryStore(elsewhere))
+    (key,) = (key for key in elsewhere if key.startswith("job/members/"))
+    assert elsewhere[key] == there[key] and Spelling.spelled == ["job/vote/b"]
 
 
 def test_a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late() -> None:
