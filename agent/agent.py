@@ -147,10 +147,10 @@ class Agent:
 
     def run(self) -> int:
         try:
-            if self._forks.loading:
-                torch_class.import_ahead()  # workers that need not import come to their store at once
             while self._forks.loading and not self._forks.nearly_loaded and not self._signum:
                 self._turn()
+            if self._forks.loading:
+                torch_class.import_ahead()  # workers that need not import come to their store at once
             return self._loop()
         except Exception:
             self._stop_after_a_bug()

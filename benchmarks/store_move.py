@@ -11,7 +11,7 @@ silent: that process is stopped with SIGSTOP, so its store takes connections and
 and go on because they are more than half (``--store-succession=majority``). mute: killed, and no guard tells of it.
 
 Each node parses each record, so hundreds of them are busy with that on two cores, which they are not on machines of their own. With
-``--parsed-once`` a process parses a record once, for all of its nodes.
+``--parsed-once`` a process parses a record once, for all of its nodes. (A row that was only renewed each node reads by itself.)
 
 All times are counted from the loss: until the guard's word is written; until the first node has given up the store, and the last one;
 until a node has taken over; until all have started the next round.

@@ -2,7 +2,7 @@
 
 The store of the agent that hosts it has died with it. For that agent, and where the store cannot be reached, the guard writes a vote into
 the standby stores of the others.
-The guard imports this module when all else is done. See docs/decisions/0019 and 0020.
+The guard imports this module when it gets the first notice. See docs/decisions/0019 and 0020.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Notice:
 
 
 def prepare(data: bytes) -> None:
-    """Import what ``write`` will need for the notice that ``data`` describes, and make its parsers. Not etcd's client, which is large."""
+    """Import what ``write`` will need for the notice that ``data`` describes, but for etcd's client, which is large."""
     importlib.import_module("elastirun.rendezvous.stores.tcp_plain")
     _vote_of(Notice.decode(data))
 

@@ -48,6 +48,7 @@ LEAST_IMPORT = 0.02  # seconds; a module that is imported sooner is not worth a 
 TRIAL_LIMIT = 60  # seconds for an import on trial
 LONGEST_NAME, MOST_NAMES = 100, 256  # characters of a module's name; names that a worker tells of
 IMPORTS = "_find_and_load_unlocked"  # the function of importlib in which an import asks the finders
+RARELY = 100_000_007  # new objects before a collection of garbage; no module chooses this number
 TORCH_FIXED_SEED = 67280421310721  # torch's default generator begins with it where it is not seeded from the system
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -97,7 +98,7 @@ def load(modules: list[str], before_last: Callable[[], object] = lambda: None) -
 
     trouble: dict[str, Any] = {"failed": {}, "reads": {}, "obstacle": "", "took": {}}
     thresholds = gc.get_threshold()
-    gc.set_threshold(0)  # nearly all that is imported stays; the collections would take a fifth of the time
+    gc.set_threshold(RARELY)  # nearly all that is imported stays; the collections would take a fifth of the time
     os.environ.__class__ = Watching
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that asks for GPUs must not initialise CUDA
     for name in modules:
@@ -119,8 +120,9 @@ def load(modules: list[str], before_last: Callable[[], object] = lambda: None) -
     if "PYTORCH_NVML_BASED_CUDA_CHECK" not in _ENVIRON:
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     gc.freeze()  # a collection in a fork then does not write to, and so copy, the memory of all that was imported
-    if gc.get_threshold() == (0, *thresholds[1:]):  # no module has chosen others
-        gc.set_threshold(*thresholds)
+    first, *others = gc.get_threshold()
+    if first % RARELY == 0:  # no module has chosen another, or one has multiplied it
+        gc.set_threshold(thresholds[0] * (first // RARELY), *others)
     return trouble
 
 
@@ -219,6 +221,7 @@ def try_out(name: str) -> tuple[float, str]:
 
 def judge(name: str) -> tuple[float, str]:
     """Import a module in this process, which is made for that, and say what ``try_out`` returns."""
+    import gc
     from signal import SIG_DFL, SIGALRM, alarm, signal
 
     signal(SIGALRM, SIG_DFL)
@@ -228,6 +231,7 @@ def judge(name: str) -> tuple[float, str]:
         os.dup2(nowhere, fd)  # what it has to say, it says again when the server imports it
     before = open_files()
     trouble = load([name])
+    gc.collect()  # which may close a file
     left = [path for fd, path in open_files().items() if before.get(fd) != path]
     why = f"importing {name} left {left[0]} open, which forks would share" if left else ""
     if trouble["obstacle"]:

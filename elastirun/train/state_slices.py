@@ -89,8 +89,8 @@ class Sender:
         self._slices = cut(self._sizes, belonging(state, flat.tensors), max(SLICE, int(FLOW * seconds)))
         self._sent = 0
         self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
-        self._under_way: list[Any] = []
-        self._send_text(_described(flat, self._slices, more))
+        self._under_way: list[tuple[Any, Tensor]] = []  # each with its message, which must stay until then
+        self._begin_text(_described(flat, self._slices, more))
 
     @property
     def done(self) -> bool:
@@ -102,17 +102,18 @@ class Sender:
         self._wait()  # the new ranks have taken part in the last step: they have it
         flat = flatten(_shared(self._state))
         rest, slices = _rest(flat.tensors, self._slices), len(self._slices)
-        for number in _due(self._sent, slices, sum(flat.tensors[name].nbytes for name in rest)):
+        for number in _due(self._sent, slices, _nbytes_of(rest, flat.tensors)):
             if number < slices:
-                self._send_slice(flat, self._slices[number])
+                self._begin_slice(flat, self._slices[number])
             else:
-                self._wait()
-                self._send_text(_described(flat, self._slices, ()))
-                for name in rest:
-                    self._send(_bytes(flat.tensors[name].contiguous()))
+                self._begin_rest(flat, rest)
             self._sent += 1
 
-    def _send_slice(self, flat: Flat, part: Sequence[Part]) -> None:
+    def finish(self) -> None:
+        """Wait for what is on its way. The new ranks have it."""
+        self._wait()
+
+    def _begin_slice(self, flat: Flat, part: Sequence[Part]) -> None:
         box, at = self._staging[: _nbytes(part, self._sizes)], 0
         for name, start, stop in part:
             piece = _bytes(flat.tensors[name], start, stop)
@@ -120,20 +121,26 @@ class Sender:
             at += len(piece)
         self._begin(box)
 
+    def _begin_rest(self, flat: Flat, rest: Sequence[str]) -> None:
+        """Send what is in no slice: in a copy, so that another step may change it; much of it as it is, which is waited for."""
+        much = _nbytes_of(rest, flat.tensors) > SLICE
+        self._begin_text(_described(flat, self._slices, ()))
+        for name in rest:
+            data = _bytes(flat.tensors[name].contiguous())
+            self._begin(data if much else data.clone())
+        if much:
+            self._wait()
+
     def _begin(self, box: Tensor) -> None:
-        self._under_way = [dist.isend(box, rank, self._group, TAG) for rank in self._ranks]
+        self._under_way += [(dist.isend(box, rank, self._group, TAG), box) for rank in self._ranks]
 
-    def _send(self, box: Tensor) -> None:
-        self._begin(box)
-        self._wait()
-
-    def _send_text(self, text: str) -> None:
+    def _begin_text(self, text: str) -> None:
         data = bytearray(text.encode())
-        self._send(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
-        self._send(torch.frombuffer(data, dtype=torch.uint8))
+        self._begin(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        self._begin(torch.frombuffer(data, dtype=torch.uint8))
 
     def _wait(self) -> None:
-        for work in self._under_way:
+        for work, _ in self._under_way:
             finish_message(work, self._limit)
         self._under_way = []
 
@@ -160,7 +167,7 @@ class Receiver:
     def go_on(self) -> None:
         """Wait for the next slice; with the last one, or after it, for what is left."""
         rest, slices = _rest(self._wanted, self._slices), len(self._slices)
-        for number in _due(self._received, slices, sum(self._wanted[name].nbytes for name in rest)):
+        for number in _due(self._received, slices, _nbytes_of(rest, self._wanted)):
             if number < slices:
                 self._take_slice(self._slices[number])
             else:
@@ -242,6 +249,10 @@ def _rest(tensors: Mapping[str, Tensor], slices: Sequence[Sequence[Part]]) -> li
 
 def _nbytes(part: Sequence[Part], sizes: Mapping[str, tuple[int, int]]) -> int:
     return sum((stop - start) * sizes[name][1] for name, start, stop in part)
+
+
+def _nbytes_of(names: Sequence[str], tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensors[name].nbytes for name in names)
 
 
 def _bytes(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:

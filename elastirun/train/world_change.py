@@ -88,6 +88,8 @@ class WorldChange:
                 self._model.request(SWITCH)
             return False
         if WHOLE in unanimous:
+            if isinstance(self._work, Sender):
+                self._work.finish()
             self._model.hold_plan(False)
             return True
         if self._work is not None and not self._work.done and not over:  # the loader's position comes, too: here it is the next epoch's

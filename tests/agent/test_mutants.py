@@ -358,13 +358,13 @@ MUTANTS = (
     ),
     mutant(
         "imports are not held up by the collection of garbage",
-        *("processes/forkserver", "    gc.set_threshold(0)  #", "    pass  #"),
+        *("processes/forkserver", "    gc.set_threshold(RARELY)  #", "    pass  #"),
         *("parked_forks", "no_garbage_is_collected_while_modules_are_imported_and_as_always_in_forks"),
     ),
     mutant(
         "what a module has chosen for the collector stays",
-        *("processes/forkserver", "    if gc.get_threshold() == (0, *thresholds[1:]):", "    if True:"),
-        *("parked_forks", "no_garbage_is_collected_while_modules_are_imported_and_as_always_in_forks[chosen1]"),
+        *("processes/forkserver", "thresholds[0] * (first // RARELY), *others)", "*thresholds)"),
+        *("parked_forks", "no_garbage_is_collected_while_modules_are_imported_and_as_always_in_forks"),
     ),
     mutant(
         "a process with threads is not forked",

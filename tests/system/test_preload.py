@@ -204,13 +204,12 @@ def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is
 
 def test_the_store_of_the_workers_can_be_served_at_once_when_their_modules_are_imported(nodes: Cluster) -> None:
     """The agent needs a part of torch for that, and imports it meanwhile."""
-    gate, modules = nodes.tmp_path / "gate", nodes.tmp_path / "modules"
-    modules.mkdir()
+    gate = nodes.tmp_path / "gate"
     os.mkfifo(gate)
-    (modules / "gated.py").write_text(f"open({str(gate)!r}).read()")
-    nodes.env["PYTHONPATH"] = str(modules)
-    agent = nodes.launch(1, "--preload=gated", str(nodes.script))
-    with open(gate, "w"):  # the import has begun, and ends with this block
+    (nodes.tmp_path / "sitecustomize.py").write_text(GATED)
+    nodes.env |= {"PYTHONPATH": str(nodes.tmp_path), "TEST_GATE": str(gate)}
+    agent = nodes.launch(1, "--preload=torch", str(nodes.script), program=with_change(SLOW_MACHINE))
+    with open(gate, "w"):  # the import of torch._dynamo has begun, and ends with this block
         end = time.monotonic() + PATIENCE
         while "libtorch" not in Path(f"/proc/{agent.pid}/maps").read_text():
             assert time.monotonic() < end, nodes.everything()
