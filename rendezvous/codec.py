@@ -208,15 +208,25 @@ def _dataclass_of(kind: type[Any]) -> Build:
     names = [f.name for f in dataclasses.fields(kind)]
     builders = {name: _int_in(RANGES[name]) if name in RANGES else _builder(hints[name]) for name in names}
 
-    def parse(value: Any) -> Any:
-        if not isinstance(value, dict) or value.keys() != builders.keys():
-            raise BadRecord(f": not the fields of a {kind.__name__}")
+    def build(*values: Any) -> Any:
         fields, name = {}, ""
         try:
-            for name, build in builders.items():
-                fields[name] = build(value[name])
+            for (name, parse), value in zip(builders.items(), values, strict=True):
+                fields[name] = parse(value)
         except BadRecord as error:
             raise BadRecord(f".{name}{error}") from None
         return kind(**fields)
+
+    # Most members of a round were members of the one before: they are built once. Typed, because True equals 1.
+    built = functools.lru_cache(MAX_ITEMS, typed=True)(build) if set(hints.values()) <= {str, int} else build
+
+    def parse(value: Any) -> Any:
+        if not isinstance(value, dict) or value.keys() != builders.keys():
+            raise BadRecord(f": not the fields of a {kind.__name__}")
+        values = [value[name] for name in names]
+        try:
+            return built(*values)
+        except TypeError:  # a list or an object, which is no key of a cache
+            return build(*values)
 
     return parse

@@ -335,6 +335,15 @@ def test_a_round_of_ten_thousand_nodes_fits() -> None:
     assert SIGNED.decode("round", SIGNED.encode("round", record), RoundRecord) == record
 
 
+@pytest.mark.parametrize("changes", [{"slots": True}, {"slots": 1.0}, {"slots": [1]}, {"standby": False}, {"standby": 0.0}, {"name": None}])
+def test_a_member_that_was_read_before_makes_none_good_that_only_equals_it(changes: dict[str, object]) -> None:
+    member = Member("n0-1", "n0", "10.0.0.1", 29500, 1)
+    assert decode(PLAIN.encode(KEY, RoundRecord("s", members=(member,))), RoundRecord).members == (member,)
+    value = {**json.loads(PLAIN.encode(KEY, member)), **changes}
+    del value["v"]
+    assert decode(plain(RoundRecord("s"), members=[value]), RoundRecord) is None
+
+
 def test_a_record_that_is_good_but_for_its_size_is_bad() -> None:
     members = tuple(Member(f"{i}", "x" * 250, "a", 1, 1) for i in range(MAX_ITEMS))
     data = PLAIN.encode(KEY, RoundRecord("s", members=members))

@@ -451,6 +451,11 @@ MUTANTS = (
         *("codec", "what_is_not_canonical_json_is_bad"),
     ),
     mutant(
+        "a member that was read before is the same in type, too",
+        *("codec", "functools.lru_cache(MAX_ITEMS, typed=True)", "functools.lru_cache(MAX_ITEMS)"),
+        *("codec", "a_member_that_was_read_before_makes_none_good_that_only_equals_it"),
+    ),
+    mutant(
         "a signature holds for one key",
         *("codec", "f\"{self.store}\\0{key}\\0\"", "f\"{self.store}\\0\""),
         *("codec", "a_signature_holds_for_one_key_one_token_and_nothing_unsigned"),
