@@ -1,6 +1,6 @@
 """Measures how long a large job takes to go on when the node that hosts the rendezvous store is lost (docs/decisions/0020).
 
-    python -m benchmarks.store_move [--nodes 8 64 256 512] [--how killed silent] [--repeat 1] [--limit 120] [--parsed-once]
+    python -m benchmarks.store_move [--nodes 8 64 256 512] [--how killed silent] [--repeat 1] [--limit 120]
 
 N nodes without workers: node 0, which hosts the store, in a process of its own, the others in eight more. Each is a session as in the
 agent, with its store thread, its standby store and its way to the stores of the others. The rest of the agent is left out: Start has no
@@ -9,9 +9,6 @@ effect, and workers stop at once. This program stands in for the guard of node 0
 killed: the process of node 0 is killed with SIGKILL, and its guard's word is written into the standby stores as the guard does it.
 silent: that process is stopped with SIGSTOP, so its store takes connections and answers nothing. The others doubt after twice ``expire``,
 and go on because they are more than half (``--store-succession=majority``). mute: killed, and no guard tells of it.
-
-Each node parses each record, so hundreds of them are busy with that on two cores, which they are not on machines of their own. With
-``--parsed-once`` a process parses a record once, for all of its nodes. (A row that was only renewed each node reads by itself.)
 
 All times are counted from the loss: until the guard's word is written; until the first node has given up the store, and the last one;
 until a node has taken over; until all have started the next round.
@@ -37,18 +34,13 @@ from elastirun import clock
 from elastirun.agent.host import descriptors
 from elastirun.agent.processes import death_notice
 from elastirun.agent.session import Session
-from elastirun.agent.store_access import new_row, rules, store_access
+from elastirun.agent.store_access import new_row
 from elastirun.config import Command, Endpoint, LaunchConfig
 from elastirun.rendezvous.actions import Finish, Start, Stop
-from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import WorkersStopped
-from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.succession import DOUBT
-from elastirun.rendezvous.sync import SyncProtocol
 from elastirun.rendezvous.timing import Timing
-from tests.sim.world import Remembering
 from tests.support.cluster import free_port
 
 HOST = 0  # the node that hosts the store at first
@@ -90,7 +82,7 @@ class Node:
 class Nodes:
     """The nodes of one process, in one loop. Each has its turn as in the loop of the agent."""
 
-    def __init__(self, codec: Codec, plan: Plan, main: Connection) -> None:
+    def __init__(self, plan: Plan, main: Connection) -> None:
         self._main = main
         self._selector = selectors.DefaultSelector()
         self._selector.register(main, selectors.EVENT_READ)
@@ -98,7 +90,8 @@ class Nodes:
         self._lag = 0.0
         self._nodes: dict[int, Node] = {}
         for index in plan.mine:
-            self._nodes[index] = node = Node(index, session(configuration(plan, index), codec))
+            config = configuration(plan, index)
+            self._nodes[index] = node = Node(index, Session.of(config, new_row(config), lambda why: None))
             self._selector.register(node.session, selectors.EVENT_READ, node)
 
     def run(self) -> None:
@@ -163,20 +156,12 @@ class Nodes:
             self._main.send(("notice", notice.encode()))
 
 
-def session(config: LaunchConfig, codec: Codec) -> Session:
-    """Return the session of a node, as ``Session.of`` does."""
-    access, row = store_access(config), new_row(config)
-    access.me = row.id
-    thread = StoreThread(access.connect, SyncProtocol(access.key_prefix, row.id, codec, clock.now), access.exchange_limit)
-    return Session(Machine(rules(config, access), row, clock.now()), thread, access, lambda why: None)
-
-
-def run_nodes(codec: Codec, plan: Plan, main: Connection) -> None:
+def run_nodes(plan: Plan, main: Connection) -> None:
     threading.stack_size(256 << 10)
     descriptors.raise_limit()
     torch_class.store_only()
     torch_class.tcp_store_class()  # not on the clock
-    Nodes(codec, plan, main).run()
+    Nodes(plan, main).run()
 
 
 @dataclass
@@ -198,16 +183,16 @@ class Measured:
 class Moving(Fleet):
     """The processes of one measurement, and what the nodes have reported of the move. Times are those of ``elastirun.clock``."""
 
-    def __init__(self, nodes: int, codec: Codec) -> None:
+    def __init__(self, nodes: int) -> None:
         super().__init__(nodes)
         self.moved: dict[int, float] = {}  # by node: when it gave up its store last
         self.first_moved = self.taken = math.inf
         self.rounds: set[int] = set()
         self._notice = b""
         endpoint = f"127.0.0.1:{free_port()}"
-        self._host, self._to_host = self.start(run_nodes, codec, Plan(endpoint, nodes, HOST, nodes))
+        self._host, self._to_host = self.start(run_nodes, Plan(endpoint, nodes, HOST, nodes))
         self._pipes.append(self._to_host)
-        self.start_nodes(run_nodes, endpoint, codec, first=HOST + 1)
+        self.start_nodes(run_nodes, endpoint, first=HOST + 1)
         self.answers("connected")
 
     def note(self, what: str, rest: list[Any]) -> None:
@@ -247,8 +232,8 @@ class Moving(Fleet):
         return max(answer[0] for answer in answers), sum(answer[1] for answer in answers)
 
 
-def measure(nodes: int, how: str, limit: float, codec: Codec) -> Measured:
-    with Moving(nodes, codec) as fleet:
+def measure(nodes: int, how: str, limit: float) -> Measured:
+    with Moving(nodes) as fleet:
         found = Measured(notes=fleet.notes)
         begun = fleet.go()
         at = fleet.in_round(nodes, limit)
@@ -286,14 +271,12 @@ def main() -> None:
     parser.add_argument("--how", nargs="*", choices=WAYS, default=["killed", "silent"])
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds each for the first round and for the next one")
-    parser.add_argument("--parsed-once", action="store_true", help="each record once in a process, for all of its nodes")
     chosen = parser.parse_args()
-    codec = Remembering() if chosen.parsed_once else Codec()
 
     def rows() -> Rows:
         for nodes, how, _ in itertools.product(chosen.nodes, chosen.how, range(chosen.repeat)):
             load = os.getloadavg()[0]
-            found = measure(nodes, how, chosen.limit, codec)
+            found = measure(nodes, how, chosen.limit)
             yield row(nodes, how, found, load), found.notes
 
     report(HEAD, rows())
