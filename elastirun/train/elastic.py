@@ -32,6 +32,7 @@ from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
 from .process_groups import end_beside, init_default_group
+from .rank_mark import one_mark
 from .state_copy import copy_state
 from .train_state import TrainState
 from .world_change import WorldChange, connecting
@@ -62,7 +63,7 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
 
 def _init_alone() -> None:
     """Make a default group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    init_default_group(dist.HashStore(), 0, 1, None)  # type: ignore[attr-defined]
 
 
 class Elastic:
@@ -332,7 +333,8 @@ class Elastic:
             dist.destroy_process_group()
         c10d._world.group_count = 0  # of which names are made: one that could not be made, as a peer was lost, has been counted
         if live is None:
-            dist.init_process_group("gloo", timeout=_timeout)
+            with one_mark():
+                dist.init_process_group("gloo", timeout=_timeout)
             self._model.set_group(init_sync=False)
             self._settle()
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -352,6 +354,24 @@ def test_ranks_know_what_one_asks_for_and_what_all_ask_for() -> None:
 
 def test_a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_next() -> None:
     assert run(1, asks) == [([], False)]
+
+
+FAILS_LATE = """
+import os, sys
+import torch.distributed as dist
+from elastirun.train import elastic, process_groups
+
+for rank in range(3):
+    os.environ["RANK"] = str(rank)
+    process_groups.init_default_group(dist.HashStore(), 0, 1, None)
+    dist.destroy_process_group()
+raise ValueError("two\\n\\nlines")
+"""
+
+
+def test_each_line_of_an_exception_is_marked_once_with_the_rank_of_the_last_world() -> None:
+    said = subprocess.run([sys.executable, "-c", FAILS_LATE], capture_output=True, text=True, timeout=PATIENCE).stderr.splitlines()
+    assert said[-3:] == ["[rank2]: ValueError: two", "", "[rank2]: lines"] and said[0] == "[rank2]: Traceback (most recent call last):"
 
 
 def lonely(rank: int, world: int) -> list[float]:

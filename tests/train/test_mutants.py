@@ -119,6 +119,16 @@ MUTANTS = (
         *("elastic", "who_has_left_a_round_without_a_state_is_alone_again"),
     ),
     mutant(
+        "an exception is marked by one rank",
+        *("rank_mark", "before if _marks else partial(_marked, before)", "partial(_marked, before)"),
+        *("elastic", "each_line_of_an_exception_is_marked_once_with_the_rank_of_the_last_world"),
+    ),
+    mutant(
+        "the mark is that of the present rank, not torch's",
+        *("rank_mark", "    sys.excepthook = before if _marks else partial(_marked, before)\n", ""),
+        *("elastic", "each_line_of_an_exception_is_marked_once_with_the_rank_of_the_last_world"),
+    ),
+    mutant(
         "what is left of the state comes with the last slice",
         *("state_slices", " if done == slices - 1 and rest <= SLICE else (done,)", " if False else (done,)"),
         *("state_slices", "what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice"),
