@@ -211,10 +211,15 @@ def settled(world: World) -> bool:
 
 
 def two_runs(world: World) -> bool:
-    """Return whether all nodes train, but in several runs: where a second one can begin, it may go on (decision 0021)."""
-    alive = [n for n in world.nodes if n.alive]
-    stores = {n.working.store_id for n in alive if n.working}
-    return world.disconnected and len(stores) > 1 and all(n.working is not None and _complete(world, n.working) for n in alive)
+    """Return whether there are several runs, each of which trains or has too few nodes: a second one may go on (decisions 0020, 0021)."""
+    runs: dict[str, list[Node]] = {}
+    for node in world.nodes:
+        if node.alive:
+            runs.setdefault(node.machine.record.store_id if node.machine.record is not None else "", []).append(node)
+    few = [nodes for nodes in runs.values() if len(nodes) < world.rules.min_nodes]
+    training = [nodes for nodes in runs.values() if any(n.working is not None and _complete(world, n.working) for n in nodes)]
+    whole = all(len(n.working.members) == min(world.rules.max_nodes, len(nodes)) for nodes in training for n in nodes if n.working)
+    return world.disconnected and len(runs) > 1 and len(few) + len(training) == len(runs) and bool(training) and whole
 
 
 def all_train(world: World) -> bool:
