@@ -52,6 +52,8 @@ def main() -> None:
         for one in chosen:
             said = histories(Path(folder), one, *options)
             found = re.search(r"^seed (\d+): (.*)", said, re.M)
+            if found is None and " 0 violations" not in said:
+                sys.exit(f"{one.rule}: no histories were run:\n{said[-2000:]}")
             print(f"{one.rule}: {found[0][:160] if found else 'nobody notices'}", flush=True)
             name = one.test.rpartition("::test_")[2].replace("_", " ")
             rows.append(f"| {one.rule} | `{one.module}.py` | {name} | {found[1] if found else '-'} |\n")
