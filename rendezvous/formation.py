@@ -138,7 +138,8 @@ def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], be
     if view.now < admitted_at:
         reason = f"{why_held(record)}; newcomers are taken in after {hold(record):g} s"
         return Forming(None, reason, check_again=admitted_at, news=True)
-    if view.now < unchanged_since + rules.debounce:
+    more_may_come = len(record.members) + len(newcomers) < rules.max_nodes
+    if more_may_come and view.now < unchanged_since + rules.debounce:
         return Forming(None, "", check_again=unchanged_since + rules.debounce)
     joined = break_up(record, Cause.JOIN, f"{names(newcomers)} joined", own.id, view.now - began)
     return Forming(joined, "")

@@ -270,8 +270,13 @@ MUTANTS = (
     ),
     mutant(
         "a running round is not broken before it is clear that no more newcomers come",
-        *("formation", "if view.now < unchanged_since + rules.debounce:", "if False:"),
+        *("formation", "if more_may_come and view.now < unchanged_since + rules.debounce:", "if False:"),
         *("steps", "a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come"),
+    ),
+    mutant(
+        "who fills the last place waits for no other newcomer",
+        *("formation", "if more_may_come and view.now", "if view.now"),
+        *("steps", "a_newcomer_who_fills_the_last_place_of_a_running_round_waits_for_no_other"),
     ),
     mutant(
         "a spare disturbs nobody",

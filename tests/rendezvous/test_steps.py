@@ -242,7 +242,7 @@ def test_what_is_waited_for_is_said_in_full_once_and_then_in_short() -> None:
 
 
 def test_nobody_is_taken_in_while_a_round_is_finishing() -> None:
-    stage = met(max_nodes=3)
+    stage = met(max_nodes=4)
     for i in "bc":
         stage.puppet(i)
     stage.form("b", "c")
@@ -289,6 +289,16 @@ def test_a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no
     assert stage.record.open
     assert stage.run(1, lambda: not stage.record.open)
     assert stage.record.broken and stage.record.broken.reason == "n0 10.0.0.1 joined"
+
+
+def test_a_newcomer_who_fills_the_last_place_of_a_running_round_waits_for_no_other() -> None:
+    stage = Stage(max_nodes=3)
+    stage.write(RoundRecord("s"))
+    stage.puppet("b")
+    stage.puppet("c")
+    stage.enter()
+    stage.form("b", "c")
+    assert stage.run(0.5, lambda: not stage.record.open)  # the debounce is a second
 
 
 def test_a_member_that_has_succeeded_may_fall_silent() -> None:
