@@ -91,12 +91,15 @@ def count_failure(rules: Rules, view: View, lost: list[Member]) -> tuple[RoundRe
 def count_loss(view: View, lost: list[Member]) -> RoundRecord:
     """Return the record with the broken round counted if it lost a node early, its version not raised.
 
-    A round that ended because newcomers came says nothing about those newcomers yet. One whose workers go on with their state has lost
-    no progress.
+    A round that ended because newcomers came says nothing about those newcomers yet, unless the one that ended it is gone again: that is
+    a loss, too. A round whose workers go on with their state has lost no progress.
     """
     record = view.record
     broken = record.broken
-    if broken is None or (broken.cause is Cause.JOIN and not lost):
+    if broken is None:
+        return record
+    gone = bool(lost) or (broken.cause is Cause.JOIN and broken.by not in {row.id for row in view.candidates()})
+    if broken.cause is Cause.JOIN and not gone:
         return record
     kept = any(row.kept == record.round for row in view.rows.values())
-    return replace(record, losses=0 if broken.ran >= EARLY else record.losses + bool(lost and not kept))
+    return replace(record, losses=0 if broken.ran >= EARLY else record.losses + (gone and not kept))

@@ -64,11 +64,16 @@ def test_after_many_early_losses_the_survivors_go_on_by_themselves(cause: Cause,
         assert chosen(form(record, [row("a", 1), row("b", 1), row("d")], now=0.0, min_nodes=least, restart_pause=0.0)) == "adb"
 
 
-@pytest.mark.parametrize("alive", [1.0, 4.0, 12.0, 40.0])
-def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work(alive: float) -> None:
+@pytest.mark.parametrize(("told", "stop_time"), [(0.0, 0.05), (1.0, 0.05), (1.0, 4.9)])
+@pytest.mark.parametrize("alive", [0.5, 1.0, 4.0, 12.0, 40.0])
+def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work(alive: float, told: float, stop_time: float) -> None:
+    """``stop_time``: seconds that the workers of the others take to stop. A node may be gone again before they have."""
     world = World(min_nodes=2, max_nodes=3)
+    world.deaths = replace(world.deaths, told=told)
     invariants.install(world)
     stay, comes = [world.add(), world.add()], [world.add("x")]
+    for node in stay:
+        node.stop_time = stop_time
     assert world.run(30, world.running(*stay, *comes))
 
     def kill() -> None:

@@ -416,8 +416,13 @@ MUTANTS = (
     ),
     mutant(
         "a round that newcomers ended says nothing of them",
-        *("updates", "or (broken.cause is Cause.JOIN and not lost)", ""),
+        *("updates", "    if broken.cause is Cause.JOIN and not gone:\n        return record\n", ""),
         *("crash_loops", "a_round_counts_when_it_lost_a_node_soon"),
+    ),
+    mutant(
+        "who has ended a round and is gone before the next one is a loss",
+        *("updates", " or (broken.cause is Cause.JOIN and broken.by not in {row.id for row in view.candidates()})", ""),
+        *("crash_loops", "a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work"),
     ),
     mutant(
         "whoever ended the round lives",
