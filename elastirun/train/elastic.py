@@ -32,7 +32,7 @@ from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
 from .process_groups import end_beside, init_default_group
-from .rank_mark import one_mark
+from .rank_prefix import one_prefix
 from .state_copy import copy_state
 from .train_state import TrainState
 from .world_change import WorldChange, connecting
@@ -333,7 +333,7 @@ class Elastic:
             dist.destroy_process_group()
         c10d._world.group_count = 0  # of which names are made: one that could not be made, as a peer was lost, has been counted
         if live is None:
-            with one_mark():
+            with one_prefix():
                 dist.init_process_group("gloo", timeout=_timeout)
             self._model.set_group(init_sync=False)
             self._settle()

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .collectives import broadcast
 from .errors import TrainError
-from .rank_mark import one_mark
+from .rank_prefix import one_prefix
 
 OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
 
@@ -56,7 +56,7 @@ def connected(backend: Any, timeout: timedelta) -> None:
 def init_default_group(store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
     """Make the default group, of gloo. ``timeout``: for a collective; None: torch's default."""
     timeout = timeout or c10d.default_pg_timeout
-    with one_mark():
+    with one_prefix():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=connect_limit(timeout))
     assert dist.group.WORLD is not None
     connected(dist.group.WORLD._get_backend(torch.device("cpu")), timeout)

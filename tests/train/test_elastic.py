@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
+from elastirun.agent.failures.classify import shows_own_failure
 from elastirun.live_messages import VARIABLE
 from elastirun.live_worlds import World
 from elastirun.train import (
@@ -29,6 +30,7 @@ from elastirun.train import (
     TrainState,
     elastic,
     process_groups,
+    rank_prefix,
 )
 from elastirun.train.control_words import ADMIT, SWITCH
 from elastirun.train.group_connections import _sockets, connections
@@ -357,21 +359,42 @@ def test_a_request_for_a_world_of_a_round_that_is_over_is_not_carried_into_the_n
 
 
 FAILS_LATE = """
-import os, sys
+import os
 import torch.distributed as dist
-from elastirun.train import elastic, process_groups
+from elastirun.train import process_groups
 
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one of the script's own
 for rank in range(3):
     os.environ["RANK"] = str(rank)
-    process_groups.init_default_group(dist.HashStore(), 0, 1, None)
     dist.destroy_process_group()
-raise ValueError("two\\n\\nlines")
+    process_groups.init_default_group(dist.HashStore(), 0, 1, None)
+raise ValueError("two\\n\\nlines: connection reset")
 """
 
 
-def test_each_line_of_an_exception_is_marked_once_with_the_rank_of_the_last_world() -> None:
+def test_each_line_of_an_exception_has_one_prefix_with_the_rank_in_the_last_world() -> None:
     said = subprocess.run([sys.executable, "-c", FAILS_LATE], capture_output=True, text=True, timeout=PATIENCE).stderr.splitlines()
-    assert said[-3:] == ["[rank2]: ValueError: two", "", "[rank2]: lines"] and said[0] == "[rank2]: Traceback (most recent call last):"
+    assert said[-3:] == ["[rank2]: ValueError: two", "", "[rank2]: lines: connection reset"]
+    assert said[0] == "[rank2]: Traceback (most recent call last):" and shows_own_failure(said, None)
+
+
+def test_a_thousand_worlds_add_one_hook_for_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", print)
+    monkeypatch.setattr(rank_prefix, "_installed", False)
+    hooks = set()
+    for _ in range(1000):
+        with rank_prefix.one_prefix():
+            pass
+        hooks.add(sys.excepthook)
+    assert len(hooks) == 1 and print not in hooks
+
+
+def test_a_group_that_could_not_be_made_leaves_no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", print)
+    with pytest.raises(OSError, match="lost"), rank_prefix.one_prefix():
+        sys.excepthook = repr  # torch's hook, which stays when the barrier behind it fails
+        raise OSError("lost")
+    assert sys.excepthook is print
 
 
 def lonely(rank: int, world: int) -> list[float]:

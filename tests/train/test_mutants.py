@@ -119,14 +119,19 @@ MUTANTS = (
         *("elastic", "who_has_left_a_round_without_a_state_is_alone_again"),
     ),
     mutant(
-        "an exception is marked by one rank",
-        *("rank_mark", "before if _marks else partial(_marked, before)", "partial(_marked, before)"),
-        *("elastic", "each_line_of_an_exception_is_marked_once_with_the_rank_of_the_last_world"),
+        "the hook for exceptions is installed once",
+        *("rank_prefix", "before if _installed else partial(_write_prefixed, before)", "partial(_write_prefixed, before)"),
+        *("elastic", "a_thousand_worlds_add_one_hook_for_exceptions"),
     ),
     mutant(
-        "the mark is that of the present rank, not torch's",
-        *("rank_mark", "    sys.excepthook = before if _marks else partial(_marked, before)\n", ""),
-        *("elastic", "each_line_of_an_exception_is_marked_once_with_the_rank_of_the_last_world"),
+        "torch's own prefixes go",
+        *("rank_prefix", '_TORCHS.sub("", line)', "line"),
+        *("elastic", "each_line_of_an_exception_has_one_prefix_with_the_rank_in_the_last_world"),
+    ),
+    mutant(
+        "a group that could not be made leaves no hook",
+        *("rank_prefix", "        sys.excepthook = before\n        raise\n", "        raise\n"),
+        *("elastic", "a_group_that_could_not_be_made_leaves_no_prefix"),
     ),
     mutant(
         "what is left of the state comes with the last slice",
