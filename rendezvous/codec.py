@@ -28,6 +28,7 @@ FORMAT = 6  # raised when a field is added or changes its meaning
 MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
 MAX_TEXT = 1024  # characters of any one string; enough for a line of stderr or a reason
 MAX_ITEMS = 16_384  # entries of any one list; more than the nodes of any job
+KEPT = 2048  # members that are kept; each may be 16 KiB, by anybody who can write into a store without a token
 MAX_INT = 2**53  # what every JSON implementation can hold
 PORTS = range(1 << 16)
 RANGES = {"slots": range(1, 4097), "port": PORTS, "standby": PORTS}  # of fields whose value becomes a number of workers or a port
@@ -218,7 +219,7 @@ def _dataclass_of(kind: type[Any]) -> Build:
         return kind(**fields)
 
     # Most members of a round were members of the one before: they are built once. Typed, because True equals 1.
-    built = functools.lru_cache(MAX_ITEMS, typed=True)(build) if set(hints.values()) <= {str, int} else build
+    built = functools.lru_cache(KEPT, typed=True)(build) if set(hints.values()) <= {str, int} else build
 
     def parse(value: Any) -> Any:
         if not isinstance(value, dict) or value.keys() != builders.keys():
@@ -226,7 +227,7 @@ def _dataclass_of(kind: type[Any]) -> Build:
         values = [value[name] for name in names]
         try:
             return built(*values)
-        except TypeError:  # a list or an object, which is no key of a cache
+        except TypeError:  # unhashable: a list or an object
             return build(*values)
 
     return parse

@@ -336,7 +336,7 @@ def test_a_round_of_ten_thousand_nodes_fits() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"slots": True}, {"slots": 1.0}, {"slots": [1]}, {"standby": False}, {"standby": 0.0}, {"name": None}])
-def test_a_member_that_was_read_before_makes_none_good_that_only_equals_it(changes: dict[str, object]) -> None:
+def test_a_member_that_was_read_before_admits_no_equal_value_of_another_type(changes: dict[str, object]) -> None:
     member = Member("n0-1", "n0", "10.0.0.1", 29500, 1)
     assert decode(PLAIN.encode(KEY, RoundRecord("s", members=(member,))), RoundRecord).members == (member,)
     value = {**json.loads(PLAIN.encode(KEY, member)), **changes}

@@ -462,8 +462,8 @@ MUTANTS = (
     ),
     mutant(
         "a member that was read before is the same in type, too",
-        *("codec", "functools.lru_cache(MAX_ITEMS, typed=True)", "functools.lru_cache(MAX_ITEMS)"),
-        *("codec", "a_member_that_was_read_before_makes_none_good_that_only_equals_it"),
+        *("codec", "functools.lru_cache(KEPT, typed=True)", "functools.lru_cache(KEPT)"),
+        *("codec", "a_member_that_was_read_before_admits_no_equal_value_of_another_type"),
     ),
     mutant(
         "a signature holds for one key",

@@ -57,7 +57,7 @@ def mutants_in(folder: str, tests: str) -> Callable[[str, str, str, str, str, st
 
 
 def due(mutants: Sequence[Mutant]) -> Sequence[Mutant]:
-    """Return those of ``mutants`` that run today: a quarter, another one each day. All with TEST_MUTANTS=all."""
+    """Return those of ``mutants`` that run today: a quarter, another one each day. All with TEST_MUTANTS=all, or without it."""
     today = os.environ.get("TEST_MUTANTS", "all")  # tests/conftest.py sets it, the same for all processes of a run
     return mutants if today == "all" else mutants[int(today) % SHARE :: SHARE]
 
