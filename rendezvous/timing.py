@@ -55,7 +55,7 @@ class Timing:
 
     join_timeout: float = 600.0  # give up when no round has formed for this long; torchrun's default
     last_call: float = 5.0  # the first round waits this long after the latest join for more nodes
-    debounce: float = 1.0  # newcomers to a running round are admitted together once none has come for this long, or they fill the last place
+    debounce: float = 1.0  # newcomers to a running round are admitted together once none has come for this long, or they fill it
     beat: float = 0.5  # interval at which an agent renews its row and reads the round; a tenth of expire, so that several may fail
     expire: float = 5.0  # a node whose row has not changed for this long is lost
     store_grace: float = 60.0  # workers go on for this long while the store is unreachable: a restart of the store fits in
