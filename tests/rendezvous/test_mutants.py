@@ -396,7 +396,7 @@ MUTANTS = (
     ),
     mutant(
         "a loss counts unless workers go on with their state",
-        *("updates", "bool(lost and not kept)", "bool(lost)"),
+        *("updates", "(gone and not kept)", "gone"),
         *("crash_loops", "a_loss_does_not_count_where_workers_go_on_with_their_state"),
     ),
     mutant(
