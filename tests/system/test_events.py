@@ -73,7 +73,7 @@ def await_event(name: str, nodes: Cluster) -> None:
 
 
 def test_a_life_with_a_failure_a_loss_and_a_signal_as_the_page_describes_it(nodes: Cluster) -> None:
-    options = ("--max-restarts=1", "--last-call=0.1", "--expire=3", f"--log-dir={nodes.tmp_path}/logs")
+    options = ("--max-restarts=1", "--last-call=30", "--expire=3", f"--log-dir={nodes.tmp_path}/logs")
     a = nodes.agent(1, *options, nnodes="2:3")
     b = nodes.agent(2, *options[:-1], nnodes="2:3")
     c = nodes.agent(3, *options[:-1], nnodes="2:3")
