@@ -8,7 +8,7 @@ from elastirun.rendezvous.actions import Outcome, Start
 from elastirun.rendezvous.records import Cause, RoundRecord, Verdict
 from elastirun.rendezvous.rules import hold
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
-from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT
+from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
 from tests.sim.world import Node, Violation, World
 
 SLACK = 0.05  # seconds, for messages under way
@@ -211,22 +211,10 @@ def settled(world: World) -> bool:
 
 
 def two_runs(world: World) -> bool:
-    """Return whether there are several runs: where a second one can begin, it may go on (decisions 0020, 0021).
-
-    All nodes of a run train in its round, or its store has moved, and too few nodes are left for another round: they wait.
-    """
-    runs: dict[str, list[Node]] = {}
-    for node in world.nodes:
-        if node.alive:
-            runs.setdefault(node.machine.record.store_id if node.machine.record is not None else "", []).append(node)
-    trains = {run: all(n.working is not None and _complete(world, n.working) for n in nodes) for run, nodes in runs.items()}
-    waits = {run: len(nodes) < world.rules.min_nodes and all(_waits_in_moved(n) for n in nodes) for run, nodes in runs.items()}
-    return world.disconnected and len(runs) > 1 and any(trains.values()) and all(trains[run] or waits[run] for run in runs)
-
-
-def _waits_in_moved(node: Node) -> bool:
-    record = node.machine.record
-    return record is not None and record.term > 0 and node.working is None and node.machine.state is JOINING
+    """Return whether all nodes train, but in several runs: where a second one can begin, it may go on (decision 0021)."""
+    alive = [n for n in world.nodes if n.alive]
+    stores = {n.working.store_id for n in alive if n.working}
+    return world.disconnected and len(stores) > 1 and all(n.working is not None and _complete(world, n.working) for n in alive)
 
 
 def all_train(world: World) -> bool:
