@@ -1,7 +1,7 @@
 """The prefix ``[rankN]:`` that torch writes before each line of an uncaught exception, for processes whose default group changes.
 
 ``torch.distributed.init_process_group`` wraps ``sys.excepthook`` each time, with the rank of that moment: after a hundred worlds each line
-would begin with a hundred prefixes, most of them of another rank, and after a thousand no traceback could be written.
+would begin with a hundred prefixes, most of them of another rank, and after a thousand with none, because the hook itself would fail.
 """
 
 from __future__ import annotations

@@ -241,12 +241,12 @@ def test_what_is_waited_for_is_said_in_full_once_and_then_in_short() -> None:
     assert [line for line in me.said if "waiting" in line] == [f"waiting for the rendezvous store: {trouble}", short, short]
 
 
-def test_nobody_is_taken_in_while_a_round_is_finishing() -> None:
-    stage = met(max_nodes=4)
+@pytest.mark.parametrize("most", [3, 4])  # with 3 the newcomer would fill the last place
+def test_nobody_is_taken_in_while_a_round_is_finishing(most: int) -> None:
+    stage = met(max_nodes=most)
     for i in "bc":
         stage.puppet(i)
     stage.form("b", "c")
-    stage.run(0.5)
     stage.puppet("b", status=Status.DONE, succeeded=1)
     stage.run(10)
     assert stage.record.open and stage.record.broken is None
@@ -278,13 +278,19 @@ def test_a_member_that_has_no_row_yet_is_waited_for() -> None:
     assert not stage.me.starts and stage.record.open
 
 
-def test_a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come() -> None:
-    stage = Stage(max_nodes=8)
+def beside_a_round(max_nodes: int) -> Stage:
+    """A round of two other nodes, and this node, which has just come."""
+    stage = Stage(max_nodes=max_nodes)
     stage.write(RoundRecord("s"))
     stage.puppet("b")
     stage.puppet("c")
     stage.enter()
     stage.form("b", "c")
+    return stage
+
+
+def test_a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come() -> None:
+    stage = beside_a_round(max_nodes=8)
     stage.run(0.9)  # the debounce is a second
     assert stage.record.open
     assert stage.run(1, lambda: not stage.record.open)
@@ -292,13 +298,8 @@ def test_a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no
 
 
 def test_a_newcomer_who_fills_the_last_place_of_a_running_round_waits_for_no_other() -> None:
-    stage = Stage(max_nodes=3)
-    stage.write(RoundRecord("s"))
-    stage.puppet("b")
-    stage.puppet("c")
-    stage.enter()
-    stage.form("b", "c")
-    assert stage.run(0.5, lambda: not stage.record.open)  # the debounce is a second
+    stage = beside_a_round(max_nodes=3)
+    assert stage.run(0.5, lambda: not stage.record.open)
 
 
 def test_a_member_that_has_succeeded_may_fall_silent() -> None:
