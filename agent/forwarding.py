@@ -33,7 +33,7 @@ class Forwarding:
 
     At the first endpoint it is written into the round record, in place of a first round; at the others beside the records of a standby
     store, or into the round record of one that has had the job before. Each endpoint has a thread of its own. ``found`` gets the round
-    record that is at the first endpoint afterwards, when it is another one than before; it is called in the thread. ``own``: the standby
+    record that stands at the first endpoint, when it is another one than last time; it is called in the thread. ``own``: the standby
     store of this agent, which needs no telling.
     """
 
@@ -106,7 +106,7 @@ class _Address:
         return self._due < math.inf and (place != self._place or clock.now() >= self._due)
 
     def write(self, place: Place, protocol: SyncProtocol, job: RoundRecord | None) -> RoundRecord | None:
-        """Write ``place`` into the store that is there. Return its round record, from the first endpoint; None: there is none.
+        """Write ``place`` into the store that is there. Return the round record that stood at the first endpoint; None: none.
 
         ``job``: the round record at ``place``; None: another place that stands there is not written over.
         """

@@ -21,7 +21,7 @@ from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.ranks import own_rank
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.succession import DOUBT, Moves, another_run, lost_host, standbys
+from elastirun.rendezvous.succession import DOUBT, Moves, lost_host, standbys
 from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
@@ -152,7 +152,7 @@ class Machine:
         self._link.schedule.urgent = True
 
     def _on_found_at_start(self, event: events.FoundAtStart) -> None:
-        if self.record is not None and (why := another_run(event.round, self.record)):
+        if self.record is not None and (why := self._moves.found_at_start(event.round, self.record, event.now)):
             self._end(Outcome.STORE_LOST, why)
 
     def _on_prepared(self, event: events.Prepared) -> None:

@@ -100,6 +100,7 @@ class Moves:
     _word: Vote | None = None  # the newest that the guard of a dead host has brought: no later round of that host has started
     _claims: bool = False  # this node would take over, if no other run of the job has begun where it was started
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
+    _overruled: tuple[float, float] | None = None  # when another owner's word was first and last found where the job was started
     _is_replaced: bool = False  # a store without this job answers where the store in use was
     _silent_since: dict[str, float] = field(default_factory=dict)  # by owner: since when its store has not answered
     _looked_at: dict[str, float] = field(default_factory=dict)  # by owner, "" where the job was started: when this node looked there last
@@ -301,6 +302,24 @@ class Moves:
         if self.at is None or self.at.id != self.me or self.undecided or record is None or record.closed:
             return None
         return self.at, record if self.waits is None else None
+
+    def found_at_start(self, found: RoundRecord | None, record: RoundRecord, now: float) -> str:
+        """Take in what an owner has found where it says where its store is. Returns why this node gives up; empty: it does not.
+
+        Where another owner's word stands again and again in place of its own, another run of the job has moved, too, and nodes that come
+        are sent to the one or the other. An owner whose round runs goes on. Of two that wait for nodes one waits for twice as long, so that
+        not both give up.
+        """
+        other = found.moved if found is not None and found.moved != self.at else None
+        if record.open or self.waits is not None:
+            self._overruled = None
+        elif other is not None:
+            first, last = self._overruled or (now, now)
+            first = now if now - last > self.rules.expire else first
+            self._overruled = first, now
+            if now - first >= self.rules.store_grace * (1 if self.me < other.id else 2):
+                return f"another run of this job has moved, to {other.address}, and takes the nodes that come"
+        return another_run(found, record)
 
     # -- in a standby store -----------------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class SyncProtocol:
             yield lambda store: store.delete(old)
 
     def put_moved(self, place: Place, first: RoundRecord | None = None, job: RoundRecord | None = None, over: bool = True) -> Steps:
-        """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that is there afterwards.
+        """Say in a store in which no round has formed that the job's store is at ``place``. Return the record that stood there before.
 
         ``first``: what is written, with ``place``, where there is no record yet; None: nothing. ``job``: the record at ``place``; where an
         earlier store of that job still answers, because its host lives and was cut off, this is said in spite of its rounds. ``over``: also
@@ -165,7 +165,7 @@ class SyncProtocol:
         if written is None or spoken_for or written.moved == place or (written.moved is not None and not over):
             return record
         yield from self._put_round(Change(record, replace(written, moved=place)))
-        return (yield from self._read_round())
+        return record
 
     def put_place(self, place: Place, job: RoundRecord | None = None, over: bool = True) -> Steps:
         """Say in a standby store that the job's store is at ``place``: beside the records, which are for the node that takes over next.

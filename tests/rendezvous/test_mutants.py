@@ -806,8 +806,38 @@ MUTANTS = (
     ),
     mutant(
         "a moved job yields to one that has begun where it was started",
-        *("machine", "(why := another_run(event.round, self.record))", "(why := '')"),
+        *("machine", "(why := self._moves.found_at_start(event.round, self.record, event.now))", "(why := '')"),
         *("succession", "a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started"),
+    ),
+    mutant(
+        "an owner that waits yields to another run that has moved",
+        *("succession", "if now - first >= self.rules.store_grace", "if now - first >= 1e9"),
+        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+    ),
+    mutant(
+        "an owner whose round runs does not yield",
+        *("succession", "if record.open or self.waits is not None:", "if self.waits is not None:"),
+        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+    ),
+    mutant(
+        "nor one in the smaller part",
+        *("succession", "if record.open or self.waits is not None:", "if record.open:"),
+        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+    ),
+    mutant(
+        "one word of another run is not enough",
+        *("succession", "first = now if now - last > self.rules.expire else first", "first = first"),
+        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+    ),
+    mutant(
+        "two owners do not both yield",
+        *("succession", "(1 if self.me < other.id else 2)", "1"),
+        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+    ),
+    mutant(
+        "an owner does not yield to its own word",
+        *("succession", "if found is not None and found.moved != self.at else None", "if found is not None else None"),
+        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
     ),
     mutant(
         "the first round waits until it would have heard of the job elsewhere",

@@ -11,12 +11,12 @@ from elastirun.errors import StoreError
 from elastirun.rendezvous import quorum, succession
 from elastirun.rendezvous.actions import Outcome, Say, Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Synced, SyncFailed, Tick
+from elastirun.rendezvous.events import FoundAtStart, Synced, SyncFailed, Tick
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Broken, Cause, Closed, Member, NodeRow, Place, Quorum, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.succession import Moves
+from elastirun.rendezvous.succession import Moves, take_over
 from elastirun.rendezvous.sync import SyncProtocol, execute
 from tests.rendezvous import test_formation
 from tests.sim import invariants
@@ -337,6 +337,40 @@ def test_an_owner_in_the_smaller_part_does_not_overrule_another_word() -> None:
     assert owner.forward(replace(record, closed=Closed(Verdict.SUCCEEDED, "", "a"))) is None
 
 
+def overruled(me: str, by: Place | None, until: float, last: float, record: RoundRecord | None = None, minority: bool = False) -> str:
+    """What an owner says who finds the word ``by`` where the job was started: every second ``until``, and then once at ``last``."""
+    owner = undecided(me, me)
+    owner.undecided_since = None
+    owner.note_minority(minority, 1.0)
+    record = record or replace(take_over(RECORD, me, (), ()), version=9)
+    said = [owner.found_at_start(RoundRecord("", moved=by), record, float(now)) for now in (*range(1, int(until) + 1), last)]
+    return said[-1]
+
+
+def test_an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up() -> None:
+    """Both have moved, and each writes its word over the other's; of two that wait, one waits for twice as long."""
+    grace = int(PROOF.store_grace)
+    assert "has moved, to 10.0.0.3" in overruled("a", PLACES[2], grace, grace + 1.0)
+    assert not overruled("a", PLACES[2], grace - 2, grace - 1.0)
+    assert not overruled("b", PLACES[1], grace, grace + 1.0) and overruled("b", PLACES[1], 2 * grace, 2 * grace + 1.0)
+    assert not overruled("a", PLACES[1], 2 * grace, 2 * grace + 1.0), "it is its own word"
+    assert not overruled("a", None, grace, grace + 1.0)
+    assert not overruled("a", PLACES[2], 3, grace + 1.0), "it was seen twice, not all the time"
+    assert not overruled("a", PLACES[2], grace, grace + 1.0, replace(RECORD, host="a", term=1)), "its round runs"
+    assert not overruled("a", PLACES[2], grace, grace + 1.0, minority=True), "the other one may be an owner of this job"
+
+
+def test_an_owner_that_gives_up_ends_with_its_store_lost() -> None:
+    world = told(2, min_nodes=2)
+    host, owner = world.nodes
+    host.crash()
+    assert world.run(10, lambda: owner.machine.forward is not None)
+    other = RoundRecord("", moved=Place("zzz", "10.0.0.9", 2000))
+    assert not world.run(1.5 * world.rules.store_grace, lambda: owner.post(lambda now: FoundAtStart(now, None)) or bool(owner.finish))
+    assert world.run(1.5 * world.rules.store_grace, lambda: owner.post(lambda now: FoundAtStart(now, other)) or bool(owner.finish))
+    assert owner.outcome is Outcome.STORE_LOST
+
+
 def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
     moves = undecided("b", "b")
     assert [p.id for p in moves.places(RECORD)] == ["a", "c", "d"]
@@ -573,21 +607,21 @@ def test_a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late() -> None:
 def test_where_a_round_has_formed_nobody_says_that_the_store_has_moved() -> None:
     protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
     assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)) is None
-    write_round(data, RoundRecord("other"))
-    assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)) == RoundRecord("other", version=2, moved=PLACES[1])
-    assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)).version == 2
-    write_round(data, RoundRecord("other", version=3, round=1))
-    assert execute(protocol.put_moved(PLACES[2]), MemoryStore(data)) == RoundRecord("other", version=3, round=1)
+    write_round(data, first := RoundRecord("other"))
+    for found in (first, told := RoundRecord("other", version=2, moved=PLACES[1]), told):
+        assert execute(protocol.put_moved(PLACES[1]), MemoryStore(data)) == found
+    write_round(data, formed := RoundRecord("other", version=3, round=1))
+    for found in (formed, formed):
+        assert execute(protocol.put_moved(PLACES[2]), MemoryStore(data)) == found
 
 
 def test_a_word_that_overrules_none_is_written_where_nothing_is_said() -> None:
     protocol, data = SyncProtocol("job/", "a", Codec(), lambda: 0.0), dict[str, bytes]()
     write_round(data, RoundRecord("other"))
     for place in PLACES[1:3]:
-        found = execute(protocol.put_moved(place, over=False), MemoryStore(data))
-        assert found == RoundRecord("other", version=2, moved=PLACES[1])
+        execute(protocol.put_moved(place, over=False), MemoryStore(data))
         execute(protocol.put_place(place, over=False), MemoryStore(data))
-        assert execute(protocol.find_job(), MemoryStore(data)) == (found, PLACES[1])
+        assert execute(protocol.find_job(), MemoryStore(data)) == (RoundRecord("other", version=2, moved=PLACES[1]), PLACES[1])
     execute(protocol.put_place(PLACES[2]), MemoryStore(data))
     assert execute(protocol.find_job(), MemoryStore(data))[1] == PLACES[2]
 
@@ -611,8 +645,10 @@ def test_an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is() ->
     write_round(data, RECORD)
     job = replace(RECORD, version=9, term=1)
     for other in (RECORD, replace(job, store_id="other")):
-        assert execute(protocol.put_moved(PLACES[1], job=other), MemoryStore(data)) == RECORD
-    told = execute(protocol.put_moved(PLACES[1], job=job), MemoryStore(data))
+        execute(protocol.put_moved(PLACES[1], job=other), MemoryStore(data))
+        assert execute(protocol.find_job(), MemoryStore(data)) == (RECORD, None)
+    execute(protocol.put_moved(PLACES[1], job=job), MemoryStore(data))
+    told, _ = execute(protocol.find_job(), MemoryStore(data))
     assert told == replace(RECORD, version=6, moved=PLACES[1])
     newcomer, member = Machine(PROOF, NodeRow("n", "n", "", 0, 2), 0.0), Machine(PROOF, NodeRow("b", "b", "", 0, 2), 0.0)
     for machine in (newcomer, member):
