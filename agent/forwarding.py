@@ -32,9 +32,9 @@ class Forwarding:
     """Writes the place that is ``told``, if there is one, into each store that it finds at ``endpoints``. Nothing is raised.
 
     At the first endpoint it is written into the round record, in place of a first round; at the others beside the records of a standby
-    store, or into the round record of one that has had the job before. Each endpoint has a thread of its own. ``found`` gets the round
-    record that stands at the first endpoint, when it is another one than last time; it is called in the thread. ``own``: the standby
-    store of this agent, which needs no telling.
+    store, or into the round record of one that has had the job before. Each endpoint has a thread of its own. ``found`` gets what stood
+    there: the round record of the first endpoint, when it is another one than last time, and each other place, in a round record. It is
+    called in the thread. ``own``: the standby store of this agent, which needs no telling.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Forwarding:
 
     def _write_at(self, one: _Address, place: Place, job: RoundRecord | None) -> None:
         record = one.write(place, self._protocol, job)
-        if record is not None and record != self._last:
+        if record is not None and (record != self._last or record.moved not in (None, place)):
             self._last = record
             self._found(record)
 
@@ -106,7 +106,7 @@ class _Address:
         return self._due < math.inf and (place != self._place or clock.now() >= self._due)
 
     def write(self, place: Place, protocol: SyncProtocol, job: RoundRecord | None) -> RoundRecord | None:
-        """Write ``place`` into the store that is there. Return the round record that stood at the first endpoint; None: none.
+        """Write ``place`` into the store that is there. Return what stood there, see ``Forwarding``; None: nothing.
 
         ``job``: the round record at ``place``; None: another place that stands there is not written over.
         """
@@ -117,8 +117,11 @@ class _Address:
             if self._store is None:
                 self._store = PlainTcpStore(*self._where, FORWARD_LIMIT, (protocol.moved_key,))
             here = execute(protocol.here(), self._store)
-            put = here.put_moved(place, job=job, over=job is not None) if self._first else here.put_place(place, job, over=job is not None)
-            record = execute(put, self._store)
+            over = job is not None
+            if self._first:
+                record = execute(here.put_moved(place, job=job, over=over), self._store)
+            elif (other := execute(here.put_place(place, job, over), self._store)) not in (None, place):
+                record = RoundRecord("", moved=other)
             self._useless = 0
         except StoreError:
             self.close()

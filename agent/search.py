@@ -109,7 +109,7 @@ class Search:
                 record, place = execute(execute(protocol.here(), store).find_job(), store)
                 if record is not None and record.moved is None and (record.round > 0 or record.closed is not None):
                     goes_on = record.closed is None and bool(record.host)
-                    return _Word(Place(record.host, one.host, one.port), record.term) if goes_on else _Word()
+                    return _Word(Place(record.host, one.host, one.port, record.store_id), record.term) if goes_on else _Word()
                 place = record.moved if record is not None and record.moved is not None else place  # also of a store that was given up
                 return _Word(place, begins=place is None and shared_store.host_of(store, job) == job)
         except StoreError:

@@ -82,7 +82,7 @@ class Gathered(Event):
 
 @dataclass(frozen=True)
 class FoundAtStart(Event):
-    """The round record of a store where the job was started, as it stood when this node came to say there that the store has moved here."""
+    """The round record of a store where the job was started, before this node said there that the store has moved here."""
 
     round: RoundRecord | None
 

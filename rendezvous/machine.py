@@ -152,7 +152,8 @@ class Machine:
         self._link.schedule.urgent = True
 
     def _on_found_at_start(self, event: events.FoundAtStart) -> None:
-        if self.record is not None and (why := self._moves.found_at_start(event.round, self.record, event.now)):
+        waits = self.state is JOINING and self.record is not None and not self.record.open
+        if self.record is not None and (why := self._moves.found_at_start(event.round, self.record, waits, event.now)):
             self._end(Outcome.STORE_LOST, why)
 
     def _on_prepared(self, event: events.Prepared) -> None:

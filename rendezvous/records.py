@@ -9,7 +9,7 @@ are never compared (durations only).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 
@@ -147,6 +147,7 @@ class Place:
     id: str
     address: str
     port: int
+    run: str = field(default="", compare=False)  # where a job's store is said to be: its name, as in the round record
 
 
 @dataclass(frozen=True)

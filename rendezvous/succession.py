@@ -28,6 +28,7 @@ LATE = 1.0  # seconds for which an owner without a guard's word waits for more n
 PATIENCE = 2.0  # seconds in an undecided store before its nodes look elsewhere, which may hang for a second
 LOOKS_OF_WAIT = 0.1  # of the time since then, up to a beat
 CLAIM_AGAIN = 0.3  # seconds between two looks where the job was started, while an owner waits for those that are about to come
+OVERRULED_AGAIN = 5.0  # seconds at most from one word of another run to the next, of those that count together
 SILENT_AGAIN = 2.0  # seconds between two looks at a store that did not answer: such a look may hang for a second
 DOUBT = 2.0  # of ``expire``: how long the store is silent before its members doubt that its host lives
 
@@ -100,7 +101,7 @@ class Moves:
     _word: Vote | None = None  # the newest that the guard of a dead host has brought: no later round of that host has started
     _claims: bool = False  # this node would take over, if no other run of the job has begun where it was started
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
-    _overruled: tuple[float, float] | None = None  # when another owner's word was first and last found where the job was started
+    _overruled: tuple[str, float, float] | None = None  # another run whose word stands where this one's should; found since, and last, when
     _is_replaced: bool = False  # a store without this job answers where the store in use was
     _silent_since: dict[str, float] = field(default_factory=dict)  # by owner: since when its store has not answered
     _looked_at: dict[str, float] = field(default_factory=dict)  # by owner, "" where the job was started: when this node looked there last
@@ -139,7 +140,7 @@ class Moves:
         for name in ("undecided_since", "_minority_since", "_searching_since"):
             since = getattr(self, name)
             setattr(self, name, None if since is None else min(now, since + seconds))
-        self._silent_since = {}
+        self._silent_since, self._overruled = {}, None
 
     # -- the search -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,8 @@ class Moves:
         if place is None:
             start = self._start
             if self._claims and start is not None and start.round == 0 and start.moved != self.at:
-                return Sync(change=Change(start, replace(start, version=start.version + 1, moved=self.at)), rows=(), look=True)
+                said = replace(self.at, run=record.store_id) if self.at else None
+                return Sync(change=Change(start, replace(start, version=start.version + 1, moved=said)), rows=(), look=True)
             return Sync(rows=(), look=True)
         here = (self.at.id,) if self.at else ()
         few = dict.fromkeys((record.host, *here, *(p.id for p in self._line(record))))  # those in line may have died with the host
@@ -301,24 +303,23 @@ class Moves:
         """
         if self.at is None or self.at.id != self.me or self.undecided or record is None or record.closed:
             return None
-        return self.at, record if self.waits is None else None
+        return replace(self.at, run=record.store_id), record if self.waits is None else None
 
-    def found_at_start(self, found: RoundRecord | None, record: RoundRecord, now: float) -> str:
-        """Take in what an owner has found where it says where its store is. Returns why this node gives up; empty: it does not.
+    def found_at_start(self, found: RoundRecord | None, record: RoundRecord, waits: bool, now: float) -> str:
+        """Process what this owner found where it says where the store is. Return why it gives up; empty: it does not.
 
-        Where another owner's word stands again and again in place of its own, another run of the job has moved, too, and nodes that come
-        are sent to the one or the other. An owner whose round runs goes on. Of two that wait for nodes one waits for twice as long, so that
-        not both give up.
+        If the word of another run of the job stands there again and again, that run has moved, too, and nodes that come are sent to the one
+        or the other. An owner that waits for nodes (``waits``) then gives up; if both wait, that of one run waits for twice as long.
         """
-        other = found.moved if found is not None and found.moved != self.at else None
-        if record.open or self.waits is not None:
+        other = found.moved if found is not None else None
+        if not waits:
             self._overruled = None
-        elif other is not None:
-            first, last = self._overruled or (now, now)
-            first = now if now - last > self.rules.expire else first
-            self._overruled = first, now
-            if now - first >= self.rules.store_grace * (1 if self.me < other.id else 2):
-                return f"another run of this job has moved, to {other.address}, and takes the nodes that come"
+        elif other is not None and other.run not in ("", record.store_id):
+            run, since, last = self._overruled or (other.run, now, now)
+            since = since if run == other.run and now - last <= OVERRULED_AGAIN else now
+            self._overruled = other.run, since, now
+            if now - since >= self.rules.store_grace * (1 if record.store_id < other.run else 2):
+                return f"another run of this job has moved, to {other.address}, and nodes that come are sent there"
         return another_run(found, record)
 
     # -- in a standby store -----------------------------------------------------------------------------------------------
@@ -334,7 +335,7 @@ class Moves:
         self.at, self.undecided_since = place, None if decided else self.undecided_since or now
         self._searching_since = self._start = self._minority_since = None
         self._start_is_clear = self.doubts = self._is_replaced = False
-        self._silent_since = {}
+        self._silent_since, self._overruled = {}, None
 
     def turn_back(self, until: float) -> None:
         """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""

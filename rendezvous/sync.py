@@ -169,6 +169,7 @@ class SyncProtocol:
 
     def put_place(self, place: Place, job: RoundRecord | None = None, over: bool = True) -> Steps:
         """Say in a standby store that the job's store is at ``place``: beside the records, which are for the node that takes over next.
+        Return the place that stood there before.
 
         ``job``: the record at ``place``; where an earlier store of that job still answers, its own record says it, so that nodes that come,
         and those that are there, go on to ``place``. ``over``: also where another place stands.
@@ -177,12 +178,13 @@ class SyncProtocol:
         if record is not None and _is_earlier(record, job):
             if record.moved != place:
                 yield from self._put_round(Change(record, replace(record, version=record.version + 1, moved=place)))
-            return
+            return record.moved
         key = self.moved_key
         value = self._codec.encode(key, place)
         found = (yield _get([key])).get(key)
         if found is None or (over and found != value):
             yield _put_if(key, found, value)
+        return self._place(found)
 
     def here(self) -> Steps:
         """Return a protocol for the store at the other end, whatever kind of store that is."""
@@ -193,11 +195,14 @@ class SyncProtocol:
         """Return what a store says of the job: the round record in it, and the place of the store in use. None: nothing."""
         record = yield from self._read_round()
         data = (yield _get([self.moved_key])).get(self.moved_key)
+        return record, self._place(data)
+
+    def _place(self, data: bytes | None) -> Place | None:
+        """Return the place that is said in a standby store."""
         try:
-            place = None if data is None else self._codec.decode(self.moved_key, data, Place)
+            return None if data is None else self._codec.decode(self.moved_key, data, Place)
         except BadRecord as error:
             raise StoreError(f"unreadable: {error}") from None
-        return record, place
 
     def _read_round(self) -> Steps:
         return (yield from self._parse_round((yield _get([self.round_key])).get(self.round_key)))

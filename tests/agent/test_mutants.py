@@ -629,7 +629,7 @@ MUTANTS = (
     ),
     mutant(
         "what is found where the job was started is reported once",
-        *("forwarding", "if record is not None and record != self._last:", "if record is not None:"),
+        *("forwarding", "(record != self._last or record.moved not in (None, place))", "True"),
         *("standby_stores", "a_run_that_has_begun_where_the_job_was_started_is_reported_once"),
     ),
     mutant(
@@ -719,13 +719,18 @@ MUTANTS = (
         *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
     ),
     mutant(
+        "each word of another run is reported",
+        *("forwarding", "(record != self._last or record.moved not in (None, place))", "record != self._last"),
+        *("standby_stores", "the_word_of_another_run_is_reported_each_time_that_it_stands_there[at another one]"),
+    ),
+    mutant(
         "who has too few nodes overrules no other word",
-        *("forwarding", "put_moved(place, job=job, over=job is not None)", "put_moved(place, job=job)"),
+        *("forwarding", "put_moved(place, job=job, over=over)", "put_moved(place, job=job)"),
         *("standby_stores", "who_has_too_few_nodes_overrules_no_other_word"),
     ),
     mutant(
         "who says where the store is knows whom it tells",
-        *("forwarding", "else here.put_place(place, job,", "else protocol.put_place(place, job,"),
+        *("forwarding", "execute(here.put_place(place, job, over)", "execute(protocol.put_place(place, job, over)"),
         *("search", "what_is_signed_for_one_standby_store_sends_nobody_from_another_one"),
     ),
     mutant(

@@ -356,6 +356,28 @@ def test_a_run_that_has_begun_where_the_job_was_started_is_reported_once(port: i
         assert found.get(timeout=PATIENCE) == broken, "not the same one twice"
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["at the first endpoint", "at another one"])
+def test_the_word_of_another_run_is_reported_each_time_that_it_stands_there(port: int, first: bool, looked: threading.Event) -> None:
+    other = replace(HERE, id="n9", port=4712, run="another run's")
+    found: queue.Queue[RoundRecord] = queue.Queue()
+    standby = ServedStore(listening())
+    store, elsewhere = (ServedStore(listening(port=port)), ()) if first else (standby, (Endpoint("127.0.0.1", standby.port),))
+    if first:
+        put(store, EMPTY)
+    told = protocol()
+    try:
+        with forwarding(port, found.put, others=elsewhere):
+            for _ in range(2):
+                with closing(PlainTcpStore("127.0.0.1", store.port, 1.0, (told.moved_key,))) as client:
+                    execute(told.put_moved(other) if first else told.put_place(other), client)
+                while (word := found.get(timeout=PATIENCE).moved) != other:
+                    pass
+                assert word is not None and word.run == other.run
+    finally:
+        store.close()
+        standby.close()
+
+
 def test_nothing_is_written_where_nobody_has_begun(appeared: ServedStore) -> None:
     with closing(PlainTcpStore("127.0.0.1", appeared.port)) as store:
         assert execute(protocol().put_moved(HERE), store) is None

@@ -806,38 +806,53 @@ MUTANTS = (
     ),
     mutant(
         "a moved job yields to one that has begun where it was started",
-        *("machine", "(why := self._moves.found_at_start(event.round, self.record, event.now))", "(why := '')"),
+        *("machine", "(why := self._moves.found_at_start(event.round, self.record, waits, event.now))", "(why := '')"),
         *("succession", "a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started"),
     ),
     mutant(
         "an owner that waits yields to another run that has moved",
-        *("succession", "if now - first >= self.rules.store_grace", "if now - first >= 1e9"),
+        *("succession", "if now - since >= self.rules.store_grace", "if now - since >= 1e9"),
         *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
     ),
     mutant(
-        "an owner whose round runs does not yield",
-        *("succession", "if record.open or self.waits is not None:", "if self.waits is not None:"),
+        "another owner of the same run is none",
+        *("succession", 'other.run not in ("", record.store_id)', "other.run"),
         *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
     ),
     mutant(
-        "nor one in the smaller part",
-        *("succession", "if record.open or self.waits is not None:", "if record.open:"),
-        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+        "an owner that does not wait for nodes does not yield",
+        *("machine", "waits = self.state is JOINING and self.record is not None and not self.record.open", "waits = True"),
+        *("succession", "an_owner_that_gives_up_ends_with_its_store_lost"),
+    ),
+    mutant(
+        "two runs do not both yield",
+        *("succession", "(1 if record.store_id < other.run else 2)", "1"),
+        *("succession", "of_two_runs_that_wait_one_waits_for_twice_as_long"),
+    ),
+    mutant(
+        "the words of two runs do not count together",
+        *("succession", "run == other.run and now - last <= OVERRULED_AGAIN", "now - last <= OVERRULED_AGAIN"),
+        *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
         "one word of another run is not enough",
-        *("succession", "first = now if now - last > self.rules.expire else first", "first = first"),
-        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+        *("succession", "run == other.run and now - last <= OVERRULED_AGAIN", "run == other.run"),
+        *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
-        "two owners do not both yield",
-        *("succession", "(1 if self.me < other.id else 2)", "1"),
-        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+        "what was found before this agent stood still does not count",
+        *("succession", "self._overruled = {}, None\n\n    # -- the", "self._overruled = {}, self._overruled\n\n    # -- the"),
+        *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
-        "an owner does not yield to its own word",
-        *("succession", "if found is not None and found.moved != self.at else None", "if found is not None else None"),
-        *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
+        "nor what was found before the store moved",
+        *("succession", "self._overruled = {}, None\n\n    def turn", "self._overruled = {}, self._overruled\n\n    def turn"),
+        *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
+    ),
+    mutant(
+        "what was found before a round ran does not count",
+        *("succession", "if not waits:\n            self._overruled = None", "if not waits:\n            pass"),
+        *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
         "the first round waits until it would have heard of the job elsewhere",
@@ -871,7 +886,7 @@ MUTANTS = (
     ),
     mutant(
         "an owner in the smaller part overrules no other word",
-        *("succession", "return self.at, record if self.waits is None else None", "return self.at, record"),
+        *("succession", "record if self.waits is None else None", "record"),
         *("succession", "an_owner_in_the_smaller_part_does_not_overrule_another_word"),
     ),
     mutant(

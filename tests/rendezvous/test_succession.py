@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Broken, Cause, Closed, Member, NodeRow, Place, Quorum, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.succession import Moves, take_over
+from elastirun.rendezvous.succession import Moves
 from elastirun.rendezvous.sync import SyncProtocol, execute
 from tests.rendezvous import test_formation
 from tests.sim import invariants
@@ -337,38 +338,67 @@ def test_an_owner_in_the_smaller_part_does_not_overrule_another_word() -> None:
     assert owner.forward(replace(record, closed=Closed(Verdict.SUCCEEDED, "", "a"))) is None
 
 
-def overruled(me: str, by: Place | None, until: float, last: float, record: RoundRecord | None = None, minority: bool = False) -> str:
-    """What an owner says who finds the word ``by`` where the job was started: every second ``until``, and then once at ``last``."""
-    owner = undecided(me, me)
-    owner.undecided_since = None
-    owner.note_minority(minority, 1.0)
-    record = record or replace(take_over(RECORD, me, (), ()), version=9)
-    said = [owner.found_at_start(RoundRecord("", moved=by), record, float(now)) for now in (*range(1, int(until) + 1), last)]
-    return said[-1]
+OTHER, WAITS = "of another run", "of this run"  # store ids, in this order
+
+
+def finds(owner: Moves, run: str, *times: float, store_id: str = OTHER, waits: bool = True) -> str:
+    """Return what an owner, whose store has ``store_id``, says when it finds the word of ``run`` at each of ``times``."""
+    found = RoundRecord("", moved=replace(PLACES[2], run=run)) if run else None
+    return [owner.found_at_start(found, replace(RECORD, store_id=store_id), waits, now) for now in times][-1]
+
+
+def seconds(start: float, count: float) -> list[float]:
+    return [start + k for k in range(int(count) + 1)]
 
 
 def test_an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up() -> None:
-    """Both have moved, and each writes its word over the other's; of two that wait, one waits for twice as long."""
-    grace = int(PROOF.store_grace)
-    assert "has moved, to 10.0.0.3" in overruled("a", PLACES[2], grace, grace + 1.0)
-    assert not overruled("a", PLACES[2], grace - 2, grace - 1.0)
-    assert not overruled("b", PLACES[1], grace, grace + 1.0) and overruled("b", PLACES[1], 2 * grace, 2 * grace + 1.0)
-    assert not overruled("a", PLACES[1], 2 * grace, 2 * grace + 1.0), "it is its own word"
-    assert not overruled("a", None, grace, grace + 1.0)
-    assert not overruled("a", PLACES[2], 3, grace + 1.0), "it was seen twice, not all the time"
-    assert not overruled("a", PLACES[2], grace, grace + 1.0, replace(RECORD, host="a", term=1)), "its round runs"
-    assert not overruled("a", PLACES[2], grace, grace + 1.0, minority=True), "the other one may be an owner of this job"
+    """Both have moved, and each writes its word over the other's."""
+    grace = PROOF.store_grace
+    assert not finds(Moves("a", PROOF), WAITS, *seconds(1, grace - 1))
+    assert "has moved, to 10.0.0.3" in finds(Moves("a", PROOF), WAITS, *seconds(1, grace))
+    for own in ("", OTHER):
+        assert not finds(Moves("a", PROOF), own, *seconds(1, 3 * grace)), "another owner of this job will end, or follow"
+    assert not finds(Moves("a", PROOF), WAITS, *seconds(1, 3 * grace), waits=False), "it goes on with the nodes that it has"
+
+
+def test_of_two_runs_that_wait_one_waits_for_twice_as_long() -> None:
+    grace = PROOF.store_grace
+    assert not finds(Moves("a", PROOF), OTHER, *seconds(1, 2 * grace - 1), store_id=WAITS)
+    assert finds(Moves("a", PROOF), OTHER, *seconds(1, 2 * grace), store_id=WAITS)
+
+
+def test_words_of_another_run_count_while_they_come_again_and_again() -> None:
+    grace = PROOF.store_grace
+    cases: list[tuple[float, Callable[[Moves], object]]] = [
+        (53.0, lambda owner: finds(owner, WAITS, 52.0, waits=False)),
+        (53.0, lambda owner: finds(owner, "a third one", 52.0)),
+        (53.0, lambda owner: owner.stood_still(52.0, 1.0)),
+        (53.0, lambda owner: owner.move(PLACES[1], RECORD, {}, True, 52.0)),
+        (57.0, lambda owner: None),  # a gap
+    ]
+    for later, between in cases:
+        owner = Moves("a", PROOF)
+        finds(owner, WAITS, *seconds(1, 50))
+        between(owner)
+        assert not finds(owner, WAITS, *seconds(later, grace - 1))
+        assert finds(owner, WAITS, *seconds(later + grace, 1))
 
 
 def test_an_owner_that_gives_up_ends_with_its_store_lost() -> None:
-    world = told(2, min_nodes=2)
-    host, owner = world.nodes
+    world = told(3, min_nodes=2)
+    host, *others = world.nodes
     host.crash()
-    assert world.run(10, lambda: owner.machine.forward is not None)
-    other = RoundRecord("", moved=Place("zzz", "10.0.0.9", 2000))
-    assert not world.run(1.5 * world.rules.store_grace, lambda: owner.post(lambda now: FoundAtStart(now, None)) or bool(owner.finish))
-    assert world.run(1.5 * world.rules.store_grace, lambda: owner.post(lambda now: FoundAtStart(now, other)) or bool(owner.finish))
-    assert owner.outcome is Outcome.STORE_LOST
+    goes_on(world, *others)
+    owner = next(node for node in others if node.machine.forward is not None)
+    word = RoundRecord("", moved=Place("n9", "10.0.0.9", 2000, "another"))
+
+    def is_told() -> bool:
+        owner.post(lambda now: FoundAtStart(now, word))
+        return owner.finish is not None
+
+    assert not world.run(3 * world.rules.store_grace, is_told), "its round runs"
+    next(node for node in others if node is not owner).crash()
+    assert world.run(3 * world.rules.store_grace, is_told) and owner.outcome is Outcome.STORE_LOST
 
 
 def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
