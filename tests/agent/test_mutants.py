@@ -785,7 +785,7 @@ MUTANTS = (
     ),
     mutant(
         "a store that the job has left says so in its record",
-        *("forwarding", "put_place(place, job, over=job is not None)", "put_place(place)"),
+        *("forwarding", "put_place(place, job, over)", "put_place(place)"),
         *("search", "a_store_that_the_job_has_left_sends_a_newcomer_on"),
     ),
     mutant(
