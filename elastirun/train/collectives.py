@@ -20,21 +20,21 @@ def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device
     """Return the ``values`` (64 bits each, equally many everywhere) of every rank, in rank order."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    finish(dist.all_gather(parts, mine, group, async_op=True))
+    finish(dist.all_gather(parts, mine, group, async_op=True), device)
     return [part.tolist() for part in parts]
 
 
 def broadcast(values: Sequence[int], group: dist.ProcessGroup, device: torch.device, source: int = 0) -> list[int]:
     """Return the ``values`` of rank ``source``; the other ranks give equally many, whatever these are."""
     box = torch.tensor(values, dtype=torch.int64, device=device)
-    finish(dist.broadcast(box, dist.get_global_rank(group, source), group, async_op=True))
+    finish(dist.broadcast(box, dist.get_global_rank(group, source), group, async_op=True), device)
     numbers: list[int] = box.tolist()
     return numbers
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Replace ``tensor`` by its sum over the ranks, or by what ``op`` makes of it."""
-    finish(dist.all_reduce(tensor, op, group, async_op=True))
+    finish(dist.all_reduce(tensor, op, group, async_op=True), tensor.device)
 
 
 def gather_text(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
@@ -66,7 +66,7 @@ def copy_from(source: int, tensors: Iterable[Tensor], group: dist.ProcessGroup) 
                 if chunk and (tensor is None or nbytes + tensor.nbytes > CHUNK):
                     flat = torch.cat([t.reshape(-1) for t in chunk])
                     sent = torch.view_as_real(flat) if flat.is_complex() else flat  # gloo of torch 2.6: no complex
-                    finish(dist.broadcast(sent, first, group, async_op=True))
+                    finish(dist.broadcast(sent, first, group, async_op=True), sent.device)
                     for t, part in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
                         t.copy_(part.view(t.shape))
                     chunk, nbytes = [], 0

@@ -163,10 +163,7 @@ class DistributedDataParallel(TorchNames):
         with reduction_errors("comparing and copying the replicas"):
             verify_same(self._describe(copied, init_sync), "parameters, buffers and options", self.process_group, devices[0])
             self._group = make_own_group(self.process_group, devices[0])
-            self._end_own_group: Callable[[], object] = partial(end_own_group, self._group, self.process_group)
-            if devices[0].type == "cpu":  # on a GPU the last reduction may still be under way when the module is gone
-                self._end_own_group = weakref.finalize(self, end_own_group, self._group, self.process_group)  # keeps no group once called
-                self._end_own_group.atexit = False  # see ``at_exit``
+            self._keep_own_group(devices[0])
             if init_sync:
                 copy_from_first([tensor.detach() for _, tensor in copied], self._group)
         self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._transport_wanted)
@@ -176,6 +173,14 @@ class DistributedDataParallel(TorchNames):
         self._reducer.install()
         if self.find_unused_parameters:  # graphs change from step to step
             self._reducer.conclusion.read_always()
+
+    def _keep_own_group(self, device: torch.device) -> None:
+        """Keep the group of this module until it is left. On the CPU it ends with the module, too."""
+        assert self.process_group is not None
+        self._end_own_group: Callable[[], object] = partial(end_own_group, self._group, self.process_group)
+        if device.type == "cpu":  # on a GPU the last reduction may still be under way when the module is gone
+            self._end_own_group = weakref.finalize(self, end_own_group, self._group, self.process_group)  # keeps no group once called
+            self._end_own_group.atexit = False  # see ``at_exit``
 
     def _describe(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool) -> list[str]:
         """Describe what has to be the same on every rank."""
@@ -202,7 +207,8 @@ class DistributedDataParallel(TorchNames):
         sparse = sparse_names(self.module)
         statistics = find_statistics(self.module, self.parameters_to_ignore) if self._buffers_wanted is None else ()
         self._reducer = Reducer(self._named, needs, sparse, self._group, self._transport, self._options, statistics)
-        self._reducer.drops_failed_steps = self._drops_failed_steps
+        if self._drops_failed_steps:
+            self._reducer.drop_failed_steps()
         self._applied = (-1, -1)  # the parameters have not been searched for optimizers yet
         if self._hook[0] is not None:
             self._reducer.set_hook(*self._hook)
@@ -247,8 +253,7 @@ class DistributedDataParallel(TorchNames):
         if isinstance(self._end_own_group, weakref.finalize):
             self._end_own_group.detach()
         self.process_group, self._group, self._transport = world.process_group, world.group, world.transport
-        self._end_own_group = end = weakref.finalize(self, end_own_group, self._group, self.process_group)
-        end.atexit = False  # see ``at_exit``
+        self._keep_own_group(self._reducer.planner.device)
         self._reducer.enter_world(self._group, self._transport, world.buckets)
         return old
 
@@ -289,7 +294,8 @@ class DistributedDataParallel(TorchNames):
 
         The next forward raises the ReductionFailed unless ``set_group`` comes before.
         """
-        self._drops_failed_steps = self._reducer.drops_failed_steps = True
+        self._drops_failed_steps = True
+        self._reducer.drop_failed_steps()
 
     @property
     def failed(self) -> bool:

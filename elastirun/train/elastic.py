@@ -31,7 +31,7 @@ from .errors import ModelMismatch, TrainError
 from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
-from .process_groups import end_beside, init_default_group
+from .process_groups import abort, end_beside, init_default_group, leave_groups
 from .rank_prefix import one_prefix
 from .state_copy import copy_state
 from .train_state import TrainState
@@ -40,7 +40,12 @@ from .world_change import WorldChange, connecting
 CPU = torch.device("cpu")
 PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
+NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
+LIVE = ("gloo", NCCL)  # backends of worlds that can change
+# Of NCCL in a live worker. What torch would do about a lost peer is done here: it would end the process, or write a dump for a minute.
+OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
+_backend = "gloo"  # as given to ``init_process_group``
 _timeout: timedelta | None = None  # of the groups, as given to ``init_process_group``
 _connection: LiveConnection | None = None  # to the agent; None: the world of this process never changes
 
@@ -49,13 +54,16 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
     """Make the default process group, in place of ``torch.distributed.init_process_group``.
 
     With gloo it is a group of this process alone: what comes next (the model, its first compilation) waits for nobody. ``Elastic`` makes
-    the group of all workers that the launcher has started. With another backend it is that group at once. ``timeout``: for a collective;
-    None: torch's default, 30 minutes for gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
+    the group of all workers that the launcher has started. So it is with "cpu:gloo,cuda:nccl", for a model on a GPU, which is
+    experimental. With another backend it is that group at once. ``timeout``: for a collective; None: torch's default, 30 minutes for
+    gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
     """
-    global _timeout, _connection
-    _timeout = timeout
-    if backend == "gloo":
+    global _backend, _timeout, _connection
+    _backend, _timeout = backend, timeout
+    if backend in LIVE:
         _connection = _connect()
+        if backend == NCCL and _connection is not None:
+            os.environ.update(OF_NCCL)  # read when a group is made
         _init_alone()
     else:
         dist.init_process_group(backend, timeout=timeout)
@@ -63,7 +71,7 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
 
 def _init_alone() -> None:
     """Make a default group of this process alone."""
-    init_default_group(dist.HashStore(), 0, 1, None)  # type: ignore[attr-defined]
+    init_default_group(_backend, dist.HashStore(), 0, 1, None)  # type: ignore[attr-defined]
 
 
 class Elastic:
@@ -89,8 +97,8 @@ class Elastic:
     happens then. Then it takes the state of the others, who train on, and makes their steps with them; its samples have no weight until it
     has all. ``counts`` is False until then. If training ends before, the process ends with 0. Where nobody has a state, ``Elastic(…)``
     waits for all workers of the round.
-    Without an agent of elastirun, and with another backend than gloo, the world never changes. Raises TrainError for a state that it
-    cannot work with.
+    Without an agent of elastirun, and with another backend than gloo and "cpu:gloo,cuda:nccl", the world never changes. Raises TrainError
+    for a state that it cannot work with.
     """
 
     _worlds = 0  # that this rank has begun, or begun to join
@@ -114,7 +122,7 @@ class Elastic:
         self._connection = _connection
         self._live: LiveRound | None = None  # the round that this rank is in; None: its world never changes
         self._change: WorldChange | None = None  # to the next world of the round
-        if dist.get_backend() != "gloo":
+        if dist.get_backend() not in LIVE:
             self._begin()
             return
         _check(self._model)
@@ -190,7 +198,7 @@ class Elastic:
             if self._model.plans:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
-                self._change = WorldChange(live, self._model, self.state, _timeout)
+                self._change = WorldChange(live, self._model, self.state, _backend, _timeout)
         elif self._change.after_step(over=self._loader.state_dict()["consumed"] == 0):
             self._begin_world(live)
 
@@ -223,6 +231,7 @@ class Elastic:
         if (live := self._live) is not None:
             live.stop()
         connections.cut()
+        abort(list(c10d._world.pg_map))
         self._model.interrupt("the agent ends this round")
 
     def _leave(self, connection: LiveConnection) -> None:
@@ -236,9 +245,7 @@ class Elastic:
             self._live = None
         connections.forget()
         connection.leave(self.state.step, self._settled)
-        groups = list(c10d._world.pg_map)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        groups = leave_groups()
         self._model.leave_group()  # while the agents form the next round
         end_beside(groups)
 
@@ -322,19 +329,18 @@ class Elastic:
         if self._rehearsal is None:
             self._rehearsal = Rehearsal(self.state, self._model, self._loader)  # to be brought back if nobody has a whole state then
         self._be_alone()
-        self._change = change = WorldChange(live, self._model, self.state, _timeout, world)
+        self._change = change = WorldChange(live, self._model, self.state, _backend, _timeout, world)
         self._loader.set_world(0, change.sharing)
         self._worlds += 1
         self._before.take()
 
     def _make_world(self, live: LiveRound | None) -> None:
         """Make the process groups of a world, and agree on the state. ``live``: its round; None: all that the launcher has started."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_beside(leave_groups())
         c10d._world.group_count = 0  # of which names are made: one that could not be made, as a peer was lost, has been counted
         if live is None:
             with one_prefix():
-                dist.init_process_group("gloo", timeout=_timeout)
+                dist.init_process_group(_backend, timeout=_timeout)
             self._model.set_group(init_sync=False)
             self._settle()
             return
@@ -342,7 +348,7 @@ class Elastic:
         for request in (ADMIT, SWITCH, WHOLE):
             self._model.withdraw(request)  # what this rank has asked for in a world that is over
         with connecting(live.world):
-            init_default_group(live.store(live.world), live.rank, live.size, _timeout)
+            init_default_group(_backend, live.store(live.world), live.rank, live.size, _timeout)
             self._model.set_group(init_sync=False)
         self._settle()
         connections.end()
@@ -409,7 +415,7 @@ def _check(model: DistributedDataParallel) -> None:
     """Raise TrainError if the model cannot change worlds."""
     if dist.get_world_size() > 1:
         raise TrainError("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
-    if any(param.is_cuda for param in model.parameters()):
-        raise TrainError("with gloo, Elastic works with parameters on the CPU only")
+    if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
+        raise TrainError(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
     if model.steps_in_backward:
         raise TrainError("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")

@@ -33,15 +33,23 @@ class GroupConnections:
         """Whether there are groups whose connections may be cut."""
         return self._before is not None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connections of the present groups were cut."""
+        return self._cut_at is not None
+
     def cut_for(self) -> float:
         """Return the seconds since the connections of the present groups were cut first; 0: they are not."""
         since = self._cut_at
         return 0.0 if since is None else time.monotonic() - since
 
     def begin(self) -> None:
-        """Process groups are made from now on. What is left of the last ones, such as the connection to their store, is theirs, too."""
+        """Process groups are made from now on. What is left of the last ones, such as the connection to their store, is theirs, too.
+
+        If those are cut these are, too, until ``forget``.
+        """
         with self._lock:
-            self._before, self._groups, self._cut_at = set(_sockets()) - (self._groups or set()), None, None
+            self._before, self._groups = set(_sockets()) - (self._groups or set()), None
 
     def end(self) -> None:
         """The process groups are made."""

@@ -3,24 +3,35 @@
 When a connection ends gloo tells whoever waits for it, except for a message of which a part is on its way, or whose writing has failed
 (``Pair::signalException`` in its tcp/pair.cc leaves out unbound buffers in ``tx_`` and ``rx_``): that wait goes on until the timeout of the
 group, half an hour. Here such a wait is given up. The thread of gloo that waits stays until the timeout, and the group with it.
+
+NCCL lets the GPU wait, not the host, and its kernels end only when their communicator is aborted, as if all had gone well.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from .group_connections import connections
 
 LOOK = 0.1  # seconds from one look at the connections to the next: a wait that is given up takes as long; each look costs 0.3 ms
 LATEST = 0.3  # seconds for which a wait may last after the cut; usually it ends within milliseconds
+NAPS = 0.00002, 0.001  # seconds between two looks at the GPU, the first and the longest
 
 
-def finish(work: dist.Work | None) -> None:
-    """Wait for a collective. Raises torch's RuntimeError if it fails, or does not end although its connections are cut."""
+def finish(work: dist.Work | None, device: torch.device) -> None:
+    """Wait for a collective with tensors on ``device``; in a live job on the host, also for a GPU.
+
+    Raises torch's RuntimeError if it fails, or does not end although its connections are cut.
+    """
     if work is None:  # this process is not a member
+        return
+    if device.type == "cuda" and connections.made:
+        _finish_on_gpu(work)
         return
     while connections.made and not work.is_completed():
         try:
@@ -29,6 +40,18 @@ def finish(work: dist.Work | None) -> None:
             if not work.is_completed():  # it has not failed, it takes longer
                 _give_up_if_cut()
     work.wait()
+
+
+def _finish_on_gpu(work: dist.Work) -> None:
+    work.wait()  # the current stream waits
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    nap, longest = NAPS
+    while not event.query() and not connections.is_cut:  # type: ignore[no-untyped-call]
+        time.sleep(nap)
+        nap = min(1.5 * nap, longest)
+    if connections.is_cut:  # looked at after the end: communicators are aborted after the cut
+        raise RuntimeError("the connections of the process group are cut, and its communicator is aborted")
 
 
 def finish_message(work: dist.Work | None, limit: timedelta) -> None:

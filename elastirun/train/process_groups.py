@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -47,33 +47,49 @@ def connect_limit(timeout: timedelta) -> timedelta:
     return timeout if _connect_limit is None else min(timeout, _connect_limit / GLOO_WAITS)
 
 
-def connected(backend: Any, timeout: timedelta) -> None:
-    """Give a group that was made within ``connect_limit`` its own timeout."""
+def connected(backends: Iterable[Any], timeout: timedelta) -> None:
+    """Give ``backends`` that were made within ``connect_limit`` their own timeout."""
     if _connect_limit is not None:
-        backend._set_default_timeout(timeout)
+        for backend in backends:
+            backend._set_default_timeout(timeout)
 
 
-def init_default_group(store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
-    """Make the default group, of gloo. ``timeout``: for a collective; None: torch's default."""
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    return [group._get_backend(torch.device(device)) for device in _names(group)]
+
+
+def _names(group: dist.ProcessGroup) -> Mapping[str, str]:
+    """Return the name of the backend for each type of device."""
+    found: Mapping[str, str] = c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
+    return found
+
+
+def has_nccl(group: dist.ProcessGroup) -> bool:
+    """Return whether NCCL is the backend, or that for GPUs."""
+    return "nccl" in _names(group).values()
+
+
+def init_default_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
+    """Make the default group. ``timeout``: for a collective; None: torch's default."""
     timeout = timeout or c10d.default_pg_timeout
     with one_prefix():
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=connect_limit(timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=connect_limit(timeout))
     assert dist.group.WORLD is not None
-    connected(dist.group.WORLD._get_backend(torch.device("cpu")), timeout)
+    connected(_backends(dist.group.WORLD), timeout)
     store.set_timeout(timeout)
 
 
-def make_default_group(store: Any, rank: int, world_size: int, timeout: timedelta | None, name: str) -> dist.ProcessGroup:
-    """Return a group of gloo that can take the place of the default group (``replace_groups``). May be called in any thread.
+def make_default_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta | None, name: str) -> dist.ProcessGroup:
+    """Return a group that can take the place of the default group (``replace_groups``). May be called in any thread.
 
     ``name``: another one for each group of this process. The ranks that are in the present default group must have the same rank here.
     """
     timeout = timeout or c10d.default_pg_timeout
     limit = connect_limit(timeout)
     made: dist.ProcessGroup = c10d._new_process_group_helper(
-        world_size, rank, [], c10d.Backend("gloo"), store, cast(Any, name), timeout=limit, group_desc="default_pg"
+        world_size, rank, [], c10d.Backend(backend), store, cast(Any, name), timeout=limit, group_desc="default_pg"
     )[0]
-    connected(made._get_backend(torch.device("cpu")), timeout)
+    connected(_backends(made), timeout)
     store.set_timeout(timeout)
     c10d._world.pg_group_ranks[made] = {member: member for member in range(world_size)}
     return made
@@ -83,10 +99,47 @@ def replace_groups(default: dist.ProcessGroup, *others: dist.ProcessGroup) -> li
     """Make ``default`` the default group; all groups but this one and ``others`` end. Return these: to drop them takes a while."""
     c10d._update_default_pg(default)
     old = [group for group in list(c10d._world.pg_map) if group is not default and group not in others]
+    aborts = [group for group in old if has_nccl(group)]
+    abort(aborts)
     for group in old:
-        dist.destroy_process_group(group)
+        if group in aborts:
+            _forget(group)
+        else:
+            dist.destroy_process_group(group)
     c10d._world.group_count = 0  # names are made of it, the same ones on a new rank
     return old
+
+
+def leave_groups() -> list[dist.ProcessGroup]:
+    """End all groups, without waiting for anybody. Return them: to drop them takes a while."""
+    groups = list(c10d._world.pg_map)
+    if any(map(has_nccl, groups)):
+        abort(groups)
+        c10d._update_default_pg(None)
+        for group in groups:
+            _forget(group)
+        c10d._world.group_count = 0
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+    return groups
+
+
+def abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let the kernels of ``groups`` over NCCL end, in threads: the call takes torch half a second, the kernels some milliseconds."""
+    for group in filter(has_nccl, groups):
+        threading.Thread(target=group.abort, name="elastirun aborts groups", daemon=True).start()
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    """Take ``group`` out of torch's tables. ``destroy_process_group`` does, too, but waits for peers that may be gone."""
+    world = c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+        table.pop(group, None)
+    world.pg_to_tag.pop(group, None)
+    for tagged in world.tags_to_pg.values():
+        if group in tagged:
+            tagged.remove(group)
+    c10d._unregister_process_group(group.group_name)  # type: ignore[attr-defined]
 
 
 def end_beside(groups: list[Any]) -> None:
@@ -124,8 +177,7 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     either it needs all ranks of the world, or it makes the group's name from the number of groups of a rank, which may differ between
     ranks. With another backend than gloo or NCCL, the result is ``group`` itself.
     """
-    backend = c10d._world.pg_map[group][0]
-    if dist.get_world_size(group) == 1 or not set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()) <= OWN:
+    if dist.get_world_size(group) == 1 or not set(_names(group).values()) <= OWN:
         return group
     [number] = broadcast([time.time_ns()], group, device)
     members = dist.get_process_group_ranks(group)
@@ -134,12 +186,12 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
         len(members),
         dist.get_rank(group),
         members,
-        c10d.Backend(backend),
+        c10d.Backend(c10d._world.pg_map[group][0]),
         c10d._get_process_group_store(group),
         cast(Any, f"elastirun {number}"),
         timeout=connect_limit(timeout),
     )[0]
-    connected(made._get_backend(device), timeout)
+    connected(_backends(made), timeout)
     c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(members)}
     return made
 
@@ -150,7 +202,7 @@ def end_own_group(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     A rank need not wait for the others to call it. NCCL's groups could wait for them there, so they are aborted.
     """
     if made is not group and made in c10d._world.pg_map:
-        end = c10d._abort_process_group if dist.get_backend(made) == "nccl" else dist.destroy_process_group
+        end = c10d._abort_process_group if has_nccl(made) else dist.destroy_process_group
         end(made)
 
 

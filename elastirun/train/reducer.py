@@ -132,6 +132,11 @@ class Reducer:
         """Whether an optimizer is stepped for each bucket."""
         return self._extensions.optimizer_step is not None
 
+    def drop_failed_steps(self) -> None:
+        """Let a failed reduction end its backward without gradients. All ranks do: none uses the gradients of a step before its words."""
+        self.drops_failed_steps = True
+        self.conclusion.read_always()
+
     def close(self) -> None:
         """Remove all hooks from the parameters."""
         self.watch.remove()

@@ -30,12 +30,12 @@ def copy_state(state: TrainState, source: int, receives: bool, group: dist.Proce
     tensors: list[torch.Tensor] = []
     if rank == source:
         flat = flatten(shared, rank)
-        tensors = [tensor.detach() for tensor in flat.tensors.values()]
+        tensors = [tensor.detach().to(CPU) for tensor in flat.tensors.values()]
         shapes = [[name, _dtype(tensor), list(tensor.shape)] for name, tensor in flat.tensors.items()]
         text = json.dumps({"values": encode_values(flat.tree).decode("ascii"), "tensors": shapes})
     told = json.loads(_text_from(source, text, group))
     if rank != source:
-        tensors = [torch.empty(shape, dtype=DTYPES[dtype]) for _, dtype, shape in told["tensors"]]
+        tensors = [torch.empty(shape, dtype=DTYPES[dtype], device=CPU) for _, dtype, shape in told["tensors"]]
     copy_from(source, tensors, group)
     if receives:
         tree = decode_values(told["values"].encode("ascii"))

@@ -127,7 +127,7 @@ class Sender:
         self._begin_text(_described(flat, self._slices, ()))
         for name in rest:
             data = _bytes(flat.tensors[name].contiguous())
-            self._begin(data if much else data.clone())
+            self._begin(data.to("cpu", copy=not much))
         if much:
             self._wait()
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from elastirun.live_worlds import World
@@ -44,10 +46,11 @@ class WorldChange:
         live: LiveRound,
         model: DistributedDataParallel,
         state: TrainState,
+        backend: str,
         timeout: timedelta | None,
         world: World | None = None,
     ) -> None:
-        self._live, self._model, self._state, self._timeout = live, model, state, timeout
+        self._live, self._model, self._state, self._backend, self._timeout = live, model, state, backend, timeout
         self._next: tuple[World, NextWorld] | None = None
         self._error: BaseException | None = None
         self._work: Sender | Receiver | None = None
@@ -109,17 +112,23 @@ class WorldChange:
     def _default_group(self, world: World) -> dist.ProcessGroup:
         live = self._live
         with connecting(world):
-            return make_default_group(live.store(world), live.rank_in(world), len(world.ranks), self._timeout, live.name_of(world))
+            store, name = live.store(world), live.name_of(world)
+            return make_default_group(self._backend, store, live.rank_in(world), len(world.ranks), self._timeout, name)
 
     def _prepare(self) -> None:
         try:
             world = self._live.find_next()
             default = self._default_group(world)
-            with connecting(world):
+            with connecting(world), self._stream():
                 self._next = world, self._model.prepare_world(default)
             self._model.request(SWITCH)  # perhaps in the step under way
         except BaseException as error:  # raised in the main thread
             self._error = error
+
+    def _stream(self) -> Any:
+        """Return a context for the thread's own work on a GPU, which the training would else wait for, as that waits for the training."""
+        device = next(self._model.parameters()).device
+        return nullcontext() if device.type == "cpu" else torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def _switch(self) -> None:
         """Go on in the new groups."""

@@ -3,8 +3,9 @@
 Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
 step), TEST_DIGESTS (0: none is computed), TEST_EVALUATES (all ranks meet after each epoch), TEST_TRANSPORT, TEST_SEED (of the first
 parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to
-the next), TEST_HOLD (a fifo: a worker that begins in a later round than the first waits until somebody opens it to write), TEST_TRAPS
-(a folder, see tests/support/live_traps.py), TEST_SLICE (with traps: bytes of a slice of the state).
+the next), TEST_DEVICE (cpu or cuda; several workers share a GPU, over NCCL), TEST_HOLD (a fifo: a worker that begins in a later round than
+the first waits until somebody opens it to write), TEST_TRAPS (a folder, see tests/support/live_traps.py), TEST_SLICE (with traps: bytes of
+a slice of the state).
 """
 
 import faulthandler
@@ -27,6 +28,7 @@ EPOCHS, SAMPLES, BATCH = (int(os.environ[f"TEST_{name}"]) for name in ("EPOCHS",
 WIDTH, PAUSE = int(os.environ.get("TEST_WIDTH", "16")), float(os.environ.get("TEST_PAUSE", "0"))
 DIGESTS = os.environ.get("TEST_DIGESTS", "1") != "0"
 EVALUATES = "TEST_EVALUATES" in os.environ
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 LOG = os.open(os.environ["TEST_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -54,7 +56,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     found = hashlib.sha256()
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     for tensor in [*model.parameters(), *states]:
-        found.update(tensor.detach().numpy().tobytes())
+        found.update(tensor.detach().cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -67,11 +69,12 @@ def main() -> None:
     if (hold := os.environ.get("TEST_HOLD")) and os.environ["ELASTIRUN_ROUND"] != "1":
         with open(f"{hold}.{os.getpid()}", "w"):  # a new worker of a later round says that it is here, and waits
             open(hold).close()
-    elastic.init_process_group()
+    if DEVICE == "cuda":  # NCCL refuses two ranks on one GPU, unless it takes them for ranks of two hosts
+        os.environ.update({"NCCL_HOSTID": str(os.getpid()), "NCCL_SOCKET_IFNAME": "lo"})
+    elastic.init_process_group(*["cpu:gloo,cuda:nccl"] * (DEVICE == "cuda"))
     torch.manual_seed(int(os.environ.get("TEST_SEED", os.getpid())))  # replicas begin differently; rank 0's state counts
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)), transport=os.environ.get("TEST_TRANSPORT", "auto")
-    )
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).to(DEVICE)
+    model = DistributedDataParallel(net, transport=os.environ.get("TEST_TRANSPORT", "auto"))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
@@ -95,6 +98,7 @@ def main() -> None:
                 numbers, data = batch
                 if run.counts:
                     write("offered", step=run.step + 1, epoch=loader.epoch, samples=numbers.tolist())
+                data = data.to(DEVICE)
                 count, loss = len(data), (model(data) - torch.sin(3 * data[:, :1])).square().mean()
                 loss.backward()
             optimizer.step()

@@ -1,6 +1,6 @@
 """Let new workers join a live job with a large state, and see how long the others wait for them.
 
-    python -m tests.system.live_joins --joins 20 [--width 4096] [--nproc 3] [--preload torch] [--transport group]
+    python -m tests.system.live_joins --joins 20 [--width 4096] [--nproc 3] [--preload torch] [--transport group] [--device cuda]
 
 A worker of the only node is killed, and a new one takes its place: the others train on, and the new one gets the state meanwhile.
 Parameters and Adam's state have 12 bytes for each of ``width`` squared numbers (4096: 201 MB). Prints, in milliseconds, how much longer
@@ -88,12 +88,13 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=3)
     parser.add_argument("--preload", default="torch")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--device", default="cpu", help="cuda: all share one GPU")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step that its ranks sleep")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, options = random.Random(args.seed), [f"--preload={args.preload}"] * bool(args.preload)
     given = {"TEST_WIDTH": str(args.width), "TEST_DIGESTS": "0", "TEST_BATCH": "6"}
-    given |= {"TEST_PAUSE": str(args.pause), "TEST_TRANSPORT": args.transport}
+    given |= {"TEST_PAUSE": str(args.pause), "TEST_TRANSPORT": args.transport, "TEST_DEVICE": args.device}
     with tempfile.TemporaryDirectory(prefix="live-joins-") as folder:
         with job(Path(folder), 1, args.nproc, *options, **given) as running:
             joins = []

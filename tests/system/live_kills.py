@@ -1,6 +1,6 @@
 """Kill workers of a live job at random moments: the others keep their processes, and no step and no sample is lost or doubled.
 
-    python -m tests.system.live_kills --kills 200 [--nodes 3] [--nproc 1] [--preload torch] [--transport group]
+    python -m tests.system.live_kills --kills 200 [--nodes 3] [--nproc 1] [--preload torch] [--transport group] [--device cuda]
 
 With several nodes, an agent is killed together with its worker, and another one takes its place later; with one node, one of its workers.
 Prints, in milliseconds, how long it took from the kill to the next step that every survivor has made. With ``--storm`` workers of one node
@@ -199,13 +199,15 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=3)
     parser.add_argument("--preload", default="")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--device", default="cpu", help="cuda: all share one GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storm", action="store_true")
     args = parser.parse_args()
     rng, options = random.Random(args.seed), [f"--preload={args.preload}"] * bool(args.preload)
     nproc = args.nproc if args.nodes == 1 else 1
+    given = {"TEST_TRANSPORT": args.transport, "TEST_DEVICE": args.device}
     with tempfile.TemporaryDirectory(prefix="live-kills-") as folder:
-        with job(Path(folder), args.nodes, nproc, *options, TEST_PAUSE="0.005", TEST_TRANSPORT=args.transport) as running:
+        with job(Path(folder), args.nodes, nproc, *options, TEST_PAUSE="0.005", **given) as running:
             if args.storm:
                 took = storm(running, rng, args.kills)
             else:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastirun.agent import own_agents
 from tests.support import live_log
@@ -29,13 +30,17 @@ def finish(running: Job, folder: Path) -> None:
     assert live_log.violations(lines, SAMPLES) == []
 
 
-@pytest.mark.parametrize("transport", ["auto", "group"])
-def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_path: Path, transport: str) -> None:
+on_gpu = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+
+
+@pytest.mark.parametrize("where", ["auto", "group", on_gpu])
+def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_path: Path, where: str) -> None:
     """When all are killed at once, training goes on from the newest checkpoint."""
-    env = {"TEST_PAUSE": "0.005", "TEST_TRANSPORT": transport, "TEST_CHECKPOINTS": str(tmp_path / "checkpoints"), "TEST_EVERY": "10"}
+    env = {"TEST_DEVICE": where} if where == "cuda" else {"TEST_TRANSPORT": where}
+    env |= {"TEST_PAUSE": "0.005", "TEST_CHECKPOINTS": str(tmp_path / "checkpoints"), "TEST_EVERY": "10"}
     with job(tmp_path, 1, 3, "--preload=torch", **env) as running:
         for _ in range(2):
-            kill_worker(running, random.Random(transport))
+            kill_worker(running, random.Random(where))
         before = running.world(3)
         running.wait(lambda lines: max(live_log.steps(lines)) > 20)  # so there is a checkpoint
         for line in before:
@@ -43,6 +48,16 @@ def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_
         after = running.world(3, before[0]["round"])
         assert not pids(before) & pids(after) and after[0]["step"] >= 10
         running.wait(lambda lines: max(live_log.steps(lines).items())[1] > before[0]["round"])  # steps after the checkpoint are made again
+        finish(running, tmp_path)
+
+
+@pytest.mark.parametrize("device", ["cpu", on_gpu])
+def test_a_job_that_has_lost_a_worker_ends_as_it_should(tmp_path: Path, device: str) -> None:
+    env = {"TEST_PAUSE": "0.005", "TEST_DEVICE": device, "TEST_EPOCHS": "12"}
+    with job(tmp_path, 1, 3, "--preload=torch", **env) as running:
+        kill_worker(running, random.Random(device))
+        assert running.agents[1].wait(2 * PATIENCE) == 0, running.said()
+        assert len(live_log.of(running.lines(), "over")) == 3
         finish(running, tmp_path)
 
 

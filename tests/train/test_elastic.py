@@ -367,7 +367,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  #
 for rank in range(3):
     os.environ["RANK"] = str(rank)
     dist.destroy_process_group()
-    process_groups.init_default_group(dist.HashStore(), 0, 1, None)
+    process_groups.init_default_group("gloo", dist.HashStore(), 0, 1, None)
 raise ValueError("two\\n\\nlines: connection reset")
 """
 
@@ -403,10 +403,10 @@ def lonely(rank: int, world: int) -> list[float]:
     begun = time.monotonic()
     with process_groups.connects_within(timedelta(seconds=0.5)):
         with pytest.raises(RuntimeError):
-            process_groups.init_default_group(dist.HashStore(), 0, 2, None)  # type: ignore[attr-defined]
+            process_groups.init_default_group("gloo", dist.HashStore(), 0, 2, None)  # type: ignore[attr-defined]
         took = time.monotonic() - begun
         c10d._world.group_count = 0
-        process_groups.init_default_group(dist.HashStore(), 0, 1, timedelta(seconds=700))  # type: ignore[attr-defined]
+        process_groups.init_default_group("gloo", dist.HashStore(), 0, 1, timedelta(seconds=700))  # type: ignore[attr-defined]
     assert dist.group.WORLD is not None
     return [took, dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()]
 

@@ -1,7 +1,8 @@
-"""The same rules on a GPU, in a world of one over NCCL. Skipped where there is none."""
+"""The same rules on a GPU, over NCCL and gloo. Skipped where there is none."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -85,12 +86,13 @@ def test_the_host_does_not_wait_for_the_gpu() -> None:
     assert run(1, steady) == [6]
 
 
-def shared(rank: int, world: int) -> list[bool]:
-    """Two ranks on one GPU, which NCCL refuses and gloo does not."""
+def shared(rank: int, world: int, backend: str) -> list[bool]:
+    """Several ranks on one GPU. NCCL refuses that, unless it takes them for ranks of several hosts."""
+    os.environ.update({"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"})
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
     net, found = Net().to(device), []
-    ddp = DDP(net)
+    ddp = DDP(net, process_group=dist.new_group(backend=backend))
     for step in range(10):
         expected = [torch.zeros_like(param) for param in net.parameters()]
         for other in range(world):
@@ -107,5 +109,6 @@ def shared(rank: int, world: int) -> list[bool]:
     return found
 
 
-def test_two_ranks_share_a_gpu() -> None:
-    assert run(2, shared) == [[True] * 10] * 2
+@pytest.mark.parametrize(("world", "backend"), [(2, "gloo"), (2, "nccl"), (3, "nccl"), (2, "cpu:gloo,cuda:nccl")])
+def test_ranks_share_a_gpu(world: int, backend: str) -> None:
+    assert run(world, shared, backend) == [[True] * 10] * world

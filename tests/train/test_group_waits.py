@@ -6,14 +6,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from elastirun.train.group_connections import connections
+from elastirun.train import group_waits
+from elastirun.train.group_connections import GroupConnections, connections
 from elastirun.train.group_waits import finish, finish_message
 from elastirun.train.process_groups import end_beside
 from tests.support.worlds import Died, run
@@ -54,7 +57,7 @@ def transfer(rank: int, world: int, what: str) -> tuple[str, float]:
         threading.Thread(target=lose, args=(victim,), daemon=True).start()
     try:
         if what.endswith("collective"):
-            finish(dist.broadcast(box, source, group, async_op=True))
+            finish(dist.broadcast(box, source, group, async_op=True), box.device)
         else:
             finish_message((dist.isend if rank == source else dist.irecv)(box, 1 - rank, group), TIMEOUT)
     except RuntimeError as error:
@@ -75,3 +78,60 @@ def test_a_wait_ends_that_gloo_forgets(what: str) -> None:
         if "gloo does not end a wait" in said:
             return
     raise AssertionError(f"in {TRIES} tries no wait was left: {said}")
+
+
+class Kernel:
+    """A reduction on a GPU that has ended when somebody has looked for it four times, and its event. ``at``: when ``happens`` is called."""
+
+    def __init__(self, at: int = 0, happens: Callable[[], object] = lambda: None) -> None:
+        self.looks, self._at, self._happens = 0, at, happens
+
+    def wait(self) -> None:
+        """The GPU waits, not the host."""
+
+    def record(self) -> None:
+        """The event comes after what the GPU has been given so far."""
+
+    def query(self) -> bool:
+        self.looks += 1
+        if self.looks == self._at:
+            self._happens()
+        return self.looks > 3
+
+
+def reduces(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, groups: GroupConnections) -> None:
+    monkeypatch.setattr(group_waits, "connections", groups)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: kernel)
+    finish(cast(Any, kernel), torch.device("cuda"))
+
+
+def test_the_host_waits_for_a_reduction_on_a_gpu_in_a_live_job_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    for live in (False, True):
+        groups, kernel = GroupConnections(), Kernel()
+        if live:
+            groups.begin()
+        reduces(monkeypatch, kernel, groups)
+        looks.append(kernel.looks)
+    assert looks == [0, 4]
+
+
+@pytest.mark.parametrize("at", [2, 4], ids=["before it ends", "when it ends"])
+def test_a_reduction_on_a_gpu_that_ends_by_an_abort_has_failed(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """NCCL's kernels end then as if all were well, with anything in their memory."""
+    groups = GroupConnections()
+    groups.begin()
+    with pytest.raises(RuntimeError, match="aborted"):
+        reduces(monkeypatch, Kernel(at, groups.cut), groups)
+
+
+def test_the_groups_of_a_round_that_is_cut_stay_cut_until_it_is_left() -> None:
+    """They would be taken for whole if new ones are begun just then."""
+    groups = GroupConnections()
+    groups.begin()
+    groups.cut()
+    groups.begin()
+    assert groups.is_cut
+    groups.forget()
+    groups.begin()
+    assert not groups.is_cut

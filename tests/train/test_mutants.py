@@ -334,6 +334,26 @@ MUTANTS = (
         *("group_waits", "a_wait_ends_that_gloo_forgets[receives_a_collective]"),
     ),
     mutant(
+        "the host waits for a GPU in a live job",
+        *("group_waits", 'if device.type == "cuda" and connections.made:', "if False:"),
+        *("group_waits", "a_reduction_on_a_gpu_that_ends_by_an_abort_has_failed[before it ends]"),
+    ),
+    mutant(
+        "nobody waits for a GPU in other jobs",
+        *("group_waits", 'if device.type == "cuda" and connections.made:', 'if device.type == "cuda":'),
+        *("group_waits", "the_host_waits_for_a_reduction_on_a_gpu_in_a_live_job_only"),
+    ),
+    mutant(
+        "what ends when the connections are cut has failed",
+        *("group_waits", "    if connections.is_cut:  # looked at", "    if False:  # looked at"),
+        *("group_waits", "a_reduction_on_a_gpu_that_ends_by_an_abort_has_failed[when it ends]"),
+    ),
+    mutant(
+        "new groups in a round that is cut are cut",
+        *("group_connections", "set(_sockets()) - (self._groups or set()), None", "set(_sockets()), None\n            self._cut_at = None"),
+        *("group_waits", "the_groups_of_a_round_that_is_cut_stay_cut_until_it_is_left"),
+    ),
+    mutant(
         "a message that gloo forgets is given up",
         *("group_waits", "        _give_up_if_cut()\n        thread", "        thread"),
         *("group_waits", "a_wait_ends_that_gloo_forgets[sends_a_message]"),

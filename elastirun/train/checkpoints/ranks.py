@@ -87,7 +87,7 @@ class Ranks:
         every = bytearray(size * self.world_size)
         with self._exchange():
             parts = [*torch.split(torch.frombuffer(every, dtype=torch.uint8), size)]
-            finish(dist.all_gather(parts, mine, self._group, async_op=True))
+            finish(dist.all_gather(parts, mine, self._group, async_op=True), mine.device)
         return [bytes(every[at : at + size]) for at in range(0, len(every), size)]
 
     def agree(self, fine: bool) -> bool:
@@ -103,7 +103,7 @@ class Ranks:
         if self._group is not None and data:
             tensor = torch.frombuffer(data, dtype=torch.uint8)
             with self._exchange():
-                finish(dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group, async_op=True))
+                finish(dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group, async_op=True), tensor.device)
 
     @cached_property
     def nodes(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from ..bucket_memory import Storage, zeros
@@ -14,15 +15,15 @@ from .base import reduction_errors
 class GroupWork:
     """A reduction by a process group."""
 
-    def __init__(self, work: dist.Work, what: str) -> None:
-        self._work, self._what = work, what
+    def __init__(self, work: dist.Work, what: str, device: torch.device) -> None:
+        self._work, self._what, self._device = work, what, device
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
         with reduction_errors(self._what):
-            finish(self._work)
+            finish(self._work, self._device)
 
 
 class GroupArena:
@@ -37,7 +38,7 @@ class GroupArena:
         with reduction_errors(what):
             work = dist.all_reduce(self.buffers[index], self._op, self._group, async_op=True)
         assert work is not None
-        return GroupWork(work, what)
+        return GroupWork(work, what, self.buffers[index].device)
 
 
 class GroupTransport:

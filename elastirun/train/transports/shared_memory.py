@@ -78,7 +78,7 @@ class SharedMemory:
             # The time is in the prefix because the store may still hold the keys of an earlier transport.
             store = c10d.PrefixStore(f"elastirun/{told[0][2]}", c10d._get_process_group_store(group))
             made = dist.ProcessGroupGloo(store, self.leaders.index(self.rank), len(self.leaders), connect_limit(self.timeout))
-            connected(made, self.timeout)
+            connected([made], self.timeout)
             self.between = [made]
 
     def _watch(self) -> None:
@@ -223,7 +223,8 @@ class SharedArena:
                 yield False
             if self.transport.between:
                 self._handed_on += 1
-                work = GroupWork(self.transport.between[0].allreduce(buffers[:1]), f"the sum of the hosts' bucket {index}")
+                reduction = self.transport.between[0].allreduce(buffers[:1])
+                work = GroupWork(reduction, f"the sum of the hosts' bucket {index}", buffers[0].device)
                 while not work.done():
                     yield False
                 work.wait()
