@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from elastirun import clock
 from elastirun.agent.output.log_files import MAX_LINE, LogFile
@@ -13,6 +13,7 @@ from elastirun.agent.output.log_files import MAX_LINE, LogFile
 LAST_LINES = 30  # lines of stderr that are kept for the failure report; a traceback has about as many
 LAST_LINE_BYTES = 500  # bytes kept of each of them
 PARTIAL_LINE_DELAY = 0.5  # seconds that the beginning of a line waits for its end before it is shown; a prompt must appear soon
+PARTIAL_LINE_LIMIT = 5.0  # the same while other workers write, whose lines would tear it: on a busy machine its end may come late
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")  # terminal control sequences (ECMA-48 CSI)
 
 
@@ -46,10 +47,11 @@ def _last_state(line: bytes) -> bytes:
 class WholeLines:
     """Writes a stream of bytes unchanged, but each line in one piece, so that output of other workers comes before or after it.
 
-    The beginning of a line waits for its end, PARTIAL_LINE_DELAY seconds at most. It does not wait if it contains a carriage return
-    (a progress bar) or is longer than MAX_LINE.
+    The beginning of a line waits for its end, PARTIAL_LINE_DELAY seconds at most, or PARTIAL_LINE_LIMIT. It does not wait if it contains a
+    carriage return (a progress bar) or is longer than MAX_LINE.
 
-    ``due``: when to call ``flush``, on ``elastirun.clock``; infinity: not at all. ``was_due``: the owner has found it due once.
+    ``due``: when to call ``flush``, on ``elastirun.clock``; infinity: not at all. ``was_due``: the owner has found it due once. ``begun``:
+    when the line began that is only begun; ``wrote``: when something was written last.
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -57,6 +59,7 @@ class WholeLines:
         self._partial = b""
         self.due = math.inf
         self.was_due = False
+        self.begun = self.wrote = -math.inf
 
     def feed(self, data: bytes) -> None:
         """Write the lines that ``data`` completes."""
@@ -64,17 +67,23 @@ class WholeLines:
         end = data.rfind(b"\n") + 1
         if len(data) - end >= MAX_LINE or b"\r" in data[end:]:
             end = len(data)
+        now = clock.now()
         if end:
             self._write(data[:end])
-            self.due = math.inf
+            self.due, self.wrote = math.inf, now
         self._partial = data[end:]
         if self._partial and self.due == math.inf:
-            self.due = clock.now() + PARTIAL_LINE_DELAY
+            self.begun, self.due = now, now + PARTIAL_LINE_DELAY
 
     def flush(self) -> None:
         """Write the beginning of a line without waiting for its end."""
         self._write(self._partial)
         self._partial, self.due = b"", math.inf
+
+
+def may_tear(line: WholeLines, streams: Iterable[WholeLines], now: float) -> bool:
+    """Return whether one of ``streams`` may tear the line that is only begun in ``line``, so that it waits longer for its end."""
+    return now < line.begun + PARTIAL_LINE_LIMIT and any(s is not line and now - s.wrote < PARTIAL_LINE_DELAY for s in streams)
 
 
 class PrefixedLines:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.disk import DiskThread
-from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.output.lines import PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines, may_tear
 from elastirun.agent.output.log_files import LogFile, close_all
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import LogPolicy, Std
@@ -229,8 +229,8 @@ class RoundLogs:
         """Show the lines that have waited long enough for their end. Returns when to call it next, on ``elastirun.clock``."""
         raw = [lines for worker in self._workers.values() for lines in worker.raw]
         for lines in raw:
-            if now >= lines.due and self._console.err.full:
-                lines.due = now + PARTIAL_LINE_DELAY  # the pump is paused, so the end may already be in the pipe
+            if now >= lines.due and (self._console.err.full or may_tear(lines, raw, now)):
+                lines.due = now + PARTIAL_LINE_DELAY  # where the pump is paused the end may already be in the pipe
             elif now >= lines.due and lines.was_due:
                 lines.flush()
             lines.was_due = now >= lines.due  # flush one turn later: the end may have come while the loop stood still

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastirun.agent.output.disk import DiskThread
-from elastirun.agent.output.lines import LAST_LINES, PARTIAL_LINE_DELAY, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.output.lines import LAST_LINES, PARTIAL_LINE_DELAY, PARTIAL_LINE_LIMIT, LastLines, PrefixedLines, WholeLines, may_tear
 from elastirun.agent.output.log_files import MAX_LINE, LogFile, open_log
 
 
@@ -68,6 +68,17 @@ def test_a_line_is_passed_on_in_one_piece() -> None:
     assert time.monotonic() < lines.due <= time.monotonic() + PARTIAL_LINE_DELAY
     lines.flush()
     assert got[-1] == b"f" and lines.due == math.inf
+
+
+def test_a_line_waits_longer_for_its_end_while_others_write() -> None:
+    (_, line), (_, other) = passed_on(b"begun"), passed_on(b"whole\n")
+    assert may_tear(line, [line, other], other.wrote + PARTIAL_LINE_DELAY - 0.01)
+    assert not may_tear(line, [line, other], other.wrote + PARTIAL_LINE_DELAY), "they have stopped"
+    late = line.begun + PARTIAL_LINE_LIMIT
+    other.wrote = late
+    assert may_tear(line, [line, other], late - 0.01) and not may_tear(line, [line, other], late), "a prompt is shown in the end"
+    line.feed(b"\nbegun")
+    assert not may_tear(line, [line], line.begun), "its own lines do not tear it"
 
 
 def test_a_beginning_waits_from_when_it_came() -> None:

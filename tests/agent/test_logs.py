@@ -8,6 +8,7 @@ import math
 import os
 import re
 import selectors
+import signal
 import tempfile
 import termios
 import threading
@@ -415,6 +416,22 @@ def test_the_beginning_of_a_line_is_shown_in_time(make: Callable[..., Loop]) -> 
     assert loop.logs.tick(due) > due and len(loop.console.err._buffer) == BUFFER_LIMIT, "its end may be there and held up"
     assert Reader(loop, loop.err).stop() == b"-" * BUFFER_LIMIT
     assert [loop.logs.tick(due + 60) < due + 60, loop.logs.tick(due + 60)] == [True, math.inf] and loop.console.err.pending
+
+
+def test_the_beginning_of_a_line_is_not_shown_between_lines_of_others(make: Callable[..., Loop]) -> None:
+    loop = make()
+    other = "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nos.write(2, b'ready\\n')\n"
+    other += "signal.sigwait({signal.SIGUSR1})\nos.write(2, b'whole\\n')\nsignal.pause()"
+    loop.start(spec("import os, signal\nos.write(2, b'begun')\nsignal.pause()", 0), spec(other, 1))
+    reader = Reader(loop, loop.err)
+    loop.run(lambda: loop.logs.tick(0.0) < math.inf and b"ready\n" in reader.got)
+    due = loop.logs.tick(0.0)
+    os.kill(loop.workers.pids[1], signal.SIGUSR1)
+    loop.run(lambda: b"whole\n" in reader.got)
+    assert [loop.logs.tick(due) > due, loop.logs.tick(due) > due] == [True, True]
+    assert [loop.logs.tick(due + 60) < due + 60, loop.logs.tick(due + 60)] == [True, math.inf]
+    loop.run(lambda: b"begun" in reader.got)
+    assert reader.stop() == b"ready\nwhole\nbegun"
 
 
 def test_what_a_worker_wrote_is_not_lost_when_it_ends_while_the_console_is_stuck(make: Callable[..., Loop]) -> None:

@@ -30,6 +30,16 @@ OTHERS = "other users are not answered"
 AGAIN = "            found = yield _put_if(key, found, value)\n"
 MOVED = "            store = self._open_standby(at)\n        else:\n            store = self._open_or_search()\n"
 MUTANTS = (
+    mutant(
+        "a line that is only begun is not shown between lines of others",
+        *("output/round_logs", " or may_tear(lines, raw, now)", ""),
+        *("logs", "the_beginning_of_a_line_is_not_shown_between_lines_of_others"),
+    ),
+    mutant(
+        "nobody waits for ever for the end of a line",
+        *("output/lines", "now < line.begun + PARTIAL_LINE_LIMIT and", "True and"),
+        *("lines", "a_line_waits_longer_for_its_end_while_others_write"),
+    ),
     of_jobs(
         "a newcomer is seen while it imports",
         *("agent", "and not self._forks.nearly_loaded and", "and"),
