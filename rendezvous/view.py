@@ -56,8 +56,10 @@ class View:
     def seen_by_all(self, stored: NodeRow | None) -> bool:
         """Return whether every member has seen the round. ``stored``: this node's own row as it was read last.
 
-        A member that runs has found so, which serves nodes that do not read all rows.
+        A member that runs has found so, which serves nodes that do not read all rows. So has one that has succeeded, and is gone since.
         """
+        if any(map(self.has_succeeded, self.record.members)):
+            return True
         rows = [stored if m.id == self.me else self.rows.get(m.id) for m in self.record.members]
         stand = [row.status for row in rows if row is not None and row.round == self.record.round]
         return Status.RUNNING in stand or Status.DONE in stand or stand == [Status.READY] * len(rows)

@@ -935,6 +935,11 @@ MUTANTS = (
         *("preparing", "a_newcomer_ends_a_round_when_it_is_prepared_and_then_at_once"),
     ),
     mutant(
+        "a member that has succeeded has seen its round",
+        *("view", "if any(map(self.has_succeeded, self.record.members)):", "if False:"),
+        *("preparing", "a_member_starts_although_another_one_has_succeeded_and_died_meanwhile[1.0]"),
+    ),
+    mutant(
         "a node that prepares starts no workers",
         *("machine", "        elif self._prepares:\n", "        elif False:\n"),
         *("preparing", "a_first_round_forms_meanwhile_and_starts_when_all_are_prepared"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
+from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.events import Prepared
 from elastirun.rendezvous.records import Status
-from tests.sim.world import Node, World
+from tests.sim.world import Deaths, Node, World
 
 
 def preparing(world: World) -> Node:
@@ -51,3 +54,20 @@ def test_a_member_that_prepares_leaves_as_any_other() -> None:
     assert world.run(5, lambda: bool(b.finish))
     prepared(a)
     assert world.run(10, world.running(a)) and not b.starts
+
+
+@pytest.mark.parametrize("told", [0.0, 1.0])
+def test_a_member_starts_although_another_one_has_succeeded_and_died_meanwhile(told: float) -> None:
+    """Its workers were faster than the imports of this node, and its guard may have said that it has died."""
+    world = World(min_nodes=2, max_nodes=2)
+    world.deaths = Deaths(told=told)
+    a, b = preparing(world), world.add()
+    assert world.run(20, lambda: b.working is not None)
+    b.succeed()
+    world.run(1)
+    b.crash()
+    world.run(2 * world.rules.expire)
+    prepared(a)
+    assert world.run(1, lambda: a.working is not None)
+    a.succeed()
+    assert world.run(20, lambda: a.outcome is Outcome.SUCCEEDED)
