@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from .errors import ModelMismatch
 from .group_waits import finish
@@ -16,8 +17,17 @@ from .group_waits import finish
 CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many bytes is held meanwhile
 
 
+def exchanged_on(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return where numbers lie that the ranks of ``group`` exchange: on the host if gloo is there, else on ``device``."""
+    if device.type == "cpu":
+        return device
+    backends = c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
+    return torch.device("cpu") if backends.get("cpu") == "gloo" else device
+
+
 def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """Return the ``values`` (64 bits each, equally many everywhere) of every rank, in rank order."""
+    device = exchanged_on(group, device)
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     finish(dist.all_gather(parts, mine, group, async_op=True), device)
@@ -26,6 +36,7 @@ def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device
 
 def broadcast(values: Sequence[int], group: dist.ProcessGroup, device: torch.device, source: int = 0) -> list[int]:
     """Return the ``values`` of rank ``source``; the other ranks give equally many, whatever these are."""
+    device = exchanged_on(group, device)
     box = torch.tensor(values, dtype=torch.int64, device=device)
     finish(dist.broadcast(box, dist.get_global_rank(group, source), group, async_op=True), device)
     numbers: list[int] = box.tolist()

@@ -284,6 +284,7 @@ class DistributedDataParallel(TorchNames):
         self._reducer.close()
         self._transport.close()
         self._end_own_group()
+        self._end_own_group = _nothing  # the other one keeps the groups
         for _, param in self._named:
             param.grad = None
         self._reducer = self._reducer.leave()  # type: ignore[assignment]
@@ -585,3 +586,7 @@ def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
     """Take over rank 0's running statistics."""
     if not ddp._without_reducer:
         ddp._reducer.running_stats.adopt()
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -31,7 +31,7 @@ from .errors import ModelMismatch, TrainError
 from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
-from .process_groups import abort, end_beside, init_default_group, leave_groups
+from .process_groups import abort_groups, end_beside, init_default_group, leave_groups
 from .rank_prefix import one_prefix
 from .state_copy import copy_state
 from .train_state import TrainState
@@ -42,7 +42,7 @@ PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the 
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
-# Of NCCL in a live worker. What torch would do about a lost peer is done here: it would end the process, or write a dump for a minute.
+# Environment of NCCL in a live worker: torch must neither end the process when a peer is lost, nor write a dump for a minute.
 OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 _backend = "gloo"  # as given to ``init_process_group``
@@ -59,7 +59,8 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
     gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
     """
     global _backend, _timeout, _connection
-    _backend, _timeout = backend, timeout
+    _backend = backend = NCCL if ":" in backend and _backends(backend) == _backends(NCCL) else backend
+    _timeout = timeout
     if backend in LIVE:
         _connection = _connect()
         if backend == NCCL and _connection is not None:
@@ -67,6 +68,10 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
         _init_alone()
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def _backends(names: str) -> dict[str, Any]:
+    return dict(c10d.BackendConfig(c10d.Backend(names)).get_device_backend_map())
 
 
 def _init_alone() -> None:
@@ -231,8 +236,8 @@ class Elastic:
         if (live := self._live) is not None:
             live.stop()
         connections.cut()
-        abort(list(c10d._world.pg_map))
         self._model.interrupt("the agent ends this round")
+        abort_groups()
 
     def _leave(self, connection: LiveConnection) -> None:
         """Take no part in the round any more, and promise that. Its checkpoints end before: nothing of it may be published later."""

@@ -6,6 +6,7 @@ has just died. Where all ranks are known to have come (``connects_within``), it 
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -28,6 +29,11 @@ OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
 ALONE = 2  # references to what only a list has, while ``sys.getrefcount`` looks at it
 GLOO_WAITS = 5  # times its timeout gloo waits for a connection (its tcp/pair.cc), but once for a peer's address in the store
 
+JOIN = 5.0  # seconds for aborts at the end of the process
+
+_retired: list[dist.ProcessGroup] = []  # groups over NCCL that are replaced, and that other ranks may still use
+_aborting: list[dist.ProcessGroup] = []  # those whose abort was begun
+_threads: list[threading.Thread] = []  # of the aborts
 _connect_limit: timedelta | None = None  # for the connections of gloo's groups; None: the timeout of the group
 
 
@@ -64,9 +70,10 @@ def _names(group: dist.ProcessGroup) -> Mapping[str, str]:
     return found
 
 
-def has_nccl(group: dist.ProcessGroup) -> bool:
-    """Return whether NCCL is the backend, or that for GPUs."""
-    return "nccl" in _names(group).values()
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    """Return whether NCCL is the backend, or that for GPUs. Of a group that has ended meanwhile: False."""
+    told = c10d._world.pg_map.get(group)
+    return told is not None and "nccl" in c10d.BackendConfig(c10d.Backend(told[0])).get_device_backend_map().values()
 
 
 def init_default_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
@@ -99,10 +106,9 @@ def replace_groups(default: dist.ProcessGroup, *others: dist.ProcessGroup) -> li
     """Make ``default`` the default group; all groups but this one and ``others`` end. Return these: to drop them takes a while."""
     c10d._update_default_pg(default)
     old = [group for group in list(c10d._world.pg_map) if group is not default and group not in others]
-    aborts = [group for group in old if has_nccl(group)]
-    abort(aborts)
     for group in old:
-        if group in aborts:
+        if _has_nccl(group):
+            _retired.append(group)
             _forget(group)
         else:
             dist.destroy_process_group(group)
@@ -113,25 +119,52 @@ def replace_groups(default: dist.ProcessGroup, *others: dist.ProcessGroup) -> li
 def leave_groups() -> list[dist.ProcessGroup]:
     """End all groups, without waiting for anybody. Return them: to drop them takes a while."""
     groups = list(c10d._world.pg_map)
-    if any(map(has_nccl, groups)):
-        abort(groups)
+    if any(map(_has_nccl, groups)):
+        abort_groups()
         c10d._update_default_pg(None)
         for group in groups:
             _forget(group)
         c10d._world.group_count = 0
     elif dist.is_initialized():
         dist.destroy_process_group()
+    _aborting.clear()
+    _retired.clear()
     return groups
 
 
-def abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Let the kernels of ``groups`` over NCCL end, in threads: the call takes torch half a second, the kernels some milliseconds."""
-    for group in filter(has_nccl, groups):
-        threading.Thread(target=group.abort, name="elastirun aborts groups", daemon=True).start()
+def end_retired() -> None:
+    """End the groups over NCCL that ``replace_groups`` has replaced: no rank uses them any more."""
+    _abort(_retired)
+    _aborting[:] = [group for group in _aborting if group not in _retired]
+    _retired.clear()
+
+
+def abort_groups() -> None:
+    """Let the kernels of all groups over NCCL end. May be called in any thread, again and again."""
+    _abort([group for group in [*c10d._world.pg_map, *_retired] if group in _retired or _has_nccl(group)])
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort ``groups`` in threads, once: the call takes torch half a second, the kernels end within milliseconds."""
+    for group in [group for group in groups if group not in _aborting]:
+        _aborting.append(group)
+        abort = group._get_backend(torch.device("cuda")).abort
+        thread = threading.Thread(target=abort, name="elastirun aborts a group", daemon=True)
+        _threads.append(thread)
+        thread.start()
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Wait for the aborts: a thread that comes back when the interpreter ends would end the process with SIGABRT."""
+    end = time.monotonic() + JOIN
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _forget(group: dist.ProcessGroup) -> None:
-    """Take ``group`` out of torch's tables. ``destroy_process_group`` does, too, but waits for peers that may be gone."""
+    """Take ``group`` out of torch's tables. ``destroy_process_group`` would wait for peers that may be gone."""
     world = c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
         table.pop(group, None)
@@ -202,7 +235,7 @@ def end_own_group(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     A rank need not wait for the others to call it. NCCL's groups could wait for them there, so they are aborted.
     """
     if made is not group and made in c10d._world.pg_map:
-        end = c10d._abort_process_group if has_nccl(made) else dist.destroy_process_group
+        end = c10d._abort_process_group if dist.get_backend(made) == "nccl" else dist.destroy_process_group
         end(made)
 
 

@@ -41,6 +41,7 @@ from .conclusion import Conclusion, Options
 from .control_words import FAILED, NOT_FINITE, LocalReport
 from .errors import OutsideForward, ReductionFailed, TrainError
 from .extensions import Extensions, OptimizerStep
+from .group_waits import confirm
 from .planner import MeasuredPlan, Planner
 from .running_stats import LayerBuffer, RunningStatistics
 from .schedule import Schedule
@@ -133,7 +134,8 @@ class Reducer:
         return self._extensions.optimizer_step is not None
 
     def drop_failed_steps(self) -> None:
-        """Let a failed reduction end its backward without gradients. All ranks do: none uses the gradients of a step before its words."""
+        """Let a failed reduction end its backward without gradients. Every rank calls it: from then on, gradients are used after the words
+        of their step were read."""
         self.drops_failed_steps = True
         self.conclusion.read_always()
 
@@ -469,9 +471,10 @@ class Reducer:
         if bucket_set.words_apart:
             self._write_words(backward, late)
             bucket_set.reduce(len(bucket_set.buckets)).wait()
-        else:
+        if self._confirms or not bucket_set.words_apart:
             for bucket in bucket_set.buckets:
                 self._wait(bucket)
+        self._confirm()
         self.step += 1
         wants = self.local_report.reads_first or any(bucket.lacking for bucket in bucket_set.buckets)
         outcome = self.conclusion.receive(bucket_set.read_words(self.step), wants, self.expected_samples)
@@ -482,10 +485,24 @@ class Reducer:
             self._wait(bucket)
             arrival.set_gradients(bucket, index in outcome.late)
         arrival.reduce_sparse(self.params, self._sparse)
-        if outcome.agreed and (newcomers := self.trained.newcomers(outcome.agreed.trained)):
+        newcomers = self.trained.newcomers(outcome.agreed.trained) if outcome.agreed else ()
+        if newcomers:
             arrival.reduce_newcomers(newcomers, self.planner.device)
+        if newcomers or outcome.late or self._sparse:
+            self._confirm()
         self.expected_samples = outcome.samples
         self.running_stats.receive(bucket_set.factor)
+
+    @property
+    def _confirms(self) -> bool:
+        """Whether the ranks tell each other that their reductions are whole, because NCCL does not say so."""
+        return self.drops_failed_steps and self.planner.device.type == "cuda"
+
+    def _confirm(self) -> None:
+        """Wait until all ranks have found their reductions whole."""
+        if self._confirms:
+            with reduction_errors("the confirmation of the step"):
+                confirm(self._group, self.planner.device)
 
     def _wait(self, bucket: Bucket) -> None:
         """Wait until ``bucket`` has arrived."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import all_reduce, gather, ranks
+from .collectives import all_reduce, exchanged_on, gather, ranks
 from .errors import Diverged
 
 CHUNK = 1 << 16  # elements; each place in a chunk has its own random odd weight, and each chunk one of its own
@@ -41,6 +41,7 @@ def verify_replicas(
 
     All ranks call it at the same point.
     """
+    device = exchanged_on(group, device)
     sums = torch.stack([checksum(bucket).to(device) for bucket in tensors])
     both = torch.cat([sums, ~sums])  # the minimum of the complements is the complement of the maximum
     all_reduce(both, group, dist.ReduceOp.MIN)

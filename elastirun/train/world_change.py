@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +26,7 @@ from .ddp import DistributedDataParallel
 from .group_connections import connections
 from .live_round import LiveRound
 from .next_world import NextWorld
-from .process_groups import connects_within, end_beside, make_default_group, replace_groups
+from .process_groups import connects_within, end_beside, end_retired, make_default_group, replace_groups
 from .state_slices import Receiver, Sender
 from .train_state import TrainState
 
@@ -84,6 +86,8 @@ class WorldChange:
         if self._error is not None:
             raise self._error
         unanimous = self._model.agreement.unanimous
+        if self.world is not None:
+            end_retired()  # all ranks have made a step in the new groups
         if self.world is None:
             if SWITCH in unanimous and not over:
                 self._switch()
@@ -116,19 +120,19 @@ class WorldChange:
             return make_default_group(self._backend, store, live.rank_in(world), len(world.ranks), self._timeout, name)
 
     def _prepare(self) -> None:
+        device = self._model.device
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has its own
             world = self._live.find_next()
             default = self._default_group(world)
-            with connecting(world), self._stream():
+            with connecting(world), _stream(device) as stream:
                 self._next = world, self._model.prepare_world(default)
+                if stream is not None:
+                    stream.synchronize()
             self._model.request(SWITCH)  # perhaps in the step under way
         except BaseException as error:  # raised in the main thread
             self._error = error
-
-    def _stream(self) -> Any:
-        """Return a context for the thread's own work on a GPU, which the training would else wait for, as that waits for the training."""
-        device = next(self._model.parameters()).device
-        return nullcontext() if device.type == "cpu" else torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def _switch(self) -> None:
         """Go on in the new groups."""
@@ -142,6 +146,23 @@ class WorldChange:
         if self._thread is not None and self._live.rank == 0:
             self._work = sender = Sender(self._state, new, following.process_group, [self._live.size, *self._model.position], self._seconds)
             sender.go_on()
+
+
+@contextmanager
+def _stream(device: torch.device) -> Iterator[Any]:
+    """Use a stream of its own for what a thread does on a GPU. On that of the training the two would wait for each other."""
+    if device.type == "cpu":
+        yield None
+        return
+    stream = _stream_of(device)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> Any:
+    """Return the same stream each time: torch keeps freed memory for the stream for which it was allocated."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _drop(*things: Any) -> None:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from elastirun.train import group_waits
+from elastirun.train.errors import TrainError
 from elastirun.train.group_connections import GroupConnections, connections
-from elastirun.train.group_waits import finish, finish_message
+from elastirun.train.group_waits import confirm, finish, finish_message
 from elastirun.train.process_groups import end_beside
 from tests.support.worlds import Died, run
 
@@ -89,8 +90,8 @@ class Kernel:
     def wait(self) -> None:
         """The GPU waits, not the host."""
 
-    def record(self) -> None:
-        """The event comes after what the GPU has been given so far."""
+    def record(self, stream: object) -> None:
+        """The event comes after what the stream has been given so far."""
 
     def query(self) -> bool:
         self.looks += 1
@@ -102,6 +103,7 @@ class Kernel:
 def reduces(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, groups: GroupConnections) -> None:
     monkeypatch.setattr(group_waits, "connections", groups)
     monkeypatch.setattr(torch.cuda, "Event", lambda: kernel)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     finish(cast(Any, kernel), torch.device("cuda"))
 
 
@@ -123,6 +125,39 @@ def test_a_reduction_on_a_gpu_that_ends_by_an_abort_has_failed(monkeypatch: pyte
     groups.begin()
     with pytest.raises(RuntimeError, match="aborted"):
         reduces(monkeypatch, Kernel(at, groups.cut), groups)
+
+
+def test_a_gpu_that_fails_is_no_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    groups = GroupConnections()
+    groups.begin()
+    with pytest.raises(TrainError, match="the GPU failed: CUDA error: an illegal memory access"):
+        reduces(monkeypatch, Kernel(2, fails), groups)
+
+
+def cut_after_its_own(rank: int, world: int, cut: bool) -> str:
+    """With ``cut``, rank 1 is cut when its own reduction has ended. Return how the confirmation ends."""
+    kernel = Kernel()
+    group_waits.torch.cuda.Event = lambda: kernel  # type: ignore[attr-defined,misc,assignment]
+    group_waits.torch.cuda.current_stream = lambda device: None  # type: ignore[attr-defined,assignment]
+    connections.begin()
+    group = dist.new_group([0, 1])
+    connections.end()
+    if cut and rank == 1:
+        connections.cut()
+    try:
+        confirm(group, torch.device("cuda"))
+        return "confirmed"
+    except RuntimeError as error:
+        return type(error).__name__
+
+
+def test_no_rank_confirms_a_step_of_which_another_rank_has_been_cut() -> None:
+    """The kernel of a rank that aborts may have sent anything to the others, whose own have ended."""
+    assert run(2, cut_after_its_own, False) == ["confirmed", "confirmed"]
+    assert run(2, cut_after_its_own, True) == ["RuntimeError", "RuntimeError"]
 
 
 def test_the_groups_of_a_round_that_is_cut_stay_cut_until_it_is_left() -> None:

@@ -345,8 +345,18 @@ MUTANTS = (
     ),
     mutant(
         "what ends when the connections are cut has failed",
-        *("group_waits", "    if connections.is_cut:  # looked at", "    if False:  # looked at"),
+        *("group_waits", "    if connections.is_cut:  # read after", "    if False:  # read after"),
         *("group_waits", "a_reduction_on_a_gpu_that_ends_by_an_abort_has_failed[when it ends]"),
+    ),
+    mutant(
+        "a rank alone confirms no step",
+        *("group_waits", "    finish(dist.all_reduce(torch.zeros(1", "    None and finish(dist.all_reduce(torch.zeros(1"),
+        *("group_waits", "no_rank_confirms_a_step_of_which_another_rank_has_been_cut"),
+    ),
+    mutant(
+        "a GPU that fails is no lost peer",
+        *("group_waits", 'raise TrainError(f"the GPU failed: {error}") from None', "raise"),
+        *("group_waits", "a_gpu_that_fails_is_no_lost_peer"),
     ),
     mutant(
         "new groups in a round that is cut are cut",
