@@ -32,10 +32,11 @@ class OwnRow:
     def read(self, answer: Synced, asked: Sync, lasting: bool) -> OwnRow:
         """Return the state after the ``answer`` to an exchange, which asked to renew the row's lease if the store has leases.
 
-        Without leases, a row with a new ``seq`` is a keep-alive. Its time is that at which it was *sent*, no later than the exchange began.
+        Without leases, a row that this exchange has written is a keep-alive, sent when the exchange began. One that an earlier exchange has
+        written, whose answer was lost, is none: the others may have read it long ago.
         """
-        row, before = answer.row, self.stored
-        acknowledged = answer.kept_alive if lasting else row is not None and (before is None or row.seq > before.seq)
+        row, put = answer.row, asked.put
+        acknowledged = answer.kept_alive if lasting else row is not None and put is not None and row.seq >= put.row.seq
         doubts = self.doubts + 1 if asked.keep_alive and not answer.kept_alive else 0
         return replace(self, stored=row, kept_alive=answer.started if acknowledged else self.kept_alive, doubts=doubts)
 

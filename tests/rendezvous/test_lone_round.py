@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.records import Cause
+from elastirun.rendezvous.events import Synced
+from elastirun.rendezvous.own_row import OwnRow
+from elastirun.rendezvous.records import Cause, NodeRow
 from tests.sim.world import Node
 from tests.support.stage import ME, Stage, met, slow_answers
 
@@ -53,3 +55,15 @@ def test_it_is_hurried_when_it_is_cut_off_while_it_drains() -> None:
     stage.run(stage.rules.lone_lease + 0.1)
     assert stage.me.working is None and stage.t - kept_alive < 5.0
     assert [stop.within for stop in stage.me.stops] == [None, 1.0]
+
+
+def test_a_keep_alive_whose_answer_was_lost_does_not_count_when_it_is_read_later() -> None:
+    """Others have read it long ago, so their time for this node began then."""
+    row = NodeRow("me", "me", "", 0, 2)
+    first, own = OwnRow(kept_alive=1.0, written_at=1.0).write(row, 2.0)
+    again, own = own.write(row, 6.0)  # over what was read before, so it cannot be applied
+    own = own.read(Synced(6.1, 6.0, None, {}, first.row), Sync(put=again), lasting=False)
+    assert own.kept_alive == 1.0 and own.stored == first.row
+    third, own = own.write(row, 6.2)
+    assert own.read(Synced(6.3, 6.2, None, {}, third.row), Sync(put=third), lasting=False).kept_alive == 6.2
+    assert own.read(Synced(6.3, 6.2, None, {}, first.row), Sync(rows=()), lasting=False).kept_alive == 1.0

@@ -354,6 +354,11 @@ MUTANTS = (
         *("lone_round", "its_time_counts_from_when_the_keep_alive_was_sent_not_answered"),
     ),
     mutant(
+        "a keep-alive whose answer was lost does not count later",
+        *("own_row", "put is not None and row.seq >= put.row.seq", "(self.stored is None or row.seq > self.stored.seq)"),
+        *("lone_round", "a_keep_alive_whose_answer_was_lost_does_not_count_when_it_is_read_later"),
+    ),
+    mutant(
         "a lone round is not started when it would have to stop",
         *("machine", "seen_by_all(self._link.own.stored) and not self._may_not_run_alone(record)", "seen_by_all(self._link.own.stored)"),
         *("lone_round", "it_is_not_started_when_it_would_have_to_stop"),
