@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_nodes_are_lost_and_replaced_and_the_training_ends_undisturbed(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "failover.py"), "--epochs=12", "--pause=0.06", f"--svg={tmp_path / 'run.svg'}"]
+    epochs = 40 if os.environ.get("TEST_PRELOAD") else 12  # then the others train on while a node that comes imports
+    command = [sys.executable, str(ROOT / "examples" / "failover.py"), f"--epochs={epochs}", "--pause=0.06", f"--svg={tmp_path / 'run.svg'}"]
     environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": without_sklearn(tmp_path)}
     done = subprocess.run(command, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
@@ -32,7 +33,7 @@ def test_nodes_are_lost_and_replaced_and_the_training_ends_undisturbed(tmp_path:
     assert len(re.findall(r"round \d goes on after step [1-9]", table)) == 5 and "  0 steps replayed at 3 planned stops" in table
     assert "same final weights as undisturbed, bit by bit: 24 tensors" in table and "  0 samples lost or doubled" in table
     assert "HELD" in table.splitlines()[-1]
-    assert re.search(r"node 1 \| epoch +1/12 ", progress), "progress is shown"
+    assert re.search(r"node 1 \| epoch +1/\d+ ", progress), "progress is shown"
     drawn = "".join(ElementTree.parse(tmp_path / "run.svg").getroot().itertext())
     assert all(words in drawn for words in ("node 4", "round 6", "kill -9 at ")), "the run is drawn"
     assert done.stderr == "" and not list(tmp_path.glob("elastirun*")), "nothing is left behind"
