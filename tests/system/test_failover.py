@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_nodes_are_lost_and_replaced_and_the_training_ends_undisturbed(tmp_path: Path) -> None:
     epochs = 40 if os.environ.get("TEST_PRELOAD") else 12  # then the others train on while a node that comes imports
-    command = [sys.executable, str(ROOT / "examples" / "failover.py"), f"--epochs={epochs}", "--pause=0.06", f"--svg={tmp_path / 'run.svg'}"]
+    options = [f"--epochs={epochs}", "--pause=0.06", f"--svg={tmp_path / 'run.svg'}"]
+    command = [sys.executable, str(ROOT / "examples" / "failover.py"), *options]
     environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": without_sklearn(tmp_path)}
     done = subprocess.run(command, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
