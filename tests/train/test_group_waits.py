@@ -145,6 +145,7 @@ def cut_after_its_own(rank: int, world: int, cut: bool) -> str:
     connections.begin()
     group = dist.new_group([0, 1])
     connections.end()
+    dist.barrier()  # both have connected
     if cut and rank == 1:
         connections.cut()
     try:

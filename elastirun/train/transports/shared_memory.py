@@ -223,8 +223,8 @@ class SharedArena:
                 yield False
             if self.transport.between:
                 self._handed_on += 1
-                reduction = self.transport.between[0].allreduce(buffers[:1])
-                work = GroupWork(reduction, f"the sum of the hosts' bucket {index}", buffers[0].device)
+                what = f"the sum of the hosts' bucket {index}"
+                work = GroupWork(self.transport.between[0].allreduce(buffers[:1]), what, buffers[0].device)
                 while not work.done():
                     yield False
                 work.wait()
