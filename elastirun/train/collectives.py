@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -17,12 +17,17 @@ from .group_waits import finish
 CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many bytes is held meanwhile
 
 
+def backends_of(name: str) -> Mapping[str, str]:
+    """Return the backend for each type of device, by the ``name`` that was given for a group, such as "cpu:gloo,cuda:nccl"."""
+    found: Mapping[str, str] = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
+    return found
+
+
 def exchanged_on(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return where numbers lie that the ranks of ``group`` exchange: on the host if gloo is there, else on ``device``."""
     if device.type == "cpu":
         return device
-    backends = c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
-    return torch.device("cpu") if backends.get("cpu") == "gloo" else device
+    return torch.device("cpu") if backends_of(c10d._world.pg_map[group][0]).get("cpu") == "gloo" else device
 
 
 def gather(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

@@ -23,7 +23,7 @@ from elastirun.progress import begin_round
 
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.ranks import begin_world
-from .collectives import gather
+from .collectives import backends_of, gather
 from .control_words import ADMIT, SWITCH, WHOLE
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
@@ -59,7 +59,7 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
     gloo. Raises TrainError if there is an agent of elastirun that cannot be reached.
     """
     global _backend, _timeout, _connection
-    _backend = backend = NCCL if ":" in backend and _backends(backend) == _backends(NCCL) else backend
+    _backend = backend = NCCL if ":" in backend and backends_of(backend) == backends_of(NCCL) else backend
     _timeout = timeout
     if backend in LIVE:
         _connection = _connect()
@@ -68,10 +68,6 @@ def init_process_group(backend: str = "gloo", timeout: timedelta | None = None) 
         _init_alone()
     else:
         dist.init_process_group(backend, timeout=timeout)
-
-
-def _backends(names: str) -> dict[str, Any]:
-    return dict(c10d.BackendConfig(c10d.Backend(names)).get_device_backend_map())
 
 
 def _init_alone() -> None:

@@ -10,7 +10,7 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from .collectives import broadcast
+from .collectives import backends_of, broadcast
 from .errors import TrainError
 from .rank_prefix import one_prefix
 
@@ -61,19 +61,13 @@ def connected(backends: Iterable[Any], timeout: timedelta) -> None:
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
-    return [group._get_backend(torch.device(device)) for device in _names(group)]
-
-
-def _names(group: dist.ProcessGroup) -> Mapping[str, str]:
-    """Return the name of the backend for each type of device."""
-    found: Mapping[str, str] = c10d.BackendConfig(c10d.Backend(c10d._world.pg_map[group][0])).get_device_backend_map()
-    return found
+    return [group._get_backend(torch.device(device)) for device in backends_of(c10d._world.pg_map[group][0])]
 
 
 def _has_nccl(group: dist.ProcessGroup) -> bool:
     """Return whether NCCL is the backend, or that for GPUs. Of a group that has ended meanwhile: False."""
     told = c10d._world.pg_map.get(group)
-    return told is not None and "nccl" in c10d.BackendConfig(c10d.Backend(told[0])).get_device_backend_map().values()
+    return told is not None and "nccl" in backends_of(told[0]).values()
 
 
 def init_default_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
@@ -210,7 +204,8 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     either it needs all ranks of the world, or it makes the group's name from the number of groups of a rank, which may differ between
     ranks. With another backend than gloo or NCCL, the result is ``group`` itself.
     """
-    if dist.get_world_size(group) == 1 or not set(_names(group).values()) <= OWN:
+    backend = c10d._world.pg_map[group][0]
+    if dist.get_world_size(group) == 1 or not set(backends_of(backend).values()) <= OWN:
         return group
     [number] = broadcast([time.time_ns()], group, device)
     members = dist.get_process_group_ranks(group)
@@ -219,7 +214,7 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
         len(members),
         dist.get_rank(group),
         members,
-        c10d.Backend(c10d._world.pg_map[group][0]),
+        c10d.Backend(backend),
         c10d._get_process_group_store(group),
         cast(Any, f"elastirun {number}"),
         timeout=connect_limit(timeout),
