@@ -51,7 +51,8 @@ class ExitCode(enum.IntEnum):
     PEERS_LOST = 200, "peers were lost and did not come back", "peers were lost, and too few came back within `--join-timeout`", "retry"
     RENDEZVOUS = (
         201, "too few nodes came, or the rendezvous was lost",
-        "no rendezvous: too few nodes within `--join-timeout`, the store refused this node, or the store was lost",
+        "no rendezvous: too few nodes within `--join-timeout`, the store refused this node, or the store, or too many nodes of the last "
+        "round, could not be reached for `--store-grace`",
         "retry; if it repeats, see whether all nodes start and reach the endpoint",
     )
     SICK = (
