@@ -134,9 +134,29 @@ def obstacle() -> str:
         os._exit(int(asks()) if asks else 0)
     if os.waitpid(child, 0)[1]:
         return "CUDA initialised"
+    if children():
+        return "a process running"
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"{threads - 1} thread{'s' * (threads > 2)}"
     return next((f"the device {path} open" for path in open_files().values() if path.startswith(DEVICES)), "")
+
+
+def children() -> list[int]:
+    """Return the pids of the processes that run below this one."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none, as nearly always
+        return []
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except OSError:  # it has ended
+            continue
+        if int(parent) == os.getpid() and state not in b"ZX":
+            found.append(int(pid))
+    return found
 
 
 def report(control: socket, trouble: dict[str, Any]) -> None:
@@ -159,7 +179,8 @@ def learn(names: list[str]) -> dict[str, Any]:
     learnt, left_out = [], {}
     changed = ""
     for name, digest in (name.split(":") for name in names):
-        if name in sys.modules or not is_third_party(name):
+        parent = name.rpartition(".")[0]
+        if name in sys.modules or parent and parent not in sys.modules or not is_third_party(name):  # to look for a part imports the parent
             continue
         if digest != environment_digest():
             changed = changed or name
@@ -210,9 +231,13 @@ def try_out(name: str) -> tuple[float, str]:
         finally:
             os._exit(0)
     os.close(write)
-    with open(read, "rb") as answer:
-        text = answer.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.set_blocking(read, False)  # a process that the module has left running may hold the other end
+    try:
+        text = os.read(read, 1 << 16)
+    except BlockingIOError:
+        text = b""
+    os.close(read)
     if not text:
         return 0.0, f"its import takes more than {TRIAL_LIMIT} s" if status == -SIGALRM else "its import ends the process"
     seconds, why = json.loads(text)
@@ -222,7 +247,7 @@ def try_out(name: str) -> tuple[float, str]:
 def judge(name: str) -> tuple[float, str]:
     """Import a module in this process, which is made for that, and say what ``try_out`` returns."""
     import gc
-    from signal import SIG_DFL, SIGALRM, alarm, signal
+    from signal import SIG_DFL, SIGALRM, SIGKILL, alarm, signal
 
     signal(SIGALRM, SIG_DFL)
     alarm(TRIAL_LIMIT)
@@ -238,6 +263,8 @@ def judge(name: str) -> tuple[float, str]:
         why = f"{trouble['obstacle']}, which forks cannot share"
     if trouble["reads"]:
         why = f"importing it reads {', '.join(trouble['reads'][name])}, which differs between workers"
+    for pid in children():
+        os.kill(pid, SIGKILL)
     if trouble["failed"]:
         why = f"it cannot be imported without the script: {trouble['failed'][name]}"
     return trouble["took"][name], why
@@ -516,8 +543,9 @@ def main() -> Callable[[], object]:
         del sys.path[0]  # the folder of this file
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
-    modules = [each for name in filter(None, sys.argv[4].split(",")) for each in (name, *ALSO.get(name, ()))]
-    return serve(int(sys.argv[1]), control, sys.argv[3], modules)
+    agent, group, names, command = int(sys.argv[1]), sys.argv[3], sys.argv[4], sys.argv[5:]
+    sys.argv[:] = ["-m", *command[2:]] if command[0] == "-m" else command  # modules may read it while they are imported
+    return serve(agent, control, group, [each for name in filter(None, names.split(",")) for each in (name, *ALSO.get(name, ()))])
 
 
 if __name__ == "__main__":

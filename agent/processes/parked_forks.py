@@ -28,6 +28,7 @@ LOAD_LIMIT = 60.0  # seconds that a node waits for its fork server before it joi
 FORK_LIMIT = 2.0  # seconds for the forks of a round to answer; the loop waits meanwhile, and workers are executed afterwards
 KILL_LIMIT = 1.0  # seconds for killed forks to end
 RESTART_AFTER = 10.0  # seconds; a server that lived for less is not started again before the next round
+LEARN_LIMIT = 300.0  # seconds for the server to try modules; it makes no forks meanwhile
 LEARN_AFTER = 5.0  # seconds without a new module of a worker, after which those that it told of are tried: it has begun to train
 TOLD = re.compile(r"\+([A-Za-z_][\w.]{0,99}) ([0-9]{1,10})", re.ASCII)  # what a worker tells of one module
 AUTO = "auto"  # in place of a module's name: what the workers import
@@ -47,6 +48,7 @@ class _Server:
     loaded: bool = False
     nearly_loaded: bool = False  # it imports the last module, and came to it soon
     learning: bool = False  # tries modules, and answers nothing meanwhile
+    limit: float = math.inf  # when it must have answered, if it is learning
     taught: int = 0  # number of the learnt modules that it knows
     report: bytes = b""
 
@@ -121,6 +123,8 @@ class ParkedForks:
         while self._serves(spec) and self._parked:
             if started := self._employ(self._parked.popleft(), spec, stdout, stderr):
                 return started
+        if self._server and self._server.learning:
+            self._tell("modules that the workers import are still being tried; workers are executed until that is done")
         return spawn(spec, stdout, stderr)
 
     def refill(self) -> None:
@@ -137,6 +141,10 @@ class ParkedForks:
     def tick(self, now: float) -> float:
         """Tell the server of modules that the workers have imported when it is time. Returns when to call it next."""
         server = self._server
+        if server and server.learning:
+            if now < server.limit:
+                return server.limit
+            self._learn_no_more(f"a trial takes more than {LEARN_LIMIT:g} s")
         if now < self._learn_at:
             return self._learn_at
         self._learn_at = math.inf
@@ -147,7 +155,9 @@ class ParkedForks:
             except OSError:  # it has ended
                 return math.inf
             server.taught, server.learning, server.report = len(self._learnt), True, b""
+            server.limit = now + LEARN_LIMIT
             self._selector.register(server.control, selectors.EVENT_READ, partial(self._on_report, server))
+            return server.limit
         return math.inf
 
     def drop(self) -> None:
@@ -222,10 +232,7 @@ class ParkedForks:
         for module, why in left_out.items():
             self._tell(f"{module} is not imported: {why}")
         if spoilt:
-            self._learns = False
-            self._tell(f"importing {learnt[-1]} went otherwise than on trial; modules that the workers import are not tried any more")
-            self._drop()
-            self._start()
+            self._learn_no_more(f"importing {learnt[-1]} went otherwise than on trial")
             return
         server.learning = False
         if server.taught < len(self._learnt):
@@ -237,11 +244,20 @@ class ParkedForks:
             self._parked.clear()
         self._park()
 
+    def _learn_no_more(self, why: str) -> None:
+        self._learns, self._learn_at = False, math.inf
+        self._learnt.clear()  # the next server would come to the same end
+        self._tell(f"{why}; modules that the workers import are not tried any more")
+        self._drop()
+        self._start()
+
     def _on_end(self, server: _Server, mask: int) -> None:
         if server is not self._server:
             return
+        if server.learning:
+            self._learn_no_more("importing a module has ended the fork server, as it had not done on trial")
+            return
         lived = clock.now() - server.began
-        self._learns = self._learns and not server.learning  # a module has ended it that had not done so on trial
         self._drop()
         if not server.loaded:
             self._tell("the fork server has ended while it imported modules; workers are executed until the next round has begun")
@@ -322,6 +338,8 @@ class ParkedForks:
             pidfd = os.pidfd_open(pid)
             found = proc.look(pid)
             if found is None or (found.parent, found.session) != (os.getpid(), server.pid):
+                os.close(pidfd)
+                pidfd = None  # the fork was killed and reaped, and its number is another process's now, which is none of ours to kill
                 raise OSError
             own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
             message = json.dumps({"argv": spec.argv, "own": own, "tells": self._learns}).encode() + b"\n"

@@ -204,6 +204,7 @@ class ProcessTree:
     def _start_guard(self, limit: float) -> None:
         """Start a guard and send it the whole state. Raises OSError when it cannot be started within ``limit`` seconds."""
         read, write = os.pipe2(os.O_CLOEXEC)
+        started = None
         try:
             command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), self._evidence.mark.text, str(self._deadline)]
             command += [str(int(self._evidence.strict)), self.group]
@@ -214,11 +215,12 @@ class ProcessTree:
             assert started.stdout is not None
             with started.stdout as output:
                 if not ready([output.fileno()], limit) or not output.read(1):
-                    started.kill()
-                    started.wait()
                     raise OSError(0, f"it was not ready within {limit:.0f} s, or ended at once")
             self._pidfd = os.pidfd_open(started.pid)
         except OSError:
+            if started is not None:
+                started.kill()  # before it sees the end of the pipe, which means to it that the agent has died
+                started.wait()
             os.close(write)
             raise
         finally:

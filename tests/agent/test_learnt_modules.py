@@ -10,7 +10,7 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent.processes import forkserver
-from elastirun.agent.processes.parked_forks import AUTO, LEARN_AFTER
+from elastirun.agent.processes.parked_forks import AUTO, LEARN_AFTER, LEARN_LIMIT
 from tests.agent.test_parked_forks import HOW, Agent, agent, parked
 
 __all__ = ["agent"]  # the fixture
@@ -18,10 +18,11 @@ SLOW = "import time\ntime.sleep(0.1)\n"
 
 
 def installed(agent: Agent, name: str, text: str) -> None:
-    """Install a module of this text."""
+    """Install a module of this text. ``name``: its path without ".py"."""
     folder = agent.folder / "site-packages"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.py").write_text(text)
+    file = folder / f"{name}.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
     path = f"{folder}:{agent.folder / 'modules'}"
     agent.spec = replace(agent.spec, env={**agent.spec.env, "PYTHONPATH": path})
 
@@ -34,7 +35,7 @@ def learn(agent: Agent, code: str, *names: str) -> None:
     forks.refill()
     parked(agent)
     assert clock.now() < forks.tick(clock.now()) < math.inf, "a worker may be about to import more"
-    assert forks.tick(clock.now() + LEARN_AFTER) == math.inf
+    assert forks.tick(clock.now() + LEARN_AFTER) > clock.now() + LEARN_LIMIT
     agent.turn(lambda: forks._server is None or not forks._server.learning)
 
 
@@ -76,9 +77,17 @@ def test_a_worker_that_is_killed_has_told_what_it_imported(agent: Agent) -> None
             "importing odd left CUDA initialised, which forks cannot share",
         ),
         ("import os, __main__\nhasattr(__main__, 'hook') or os.kill(os.getpid(), 11)", "its import ends the process"),
+        (
+            "import subprocess, __main__\nprocess = hasattr(__main__, 'hook') or subprocess.Popen(['sleep', '1000'])",
+            "importing odd left a process running, which forks cannot share",
+        ),
+        (
+            "import os, __main__\nif not hasattr(__main__, 'hook') and os.fork() == 0:\n    time.sleep(1000)",
+            "importing odd left a process running, which forks cannot share",
+        ),
         ("import __main__\n__main__.hook", "it cannot be imported without the script: AttributeError: "),
     ],
-    ids=["a thread", "a descriptor", "a variable of the rank", "CUDA", "a crash", "an error"],
+    ids=["a thread", "a descriptor", "a variable of the rank", "CUDA", "a crash", "a process", "a fork", "an error"],
 )
 def test_a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt(agent: Agent, text: str, why: str) -> None:
     installed(agent, "odd", f"{SLOW}{text}")
@@ -87,6 +96,34 @@ def test_a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt(a
     learn(agent, code, "odd", "heavy")
     assert len(agent.said) == 2 and agent.said[0].startswith(f"--preload: odd is not imported: {why}"), agent.said
     assert has(agent, "odd", "heavy") == [False, True]
+
+
+def test_a_part_of_a_module_that_was_left_out_does_not_bring_it_in(agent: Agent) -> None:
+    installed(agent, "torch/__init__", SLOW)
+    installed(agent, "torch/_dynamo", SLOW)
+    learn(agent, "import os\nos.environ['MODE'] = 'of the script'\nimport torch._dynamo", "torch", "torch._dynamo")
+    assert len(agent.said) == 1 and "torch is not imported: environment variables were changed" in agent.said[0]
+    assert has(agent, "torch", "torch._dynamo") == [False, False]
+    assert agent.forks
+    agent.forks.refill()
+    assert has(agent, "torch", "torch._dynamo") == [False, False], "of a fork that was made afterwards"
+
+
+def test_a_trial_that_does_not_end_is_given_up(agent: Agent) -> None:
+    installed(agent, "odd", f"{SLOW}import __main__, signal\nhasattr(__main__, 'hook') or [signal.alarm(0), time.sleep(1000)]")
+    forks = agent.start(AUTO)
+    assert agent.output(f"{HOW}hook = 1\nimport odd") == "forked"
+    agent.turn(lambda: "odd" in forks._learnt)
+    forks.refill()
+    now = clock.now()
+    limit = forks.tick(now + LEARN_AFTER)
+    assert [agent.output(), agent.output()] == ["forked", "executed"], "no fork is made meanwhile"
+    assert forks.tick(limit - 1) == limit
+    assert forks.tick(limit) == math.inf and forks.pids == ()
+    assert agent.said == [
+        "--preload: modules that the workers import are still being tried; workers are executed until that is done",
+        "--preload: a trial takes more than 300 s; modules that the workers import are not tried any more",
+    ]
 
 
 def test_a_module_that_is_imported_quickly_is_not_worth_it(agent: Agent) -> None:

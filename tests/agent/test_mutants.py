@@ -379,7 +379,42 @@ MUTANTS = (
     mutant(
         "a process with threads is not forked",
         *("processes/forkserver", '/proc/self/task"))) > 1:', '/proc/self/task"))) > 100:'),
-        *("parked_forks", "a_module_that_leaves_a_thread_makes_all_workers_executed"),
+        *("parked_forks", "a_module_that_leaves_something_behind_makes_all_workers_executed[a thread]"),
+    ),
+    mutant(
+        "a process that a module has started is not shared",
+        *("processes/forkserver", "    if children():\n", "    if False:\n"),
+        *("parked_forks", "a_module_that_leaves_something_behind_makes_all_workers_executed[a process]"),
+    ),
+    mutant(
+        "a process that has ended is no obstacle",
+        *("processes/forkserver", ' and state not in b"ZX"', ""),
+        *("parked_forks", "a_process_that_a_module_has_started_and_that_has_ended_is_no_obstacle"),
+    ),
+    mutant(
+        "modules see the command line of the worker",
+        *("processes/forkserver", "    sys.argv[:] = [", "    _ = ["),
+        *("parked_forks", "a_module_sees_the_command_line_of_the_worker"),
+    ),
+    mutant(
+        "a fork's number may be another process's by now",
+        *("processes/parked_forks", "                os.close(pidfd)\n                pidfd = None", "                pass"),
+        *("parked_forks", "a_process_that_has_the_number_of_a_fork_that_was_killed_is_left_alone"),
+    ),
+    mutant(
+        "a part of a module is learnt only with the module",
+        *("processes/forkserver", "parent and parent not in sys.modules or ", ""),
+        *("learnt_modules", "a_part_of_a_module_that_was_left_out_does_not_bring_it_in"),
+    ),
+    mutant(
+        "a trial has a limit",
+        *("processes/parked_forks", "if now < server.limit:", "if True:"),
+        *("learnt_modules", "a_trial_that_does_not_end_is_given_up"),
+    ),
+    mutant(
+        "a guard that nobody watches is ended",
+        *("processes/process_tree", "            if started is not None:\n", "            if False:\n"),
+        *("process_tree", "a_guard_that_cannot_be_watched_is_ended_and_kills_nothing"),
     ),
     mutant(
         "a server that comes up too late is ended",

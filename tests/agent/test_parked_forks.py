@@ -38,6 +38,12 @@ print('forked' if outermost.f_code.co_filename.endswith('forkserver.py') else 'e
 """
 
 
+WAITS = """import os
+for process in ended:
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+"""  # until the processes have ended; they are not reaped
+
+
 class Spared:
     """What the agent's process tree knows of the server."""
 
@@ -248,6 +254,22 @@ def test_a_fork_that_was_killed_is_passed_over(agent: Agent) -> None:
     assert agent.output() == "forked"
 
 
+def test_a_process_that_has_the_number_of_a_fork_that_was_killed_is_left_alone(agent: Agent) -> None:
+    forks = agent.start("json")
+    parked(agent)
+    stranger = subprocess.Popen(["sleep", "1000"])
+    ours, theirs = socket.socketpair()
+    theirs.send(b"%d\n" % stranger.pid)
+    forks._parked.appendleft(ours)
+    try:
+        assert agent.output() == "forked"
+        assert stranger.poll() is None and not dies(stranger.pid, 0.2)
+    finally:
+        theirs.close()
+        stranger.kill()
+        stranger.wait()
+
+
 def test_signals_are_ignored_without_work_and_none_is_lost_afterwards(agent: Agent) -> None:
     agent.start("json")
     (waiting,) = parked(agent)
@@ -329,12 +351,33 @@ def test_a_module_that_reads_a_variable_of_its_rank_is_left_out(agent: Agent) ->
     assert agent.output("import sys\nprint('json.tool' in sys.modules, 'curious' in sys.modules)") == "True False"
 
 
-def test_a_module_that_leaves_a_thread_makes_all_workers_executed(agent: Agent) -> None:
-    module(agent, "busy", "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()")
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()", "1 thread"),
+        ("import subprocess\nprocess = subprocess.Popen(['sleep', '1000'])", "a process running"),
+    ],
+    ids=["a thread", "a process"],
+)
+def test_a_module_that_leaves_something_behind_makes_all_workers_executed(agent: Agent, text: str, left: str) -> None:
+    module(agent, "busy", text)
     forks = agent.start("busy")
     forks.refill()
     assert forks.pids == () and agent.output() == "executed"
-    assert agent.said == ["--preload: importing busy left 1 thread, which forks cannot share; workers are executed"]
+    assert agent.said == [f"--preload: importing busy left {left}, which forks cannot share; workers are executed"]
+
+
+def test_a_process_that_a_module_has_started_and_that_has_ended_is_no_obstacle(agent: Agent) -> None:
+    module(agent, "asks", "import subprocess\nended = [subprocess.Popen(['true']), subprocess.Popen(['true'])]\n" + WAITS)
+    agent.start("asks")
+    assert agent.output() == "forked" and agent.said == []
+
+
+def test_a_module_sees_the_command_line_of_the_worker(agent: Agent) -> None:
+    module(agent, "parser", "import sys\nseen = list(sys.argv)")
+    agent.spec = replace(agent.spec, argv=(*agent.spec.argv, "--lr=1"))
+    agent.start("parser")
+    assert agent.output(f"{HOW}import parser, sys\nprint(parser.seen == sys.argv)").split() == ["forked", "True"]
 
 
 def test_a_module_that_is_missing_is_named_and_the_others_are_there(agent: Agent) -> None:

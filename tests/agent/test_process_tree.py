@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,29 @@ s = socket.socket(socket.AF_UNIX)
 s.connect(os.environ["TEST_SOCKET"])
 s.sendall(json.dumps({**os.environ, "pid": os.getpid(), "who": "worker"}).encode() + b"\\n")
 sys.exit(int(s.makefile().readline()))
+"""
+
+
+# The agent's side of a guard that has died, and cannot be replaced.
+UNWATCHED = """
+import errno, os, selectors, signal, subprocess
+from pathlib import Path
+from elastirun.agent.processes.process_tree import ProcessTree
+selector = selectors.DefaultSelector()
+tree = ProcessTree("test", 0.0, selector, print)
+worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+tree.add_workers([worker.pid])
+def fails(pid):
+    raise OSError(errno.EMFILE, "Too many open files")
+os.kill(tree._guard.pid, signal.SIGKILL)
+os.pidfd_open, real = fails, os.pidfd_open
+for key, mask in selector.select():
+    key.data(mask)
+os.pidfd_open = real
+children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+print(children == [str(worker.pid)], worker.poll())
+worker.kill()
+worker.wait()
 """
 
 
@@ -155,6 +179,13 @@ def test_agent_and_guard_killed_together_the_next_run_sweeps(nodes: Cluster) -> 
     everyone(nodes)["worker"].tell("0")
     assert nodes.ends(again) == 0
     assert "of an earlier run of this job" in nodes.out(1)
+
+
+def test_a_guard_that_cannot_be_watched_is_ended_and_kills_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", UNWATCHED], capture_output=True, text=True, timeout=PATIENCE)
+    *said, found = done.stdout.splitlines()
+    assert found == "True None", done
+    assert "Too many open files" in said[-1]
 
 
 def test_a_guard_that_is_killed_is_replaced(nodes: Cluster) -> None:
