@@ -393,7 +393,7 @@ MUTANTS = (
     ),
     mutant(
         "modules see the command line of the worker",
-        *("processes/forkserver", "    sys.argv[:] = [", "    _ = ["),
+        *("processes/forkserver", 'sys.argv[:] = ["-m", *command[2:]]', '_ = ["-m", *command[2:]]'),
         *("parked_forks", "a_module_sees_the_command_line_of_the_worker"),
     ),
     mutant(
