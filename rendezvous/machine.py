@@ -191,7 +191,7 @@ class Machine:
                 self._on_sync_failed(events.SyncFailed(event.now, why))
                 return
         if (place := self._moves.is_sent(event.round, event.now)) is not None:
-            if event.round is not None and event.round.round > 0 and self.record is not None:
+            if event.round is not None and event.round.round > 0 and self.record is not None and self._formed:
                 self._move(place, self.record, decided=True)
             else:
                 self._follow(place)

@@ -910,6 +910,11 @@ MUTANTS = (
         *("succession", "a_word_that_overrules_none_is_written_where_nothing_is_said"),
     ),
     mutant(
+        "who has read of no round is a newcomer where the store has moved",
+        *("machine", "and self.record is not None and self._formed:", "and self.record is not None:"),
+        *("sim", "what_once_went_wrong_does_not[82037468]"),
+    ),
+    mutant(
         "a newcomer that knows of a moved job begins no other one at once",
         *("formation", "if place is not None and told_since is not None and others_could_run and now", "if False and now"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
