@@ -28,10 +28,11 @@ def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
     return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
 
 
-def furthest(everyone: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+def furthest(everyone: Sequence[tuple[int, ...]]) -> tuple[int, list[int]]:
     """Return the rank whose state all ranks go on with, and the ranks that are to copy that state.
 
-    ``everyone``: by rank, the round in which its state was agreed upon, and its finished steps. Where no rank has a state (round 0), all
+    ``everyone``: by rank, the round in which its state was agreed upon, its finished steps, and minus the number of dropped steps that
+    have left something in its state. Where no rank has a state (round 0), all
     begin with that of rank 0, whatever steps a rank has made on the way to a state that did not come whole.
     """
     best = max(everyone)

@@ -18,6 +18,7 @@ from elastirun.errors import CheckpointError
 # start takes a few ten milliseconds. Storage libraries are found later (see objects.py).
 CODE = "import sys; sys.path.append(sys.argv[1]); from elastirun.checkpoint import writer; writer.main(*map(int, sys.argv[2:]))"
 PATIENCE = 10.0  # seconds at the end for the request that the writer is at
+KILLED = 1.0  # seconds for the end of a writer that was killed
 
 
 class WriterProcess:
@@ -74,7 +75,8 @@ class WriterProcess:
                 self._process.wait(patience)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait()
+                with suppress(subprocess.TimeoutExpired):  # a process that waits for a disk ends when that answers
+                    self._process.wait(KILLED)
             self._process = None
 
     def _connection(self) -> socket.socket:

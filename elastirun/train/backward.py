@@ -43,6 +43,7 @@ TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
     (STARTED, Trigger.GRAPH_DONE): EMPTY,
     (STARTED, Trigger.INTERRUPTED): EMPTY,
     (STARTED, Trigger.SKIPPED): REDUCING,
+    (STARTED, Trigger.FAILED): BROKEN,
     (KEEPING, Trigger.GRAPH_DONE): DONE,
     (KEEPING, Trigger.INTERRUPTED): DONE,
     (COLLECTING, Trigger.GRAPH_DONE): REDUCING,

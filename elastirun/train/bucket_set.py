@@ -86,6 +86,10 @@ class BucketSet:
             there = self._tail[self._words.size :] if len(self._tail) else torch.empty(self._statistics.numel, device="cpu")
             self._statistics.use_memory(there)
 
+    def are_for(self, params: Sequence[nn.Parameter]) -> bool:
+        """Return whether the buckets were made for exactly these parameters."""
+        return len(params) == len(self._params) and all(mine is theirs for mine, theirs in zip(self._params, params, strict=True))
+
     def prepared(self, transport: Transport, rank: int, world: int, words_apart: bool) -> BucketSet:
         """Return buckets of the same plan for another world, with their memory. Every rank of it calls it; ``use`` comes later.
 

@@ -111,7 +111,15 @@ class ElasticDataLoader:
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        whole, rest = divmod(self.length, self.global_batch_size)
+        return self._batches(self.length)
+
+    @property
+    def left(self) -> int:
+        """Return the number of global batches that are left in the epoch."""
+        return self._batches(self.length - self.consumed)
+
+    def _batches(self, samples: int) -> int:
+        whole, rest = divmod(samples, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def sizes(self) -> Iterator[int]:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from . import autograd_engine
 from .at_exit import release_at_exit
-from .collectives import copy_from_first, verify_same
+from .collectives import broadcast, copy_from_first, verify_same
 from .comm_hooks import Hook
 from .conclusion import Options
 from .control_words import REQUESTS, Agreement
 from .copies import TIED, FirstBackward
-from .errors import TrainError
+from .errors import ReductionFailed, TrainError
 from .nested_tensors import find_tensors, to_device
 from .next_world import NextWorld
 from .optimizer import BucketSteps, applied, step_each, take_over
@@ -82,8 +82,6 @@ class DistributedDataParallel(TorchNames):
     Raises TrainError (no process group, nothing to train, wrong arguments) and ModelMismatch. In a backward: ReductionFailed or PeerLost;
     the module can then be used again after ``set_group``.
     """
-
-    _drops_failed_steps = False  # see ``Reducer``
 
     def __init__(
         self,
@@ -161,7 +159,7 @@ class DistributedDataParallel(TorchNames):
         if not devices:
             raise TrainError("no parameter of the module requires a gradient: there is nothing to reduce")
         with reduction_errors("comparing and copying the replicas"):
-            verify_same(self._describe(copied, init_sync), "parameters, buffers and options", self.process_group, devices[0])
+            verify_same(self._describe(copied, init_sync, trained=True), "parameters, buffers and options", self.process_group, devices[0])
             self._group = make_own_group(self.process_group, devices[0])
             self._keep_own_group(devices[0])
             if init_sync:
@@ -182,8 +180,8 @@ class DistributedDataParallel(TorchNames):
             self._end_own_group = weakref.finalize(self, end_own_group, self._group, self.process_group)  # keeps no group once called
             self._end_own_group.atexit = False  # see ``at_exit``
 
-    def _describe(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool) -> list[str]:
-        """Describe what has to be the same on every rank."""
+    def _describe(self, copied: Iterable[tuple[str, Tensor]], init_sync: bool, trained: bool) -> list[str]:
+        """Describe what has to be the same on every rank. ``trained``: also which parameters are trained."""
         options = {
             **vars(self._options),
             "transport": self._transport_wanted,
@@ -191,7 +189,7 @@ class DistributedDataParallel(TorchNames):
             "init_sync": init_sync,
             "find_unused_parameters": self.find_unused_parameters,
         }
-        return describe(copied, sparse_names(self.module), options)
+        return describe(copied, sparse_names(self.module), options, trained)
 
     def _list_parameters(self) -> None:
         """List the names and parameters that are not to be ignored."""
@@ -229,25 +227,40 @@ class DistributedDataParallel(TorchNames):
         self._join(process_group, init_sync, left)
         self._reducer.keep_requests(left)
 
-    def prepare_world(self, process_group: dist.ProcessGroup) -> NextWorld:
+    def prepare_world(self, process_group: dist.ProcessGroup, new: bool = False) -> NextWorld:
         """Make what this module needs in another world, beside what it has. Every rank of ``process_group`` calls it, in any thread.
 
-        The plan must not change until ``enter_world``: see ``hold_plan``.
+        The plan must not change until ``enter_world``: see ``hold_plan``. ``new``: train from now on the parameters that rank 0 trains.
         """
         device = self._reducer.planner.device
         copied = [*self._named, *(self._list_buffers() if self._copies_buffers else ())]
         with reduction_errors("preparing the next world"):
-            verify_same(self._describe(copied, init_sync=False), "parameters, buffers and options", process_group, device)
+            described = self._describe(copied, init_sync=False, trained=False)
+            verify_same(described, "parameters, buffers and options", process_group, device)
+            needs = broadcast(list(map(int, self._reducer.trained.needs)), process_group, device)
+            if new:
+                self._train(needs)
             group = make_own_group(process_group, device)
             transport = choose(group, device, self._transport_wanted)
             return NextWorld(process_group, group, transport, self._reducer.prepare_world(transport, group))
+
+    def _train(self, needs: Sequence[int]) -> None:
+        """Train the parameters that ``needs`` says, and freeze all others."""
+        for (_, param), needed in zip(self._named, needs, strict=True):
+            param.requires_grad_(bool(needed))
+        self._reducer.find_frozen()
+        if self._reducer.trained.differs:
+            self._adapt()
 
     def enter_world(self, world: NextWorld) -> tuple[Any, ...]:
         """Go on in another world. Every rank calls it between the same two steps. Return what is not needed any more.
 
         Whoever holds that may drop it in a thread, which takes a while. The groups of the old world are the caller's to end.
+        Raises ReductionFailed if other parameters are trained than when the world was prepared.
         """
         settle()
+        if not world.buckets.are_for(self._reducer.params):
+            raise ReductionFailed("other parameters are trained than when the next world was prepared")
         old = self._transport, self._group, self._reducer.bucket_set
         self._transport.close()
         if isinstance(self._end_own_group, weakref.finalize):
@@ -291,9 +304,9 @@ class DistributedDataParallel(TorchNames):
         self._transport = self._group = self.process_group = None  # type: ignore[assignment]
 
     def drop_failed_steps(self) -> None:
-        """Let a backward whose reduction fails end without gradients, not with an exception, from now on: ``failed`` is true then.
+        """Let a step whose reduction fails, or whose forward loses a peer, go on to its end without gradients, not with an exception.
 
-        The next forward raises the ReductionFailed unless ``set_group`` comes before.
+        ``failed`` is true then, and all backwards end without gradients until ``set_group``.
         """
         self._drops_failed_steps = True
         self._reducer.drop_failed_steps()

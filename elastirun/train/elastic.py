@@ -39,6 +39,7 @@ from .world_change import WorldChange, connecting
 
 CPU = torch.device("cpu")
 PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
+OVER = 2.0  # seconds for the peers of a new worker to say that training has ended, which their processes do at their end
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
@@ -105,6 +106,7 @@ class Elastic:
     _worlds = 0  # that this rank has begun, or begun to join
     _whole = True  # this rank has the state of the others
     _rehearses = False  # the step under way is a rehearsal
+    _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
 
     def __init__(
@@ -172,6 +174,7 @@ class Elastic:
         """Count the step, unless its reduction failed. Return whether the world is still the same: else what was loaded ahead is wrong."""
         if self._model.failed or self._rehearses:
             self._before.restore()
+            self._tried += self._before.incomplete
         else:
             self.state.step += 1
             self._before.take()
@@ -184,6 +187,8 @@ class Elastic:
         if connection is None or self._live is None:
             return True
         number = self._worlds
+        if self._model.failed and not self._whole:
+            self._live.end_if_over(OVER)
         if self._model.failed or connection.asked:
             self._leave(connection)
             self._enter(connection)
@@ -200,7 +205,7 @@ class Elastic:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
                 self._change = WorldChange(live, self._model, self.state, _backend, _timeout)
-        elif self._change.after_step(over=self._loader.state_dict()["consumed"] == 0):
+        elif self._change.after_step(self._loader.left):
             self._begin_world(live)
 
     def _begin_world(self, live: LiveRound) -> None:
@@ -278,6 +283,8 @@ class Elastic:
 
     def _is_asked(self, connection: LiveConnection, error: Exception) -> bool:
         """Return whether the agent asks this worker to leave its round, so that ``error`` comes from a lost peer."""
+        if self._live is not None and not self._whole:
+            self._live.end_if_over(OVER)
         return connection.wait_until_asked(PATIENCE, self.state.step, f"{type(error).__name__}: {error}")
 
     def _enter_round(self, connection: LiveConnection) -> None:
@@ -365,8 +372,8 @@ class Elastic:
         """Give all ranks the state of the furthest one; where nobody has trained, that of the newest checkpoint, or rank 0's."""
         world = dist.group.WORLD
         assert world is not None
-        rank, everyone = dist.get_rank(), [(settled, steps) for settled, steps in gather([self._settled, self.state.step], world, CPU)]
-        source, behind = furthest(everyone)
+        rank, mine = dist.get_rank(), [self._settled, self.state.step, -self._tried]
+        source, behind = furthest(everyone := [tuple(theirs) for theirs in gather(mine, world, CPU)])
         begins_anew = everyone[source][0] == 0
         self._loader.set_world(rank, len(everyone))
         if begins_anew and self._rehearsal is not None:
@@ -383,7 +390,7 @@ class Elastic:
             if restores:
                 self._checkpoints.restore(self.state)
         self._model.check_replicas(gradually=True)
-        self._settled = max(self._round, 1)
+        self._settled, self._tried = max(self._round, 1), 0
         self._worlds += 1
         self._whole, self._rehearsal = True, None
         self._before.take()

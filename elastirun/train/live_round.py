@@ -10,6 +10,7 @@ The workers agree by the store of the round. The keys, after a prefix for the ro
     ready/RANK       a rank that is in no world yet has a model, and waits
     ready            how many of them there are
     world/WORLD      the ranks of a world after the first, from rank 0 of the one before
+    switched/WORLD   its ranks have left the one before
     over             training has ended without those that wait
 """
 
@@ -22,6 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -37,7 +39,7 @@ T = TypeVar("T")
 CONNECT = timedelta(seconds=2)  # for one attempt; the agent that serves the store may still be importing torch
 NAPS = 0.001, 0.02  # seconds between two looks at the store, the first and the longest
 LOOK = 0.01  # seconds between two looks for ranks that are ready; each is one exchange with the store, by one rank, while some are missing
-COME = 30.0  # seconds for the ranks of a world that are known to be there; it takes milliseconds, so one that does not come hangs
+COME = 30.0  # seconds for ranks that begin a round with a state; it takes milliseconds, so one that does not come hangs
 TOGETHER = 0.3  # seconds for which the first that is ready waits for the others, so that one change of the world takes them all in
 NUMBER = "ELASTIRUN_WORLD"  # set here: the number of the world within the round
 
@@ -96,11 +98,13 @@ class LiveRound:
         Ends the process, with code 0, if training ends before.
         """
         world = self.find_first()
-        if not self.has(world):
-            self._store.set(f"ready/{self._rank}", "1")
-            self._store.add("ready", 1)
-            world = self._wait(lambda: self._world_after(world.number, waits=True))
-        self._come(world)
+        if self.has(world):
+            self._come(world, COME if self._known else math.inf)
+            return world
+        self._store.set(f"ready/{self._rank}", "1")
+        self._store.add("ready", 1)
+        world = self._wait(lambda: self._unless_over(self._world_after(world.number)))
+        self._come(world, or_over=True)
         return world
 
     def find_next(self) -> World:
@@ -110,6 +114,22 @@ class LiveRound:
         found = self._wait(lambda: self._world_after(number))
         self._come(found)
         return found
+
+    def say_switched(self, world: World) -> None:
+        """Tell the new ranks of ``world`` that the others have left the one before."""
+        self._store.set(f"switched/{world.number}", "1")
+
+    def wait_until_switched(self, world: World) -> None:
+        """Wait until the others are in ``world`` alone. That may take as long as a step, or what a script does between two epochs.
+
+        Ends the process, with code 0, if training ends before.
+        """
+        self._wait(lambda: self._unless_over(self._store.check([f"switched/{world.number}"]) or None))
+
+    def end_if_over(self, within: float) -> None:
+        """End the process, with code 0, if training ends within so many seconds. Returns before if the agent wants this worker to leave."""
+        with suppress(RuntimeError):
+            self._wait(partial(self._unless_over, None), within)
 
     def begin(self, world: World) -> None:
         """Be in ``world`` from now on."""
@@ -181,24 +201,33 @@ class LiveRound:
         """Return a value that was written as JSON; None if there is none."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _come(self, world: World) -> None:
+    def _come(self, world: World, limit: float = math.inf, or_over: bool = False) -> None:
         """Wait until all ranks of ``world`` have come, so that no process group waits for one that never comes.
 
-        Raises RuntimeError if one that is known to be there has not come within ``COME`` seconds.
+        Those that train come after a step, which may take any time. ``or_over``: training may end before, and this process then, too.
+        Raises RuntimeError after ``limit`` seconds.
         """
         here = f"here/{world.number}"
         self._store.add(here, 1)
-        known = world.number > 0 or self._known
-        self._wait(lambda: self._store.add(here, 0) >= len(world.ranks) or None, COME if known else math.inf)
 
-    def _world_after(self, number: int, waits: bool = False) -> World | None:
-        """Return the newest world after ``number``; None if there is none, or none with this rank. ``waits``: in no world yet."""
+        def look() -> bool | None:
+            come = self._store.add(here, 0) >= len(world.ranks) or None
+            return self._unless_over(come) if or_over else come
+
+        self._wait(look, limit)
+
+    def _unless_over(self, found: T | None) -> T | None:
+        """Return ``found``. Ends the process, with code 0, if that is None and training has ended."""
+        if found is None and self._store.check(["over"]):
+            raise SystemExit(0)
+        return found
+
+    def _world_after(self, number: int) -> World | None:
+        """Return the newest world after ``number``; None if there is none, or none with this rank."""
         found = None
         while (ranks := self._read(f"world/{number + 1}")) is not None:
             number += 1
             found = World(number, tuple(ranks))
-        if waits and found is None and self._store.check(["over"]):
-            raise SystemExit(0)
         return found if found is not None and self._rank in found.ranks else None
 
     def _look(self, world: World, ask: Callable[[], object]) -> None:

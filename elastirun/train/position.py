@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from .checkpoints.per_rank import PerRank
 from .data import ElasticDataLoader
 from .train_state import TrainState
 
 
 class Position:
-    """The state at the last finished step, of what a step changes that has no gradients in the end: the loader, and a scheduler."""
+    """The state at the last finished step, of what a step changes that has no gradients in the end: the loader, and schedulers.
+
+    ``incomplete``: the state has other parts that such a step may change, such as averages of the parameters.
+    """
 
     def __init__(self, state: TrainState, loader: ElasticDataLoader) -> None:
-        self._state, self._loader = state, loader
+        self._loader = loader
+        self._optimizers = [part for part in state.values() if isinstance(part, Optimizer)]
+        self._schedulers = [part for name, part in state.items() if name == "scheduler" or isinstance(part, LRScheduler)]
+        kept = {id(part) for part in (loader, *self._optimizers, *self._schedulers)}
+        others = [part for name, part in state.items() if name not in ("step", "model") and id(part) not in kept]
+        self.incomplete = any(not isinstance(part, PerRank) for part in others)
         self.take()
 
     def take(self) -> None:
         """Note where the run stands."""
         self._data = self._loader.state_dict()
-        scheduler = self._state.get("scheduler")
-        self._scheduler = None if scheduler is None else dict(scheduler.state_dict())
-        self._options = [] if scheduler is None else [_options(group) for group in self._groups()]
+        self._rates = [dict(scheduler.state_dict()) for scheduler in self._schedulers]
+        self._options = [_options(group) for group in self._groups()] if self._schedulers else []
 
     def restore(self) -> None:
         """Go back to where the run stood."""
         self._loader.load_state_dict(self._data)
-        if self._scheduler is not None:
-            self._state["scheduler"].load_state_dict(self._scheduler)
-            for group, options in zip(self._groups(), self._options, strict=True):
-                group.update(options)
+        for scheduler, rates in zip(self._schedulers, self._rates, strict=True):
+            scheduler.load_state_dict(rates)
+        for group, options in zip(self._groups() if self._schedulers else (), self._options, strict=True):
+            group.update(options)
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for part in self._state.values() if isinstance(part, Optimizer) for group in part.param_groups]
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -49,13 +60,18 @@ class Rehearsal:
         self._state, self._model = state, model
         self._position = Position(state, loader)
         self._step = state.step
-        self._tensors = [tensor.detach().clone() for tensor in self._here()]
+        self._tensors = {name: tensor.detach().clone() for name, tensor in self._here()}
 
     def undo(self) -> None:
-        """Bring the model, the position and the count of steps back. Optimizers keep the memory of their states."""
+        """Bring the model, the position and the count of steps back. Optimizers keep the memory of their states.
+
+        A buffer that the step has made, or made larger, stays as it is: it is as those of the others are, who have trained.
+        """
         with torch.no_grad():
-            for tensor, before in zip(self._here(), self._tensors, strict=True):
-                tensor.copy_(before)
+            for name, tensor in self._here():
+                before = self._tensors.get(name)
+                if before is not None and before.shape == tensor.shape:
+                    tensor.copy_(before)
         self._position.restore()
         self._state.step = self._step
 
@@ -66,5 +82,5 @@ class Rehearsal:
             if isinstance(part, Optimizer):
                 part.state.clear()
 
-    def _here(self) -> list[torch.Tensor]:
-        return [*self._model.parameters(), *self._model.buffers()]
+    def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return chain(self._model.named_parameters(), self._model.named_buffers())

@@ -148,8 +148,12 @@ class Reducer:
         if not dist.is_initialized():
             raise ReductionFailed("the process group has been destroyed: make one, and give it to the module with set_group()")
         under_way.settle()
-        if self._broken is not None:
+        if self._broken is not None and not self.drops_failed_steps:
             raise self._broken
+
+    def drop_step(self, why: ReductionFailed) -> None:
+        """Let the backwards that follow end without gradients until ``set_group``: a peer was lost in a forward."""
+        self._broken = why
 
     def find_frozen(self) -> bool:
         """Find the parameters that are trained now, and report them in the next reduction. Return whether there is any."""
@@ -198,7 +202,7 @@ class Reducer:
     def continue_from(self, old: Reducer) -> None:
         """Take the place of ``old``, which reduced other parameters of the same module."""
         self.keep_requests(old)
-        self.schedule.backwards = old.schedule.backwards
+        self.schedule.backwards, self.planner.held = old.schedule.backwards, old.planner.held
         self.step, self.expected_samples, self.last_times = old.step, old.expected_samples, old.last_times
         self.conclusion.continue_from(old.conclusion)
         self._extensions.continue_from(old._extensions)
@@ -246,14 +250,16 @@ class Reducer:
 
     def backward_starts(self) -> None:
         """Begin a backward, unless this is an inner one."""
+        if self._broken is not None and self.drops_failed_steps:
+            self._begin_dropped()
+            return
         if self._backward is not None:
             return
         progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
         self._conclude()
         reduces = self.schedule.count()
         backward = self._backward = Backward(reduces, self.local_report.samples, self.watch.expected.copy(), self.watch.seen)
-        under_way.reducers.add(self)
-        autograd_engine.at_the_end(partial(self._graph_done, backward.task))
+        self._end_with_graph(backward)
         if reduces:
             self.bucket_set.reset()
         if self.watch.executes_any() or autograd_engine.accumulates():
@@ -261,6 +267,17 @@ class Reducer:
         else:
             backward.remember(self.params)
         self.times.begin()
+
+    def _begin_dropped(self) -> None:
+        """Begin a backward whose gradients are dropped at its end, unless this is an inner one."""
+        if self._backward is None or self._backward.task != autograd_engine.task():
+            self._backward = Backward(False, 0.0, [], set())
+            self._backward.advance(Trigger.FAILED)
+            self._end_with_graph(self._backward)
+
+    def _end_with_graph(self, backward: Backward) -> None:
+        under_way.reducers.add(self)
+        autograd_engine.at_the_end(partial(self._graph_done, backward.task))
 
     def _accumulate(self, backward: Backward) -> None:
         """Be certain that ``backward`` accumulates gradients; ``autograd.grad`` does not."""
@@ -405,6 +422,9 @@ class Reducer:
 
     def skip(self, zero_samples: float = 0.0) -> None:
         """Take part in a reduction without gradients. ``zero_samples``: the number of samples that count as gradients of zero."""
+        if self._broken is not None and self.drops_failed_steps:
+            self.trained.drop_gradients()
+            return
         self._conclude()
         backward = self._backward = Backward(True, 0.0, self.watch.expected.copy(), self.watch.seen)
         backward.zero_samples = zero_samples
@@ -450,7 +470,7 @@ class Reducer:
         """Mark the module broken until set_group() if an exception ends the block: this rank has missed a part of what the others do.
 
         An error in ``raised_by_all`` ends the block at the same point on every rank and breaks nothing, unless a peer is gone. With
-        ``drops_failed_steps`` a ReductionFailed is raised by the next forward, if there is one before ``set_group``.
+        ``drops_failed_steps`` a ReductionFailed is not raised.
         """
         try:
             yield

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from .errors import TrainError
 
 
-def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], options: Mapping[str, Any]) -> list[str]:
-    """Return a line for each of ``tensors``, of which ``sparse`` have sparse gradients, and for each option."""
-    lines = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t)}{' sparse' * (name in sparse)}" for name, t in tensors]
+def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], options: Mapping[str, Any], trained: bool = True) -> list[str]:
+    """Return a line for each of ``tensors``, of which ``sparse`` have sparse gradients, and for each option.
+
+    ``trained``: the lines say which parameters are frozen.
+    """
+    lines = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t) * trained}{' sparse' * (name in sparse)}" for name, t in tensors]
     return lines + [f"{name}={value}" for name, value in options.items()]
 
 

@@ -79,14 +79,19 @@ def _due(done: int, slices: int, rest: int) -> Sequence[int]:
 class Sender:
     """Sends the state of this rank to the new ``ranks`` of ``group``.
 
-    ``more``: numbers that they get with it. ``seconds``: how long a step takes.
+    ``more``: numbers that they get with it. ``seconds``: how long a step takes. ``pieces``: in so many at most.
     """
 
-    def __init__(self, state: TrainState, ranks: Sequence[int], group: dist.ProcessGroup, more: Sequence[float], seconds: float) -> None:
+    def __init__(
+        self, state: TrainState, ranks: Sequence[int], group: dist.ProcessGroup, more: Sequence[float], seconds: float, pieces: int
+    ) -> None:
         self._state, self._ranks, self._group, self._limit = state, ranks, group, limit_of(group)
         flat = flatten(_shared(state))
         self._sizes = {name: (tensor.numel(), tensor.element_size()) for name, tensor in flat.tensors.items()}
-        self._slices = cut(self._sizes, belonging(state, flat.tensors), max(SLICE, int(FLOW * seconds)))
+        together = belonging(state, flat.tensors) if pieces > 1 else []
+        self._slices = cut(self._sizes, together, most := max(SLICE, int(FLOW * seconds)))
+        while len(self._slices) >= pieces > 1:  # and one more for what is in no slice
+            self._slices = cut(self._sizes, together, most := most + most // 4)
         self._sent = 0
         self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
         self._under_way: list[tuple[Any, Tensor]] = []  # each with its message, which must stay until then

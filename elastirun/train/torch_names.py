@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join
 
 from .buckets import CAP, FIRST_CAP, MIB
 from .collectives import copy_from
-from .errors import TrainError
+from .errors import ReductionFailed, TrainError
 from .joining import NOT_JOINING, JoinedRank, announce
 from .nested_tensors import find_tensors
 from .running_stats import find_statistics
@@ -156,8 +156,16 @@ class TorchNames(Original):
             self.named_module_buffers, self.modules_buffers = found, list(found.values())
 
     def _sync_buffers(self) -> None:
-        with reduction_errors("copying the buffers"):
-            super()._sync_buffers()  # type: ignore[no-untyped-call]
+        """Copy the buffers. With ``drop_failed_steps``, a peer that is lost meanwhile makes the step under way one that failed."""
+        if self._drops_failed_steps and self._reducer.broken:
+            return
+        try:
+            with reduction_errors("copying the buffers"):
+                super()._sync_buffers()  # type: ignore[no-untyped-call]
+        except ReductionFailed as error:
+            if not self._drops_failed_steps:
+                raise
+            self._reducer.drop_step(error)
 
     def _distributed_broadcast_coalesced(self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
         if tensors:
@@ -172,6 +180,7 @@ class TorchNames(Original):
             self._reducer.running_stats.stop()
 
     _buffers_wanted: bool | None  # forward_sync_buffers as the user gave it
+    _drops_failed_steps = False  # see ``Reducer``
     _has_joined = False  # the user has called join()
 
     def _before_forward(self, trained: bool) -> None:

@@ -20,12 +20,12 @@ class Trained:
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], needs: Sequence[bool]) -> None:
-        self.named, self._needs = list(named), list(needs)
-        self.now = self._needs  # which are trained now, on this rank
+        self.named, self.needs = list(named), list(needs)
+        self.now = self.needs  # which are trained now, on this rank
         self.digest = self._before = _digest(needs)  # of ``now``, for the control words
         self.changed = False  # every rank has reported the same other parameters
         self._held = {id(param) for _, param in self.named}
-        pairs = [pair for pair, needed in zip(self.named, self._needs, strict=True) if needed]
+        pairs = [pair for pair, needed in zip(self.named, self.needs, strict=True) if needed]
         self.names, self.params = [name for name, _ in pairs], [param for _, param in pairs]
 
     def holds(self, param: nn.Parameter) -> bool:
@@ -48,7 +48,7 @@ class Trained:
         """Return the parameters that are trained since this step, if all ranks report the same (``digests``, by rank)."""
         if set(digests) != {self.digest}:
             return []
-        both = zip(self.named, self._needs, self.now, strict=True)
+        both = zip(self.named, self.needs, self.now, strict=True)
         return [param for (_, param), before, now in both if now and not before]
 
     def learn(self, digests: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from elastirun.live_worlds import World
 
 from .control_words import SWITCH, WHOLE
 from .ddp import DistributedDataParallel
+from .errors import ModelMismatch
 from .group_connections import connections
 from .live_round import LiveRound
 from .next_world import NextWorld
@@ -69,28 +70,28 @@ class WorldChange:
         default = self._default_group(world)
         end_beside(replace_groups(default))
         with connecting(world):
-            self._next = world, model.prepare_world(default)
+            self._next = world, model.prepare_world(default, new=True)
+        live.wait_until_switched(world)
         self._switch()
         self._work = receiver = Receiver(state, 0, default)
         self.sharing, model.position = int(receiver.more[0]), receiver.more[1:]
         receiver.go_on()
 
-    def after_step(self, over: bool) -> bool:
+    def after_step(self, left: int) -> bool:
         """Do what is due after a step. Return whether all ranks are whole: the next step is the first one of the new world.
 
-        ``over``: it was the last step of the epoch. What the script does between two epochs, it does in the old groups: a new rank would
-        not be there.
+        ``left``: steps that are left in the epoch. From the switch on until all are whole there is no end of an epoch: what the script
+        does there, such as an evaluation, a new rank would do with a part of the state.
         """
         now = time.monotonic()
         self._seconds, self._stepped = now - self._stepped, now
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         unanimous = self._model.agreement.unanimous
         if self.world is not None:
             end_retired()  # all ranks have made a step in the new groups
         if self.world is None:
-            if SWITCH in unanimous and not over:
-                self._switch()
+            if SWITCH in unanimous and left > 0:
+                self._switch(left)
             elif self._next is not None:
                 self._model.request(SWITCH)
             return False
@@ -99,11 +100,18 @@ class WorldChange:
                 self._work.finish()
             self._model.hold_plan(False)
             return True
-        if self._work is not None and not self._work.done and not over:  # the loader's position comes, too: here it is the next epoch's
+        if self._work is not None and not self._work.done:
             self._work.go_on()
         if self._work is None or self._work.done:
             self._model.request(WHOLE)
         return False
+
+    def _raise_error(self) -> None:
+        """Raise what has gone wrong in the thread."""
+        if isinstance(self._error, ModelMismatch):  # the new rank ends with it: this one has a state, and goes on with the others
+            raise RuntimeError(f"a new rank cannot be taken in: {self._error}")
+        if self._error is not None:
+            raise self._error
 
     def abandon(self) -> None:
         """Let go of what was prepared: the round is over. Its connections are cut meanwhile."""
@@ -134,8 +142,8 @@ class WorldChange:
         except BaseException as error:  # raised in the main thread
             self._error = error
 
-    def _switch(self) -> None:
-        """Go on in the new groups."""
+    def _switch(self, left: int = 0) -> None:
+        """Go on in the new groups. ``left``: steps in which new ranks get the state."""
         assert self._next is not None
         (self.world, following), self._next = self._next, None
         old = self._model.enter_world(following)
@@ -144,7 +152,9 @@ class WorldChange:
         self._model.withdraw(SWITCH)
         new = [rank for rank, worker in enumerate(self.world.ranks) if not self._live.trains(worker)]
         if self._thread is not None and self._live.rank == 0:
-            self._work = sender = Sender(self._state, new, following.process_group, [self._live.size, *self._model.position], self._seconds)
+            self._live.say_switched(self.world)
+            more = [self._live.size, *self._model.position]
+            self._work = sender = Sender(self._state, new, following.process_group, more, self._seconds, left)
             sender.go_on()
 
 

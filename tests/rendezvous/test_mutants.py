@@ -1077,7 +1077,7 @@ MUTANTS = (
     ),
     mutant(
         "a member that is sent elsewhere remains a member",
-        *("machine", "if event.round is not None and event.round.round > 0 and self.record is not None:", "if False:"),
+        *("machine", "if event.round is not None and event.round.round > 0 and self.record is not None and self._formed:", "if False:"),
         *("succession", "an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is"),
     ),
     mutant(

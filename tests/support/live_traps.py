@@ -68,11 +68,11 @@ def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
         """Make a method come to points. ``before`` and ``after`` return their names for its arguments; none: an empty text."""
         method = getattr(owner, name)
 
-        def called(*args: Any) -> Any:
+        def called(*args: Any, **more: Any) -> Any:
             first, last = before(*args), after(*args)
             if first:
                 come(first)
-            result = method(*args)
+            result = method(*args, **more)
             if last:
                 come(last)
             return result
@@ -88,9 +88,10 @@ def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
     at(Ranks, "_exchange", lambda *args: f"agrees {'first' if os.environ['ELASTIRUN_WORLD'] == '0' else 'next'}")
     at(Elastic, "_begin_rehearsal", lambda *args: "", lambda *args: "rehearses")
     at(Elastic, "_end_rehearsal", lambda *args: "rehearsed")
-    at(LiveRound, "_come", lambda live, world: f"comes {world_of(live, world)}", lambda live, world: f"came {world_of(live, world)}")
+    came = (lambda live, world, *_, word=word: f"{word} {world_of(live, world)}" for word in ("comes", "came"))
+    at(LiveRound, "_come", *came)
     trains = "switches", "switched"
-    at(WorldChange, "_switch", *(lambda change, one=one: one if change._thread is not None else "" for one in trains))
+    at(WorldChange, "_switch", *(lambda change, *_, one=one: one if change._thread is not None else "" for one in trains))
     at(state_slices.Sender, "go_on", lambda one: f"sends {one._sent}", lambda one: f"sent {one._sent}")
     at(state_slices.Receiver, "go_on", lambda one: f"takes {one._received}", lambda one: f"took {one._received}")
     state_slices.SLICE, state_slices.FLOW = slice_bytes, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from elastirun.errors import CheckpointError, TrainError
-from elastirun.train import Checkpointer, DistributedDataParallel, PerRank, TrainState, load_checkpoint
+from elastirun.train import Checkpointer, DistributedDataParallel, PerRank, TrainState, group_connections, load_checkpoint
 from elastirun.train.checkpoints import waiting
+from elastirun.train.checkpoints.publishing import Publisher
 from tests.support.worlds import Died, run
 
 
@@ -461,6 +463,20 @@ def drop_and_restore(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_ranks_restore_what_they_saved_and_did_not_close(tmp_path: Path) -> None:
     assert run(2, drop_and_restore, str(tmp_path)) == [[1, [1.0] * 3, 2, [2.0] * 3]] * 2
+
+
+def test_a_wait_for_the_writer_ends_with_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both images are in use, and the disk is slow. A worker that stood there could not be parked."""
+    checkpoints, slow = Checkpointer(str(tmp_path)), threading.Event()
+    write = Publisher._write
+    monkeypatch.setattr(Publisher, "_write", lambda self, save: (slow.wait(5.0), write(self, save))[1])
+    for step in (1, 2):
+        checkpoints.save(step, {"x": torch.ones(3)})
+    monkeypatch.setattr(group_connections.GroupConnections, "is_cut", True)
+    with pytest.raises(RuntimeError, match="while a checkpoint is being written"):
+        checkpoints.save(3, {"x": torch.ones(3)})
+    slow.set()
+    checkpoints.close()
 
 
 def come_late(rank: int, world: int, folder: str) -> tuple[list[str], list[int]]:

@@ -25,6 +25,7 @@ from elastirun.train import (
     DistributedDataParallel,
     Diverged,
     ElasticDataLoader,
+    ModelMismatch,
     ReductionFailed,
     TrainError,
     TrainState,
@@ -34,7 +35,7 @@ from elastirun.train import (
 )
 from elastirun.train.control_words import ADMIT, SWITCH
 from elastirun.train.group_connections import _sockets, connections
-from elastirun.train.position import Position
+from elastirun.train.position import Position, Rehearsal
 from elastirun.train.state_copy import copy_state
 from elastirun.train.world_change import WorldChange
 from tests.support.cluster import free_port
@@ -171,7 +172,7 @@ def test_a_wait_for_a_peer_that_never_comes_is_cut_and_other_groups_go_on() -> N
     assert run(2, cut) == ["ok", "ok"]
 
 
-def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool, int]:
+def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool, bool]:
     """Rank 1 never comes to the last reduction; rank 0 is interrupted in a thread, and drops the step."""
     connections.begin()
     state, model = made(0, transport=transport)
@@ -195,19 +196,62 @@ def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool
     dist.barrier()  # until then rank 1 is there, and has closed nothing
     same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     none = all(p.grad is None for p in model.parameters()) or rank == 1
-    try:
-        refuses = rank == 1
-        if rank == 0:
-            model(torch.ones(1, 4))
-    except ReductionFailed:
-        refuses = True
-    return model.failed == (rank == 0), same, none, int(refuses)
+    still = True
+    for backward in (lambda: model(torch.ones(1, 4)).sum().backward(), model.skip) if rank == 0 else ():
+        model.module.weight.grad = torch.ones(2, 4)
+        backward()
+        still = still and all(p.grad is None for p in model.parameters())
+    return model.failed == (rank == 0), same, none, still
 
 
 @pytest.mark.parametrize("transport", ["group", "shared memory"], ids=["group", "shared_memory"])
 def test_a_step_whose_reduction_is_interrupted_changes_nothing(transport: str) -> None:
-    """The backward returns, there is no gradient, the optimizer changes nothing, and the next forward raises."""
-    assert run(2, interrupted, transport) == [(True, True, True, 1)] * 2
+    """The backward returns, there is no gradient, the optimizer changes nothing, and so it is with what follows."""
+    assert run(2, interrupted, transport) == [(True, True, True, True)] * 2
+
+
+class Masked(nn.Module):
+    """Has a buffer that is copied in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs * self.mask)
+
+
+def interrupted_in_the_forward(rank: int, world: int) -> tuple[bool, bool]:
+    """Rank 0 never comes to the copy of the buffers; rank 1 is interrupted in a thread, and drops a step of two micro-batches."""
+    connections.begin()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Masked())
+    connections.end()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.drop_failed_steps()
+    inputs, changed = torch.ones(1, 4), False
+    for at in range(2):
+        if at == 1 and rank == 0:
+            break
+        before = [p.detach().clone() for p in model.parameters()]
+        if at == 1:
+            waits = threading.Timer(0.05, connections.cut)
+            waits.start()
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(inputs).sum().backward()
+        model(inputs).sum().backward()
+        optimizer.step()
+        changed = not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    if rank == 1:
+        waits.join()
+    dist.barrier()  # until then rank 0 is there, and has closed nothing
+    return model.failed, changed
+
+
+def test_a_step_whose_forward_loses_a_peer_changes_nothing() -> None:
+    assert run(2, interrupted_in_the_forward) == [(False, True), (True, False)]
 
 
 def left(rank: int, world: int) -> bool:
@@ -281,8 +325,16 @@ def test_the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups(over: b
     change._model = SimpleNamespace(agreement=SimpleNamespace(unanimous={SWITCH}), request=lambda name: None)  # type: ignore[assignment]
     change._stepped, change._error, change.world, change._next = 0.0, None, None, None
     switched: list[int] = []
-    change._switch = lambda: switched.append(1)  # type: ignore[method-assign]
-    assert not change.after_step(over) and len(switched) == 1 - over
+    change._switch = switched.append  # type: ignore[method-assign]
+    assert not change.after_step(1 - over) and len(switched) == 1 - over
+
+
+def test_a_new_rank_that_does_not_fit_does_not_end_those_that_train() -> None:
+    change = object.__new__(WorldChange)
+    change._stepped, change._error = 0.0, ModelMismatch("a test")
+    with pytest.raises(RuntimeError, match="a new rank cannot be taken in: a test") as raised:
+        change.after_step(1)
+    assert not isinstance(raised.value, TrainError)
 
 
 def differs(rank: int, world: int, port: int) -> str:
@@ -436,8 +488,52 @@ def test_a_dropped_step_moves_neither_loader_nor_scheduler() -> None:
     assert run(1, positions) == [[True, True, True]]
 
 
-def settles(rank: int, world: int, histories: list[tuple[int, int]]) -> tuple[dict[str, Any], int, int]:
-    """Settle ranks whose state is of (round, step) ``histories[rank]``."""
+def test_every_scheduler_is_brought_back_and_other_parts_are_known_to_have_changed() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)
+    state = TrainState(nn.Linear(1, 1), optimizer, data=loader, warmup=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    position = Position(state, loader)
+    optimizer.step()
+    state["warmup"].step()
+    position.restore()
+    assert (state["warmup"].last_epoch, optimizer.param_groups[0]["lr"], position.incomplete) == (0, 1.0, False)
+    state["average"] = nn.Linear(1, 1)
+    assert Position(state, loader).incomplete
+
+
+class Caching(nn.Module):
+    """Has a buffer that grows in its forward, and one that is made there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.register_buffer("cache", torch.zeros(0))
+        self.register_buffer("made", None)
+        self.register_buffer("kept", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.cache, self.made = torch.ones(len(inputs)), torch.ones(2)
+        self.kept += 1
+        result: torch.Tensor = self.inner(inputs)
+        return result
+
+
+def test_a_rehearsal_that_makes_buffers_is_undone_but_for_these() -> None:
+    model = Caching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)
+    state = TrainState(model, optimizer, data=loader)
+    before = [p.detach().clone() for p in model.parameters()]
+    rehearsal = Rehearsal(state, model, loader)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    rehearsal.undo()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert (len(model.cache), len(model.made), model.kept.item()) == (3, 2, 0.0)
+
+
+def settles(rank: int, world: int, histories: list[tuple[int, ...]]) -> tuple[dict[str, Any], int, int]:
+    """Settle ranks whose state is of (round, step) ``histories[rank]``, after so many dropped steps that have left something in it."""
     for name in (VARIABLE, "RANK"):
         os.environ.pop(name, None)
     state, model = made(rank, init_sync=False)
@@ -445,7 +541,8 @@ def settles(rank: int, world: int, histories: list[tuple[int, int]]) -> tuple[di
     training.state, training._model, training._loader = state, model, state["data"]
     training._make_checkpoints, training._checkpoints, training._on_change = None, None, lambda rank, world: None
     training._before = Position(state, state["data"])
-    training._round, (training._settled, state.step) = 9, histories[rank]
+    training._round, (training._settled, state.step, *tried) = 9, histories[rank]
+    training._tried = sum(tried)
     with torch.no_grad():
         next(iter(model.parameters())).fill_(float(rank))
     training._settle()
@@ -460,10 +557,11 @@ def settles(rank: int, world: int, histories: list[tuple[int, int]]) -> tuple[di
         (((3, 11), (3, 10), (0, 0)), 0),
         (((3, 90), (4, 11), (4, 10)), 1),
         (((0, 0), (0, 3), (0, 0)), 0),
+        (((3, 10, 2), (3, 10, 1), (3, 9)), 1),
     ],
-    ids=["new", "a_step_ahead", "a_new_rank", "an_older_history_does_not_count", "steps_without_a_state"],
+    ids=["new", "a_step_ahead", "a_new_rank", "an_older_history_does_not_count", "steps_without_a_state", "dropped_steps"],
 )
-def test_the_furthest_of_the_newest_round_wins(histories: tuple[tuple[int, int], ...], winner: int) -> None:
+def test_the_furthest_of_the_newest_round_wins(histories: tuple[tuple[int, ...], ...], winner: int) -> None:
     found = run(3, settles, list(histories))
     assert found[0] == found[1] == found[2]
     assert found[0][1:] == (histories[winner][1], winner)

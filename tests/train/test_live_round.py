@@ -227,3 +227,56 @@ def test_who_waits_ends_well_when_training_ends_without_it(make: Callable[..., R
     with pytest.raises(SystemExit) as ended:
         entered.result(PATIENCE)
     assert ended.value.code == 0
+
+
+def asked_for(here: Round) -> tuple[LiveRound, Future[None]]:
+    """A worker that trains, and has seen a new one and named it in the next world; and the entry of the new one."""
+    here.tell((0, 1))
+    old = here.worker(0)
+    here.enter(old).result(PATIENCE)
+    entered, asked = here.enter(here.worker(1)), threading.Event()
+    old.look_for_ready(asked.set)
+    assert asked.wait(PATIENCE)
+    return old, entered
+
+
+def test_a_new_worker_waits_as_long_as_the_others_need_for_a_step(make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perhaps they evaluate the model just then, for minutes."""
+    monkeypatch.setattr(live_round, "COME", 0.0)
+    here = make(2)
+    old, entered = asked_for(here)
+    while here.store.add(f"{store_prefix(here.number)}/here/1", 0) < 1:
+        time.sleep(0.001)
+    time.sleep(2 * live_round.NAPS[1])
+    here.goes_on(old).result(PATIENCE)
+    entered.result(PATIENCE)
+
+
+def test_a_new_worker_that_is_asked_for_after_the_last_step_ends_well(make: Callable[..., Round]) -> None:
+    old, entered = asked_for(make(2))
+    old._end_training()
+    with pytest.raises(SystemExit) as ended:
+        entered.result(PATIENCE)
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_new_worker_waits_until_the_others_have_left_their_world_or_have_ended(make: Callable[..., Round], over: bool) -> None:
+    here = make(2)
+    old, entered = asked_for(here)
+    here.goes_on(old).result(PATIENCE)
+    entered.result(PATIENCE)
+    new = here.made[1]
+    assert new.world is not None
+    waits = here.threads.submit(new.wait_until_switched, new.world)
+    time.sleep(2 * live_round.NAPS[1])
+    assert not waits.done()
+    old._end_training() if over else old.say_switched(new.world)
+    if over:
+        with pytest.raises(SystemExit):
+            waits.result(PATIENCE)
+        with pytest.raises(SystemExit):
+            new.end_if_over(0.0)
+    else:
+        waits.result(PATIENCE)
+        new.end_if_over(0.0)

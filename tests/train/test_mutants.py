@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     mutant(
         "groups are not changed between two epochs",
-        *("world_change", "if SWITCH in unanimous and not over:", "if SWITCH in unanimous:"),
+        *("world_change", "if SWITCH in unanimous and left > 0:", "if SWITCH in unanimous:"),
         *("elastic", "the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups[True]"),
     ),
     mutant(
@@ -210,7 +210,7 @@ MUTANTS = (
     ),
     mutant(
         "a state of an older round does not count",
-        *("elastic", "gather([self._settled, self.state.step]", "gather([min(self._settled, 1), self.state.step]"),
+        *("elastic", "[self._settled, self.state.step, -self._tried]", "[min(self._settled, 1), self.state.step, -self._tried]"),
         *("elastic", "the_furthest_of_the_newest_round_wins[an_older_history_does_not_count]"),
     ),
     of_steps(
@@ -240,12 +240,12 @@ MUTANTS = (
     ),
     mutant(
         "a rank with a state that hangs is not waited for for ever",
-        *("live_round", "or None, COME if known else math.inf)", "or None)"),
+        *("live_round", "self._come(world, COME if self._known else math.inf)", "self._come(world)"),
         *("live_round", "a_rank_with_a_state_that_hangs_is_not_waited_for_for_ever[2]"),
     ),
     mutant(
         "one of the first round is",
-        *("live_round", "        known = world.number > 0 or self._known\n", "        known = True\n"),
+        *("live_round", "COME if self._known else math.inf", "COME"),
         *("live_round", "a_rank_with_a_state_that_hangs_is_not_waited_for_for_ever[1]"),
     ),
     mutant(
@@ -265,8 +265,68 @@ MUTANTS = (
     ),
     mutant(
         "who waits hears that training has ended",
-        *("live_round", 'if waits and found is None and self._store.check(["over"]):', "if False:"),
+        *("live_round", 'if found is None and self._store.check(["over"]):', "if False:"),
         *("live_round", "who_waits_ends_well_when_training_ends_without_it"),
+    ),
+    mutant(
+        "a new worker waits as long as a step takes",
+        *("live_round", "self._come(world, or_over=True)", "self._come(world, COME, or_over=True)"),
+        *("live_round", "a_new_worker_waits_as_long_as_the_others_need_for_a_step"),
+    ),
+    mutant(
+        "who is asked for after the last step ends well",
+        *("live_round", "self._come(world, or_over=True)", "self._come(world)"),
+        *("live_round", "a_new_worker_that_is_asked_for_after_the_last_step_ends_well"),
+    ),
+    mutant(
+        "a step whose forward loses a peer is dropped",
+        *("torch_names", "            if not self._drops_failed_steps:\n                raise\n", "            raise\n"),
+        *("elastic", "a_step_whose_forward_loses_a_peer_changes_nothing"),
+    ),
+    mutant(
+        "all backwards of a failed step end without gradients",
+        *("reducer", "            self._end_with_graph(self._backward)\n", ""),
+        *("elastic", "a_step_whose_reduction_is_interrupted_changes_nothing[group]"),
+    ),
+    mutant(
+        "a buffer that has grown in a rehearsal stays",
+        *("position", "if before is not None and before.shape == tensor.shape:", "if before is not None:"),
+        *("elastic", "a_rehearsal_that_makes_buffers_is_undone_but_for_these"),
+    ),
+    mutant(
+        "schedulers of any name are brought back",
+        *("position", 'name == "scheduler" or isinstance(part, LRScheduler)', 'name == "scheduler"'),
+        *("elastic", "every_scheduler_is_brought_back_and_other_parts_are_known_to_have_changed"),
+    ),
+    mutant(
+        "a rank without traces of a dropped step is further",
+        *("elastic", ", -self._tried]", ", 0]"),
+        *("elastic", "the_furthest_of_the_newest_round_wins[dropped_steps]"),
+    ),
+    mutant(
+        "a new rank that does not fit ends nobody else",
+        *("world_change", "if isinstance(self._error, ModelMismatch):", "if False:"),
+        *("elastic", "a_new_rank_that_does_not_fit_does_not_end_those_that_train"),
+    ),
+    mutant(
+        "a state comes before the epoch is over",
+        *("state_slices", "while len(self._slices) >= pieces > 1:", "while False:"),
+        *("state_slices", "a_state_comes_in_as_few_pieces_as_an_epoch_has_steps_left[2]"),
+    ),
+    mutant(
+        "a new rank trains what the others train",
+        *("ddp", "            if new:\n", "            if False:\n"),
+        *("plans", "a_rank_that_joins_trains_the_parameters_that_the_others_train"),
+    ),
+    mutant(
+        "a world for other parameters is not entered",
+        *("ddp", "if not world.buckets.are_for(self._reducer.params):", "if False:"),
+        *("plans", "a_world_that_was_prepared_for_other_parameters_is_not_entered"),
+    ),
+    mutant(
+        "a wait for the writer ends with the round",
+        *("checkpoints/checkpointer", "                if connections.is_cut:\n", "                if False:\n"),
+        *("checkpointer", "a_wait_for_the_writer_ends_with_the_round"),
     ),
     mutant(
         "a failure keeps no process group",
@@ -300,7 +360,7 @@ MUTANTS = (
     ),
     mutant(
         "a dropped step does not move the learning rate",
-        *("position", "                group.update(options)\n", "                pass\n"),
+        *("position", "            group.update(options)\n", "            pass\n"),
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(
@@ -612,7 +672,7 @@ MUTANTS = (
     ),
     mutant(
         "who freezes something else is told",
-        *("replica_description", "{strides(t)}{frozen(t)}", "{strides(t)}"),
+        *("replica_description", "{frozen(t) * trained}", ""),
         *("order", "ranks_that_are_built_otherwise_are_told[frozen-group]"),
     ),
     mutant(

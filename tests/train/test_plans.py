@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import bucket_memory
+from elastirun.train import ReductionFailed, bucket_memory
 from elastirun.train.collectives import broadcast
 from elastirun.train.nested_tensors import find_tensors
 from elastirun.train.planner import PROBES
@@ -259,6 +259,61 @@ def joined(rank: int, world: int) -> list[list[int]]:
         ddp.position = position
     ddp.hold_plan(False)
     return train(ddp, rank, 6)
+
+
+def joined_unfrozen(rank: int, world: int) -> list[float]:
+    """Rank 1 comes when the others have begun to train a parameter that its script still has frozen, and froze another one."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    net[0].weight.requires_grad_(False)
+    ddp = DDP(net, process_group=alone)
+    for step in range(2):
+        if rank == 0 and step == 1:
+            net[0].weight.requires_grad_(True)
+            net[1].bias.requires_grad_(False)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2)).sum().backward()
+    ddp.hold_plan(True)
+    group = dist.group.WORLD
+    assert group is not None
+    ddp.enter_world(ddp.prepare_world(group, new=rank == 1))
+    position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
+    if rank == 1:
+        ddp.position = position
+    assert ddp._reducer.planner.held
+    ddp.hold_plan(False)
+    ddp.zero_grad()
+    ddp(torch.full((1, 2), float(rank))).sum().backward()
+    return [0.0 if p.grad is None else float(p.grad.sum()) for p in net.parameters()]
+
+
+def test_a_rank_that_joins_trains_the_parameters_that_the_others_train() -> None:
+    first, second = run(2, joined_unfrozen, timeout=PATIENCE)
+    assert first == second and [value != 0.0 for value in first] == [True, True, True, False]
+
+
+def unfrozen_meanwhile(rank: int, world: int) -> str:
+    """Other parameters are trained in the next forward, when another world was prepared."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    ddp = DDP(net)
+    ddp(torch.ones(1, 2)).sum().backward()
+    group = dist.group.WORLD
+    assert group is not None
+    following = ddp.prepare_world(group)
+    net[0].weight.requires_grad_(False)
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+    try:
+        ddp.enter_world(following)
+    except ReductionFailed as error:
+        return str(error)
+    return ""
+
+
+def test_a_world_that_was_prepared_for_other_parameters_is_not_entered() -> None:
+    assert run(2, unfrozen_meanwhile, timeout=PATIENCE) == ["other parameters are trained than when the next world was prepared"] * 2
 
 
 def test_a_rank_that_joins_makes_the_next_plan_with_the_others() -> None:

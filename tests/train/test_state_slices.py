@@ -65,7 +65,7 @@ def values(state: TrainState) -> tuple[Any, ...]:
     return {name: tensor.tolist() for name, tensor in flat.tensors.items()}, flat.tree
 
 
-def transfers(rank: int, world: int, optimizer: str, most: int = 64) -> tuple[int, tuple[Any, ...]]:
+def transfers(rank: int, world: int, optimizer: str, most: int = 64, pieces: int = 1000) -> tuple[int, tuple[Any, ...]]:
     """Rank 1 is new: it makes the steps of rank 0 without data of its own, and gets rank 0's state meanwhile."""
     state_slices.SLICE = most
     state, model = made(rank, optimizer)
@@ -76,7 +76,7 @@ def transfers(rank: int, world: int, optimizer: str, most: int = 64) -> tuple[in
             make_step(state, model, batch)
     model.set_samples(1 - rank)
     model.hold_plan(True)
-    work = Sender(state, [1], group, [0.5], 0.0) if rank == 0 else Receiver(state, 0, group)
+    work = Sender(state, [1], group, [0.5], 0.0, pieces) if rank == 0 else Receiver(state, 0, group)
     steps = 0
     for batch in state["data"]:
         work.go_on()
@@ -102,6 +102,12 @@ def test_what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice()
     assert second == (steps, first)
     (more, first), second = run(2, transfers, "SGD", 47)
     assert second == (more, first) and (steps, more) == (2, 5)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_a_state_comes_in_as_few_pieces_as_an_epoch_has_steps_left(pieces: int) -> None:
+    (steps, first), second = run(2, transfers, "Adam", 47, pieces)
+    assert second == (steps, first) and steps == pieces - 1  # the first one comes before a step
 
 
 def test_what_needs_more_than_single_elements_comes_at_once() -> None:

@@ -23,6 +23,7 @@ from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.current_round import FENCE
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.progress import at_step, saving
+from elastirun.train.group_connections import connections
 
 from . import restoring
 from .dcp import METADATA, DcpFiles
@@ -42,6 +43,7 @@ log = logging.getLogger("elastirun.checkpoints")
 
 MOST_VALUES = 16 << 20  # bytes of values.json: they are copied and sent as JSON, while training waits
 KEPT = 100  # saves whose durations ``stats`` reports
+LOOK = 0.05  # seconds between two looks for a round that is over, while training waits for the writer
 
 
 class Checkpointer:
@@ -224,7 +226,9 @@ class Checkpointer:
         save = self._by_image[which]
         if save is not None and not save.written.is_set():
             begun = time.perf_counter()
-            save.written.wait()
+            while not save.written.wait(LOOK):
+                if connections.is_cut:
+                    raise RuntimeError("a peer is lost, or the agent ends this round, while a checkpoint is being written")
             self._waited += time.perf_counter() - begun
         if self._staging.prepare(which, len(values)) and self._opened.publisher is not None:
             self._opened.publisher.take_images(self._staging)
