@@ -76,6 +76,7 @@ class WorldChange:
         self._work = receiver = Receiver(state, 0, default)
         self.sharing, model.position = int(receiver.more[0]), receiver.more[1:]
         receiver.go_on()
+        self._say_if_done()
 
     def after_step(self, left: int) -> bool:
         """Do what is due after a step. Return whether all ranks are whole: the next step is the first one of the new world.
@@ -92,6 +93,7 @@ class WorldChange:
         if self.world is None:
             if SWITCH in unanimous and left > 0:
                 self._switch(left)
+                self._say_if_done()
             elif self._next is not None:
                 self._model.request(SWITCH)
             return False
@@ -102,9 +104,13 @@ class WorldChange:
             return True
         if self._work is not None and not self._work.done:
             self._work.go_on()
+        self._say_if_done()
+        return False
+
+    def _say_if_done(self) -> None:
+        """Tell the others, with the next step, that this rank has nothing more to send or to take."""
         if self._work is None or self._work.done:
             self._model.request(WHOLE)
-        return False
 
     def _raise_error(self) -> None:
         """Raise what has gone wrong in the thread."""

@@ -33,7 +33,7 @@ from elastirun.train import (
     process_groups,
     rank_prefix,
 )
-from elastirun.train.control_words import ADMIT, SWITCH
+from elastirun.train.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.train.group_connections import _sockets, connections
 from elastirun.train.position import Position, Rehearsal
 from elastirun.train.state_copy import copy_state
@@ -320,13 +320,16 @@ def test_groups_are_made_by_the_same_names_after_one_that_could_not_be_made() ->
 
 @pytest.mark.parametrize("over", [False, True])
 def test_the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups(over: bool) -> None:
-    """What the script does between two epochs, all its ranks do: a new one would not be there."""
-    change = object.__new__(WorldChange)
-    change._model = SimpleNamespace(agreement=SimpleNamespace(unanimous={SWITCH}), request=lambda name: None)  # type: ignore[assignment]
-    change._stepped, change._error, change.world, change._next = 0.0, None, None, None
+    """What the script does between two epochs, all its ranks do: a new one would not be there, or have a part of the state.
+
+    If one step is left, all say that they are done with that one, and the new one is whole after it.
+    """
+    change, asked = object.__new__(WorldChange), list[str]()
+    change._model = SimpleNamespace(agreement=SimpleNamespace(unanimous={SWITCH}), request=asked.append)  # type: ignore[assignment]
+    change._stepped, change._error, change.world, change._next, change._work = 0.0, None, None, None, None
     switched: list[int] = []
     change._switch = switched.append  # type: ignore[method-assign]
-    assert not change.after_step(1 - over) and len(switched) == 1 - over
+    assert not change.after_step(1 - over) and (switched, asked) == (([], []) if over else ([1], [WHOLE]))
 
 
 def test_a_new_rank_that_does_not_fit_does_not_end_those_that_train() -> None:

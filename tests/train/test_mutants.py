@@ -314,6 +314,11 @@ MUTANTS = (
         *("state_slices", "a_state_comes_in_as_few_pieces_as_an_epoch_has_steps_left[2]"),
     ),
     mutant(
+        "a new rank is whole before the epoch is over",
+        *("world_change", "self._switch(left)\n                self._say_if_done()\n", "self._switch(left)\n"),
+        *("elastic", "the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups[False]"),
+    ),
+    mutant(
         "a new rank trains what the others train",
         *("ddp", "            if new:\n", "            if False:\n"),
         *("plans", "a_rank_that_joins_trains_the_parameters_that_the_others_train"),
