@@ -58,7 +58,7 @@ class Arrival:
             all_reduce(total, self.group)
             param.grad = total
 
-    def reduce_newcomers(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
+    def reduce_unfrozen(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
         """Reduce the gradients of ``params``, which are trained since this step and have no place in a bucket yet."""
         with reduction_errors("the reduction of parameters that are trained from now on"):
             had = torch.tensor([param.grad is not None and self.scale > 0 for param in params], dtype=torch.float32, device="cpu")

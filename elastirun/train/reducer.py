@@ -505,10 +505,10 @@ class Reducer:
             self._wait(bucket)
             arrival.set_gradients(bucket, index in outcome.late)
         arrival.reduce_sparse(self.params, self._sparse)
-        newcomers = self.trained.newcomers(outcome.agreed.trained) if outcome.agreed else ()
-        if newcomers:
-            arrival.reduce_newcomers(newcomers, self.planner.device)
-        if newcomers or outcome.late or self._sparse:
+        unfrozen = self.trained.unfrozen(outcome.agreed.trained) if outcome.agreed else ()
+        if unfrozen:
+            arrival.reduce_unfrozen(unfrozen, self.planner.device)
+        if unfrozen or outcome.late or self._sparse:
             self._confirm()
         self.expected_samples = outcome.samples
         self.running_stats.receive(bucket_set.factor)

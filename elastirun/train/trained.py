@@ -44,7 +44,7 @@ class Trained:
         """Whether other parameters are trained now than those that the reducer was made for. It is the same on every rank, or an error."""
         return self.digest != self._before
 
-    def newcomers(self, digests: Sequence[int]) -> list[nn.Parameter]:
+    def unfrozen(self, digests: Sequence[int]) -> list[nn.Parameter]:
         """Return the parameters that are trained since this step, if all ranks report the same (``digests``, by rank)."""
         if set(digests) != {self.digest}:
             return []
@@ -56,7 +56,7 @@ class Trained:
         self.changed = digests[0] != self._before
 
     def drop_gradients(self) -> None:
-        """Set all gradients to None: those of this step, of newcomers too, must not be used."""
+        """Set all gradients to None: those of this step, of parameters that were just unfrozen too, must not be used."""
         for _, param in self.named:
             param.grad = None
 

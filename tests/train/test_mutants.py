@@ -692,7 +692,7 @@ MUTANTS = (
     ),
     mutant(
         "what is trained from now on is reduced at once",
-        *("reducer", "            arrival.reduce_newcomers(newcomers,", "            (lambda *_: None)(newcomers,"),
+        *("reducer", "            arrival.reduce_unfrozen(unfrozen,", "            (lambda *_: None)(unfrozen,"),
         *("order", "what_is_frozen_and_unfrozen_later_is_reduced_from_the_first_step_on[group]"),
     ),
     mutant(
