@@ -261,7 +261,7 @@ class Machine:
         self._begin_at(place)
 
     def _follow(self, place: Place) -> None:
-        """Join the job where its store is now. No round has formed in the store that this node has found."""
+        """Join the job where its store is now. This node has read of no round, so it has taken part in none."""
         self.record = None
         self._moves.at = place
         self._say(f"the store of this job has moved to {place.address}")

@@ -22,6 +22,7 @@ TIED = (
     "_end_own_group",
     "_hook",
     "_optimizer",
+    "_drops_failed_steps",
 )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import autograd_engine
 from .at_exit import release_at_exit
-from .collectives import broadcast, copy_from_first, verify_same
+from .collectives import broadcast, copy_from_first, digest, gather, verify_same
 from .comm_hooks import Hook
 from .conclusion import Options
 from .control_words import REQUESTS, Agreement
@@ -38,6 +38,8 @@ from .under_way import settle
 from .uneven_batches import take_batches
 
 T = TypeVar("T")
+
+OTHERS_TRAINED = "other parameters are trained than when the next world was prepared"
 
 
 class DistributedDataParallel(TorchNames):
@@ -239,17 +241,22 @@ class DistributedDataParallel(TorchNames):
             verify_same(described, "parameters, buffers and options", process_group, device)
             needs = broadcast(list(map(int, self._reducer.trained.needs)), process_group, device)
             if new:
-                self._train(needs)
+                self._train(needs, process_group)
+            reducer = self._reducer  # the one of this moment: a forward makes another one where other parameters are trained
+            digests = gather([digest(str([*map(int, reducer.trained.needs)]))], process_group, device)
+            if any(theirs != digests[0] for theirs in digests):
+                raise ReductionFailed(OTHERS_TRAINED)
             group = make_own_group(process_group, device)
             transport = choose(group, device, self._transport_wanted)
-            return NextWorld(process_group, group, transport, self._reducer.prepare_world(transport, group))
+            return NextWorld(process_group, group, transport, reducer.prepare_world(transport, group))
 
-    def _train(self, needs: Sequence[int]) -> None:
-        """Train the parameters that ``needs`` says, and freeze all others."""
+    def _train(self, needs: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Train the parameters that ``needs`` says, and freeze all others. ``group``: in place of this rank's, which may have ended."""
         for (_, param), needed in zip(self._named, needs, strict=True):
             param.requires_grad_(bool(needed))
         self._reducer.find_frozen()
         if self._reducer.trained.differs:
+            self._group = group
             self._adapt()
 
     def enter_world(self, world: NextWorld) -> tuple[Any, ...]:
@@ -259,8 +266,8 @@ class DistributedDataParallel(TorchNames):
         Raises ReductionFailed if other parameters are trained than when the world was prepared.
         """
         settle()
-        if not world.buckets.are_for(self._reducer.params):
-            raise ReductionFailed("other parameters are trained than when the next world was prepared")
+        if self._reducer.trained.differs or not world.buckets.are_for(self._reducer.params):
+            raise ReductionFailed(OTHERS_TRAINED)
         old = self._transport, self._group, self._reducer.bucket_set
         self._transport.close()
         if isinstance(self._end_own_group, weakref.finalize):

@@ -355,6 +355,8 @@ class Elastic:
         assert live.world is not None
         for request in (ADMIT, SWITCH, WHOLE):
             self._model.withdraw(request)  # what this rank has asked for in a world that is over
+        if self._rehearsal is not None:
+            self._rehearsal.train_as_before()  # nobody has a state
         with connecting(live.world):
             init_default_group(_backend, live.store(live.world), live.rank, live.size, _timeout)
             self._model.set_group(init_sync=False)

@@ -20,6 +20,7 @@ import atexit
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -163,7 +164,7 @@ class LiveRound:
             threading.Thread(target=self._look, args=(self.world, ask), name="elastirun ready", daemon=True).start()
 
     def stop(self) -> None:
-        """Look for nobody any more: ``ask`` is not called after this. May be called in any thread."""
+        """Look and wait for nobody any more: ``ask`` is not called after this. May be called in any thread."""
         with self._lock:
             self._stopped.set()
 
@@ -188,7 +189,7 @@ class LiveRound:
     def _wait(self, look: Callable[[], T | None], limit: float = math.inf) -> T:
         """Return what ``look`` returns when that is not None. Raises RuntimeError after ``limit`` seconds."""
         (nap, longest), end = NAPS, time.monotonic() + limit
-        while not self._asked():  # before each look: the connection may be cut, of which torch would write a page
+        while not (self._asked() or self._stopped.is_set()):  # before each look: torch would write a page of a connection that is cut
             if (found := look()) is not None:
                 return found
             if time.monotonic() > end:
@@ -250,7 +251,9 @@ class LiveRound:
             pass
 
     def _end_training(self) -> None:
-        """Tell those that wait to be taken in that training has ended. At the end of the process."""
+        """Tell those that wait to be taken in that training has ended. At the end of the process, unless an exception ends it."""
+        if hasattr(sys, "last_value"):
+            return
         try:
             self._store.set("over", "1")
         except RuntimeError:

@@ -60,6 +60,7 @@ class Rehearsal:
         self._state, self._model = state, model
         self._position = Position(state, loader)
         self._step = state.step
+        self._trained = [param.requires_grad for param in model.parameters()]
         self._tensors = {name: tensor.detach().clone() for name, tensor in self._here()}
 
     def undo(self) -> None:
@@ -74,6 +75,11 @@ class Rehearsal:
                     tensor.copy_(before)
         self._position.restore()
         self._state.step = self._step
+
+    def train_as_before(self) -> None:
+        """Train the parameters that the script trains, not those of the others that this rank was to join."""
+        for param, trained in zip(self._model.parameters(), self._trained, strict=True):
+            param.requires_grad_(trained)
 
     def forget(self) -> None:
         """Bring all back, and the optimizers as they were before their first step: this worker begins a run, with others like it."""

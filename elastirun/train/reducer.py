@@ -405,6 +405,7 @@ class Reducer:
         if backward.phase is BROKEN and self._broken is not None:
             if self.drops_failed_steps:
                 self.trained.drop_gradients()  # those that have come since
+                self._backward = None
                 return
             raise self._broken
         if backward.phase is STARTED and backward.has_accumulated(self.params):
@@ -455,7 +456,9 @@ class Reducer:
             self.watch.seen.clear()
             backward.advance(Trigger.REDUCED)
             self._backward = None
-        if not self.conclusion.defers and self._broken is None:
+        if self._broken is not None:
+            self._backward = None  # further backwards of a dropped step begin anew
+        elif not self.conclusion.defers:
             self._conclude(drained)
 
     def _install_new_plan(self) -> None:

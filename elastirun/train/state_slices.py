@@ -27,6 +27,7 @@ from .group_waits import finish_message
 from .train_state import TrainState
 
 SLICE = 8 << 20  # bytes of a slice at least: copied within 2 ms, which is what it costs those that train
+LARGEST = 256 << 20  # bytes of a slice, of which each rank has a copy; where it is not enough, the state comes at once, without a copy
 FLOW = 100_000_000  # bytes for each second that a step takes: where steps are long, so may be the copies
 # Those of torch.optim that change each element of a parameter by its own gradient and its own part of the optimizer's state alone.
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
@@ -91,7 +92,7 @@ class Sender:
         together = belonging(state, flat.tensors) if pieces > 1 else []
         self._slices = cut(self._sizes, together, most := max(SLICE, int(FLOW * seconds)))
         while len(self._slices) >= pieces > 1:  # and one more for what is in no slice
-            self._slices = cut(self._sizes, together, most := most + most // 4)
+            self._slices = cut(self._sizes, together if most < LARGEST else [], most := most + most // 4)
         self._sent = 0
         self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
         self._under_way: list[tuple[Any, Tensor]] = []  # each with its message, which must stay until then

@@ -121,6 +121,7 @@ class WorldChange:
 
     def abandon(self) -> None:
         """Let go of what was prepared: the round is over. Its connections are cut meanwhile."""
+        self._live.stop()  # the thread waits for no rank any more
         if self._thread is not None:
             self._thread.join()
         if self.world is None and self._next is not None:

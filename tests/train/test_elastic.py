@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -197,7 +198,8 @@ def interrupted(rank: int, world: int, transport: str) -> tuple[bool, bool, bool
     same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     none = all(p.grad is None for p in model.parameters()) or rank == 1
     still = True
-    for backward in (lambda: model(torch.ones(1, 4)).sum().backward(), model.skip) if rank == 0 else ():
+    penalty = lambda: model.module.weight.sum().backward()  # noqa: E731
+    for backward in (penalty, lambda: model(torch.ones(1, 4)).sum().backward(), penalty, model.skip) if rank == 0 else ():
         model.module.weight.grad = torch.ones(2, 4)
         backward()
         still = still and all(p.grad is None for p in model.parameters())
@@ -248,6 +250,18 @@ def interrupted_in_the_forward(rank: int, world: int) -> tuple[bool, bool]:
         waits.join()
     dist.barrier()  # until then rank 0 is there, and has closed nothing
     return model.failed, changed
+
+
+def deep_copied(rank: int, world: int) -> bool:
+    model = DistributedDataParallel(Masked())
+    model.drop_failed_steps()
+    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    with torch.no_grad():
+        return torch.equal(frozen(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+def test_a_copy_of_a_live_model_can_be_used() -> None:
+    assert run(1, deep_copied) == [True]
 
 
 def test_a_step_whose_forward_loses_a_peer_changes_nothing() -> None:
@@ -531,6 +545,9 @@ def test_a_rehearsal_that_makes_buffers_is_undone_but_for_these() -> None:
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
     rehearsal.undo()
+    model.inner.bias.requires_grad_(False)  # as those do whom it was to join
+    rehearsal.train_as_before()
+    assert all(p.requires_grad for p in model.parameters())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert (len(model.cache), len(model.made), model.kept.item()) == (3, 2, 0.0)
 

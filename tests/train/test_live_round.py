@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -227,6 +228,32 @@ def test_who_waits_ends_well_when_training_ends_without_it(make: Callable[..., R
     with pytest.raises(SystemExit) as ended:
         entered.result(PATIENCE)
     assert ended.value.code == 0
+
+
+def test_a_worker_that_ends_with_an_exception_does_not_say_that_training_is_over(
+    make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = make(2)
+    here.tell((0, 1))
+    old = here.worker(0)
+    here.enter(old).result(PATIENCE)
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    old._end_training()
+    assert not old._store.check(["over"])
+
+
+def test_nobody_is_waited_for_when_the_change_of_the_world_is_given_up(make: Callable[..., Round]) -> None:
+    here = make(3)
+    here.tell((0, 1), (1, 1))
+    old = [here.worker(0), here.worker(1)]
+    for entered in [here.enter(worker) for worker in old]:
+        entered.result(PATIENCE)
+    changes = here.goes_on(old[0])
+    time.sleep(2 * live_round.NAPS[1])
+    assert not changes.done()
+    old[0].stop()
+    with pytest.raises(RoundOver):
+        changes.result(PATIENCE)
 
 
 def asked_for(here: Round) -> tuple[LiveRound, Future[None]]:

@@ -325,8 +325,48 @@ MUTANTS = (
     ),
     mutant(
         "a world for other parameters is not entered",
-        *("ddp", "if not world.buckets.are_for(self._reducer.params):", "if False:"),
-        *("plans", "a_world_that_was_prepared_for_other_parameters_is_not_entered"),
+        *("ddp", " or not world.buckets.are_for(self._reducer.params):", ":"),
+        *("plans", "a_world_that_was_prepared_for_other_parameters_is_not_entered[2]"),
+    ),
+    mutant(
+        "a world is not entered in the step in which all have heard of other parameters",
+        *("ddp", "if self._reducer.trained.differs or not world", "if not world"),
+        *("plans", "a_world_that_was_prepared_for_other_parameters_is_not_entered[1]"),
+    ),
+    mutant(
+        "no world is prepared for different parameters",
+        *("ddp", "if any(theirs != digests[0] for theirs in digests):", "if False:"),
+        *("plans", "no_world_is_prepared_by_ranks_that_train_different_parameters"),
+    ),
+    mutant(
+        "a group that has ended is not asked for its ranks",
+        *("ddp", "            self._group = group\n            self._adapt()", "            self._adapt()"),
+        *("plans", "a_rank_that_joins_trains_the_parameters_that_the_others_train"),
+    ),
+    mutant(
+        "a change that is given up waits for nobody",
+        *("live_round", "while not (self._asked() or self._stopped.is_set()):", "while not self._asked():"),
+        *("live_round", "nobody_is_waited_for_when_the_change_of_the_world_is_given_up"),
+    ),
+    mutant(
+        "an exception is no end of training",
+        *("live_round", '        if hasattr(sys, "last_value"):\n            return\n', ""),
+        *("live_round", "a_worker_that_ends_with_an_exception_does_not_say_that_training_is_over"),
+    ),
+    mutant(
+        "a later backward of a failed step is dropped, too",
+        *("reducer", "            self._backward = None  # further backwards of a dropped step begin anew\n", "            pass\n"),
+        *("elastic", "a_step_whose_reduction_is_interrupted_changes_nothing[group]"),
+    ),
+    mutant(
+        "slices that are copied have a limit",
+        *("state_slices", "together if most < LARGEST else []", "together"),
+        *("state_slices", "a_state_that_is_too_large_for_slices_that_are_copied_comes_at_once"),
+    ),
+    mutant(
+        "a copy of a live model is no live one",
+        *("copies", '    "_drops_failed_steps",\n', ""),
+        *("elastic", "a_copy_of_a_live_model_can_be_used"),
     ),
     mutant(
         "a wait for the writer ends with the round",

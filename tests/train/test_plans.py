@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ReductionFailed, bucket_memory
 from elastirun.train.collectives import broadcast
+from elastirun.train.ddp import OTHERS_TRAINED
 from elastirun.train.nested_tensors import find_tensors
 from elastirun.train.planner import PROBES
 from tests.support.mutants import PATIENCE
@@ -278,6 +279,8 @@ def joined_unfrozen(rank: int, world: int) -> list[float]:
     ddp.hold_plan(True)
     group = dist.group.WORLD
     assert group is not None
+    if rank == 1:
+        dist.destroy_process_group(alone)  # as the group of a rank that was alone ends when it is to join
     ddp.enter_world(ddp.prepare_world(group, new=rank == 1))
     position = broadcast([*map(int, ddp.position)], group, torch.device("cpu"))
     if rank == 1:
@@ -294,8 +297,8 @@ def test_a_rank_that_joins_trains_the_parameters_that_the_others_train() -> None
     assert first == second and [value != 0.0 for value in first] == [True, True, True, False]
 
 
-def unfrozen_meanwhile(rank: int, world: int) -> str:
-    """Other parameters are trained in the next forward, when another world was prepared."""
+def frozen_meanwhile(rank: int, world: int, backwards: int) -> str:
+    """A parameter is frozen when another world was prepared."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     ddp = DDP(net)
     ddp(torch.ones(1, 2)).sum().backward()
@@ -303,7 +306,7 @@ def unfrozen_meanwhile(rank: int, world: int) -> str:
     assert group is not None
     following = ddp.prepare_world(group)
     net[0].weight.requires_grad_(False)
-    for _ in range(2):
+    for _ in range(backwards):
         ddp(torch.ones(1, 2)).sum().backward()
     try:
         ddp.enter_world(following)
@@ -312,8 +315,31 @@ def unfrozen_meanwhile(rank: int, world: int) -> str:
     return ""
 
 
-def test_a_world_that_was_prepared_for_other_parameters_is_not_entered() -> None:
-    assert run(2, unfrozen_meanwhile, timeout=PATIENCE) == ["other parameters are trained than when the next world was prepared"] * 2
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_world_that_was_prepared_for_other_parameters_is_not_entered(backwards: int) -> None:
+    """All know of it after the first backward, and make their buckets anew in the second."""
+    assert run(2, frozen_meanwhile, backwards, timeout=PATIENCE) == [OTHERS_TRAINED] * 2
+
+
+def frozen_between(rank: int, world: int) -> str:
+    """A parameter is frozen while another world is being prepared: rank 0 has come to its next forward, rank 1 has not."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    ddp = DDP(net)
+    net[0].weight.requires_grad_(False)
+    ddp(torch.ones(1, 2)).sum().backward()
+    if rank == 0:
+        ddp(torch.ones(1, 2))
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        ddp.prepare_world(group)
+    except ReductionFailed as error:
+        return str(error)
+    return ""
+
+
+def test_no_world_is_prepared_by_ranks_that_train_different_parameters() -> None:
+    assert run(2, frozen_between, timeout=PATIENCE) == [OTHERS_TRAINED] * 2
 
 
 def test_a_rank_that_joins_makes_the_next_plan_with_the_others() -> None:

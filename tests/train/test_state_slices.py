@@ -110,6 +110,16 @@ def test_a_state_comes_in_as_few_pieces_as_an_epoch_has_steps_left(pieces: int) 
     assert second == (steps, first) and steps == pieces - 1  # the first one comes before a step
 
 
+def without_room(rank: int, world: int) -> tuple[int, tuple[Any, ...]]:
+    state_slices.LARGEST = 0
+    return transfers(rank, world, "Adam", 47, 2)
+
+
+def test_a_state_that_is_too_large_for_slices_that_are_copied_comes_at_once() -> None:
+    (steps, first), second = run(2, without_room)
+    assert second == (steps, first) and steps == 0
+
+
 def test_what_needs_more_than_single_elements_comes_at_once() -> None:
     (steps, first), second = run(2, transfers, "LBFGS")
     assert second == (steps, first) and steps == 0
