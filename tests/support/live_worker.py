@@ -1,11 +1,11 @@
 """A worker of a live job that logs what it trains on and where it gets to. For tests/support/live_log.py, which judges the log.
 
 Environment: TEST_LOG, a file to append to; TEST_EPOCHS, TEST_SAMPLES, TEST_BATCH, TEST_WIDTH (of the network), TEST_PAUSE (seconds in each
-step), TEST_DIGESTS (0: none is computed), TEST_EVALUATES (all ranks meet after each epoch), TEST_TRANSPORT, TEST_SEED (of the first
-parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no checkpoints), TEST_EVERY (steps from one checkpoint to
-the next), TEST_DEVICE (cpu or cuda; several workers share a GPU, over NCCL), TEST_HOLD (a fifo: a worker that begins in a later round than
-the first waits until somebody opens it to write), TEST_TRAPS (a folder, see tests/support/live_traps.py), TEST_SLICE (with traps: bytes of
-a slice of the state).
+step), TEST_DIGESTS (0: none is computed), TEST_EVALUATES (all ranks meet after each epoch), TEST_TRANSPORT, TEST_BUFFERS (the module has a
+buffer), TEST_SEED (of the first parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no checkpoints),
+TEST_EVERY (steps from one checkpoint to the next), TEST_DEVICE (cpu or cuda; several workers share a GPU, over NCCL), TEST_HOLD (a fifo: a
+worker that begins in a later round than the first waits until somebody opens it to write), TEST_TRAPS (a folder, see
+tests/support/live_traps.py), TEST_SLICE (with traps: bytes of a slice of the state).
 """
 
 import faulthandler
@@ -74,6 +74,8 @@ def main() -> None:
     elastic.init_process_group(*["cpu:gloo,cuda:nccl"] * (DEVICE == "cuda"))
     torch.manual_seed(int(os.environ.get("TEST_SEED", os.getpid())))  # replicas begin differently; rank 0's state counts
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).to(DEVICE)
+    if "TEST_BUFFERS" in os.environ:
+        net.register_buffer("mask", torch.ones(WIDTH, device=DEVICE))  # copied in each forward
     model = DistributedDataParallel(net, transport=os.environ.get("TEST_TRANSPORT", "auto"))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)
