@@ -32,8 +32,8 @@ def furthest(everyone: Sequence[tuple[int, ...]]) -> tuple[int, list[int]]:
     """Return the rank whose state all ranks go on with, and the ranks that are to copy that state.
 
     ``everyone``: by rank, the round in which its state was agreed upon, its finished steps, and minus the number of dropped steps that
-    have left something in its state. Where no rank has a state (round 0), all
-    begin with that of rank 0, whatever steps a rank has made on the way to a state that did not come whole.
+    have left something in its state. Where no rank has a state (round 0), all begin with that of rank 0, whatever steps a rank has made on
+    the way to a state that did not come whole.
     """
     best = max(everyone)
     if best[0] == 0:

@@ -334,9 +334,9 @@ def test_groups_are_made_by_the_same_names_after_one_that_could_not_be_made() ->
 
 @pytest.mark.parametrize("over", [False, True])
 def test_the_last_step_of_an_epoch_is_not_the_last_one_in_the_old_groups(over: bool) -> None:
-    """What the script does between two epochs, all its ranks do: a new one would not be there, or have a part of the state.
+    """Between two epochs all ranks of a world may meet, as for an evaluation. A new rank has only a part of the state then.
 
-    If one step is left, all say that they are done with that one, and the new one is whole after it.
+    If one step is left, all ranks say in it that they are done, and the new one is whole after it.
     """
     change, asked = object.__new__(WorldChange), list[str]()
     change._model = SimpleNamespace(agreement=SimpleNamespace(unanimous={SWITCH}), request=asked.append)  # type: ignore[assignment]
@@ -545,7 +545,7 @@ def test_a_rehearsal_that_makes_buffers_is_undone_but_for_these() -> None:
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
     rehearsal.undo()
-    model.inner.bias.requires_grad_(False)  # as those do whom it was to join
+    model.inner.bias.requires_grad_(False)  # like the ranks that it was to join
     rehearsal.train_as_before()
     assert all(p.requires_grad for p in model.parameters())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -277,6 +277,7 @@ def test_a_new_worker_waits_as_long_as_the_others_need_for_a_step(make: Callable
     time.sleep(2 * live_round.NAPS[1])
     here.goes_on(old).result(PATIENCE)
     entered.result(PATIENCE)
+    assert here.made[1].world == old.world == World(1, (0, 1))
 
 
 def test_a_new_worker_that_is_asked_for_after_the_last_step_ends_well(make: Callable[..., Round]) -> None:

@@ -370,7 +370,7 @@ MUTANTS = (
     ),
     mutant(
         "a wait for the writer ends with the round",
-        *("checkpoints/checkpointer", "                if connections.is_cut:\n", "                if False:\n"),
+        *("checkpoints/checkpointer", "            if connections.is_cut:\n", "            if False:\n"),
         *("checkpointer", "a_wait_for_the_writer_ends_with_the_round"),
     ),
     mutant(

@@ -223,16 +223,19 @@ class Checkpointer:
         free = [at for at in range(IMAGES) if not any(theirs >> at & 1 for *_, theirs in everyone)]
         older = (self._filled + 1) % IMAGES  # the newest copy stays until the next one is complete, if possible
         which = older if older in free or not free else free[0]
-        save = self._by_image[which]
-        if save is not None and not save.written.is_set():
-            begun = time.perf_counter()
-            while not save.written.wait(LOOK):
-                if connections.is_cut:
-                    raise RuntimeError("a peer is lost, or the agent ends this round, while a checkpoint is being written")
-            self._waited += time.perf_counter() - begun
+        if (save := self._by_image[which]) is not None:
+            self._wait_for_writer(save)
         if self._staging.prepare(which, len(values)) and self._opened.publisher is not None:
             self._opened.publisher.take_images(self._staging)
         return which
+
+    def _wait_for_writer(self, save: Save) -> None:
+        """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""
+        begun = time.perf_counter()
+        while not save.written.wait(LOOK):
+            if connections.is_cut:
+                raise RuntimeError("a peer is lost, or the agent ends this round, while a checkpoint is being written")
+        self._waited += time.perf_counter() - begun
 
     def _arrange(self, flat: Flat) -> None:
         """Plan which rank has which files. Every rank does it at the same point."""
