@@ -247,12 +247,12 @@ class Agent:
             event = self._session.next_event()
             if event is None:
                 return
-            if isinstance(event, Synced | SyncFailed) and not self._session.machine.looking:
-                self._round_check.settle(event)
+            machine = self._session.machine
+            if isinstance(event, Synced | SyncFailed) and not (machine.looking or machine.undecided):
+                self._round_check.settle(event, machine.ended if self._config.majority else None)
             actions = self._session.step(event)
             if isinstance(event, Synced):
                 self._brief_guard()
-            machine = self._session.machine
             self._round_events.see(machine.record, event.now, machine.quiet)
             self._accounting.see(machine.record)
             self._sit_out.see(machine.record)
@@ -314,8 +314,9 @@ class Agent:
         if self._finish:  # no worker runs any more, only what they have left running
             self._stop_left_running(SECOND_SIGNAL_GRACE if count < 3 else 0.0)
         elif count == 1:
-            hurry = f"; its workers have {self._config.timing.grace:g} s, again to hurry" if self._workers.running else ""
-            self._console.say(f"{name}: this node leaves{hurry}")
+            grace, second = self._config.timing.grace, min(self._config.timing.grace, SECOND_SIGNAL_GRACE)
+            limits = f"; its workers have {grace:g} s, after a second signal {second:g} s" if self._workers.running else ""
+            self._console.say(f"{name}: this node leaves{limits}")
             self._session.post(Leave(clock.now(), name))
             self._sit_out.end()
         elif self._workers.running:
@@ -537,7 +538,7 @@ class Agent:
         ended.tell(config, self._console, self._logs, self._node.environ.get("TORCHELASTIC_ERROR_FILE"))
         self._logs.disk.drain(END_LIMIT)
         self._console.flush(ending.FLUSH)
-        if self._session.machine.hosting and self._session.machine.place is None and not config.standalone and not self._signum:
+        if self._session.access.serves_jobs and needed is None and not self._signum:
             ending.stay_for_other_jobs(self._session, config.run_id, self._pause, self._console)
         if needed is not None:
             self._hand_over(needed)

@@ -281,8 +281,8 @@ class RoundEvents:
         for event in changes(self._seen, record):
             if isinstance(event, Broken):
                 self._over_since = self._over_since or now
-                if record.broken and record.broken.by == self._node and record.broken.lost:
-                    event = BrokenByLoss(**vars(event), detected_after=round(silent_for(record.broken.lost[0]), 3))
+                if record.broken and record.broken.by == self._node and record.broken.died:
+                    event = BrokenByLoss(**vars(event), detected_after=round(silent_for(record.broken.died[0]), 3))
             self._log.write(event)
         self.ended.update(ended_rounds(self._seen, record))
         self._seen = record
@@ -327,7 +327,7 @@ def changes(old: RoundRecord | None, new: RoundRecord) -> list[Event]:
         found.append(Formed(new.round, new.reason, [m.name for m in new.members], joined, gone, new.world_size, new.failures))
     broken, closed = new.broken, new.closed
     if broken is not None and not (same_round and old and old.broken is not None):
-        lost = [names.get(i, i) for i in broken.lost]
+        lost = [names.get(i, i) for i in broken.died]
         found.append(Broken(new.round, broken.cause.value, broken.reason, names.get(broken.by, broken.by), lost))
     if closed is not None and not (old and old.closed):
         found.append(Closed(new.round, closed.verdict.value, closed.reason, names.get(closed.by, closed.by)))

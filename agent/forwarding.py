@@ -1,4 +1,4 @@
-"""Says, wherever a node may look for the job, that the job's store has moved. Else a second job would begin where it was started.
+"""Announces at every endpoint where a node may look for the job that the store has moved, so that no second run begins there.
 
 The node that has taken over the store does this. The node that died, or a new one, may come up at the first endpoint and serve an empty
 store there. At the other endpoints are standby stores, by which a node that comes finds the job when nobody answers at the first one.
@@ -68,10 +68,11 @@ class Forwarding:
 
     def _run(self, endpoint: Endpoint, first: bool) -> None:
         known: dict[str, _Address] = {}
+        name = _Name(endpoint.host)
         while not self._closed.wait(FORWARD_EVERY if first else OTHERS_EVERY):
             if (told := self.told) is None:
                 continue
-            found = [a for a in net.resolve(endpoint.host)[:MOST_ADDRESSES] if first or Endpoint(a, endpoint.port) != self._own]
+            found = [a for a in name.addresses()[:MOST_ADDRESSES] if first or Endpoint(a, endpoint.port) != self._own]
             for absent in known.keys() - found:
                 known.pop(absent).close()
             known = {address: known.get(address) or _Address(address, endpoint.port, first) for address in found}
@@ -85,6 +86,30 @@ class Forwarding:
         if record is not None and (record != self._last or record.moved not in (None, place)):
             self._last = record
             self._found(record)
+
+
+class _Name:
+    """The addresses of a host by the last look-up that found any. A name server that is slow or gone holds up nobody."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._known: tuple[str, ...] = ()
+        self._thread: threading.Thread | None = None  # the look-up under way
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses known so far, and begin another look-up in a thread if none is under way."""
+        if net.is_number(self._host):
+            return net.resolve(self._host)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look_up, name="look-up", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the limit of processes is reached
+                self._thread.run()
+        return self._known
+
+    def _look_up(self) -> None:
+        self._known = net.resolve(self._host) or self._known
 
 
 class _Address:

@@ -1,7 +1,7 @@
 """Tells the live workers of a round, on all nodes, which ranks of this node have a state (docs/elastic.md): through the workers' store.
 
-The round record cannot say it, because a row has no word for it. Workers wait for the word of every node. So each agent gives it in
-each round but the first, in which nobody has a state: with and without live workers of its own.
+Rows have no field for this, so the round record cannot carry it. Workers wait until every node has told. So each agent tells in each round
+but the first, in which nobody has a state: with and without live workers of its own.
 """
 
 from __future__ import annotations

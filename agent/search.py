@@ -57,7 +57,7 @@ class Search:
         return len({net.is_own(address) for address in found}) > 1
 
     def find(self, without: tuple[Endpoint, ...], hosting: bool) -> Place | None:
-        """Return where the store of the job is by the word of the stores at the endpoints; None: they do not say.
+        """Return where the store of the job is, as the stores at the endpoints report it; None: none of them knows.
 
         ``without``: which are not asked, because this agent serves them or nobody listens there. ``hosting``: this agent serves the store
         where a job starts. When several places are named, return the one that was not returned for the longest time: a node that is dead

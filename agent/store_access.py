@@ -103,6 +103,7 @@ class StoreAccess:
     standby_port = 0  # of the standby store that this agent serves; 0: it serves none
     me = ""  # the id of this agent's row
     newcomer = True  # no round of the job was seen yet, so its store may be anywhere
+    has_moved = False  # this node uses another store than the one that the job was started with
 
     def __init__(self, config: LaunchConfig) -> None:
         self.config = config
@@ -133,6 +134,11 @@ class StoreAccess:
 
         ``found``: see ``Forwarding``.
         """
+
+    @property
+    def serves_jobs(self) -> bool:
+        """Whether this agent serves the store at the endpoint, which other jobs may use, too."""
+        return False
 
     def end_store(self) -> None:
         """End the store that this agent serves, if it does."""
@@ -270,6 +276,10 @@ class EndpointAccess(StoreAccess):
             self._forwarding.close()
         super().close()
 
+    @property
+    def serves_jobs(self) -> bool:
+        return bool(self._served)
+
     def end_store(self) -> None:
         for store in (*self._served, *filter(None, [self._standby])):
             store.close()
@@ -370,7 +380,8 @@ class EndpointAccess(StoreAccess):
         round may form first, and nobody has said that it is hosted for jobs.
         """
         endpoint = self._endpoint
-        if foreign := net.who_answers(address, endpoint.port, ANSWER_LIMIT, again=self.newcomer):
+        limit = STANDBY_LIMIT if self.has_moved else ANSWER_LIMIT  # it is only looked at, and a host that stands still delays the job
+        if foreign := net.who_answers(address, endpoint.port, limit, again=self.newcomer):
             return f"what listens at {endpoint} {foreign}"
         if not self._search.several:
             return ""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from elastirun.rendezvous import earlier_run, events, failures, formation, rules, updates
+from elastirun.rendezvous import earlier_run, events, failures, formation, quorum, rules, updates
 from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconnect, Say, Start, Stop, Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.contact import Contact
@@ -88,7 +88,7 @@ class Machine:
 
     @property
     def last_words(self) -> tuple[tuple[Place, ...], Vote] | None:
-        """The word of this node, or of its guard, to the standby stores when this agent has ended; None: it need not say anything there."""
+        """The vote that this node or its guard writes when this agent ends, and the standby stores that get it; None: none is needed."""
         stored = self._link.own.stored
         has_left = stored is not None and stored.status is LEFT and not self.hosting  # the store says so
         vote = None if has_left else self._moves.notice(self.record)
@@ -99,6 +99,16 @@ class Machine:
     def looking(self) -> bool:
         """Whether the exchange under way is with another store than the one in use, and so says nothing about the round of this node."""
         return self._link.schedule.under_way and self._link.schedule.asked.look
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the store in use is a standby store that nobody has taken over yet: it says nothing about the round of this node."""
+        return self._moves.undecided
+
+    @property
+    def ended(self) -> frozenset[str]:
+        """The nodes whose end is proven: they have left, or their guards have told of it."""
+        return self._moves.gone | quorum.left(self.rows.values())
 
     @property
     def place(self) -> Place | None:
@@ -253,10 +263,12 @@ class Machine:
 
     def _move(self, place: Place, record: RoundRecord, decided: bool) -> None:
         """Give up the store in use for the standby store ``place``. The round is over here: its host has died, or is cut off."""
-        self._moves.move(place, record, self.rows, decided, self._now)
-        reason = lost_host(record)
+        known = self._moves.move(place, record, self.rows, decided, self._now)
+        known = known if known.fence == record.fence else record
+        reason = lost_host(known)
         if record.open:
-            self.record = replace(record, broken=Broken(Cause.LOST, reason, self.row.id, (record.host,), over=True))
+            broken = known.broken or Broken(Cause.LOST, reason, self.row.id)  # the host may have said why before its store was gone
+            self.record = replace(record, broken=replace(broken, lost=(*broken.lost, record.host), over=True))
         self._say(f"{reason}; the store moves to {place.address}")
         self._begin_at(place)
 
@@ -540,8 +552,8 @@ class Machine:
     def _may_not_run_alone(self, record: RoundRecord) -> bool:
         """Return whether workers that need no other node must not run now: they are gone before other nodes may consider this node lost.
 
-        They are those of a single-node round, or train apart: see docs/decisions/0006. Nor are they started when the answer that would
-        let them start comes so late, such as after a standstill of this agent.
+        They are those of a single-node round, or train apart: see docs/decisions/0006. They are not started either when the
+        answer that permits it arrives after that limit, for example after this agent stood still.
         """
         if self.rules.private or (len(record.members) > 1 and not self.trains_apart):
             return False

@@ -129,6 +129,11 @@ class Broken:
     over: bool = False  # a member has stopped its workers and left, so the other members cannot finish a step any more
     ran: float = 0.0  # seconds for which the node that noticed had known the round
 
+    @property
+    def died(self) -> tuple[str, ...]:
+        """The ``lost`` members that have not said before that they leave, as the host of a store that moves may have."""
+        return tuple(i for i in self.lost if self.cause is not Cause.LEAVE or i != self.by)
+
 
 @dataclass(frozen=True)
 class Closed:

@@ -22,7 +22,8 @@ from elastirun.rendezvous.records import Place
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.sync import SyncProtocol
 
-HANGING = 4  # abandoned threads that may hang before a new one is delayed; each further one doubles the delay
+HANGING = 4  # abandoned threads that may hang at one store before a new one is delayed; each further one doubles the delay
+HANGING_ELSEWHERE = 60  # abandoned threads that may hang at earlier stores; each further one counts as one at the store in question
 LONGEST_DELAY = 2.0**7  # of ``connect_limit``: most threads that hang come back, or the host is gone for good
 
 
@@ -43,7 +44,7 @@ class StoreThread(Exchanges[Connection]):
         super().__init__(Connection, protocol, clock.now, time_limit, connect_limit)
         self._connect = connect
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._abandoned: list[threading.Thread] = []
+        self._abandoned: list[tuple[Place | None, threading.Thread]] = []  # each with the store at which it may hang
         self._started = 0.0  # when the last thread was started
 
     # -- in the agent's loop --------------------------------------------------------------------------------------------
@@ -66,15 +67,16 @@ class StoreThread(Exchanges[Connection]):
     def _abandon(self, connection: Connection) -> None:
         connection.requests.put(None)
         if connection.thread is not None and self._pending:  # an idle thread ends by itself, as soon as it gets a processor
-            self._abandoned.append(connection.thread)
+            self._abandoned.append((connection.at, connection.thread))
 
     def _start(self, connection: Connection) -> str:
         """Start the thread of ``connection``; return why that is not possible now, empty when it was.
 
         A host that is stopped but not gone holds up every thread that connects to it, and such threads must not pile up.
         """
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
-        hanging = len(self._abandoned)
+        self._abandoned = [(at, thread) for at, thread in self._abandoned if thread.is_alive()]
+        hanging = sum(at == connection.at for at, _ in self._abandoned)
+        hanging += max(0, len(self._abandoned) - hanging - HANGING_ELSEWHERE)
         delay = self._connect_limit * min(2.0 ** (hanging - HANGING), LONGEST_DELAY) if hanging >= HANGING else 0.0
         if clock.now() < self._started + delay:
             return f"{hanging} connections hang; the host of the store accepts them and does not answer"

@@ -58,9 +58,10 @@ def another_run(found: RoundRecord | None, record: RoundRecord) -> str:
 
 
 def lost_host(record: RoundRecord) -> str:
-    """Return in words that the host of the store of ``record`` has died."""
+    """Return in words that the host of the store of ``record`` has died, or has left."""
     host = next((f"{m.name} {m.address}" for m in record.members if m.id == record.host), record.host)
-    return clip(f"{host}, which hosted the rendezvous store, was lost")
+    leaves = record.broken is not None and record.broken.cause is Cause.LEAVE and record.broken.by == record.host
+    return clip(f"{host}, which hosted the rendezvous store, {'has left' if leaves else 'was lost'}")
 
 
 def take_over(record: RoundRecord, owner: str, lost: Collection[str], needed: tuple[Quorum, ...], turn: int = 1) -> RoundRecord:
@@ -324,8 +325,11 @@ class Moves:
 
     # -- in a standby store -----------------------------------------------------------------------------------------------
 
-    def move(self, place: Place, record: RoundRecord, rows: Mapping[str, NodeRow], decided: bool, now: float) -> None:
-        """Give up the store in use for that of ``place``. ``record``, ``rows``: what this node has read last in the store in use."""
+    def move(self, place: Place, record: RoundRecord, rows: Mapping[str, NodeRow], decided: bool, now: float) -> RoundRecord:
+        """Give up the store in use for that of ``place``. ``record``, ``rows``: what this node has read last in the store in use.
+
+        Return the newest record that was read anywhere.
+        """
         self.gone |= quorum.left(rows.values())
         if not self.undecided or self._known is None:  # else ``record`` is not what stood in a store
             self._known = newest(record, self._known)
@@ -336,6 +340,7 @@ class Moves:
         self._searching_since = self._start = self._minority_since = None
         self._start_is_clear = self.doubts = self._is_replaced = False
         self._silent_since, self._overruled = {}, None
+        return self._known
 
     def turn_back(self, until: float) -> None:
         """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""

@@ -98,6 +98,7 @@ def count_loss(view: View, lost: list[Member]) -> RoundRecord:
     broken = record.broken
     if broken is None:
         return record
+    lost = [m for m in lost if m.id in broken.died or m.id not in broken.lost]
     gone = bool(lost) or (broken.cause is Cause.JOIN and broken.by not in {row.id for row in view.candidates()})
     if broken.cause is Cause.JOIN and not gone:
         return record

@@ -211,7 +211,7 @@ def _look_up(host: str) -> tuple[tuple[str, ...], bool]:
         return (), False
     # DNS may rotate its answer. The order is fixed, because two agents on one machine must try to host on the same address.
     addresses = tuple(sorted(found, key=_order))
-    if _is_localhost(host) or _is_number(host):
+    if _is_localhost(host) or is_number(host):
         return addresses, False
     outside = tuple(a for a in addresses if not ipaddress.ip_address(a).is_loopback)
     if outside or not addresses:
@@ -237,7 +237,7 @@ def _is_localhost(host: str) -> bool:
     return name.split(".")[0] in _LOCALHOST or name.endswith(".localhost")
 
 
-def _is_number(host: str) -> bool:
+def is_number(host: str) -> bool:
     try:
         return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
     except (OSError, ValueError):
@@ -358,16 +358,16 @@ def _listen(address: str, port: int) -> socket.socket | None:
         raise OSError(error.errno, error.strerror, str(Endpoint(address, port))) from error
 
 
-def _nonlocal_bind(family: socket.AddressFamily, proc: Path = Path("/proc")) -> bool:
+def _nonlocal_bind(family: socket.AddressFamily) -> bool:
     """Return whether the kernel lets us bind addresses that we do not have, as on many load balancers: then bind proves nothing."""
     version = "ipv6" if family == socket.AF_INET6 else "ipv4"
     try:
-        return (proc / "sys/net" / version / "ip_nonlocal_bind").read_text().strip() != "0"
+        return Path(f"/proc/sys/net/{version}/ip_nonlocal_bind").read_text().strip() != "0"
     except OSError:
         return False
 
 
-def _why_not(error: OSError, option: str = "--rdzv-endpoint") -> str:
+def _why_not(error: OSError, option: str) -> str:
     where = error.filename or "this machine"
     if error.errno == errno.EADDRINUSE:
         return f"cannot listen on {where}: another process has that port; end it, or choose another with {option}"

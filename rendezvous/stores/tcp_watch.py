@@ -34,7 +34,7 @@ LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
 
 
 def mark(key: str, value: bytes) -> str:
-    """Return the key that says that ``value`` is no longer the value of ``key``. Empty: ``key`` does no longer not exist."""
+    """Return the key that says that ``value`` is no longer the value of ``key``. An empty ``value``: ``key`` exists now."""
     return f"{key}~replaced/{hashlib.sha256(value).hexdigest()[:32]}"
 
 
