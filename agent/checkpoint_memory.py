@@ -21,7 +21,7 @@ import resource
 import selectors
 from collections.abc import Callable
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent.events import CheckpointsHeld, Event
 from elastirun.agent.host import memory
 from elastirun.agent.local_socket import Client, LocalSocket, close_aside
@@ -32,7 +32,7 @@ SHARE = 2  # what is held may take one half of the memory that was available whe
 SETTLE = 1.0  # seconds without a change until the amount is written to the events: the workers of a node put theirs one after another
 NOTABLE = 0.1  # change of the amount, as a fraction, that is written to the events
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-_GET_SEALS, _SEALS = 1034, 2 | 4  # F_GET_SEALS, F_SEAL_SHRINK | F_SEAL_GROW of <linux/fcntl.h>; an old Python lacks the names
+_SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
 GIB = 1 << 30
 
 
@@ -161,6 +161,6 @@ def has_fixed_size(fd: int) -> bool:
     Asks for the seals only: fstat of a file of a network file system may take for ever, and only memory has seals.
     """
     try:
-        return fcntl.fcntl(fd, _GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:
         return False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent import events, hang_causes
 from elastirun.agent.events import Event
 from elastirun.agent.hang_causes import Observed, Verdict
@@ -32,7 +32,7 @@ from elastirun.rendezvous.records import Blame
 STACKS_LIMIT = 1.0  # seconds for the workers to write their stacks, which takes milliseconds
 LISTEN = 0.25  # seconds between two looks for the verdict on all nodes' reports
 SHARING = 2.0  # seconds until the nodes know each other's reports, once all of them have noticed the hang
-_ADD_SEALS, _FIXED_SIZE = 1033, 1 | 2 | 4  # F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW; an old Python lacks the names
+_FIXED_SIZE = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
 
 
 class ProgressPages:
@@ -49,11 +49,11 @@ class ProgressPages:
         self.close()
         try:
             for local_rank in range(count):
-                fd = self._fds[local_rank] = os.memfd_create("elastirun-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                fd = self._fds[local_rank] = linux.memfd_create("elastirun-progress", linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
                 os.ftruncate(fd, SIZE)
                 os.pwrite(fd, MAGIC, 0)
                 os.pwrite(fd, farthest.to_bytes(8, "little"), 8 * FARTHEST)
-                fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
+                fcntl.fcntl(fd, linux.F_ADD_SEALS, _FIXED_SIZE)
         except OSError:
             self.close()
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds.values()]
@@ -227,7 +227,8 @@ class HangWatch:
     def _judge(self, pages: Mapping[int, Page], seconds: float, now: float) -> None:
         assert self._detector is not None
         limit = self._detector.limit
-        self._observed = [self._observe(rank, process, pages.get(rank)) for rank, process in self._workers.processes.items()]
+        processes = self._workers.processes
+        self._observed = [self._observe(local_rank, process, pages.get(local_rank)) for local_rank, process in processes.items()]
         if self._ask_py_spy():
             self._judge_at = now + py_spy.LIMIT
             return

@@ -62,20 +62,20 @@ class HangDetector:
         if now - self._looked_at > self.interval + STANDSTILL:
             self.excuse(now)
         self._looked_at = now
-        self._seen = {rank: seen for rank, seen in self._seen.items() if rank in pages}
-        for rank, page in pages.items():
-            before = self._seen.get(rank)
+        self._seen = {local_rank: seen for local_rank, seen in self._seen.items() if local_rank in pages}
+        for local_rank, page in pages.items():
+            before = self._seen.get(local_rank)
             if before is None or before.page.steps != page.steps:
                 self._learn(page, before)
-                self._seen[rank] = _Seen(page, now)
+                self._seen[local_rank] = _Seen(page, now)
         most = max((page.steps for page in pages.values()), default=0)
         self._stepped = self._stepped or most > 0
         if not self._stepped:
             return now - self._began if self._first_step and now - self._began > self._first_step else None
         if self._timeout is None or most < (1 if self._timeout else LEAST_STEPS):
             return None
-        limit, ages = self.limit, {rank: now - seen.moved_at for rank, seen in self._seen.items()}
-        if any(age <= max(limit, _within(pages[rank])) for rank, age in ages.items()):
+        limit, ages = self.limit, {local_rank: now - seen.moved_at for local_rank, seen in self._seen.items()}
+        if any(age <= max(limit, _within(pages[local_rank])) for local_rank, age in ages.items()):
             return None
         return min(ages.values())
 

@@ -137,25 +137,25 @@ def _workers(workers: Workers, state: str, started: int) -> dict[str, int]:
 # -- the pages ----------------------------------------------------------------------------------------------------------------
 
 
-def healthz(now: Snapshot) -> Response:
+def healthz(snapshot: Snapshot) -> Response:
     """Answer whether the loop is alive: it is, because it has made the snapshot."""
-    return text(HTTPStatus.OK, now.state)
+    return text(HTTPStatus.OK, snapshot.state)
 
 
-def readyz(now: Snapshot) -> Response:
+def readyz(snapshot: Snapshot) -> Response:
     """Answer whether workers of a round run on this node."""
-    return text(HTTPStatus.OK if now.state == RUNNING else HTTPStatus.SERVICE_UNAVAILABLE, now.state)
+    return text(HTTPStatus.OK if snapshot.state == RUNNING else HTTPStatus.SERVICE_UNAVAILABLE, snapshot.state)
 
 
-def status(now: Snapshot) -> Response:
+def status(snapshot: Snapshot) -> Response:
     """Return the snapshot as JSON."""
-    return Response(HTTPStatus.OK, json.dumps(asdict(now), indent=1).encode() + b"\n", "application/json")
+    return Response(HTTPStatus.OK, json.dumps(asdict(snapshot), indent=1).encode() + b"\n", "application/json")
 
 
-def metrics_page(now: Snapshot) -> Response:
+def metrics_page(snapshot: Snapshot) -> Response:
     """Return the snapshot in the text format of Prometheus, if the package for that is installed."""
     try:
-        body, content_type = metrics.render(asdict(now), dict.fromkeys((*STATES.values(), SITTING_OUT)))
+        body, content_type = metrics.render(asdict(snapshot), dict.fromkeys((*STATES.values(), SITTING_OUT)))
     except ImportError:
         why = "prometheus-client is not installed where elastirun runs; pip install '.[metrics]' in its folder"
         return text(HTTPStatus.NOT_IMPLEMENTED, why)

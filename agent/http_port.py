@@ -285,20 +285,20 @@ class HttpPort(Generic[T]):
         connection.request, connection.asked_at = request, now
         connection.phase, connection.due = Phase.WAITING, now + LOOP_LIMIT
         self._selector.unregister(connection.socket)
-        if self._is_served(connection, FRESH):
+        if self._is_served(connection):
             self._reply(connection)
         else:
             self._snapshots.ask(now)
 
-    def _is_served(self, connection: Connection, age: float = 0.0) -> bool:
-        """Return whether the newest snapshot was taken after the request had come, or ``age`` seconds before at most."""
+    def _is_served(self, connection: Connection) -> bool:
+        """Return whether the newest snapshot was taken after the request had come, or ``FRESH`` seconds before at most."""
         newest = self._snapshots.newest
-        return newest is not None and newest[0] >= connection.asked_at - age
+        return newest is not None and newest[0] >= connection.asked_at - FRESH
 
     def _answer_waiting(self) -> None:
         waiting = [connection for connection in self._connections if connection.phase is Phase.WAITING]
         for connection in waiting:
-            if self._is_served(connection, FRESH):
+            if self._is_served(connection):
                 self._reply(connection)
             else:
                 self._snapshots.ask(clock.now())

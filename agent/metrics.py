@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
-    """Return the metrics and their content type. ``now``: the fields of ``health.Snapshot``; ``states``: all that its state may be.
+def render(snapshot: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
+    """Return the metrics and their content type. ``snapshot``: the fields of ``health.Snapshot``; ``states``: all that its state may be.
 
     Raises ImportError without prometheus-client.
 
@@ -25,34 +25,34 @@ def render(now: Mapping[str, Any], states: Iterable[str]) -> tuple[bytes, str]:
         return family
 
     # Prometheus itself adds labels named job and instance, and often node: the names here are others.
-    info = {"version": now["version"], "host": now["node"], "run_id": now["job"]}
+    info = {"version": snapshot["version"], "host": snapshot["node"], "run_id": snapshot["job"]}
     restarts = CounterMetricFamily("elastirun_restarts", "Rounds that ended before their work was done, by cause.", labels=["cause"])
     workers = GaugeMetricFamily("elastirun_workers", "Workers of this node.", labels=["state"])
     steps = CounterMetricFamily("elastirun_worker_steps", "Steps of a worker of this node in this round.", labels=["local_rank"])
     ages = GaugeMetricFamily("elastirun_worker_step_age_seconds", "Seconds since the worker's last step.", labels=["local_rank"])
     spent = GaugeMetricFamily("elastirun_spent_seconds", "Time of this agent by what it was spent on.", labels=["on"])
     lost = GaugeMetricFamily("elastirun_lost_seconds", "Time lost to rounds that ended early, by cause.", labels=["cause"])
-    account = now["account"]
+    account = snapshot["account"]
     state = GaugeMetricFamily("elastirun_state", "1 for the state that this node is in.", labels=["state"])
     families = [
         InfoMetricFamily("elastirun", "This agent.", info),
-        by_label(state, {name: name == now["state"] for name in states}),
-        gauge("round", "Number of the newest round that this node knows; 0: none.", now["round"]),
-        gauge("world_size", "Workers in that round, over all nodes.", now["world_size"]),
-        gauge("nodes", "Nodes in that round.", len(now["nodes"])),
-        by_label(restarts, now["restarts"]),
-        gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", now["joins_waiting"]),
-        gauge("strikes", "Strikes of this node, by which it sits out.", now["strikes"]),
-        by_label(workers, now["workers"]),
-        by_label(steps, {str(worker["local_rank"]): worker["steps"] for worker in now["steps"]}),
-        by_label(ages, {str(worker["local_rank"]): worker["seconds_since_step"] for worker in now["steps"]}),
+        by_label(state, {name: name == snapshot["state"] for name in states}),
+        gauge("round", "Number of the newest round that this node knows; 0: none.", snapshot["round"]),
+        gauge("world_size", "Workers in that round, over all nodes.", snapshot["world_size"]),
+        gauge("nodes", "Nodes in that round.", len(snapshot["nodes"])),
+        by_label(restarts, snapshot["restarts"]),
+        gauge("joins_waiting", "Nodes that wait for the next round, as far as this node knows.", snapshot["joins_waiting"]),
+        gauge("strikes", "Strikes of this node, by which it sits out.", snapshot["strikes"]),
+        by_label(workers, snapshot["workers"]),
+        by_label(steps, {str(worker["local_rank"]): worker["steps"] for worker in snapshot["steps"]}),
+        by_label(ages, {str(worker["local_rank"]): worker["seconds_since_step"] for worker in snapshot["steps"]}),
         by_label(spent, {kind: seconds for kind, seconds in account["seconds"].items() if seconds is not None}),
         by_label(lost, account["lost_seconds"]),
         gauge("goodput_ratio", "The part of this agent's time that was training that counted.", account["goodput"]),
-        gauge("keep_alive_age_seconds", "Seconds since the store last acknowledged a keep-alive.", now["seconds_since_keep_alive"]),
-        gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", now["checkpoints_held_bytes"]),
+        gauge("keep_alive_age_seconds", "Seconds since the store last acknowledged a keep-alive.", snapshot["seconds_since_keep_alive"]),
+        gauge("checkpoints_held_bytes", "Memory in which this agent keeps checkpoints.", snapshot["checkpoints_held_bytes"]),
     ]
-    if (seconds := now["seconds_since_round_start"]) is not None:
+    if (seconds := snapshot["seconds_since_round_start"]) is not None:
         families.append(gauge("round_age_seconds", "Seconds since workers were last started on this node.", seconds))
 
     class Collector:

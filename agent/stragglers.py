@@ -67,7 +67,7 @@ class Stragglers:
 
         ``job``: of the ranks of all nodes whose workers do not know it; None: not known.
         """
-        taken = {rank: time for rank, page in pages.items() if (time := step_time(self._before.get(rank), page))}
+        taken = {local_rank: time for local_rank, page in pages.items() if (time := step_time(self._before.get(local_rank), page))}
         self.alone = tuple(time.seconds for time in taken.values() if time.median is None)
         here = Median.of(self.alone)
         of_job = job is not None and job.ranks > here.ranks

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastirun import linux
 from tests.support.cluster import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +110,7 @@ class Bench:
                 cwd=ROOT,
             )
         agent = Agent(node, process)
-        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, agent)
+        self._selector.register(linux.pidfd_open(process.pid), selectors.EVENT_READ, agent)
         self.agents.append(agent)
         return agent
 

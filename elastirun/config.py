@@ -73,7 +73,7 @@ class Command:
 class LogPolicy:
     """Routes of the workers' output, to files and to the console."""
 
-    log_dir: Path | None = None  # None: no log files are kept
+    log_dir: Path | None = None  # None: a temporary folder, kept only if a stream is redirected or teed; NO_FILES: no log files
     redirects: StdMap = field(default_factory=StdMap)
     tee: StdMap = field(default_factory=StdMap)
     local_ranks: frozenset[int] | None = None  # local ranks that reach the console; None: all

@@ -32,9 +32,10 @@ class Layer:
 
 
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
-EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.secret_files")
+EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.linux", "elastirun.secret_files")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
 PAGE = "elastirun.progress_page"
+LINUX = "elastirun.linux"
 LIVE = "elastirun.live_messages"
 WORLDS = "elastirun.live_worlds"
 CONNECTION = ("elastirun.live_connection", LIVE, WORLDS)
@@ -56,19 +57,20 @@ LAYERS = (  # the first that a module is below counts
     Layer("elastirun.agent.tracing", ("elastirun.agent.events",), in_functions=("opentelemetry",)),
     Layer("elastirun.report", ("elastirun.errors",), in_functions=("plotly",)),
     Layer("elastirun.agent.own_agents", ("elastirun.agent", "elastirun.agent_socket")),
-    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, LIVE, "psutil", *SHARED), in_functions=("torch",)),
+    Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, LIVE, LINUX, "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),
     Layer("elastirun.checkpoint.export", ("elastirun.checkpoint", "elastirun.errors"), in_functions=("torch", "elastirun.train")),
-    Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", *ASKING), in_functions=("fsspec",)),
+    Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", LINUX, *ASKING), in_functions=("fsspec",)),
     Layer("elastirun.current_round", ("elastirun.errors", "elastirun.agent_socket")),
     Layer("elastirun.agent_socket"),
+    Layer(LINUX),
     Layer(PAGE, never=EFFECTS),
     Layer(LIVE, never=EFFECTS),
     Layer(WORLDS, never=EFFECTS),
     Layer("elastirun.live_connection", (LIVE, "elastirun.errors")),
     Layer("elastirun.progress", (PAGE,)),
     Layer("elastirun.optimizer_steps", ("elastirun.progress", PAGE)),
-    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", *CONNECTION, *ASKING)),
+    Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", LINUX, *CONNECTION, *ASKING)),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
     Layer("elastirun.standard_streams"),

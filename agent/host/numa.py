@@ -12,7 +12,6 @@ the worker, so that every thread that the worker ever starts inherits it.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -45,7 +44,7 @@ def cpus_for(
     return _MODES[mode](_Share(node, sharing.index(local_rank), len(sharing)), nodes, sysfs)
 
 
-def gpu_pci_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
+def gpu_pci_ids(environ: Mapping[str, str]) -> list[str]:
     """Return the PCI addresses of the visible GPUs as sysfs writes them, by index. Asks the driver, so torch is not imported.
 
     Follows CUDA_VISIBLE_DEVICES if it lists numbers or GPU UUIDs. Empty without ``nvidia-smi``, if it fails or takes more than

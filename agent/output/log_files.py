@@ -112,7 +112,7 @@ def close_all(opened: dict[str, int]) -> None:
         os.close(fd)
 
 
-def make_folder(path: str, mode: int = PRIVATE) -> None:
+def make_folder(path: str, mode: int) -> None:
     """Make one folder that whoever may read a file of ``mode`` can enter. Keeps the set-group-ID bit that its parent gives it."""
     wanted = mode | 0o700 | (mode & 0o444) >> 2
     os.mkdir(path, wanted)

@@ -369,8 +369,8 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
 class Reporter:
     """A finder that finds nothing, and tells the agent of each module that Python does not bring along, when its import begins.
 
-    It does not tell of modules beside the script: they are the user's own work, and may change. Nor does it when the script has changed
-    sys.path, because a module may then be another one than without the script.
+    It does not tell of modules beside the script: they are the user's own work, and may change. It tells of nothing after the script has
+    changed sys.path: a name may then mean another module than without the script.
     """
 
     def __init__(self, job: socket, argv: list[str]) -> None:

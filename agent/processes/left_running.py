@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import proc
 from elastirun.agent.processes.process import Process
@@ -95,7 +95,7 @@ class LeftRunning:
             if process.sent != signum:
                 process.sent = signum
                 with suppress(OSError):
-                    signal.pidfd_send_signal(process.pidfd, signum)
+                    linux.pidfd_send_signal(process.pidfd, signum)
 
     def kill(self) -> None:
         """Kill every watched process and the process groups of the ended workers."""
@@ -112,7 +112,7 @@ class LeftRunning:
             self._on_reaped(pid)
         self._signum = None
 
-    def kill_and_wait(self, timeout: float, alive: Collection[int] = ()) -> None:
+    def kill_and_wait(self, timeout: float, alive: Collection[int]) -> None:
         """Kill all and wait until they have ended, at most ``timeout`` seconds: a process may be stuck in the kernel.
 
         ``alive``: pids of workers that go on.
@@ -127,7 +127,7 @@ class LeftRunning:
         self.forget()
 
     def _watch(self, pid: int, session: int) -> None:
-        process = self._watched[pid] = _Watched(os.pidfd_open(pid), session)
+        process = self._watched[pid] = _Watched(linux.pidfd_open(pid), session)
         self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._ended, pid))
 
     def _ended(self, pid: int, mask: int) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import forkserver, proc
 from elastirun.agent.processes.process_tree import ProcessTree
@@ -280,7 +280,7 @@ class ParkedForks:
         self._parked.clear()
         ready([server.pidfd], max(0.0, end - clock.now()))
         with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, server.pidfd, os.WEXITED | os.WNOHANG)
+            os.waitid(linux.P_PIDFD, server.pidfd, os.WEXITED | os.WNOHANG)
         os.close(server.pidfd)
         server.control.close()
         self._tree.spare_no_longer(server.pid)
@@ -335,7 +335,7 @@ class ParkedForks:
         pidfd = None
         try:
             pid = int(job.recv(32))
-            pidfd = os.pidfd_open(pid)
+            pidfd = linux.pidfd_open(pid)
             found = proc.look(pid)
             if found is None or (found.parent, found.session) != (os.getpid(), server.pid):
                 os.close(pidfd)
@@ -402,8 +402,8 @@ def _await_end(job: socket.socket, end: float) -> None:
 
 def _kill(pidfd: int) -> None:
     with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        linux.pidfd_send_signal(pidfd, signal.SIGKILL)
     ready([pidfd], KILL_LIMIT)
     with suppress(ChildProcessError):
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+        os.waitid(linux.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     os.close(pidfd)

@@ -7,6 +7,8 @@ import _thread
 import os
 import signal
 
+from elastirun import linux
+
 ENVIRONMENT_LIMIT = 8 << 20  # bytes; the kernel allows 6 MiB of arguments and environment
 ENVIRONMENT_TIMEOUT = 0.2  # seconds; the read waits for the memory lock of that process, which may never be released
 
@@ -105,14 +107,14 @@ def name(pid: int) -> str:
 def kill(process: Process) -> bool:
     """Send SIGKILL, and return whether it was sent. A later process with the same pid is never hit."""
     try:
-        fd = os.pidfd_open(process.pid)
+        fd = linux.pidfd_open(process.pid)
     except OSError:
         return False
     try:
         now = look(process.pid)  # after the pidfd was opened, so that both are the same process
         if now is None or now.started != process.started or not now.alive:
             return False
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        linux.pidfd_send_signal(fd, signal.SIGKILL)
         return True
     except OSError:
         return False

@@ -9,26 +9,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from elastirun import linux
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
 from elastirun.errors import StartError
 
 
 def require_pidfds() -> None:
-    """Raise StartError, in one line, where the kernel, a seccomp profile or this Python does not let processes be watched."""
+    """Raise StartError, in one line, where the kernel or a seccomp profile does not let processes be watched."""
     try:
-        fd = os.pidfd_open(os.getpid())
+        fd = linux.pidfd_open(os.getpid())
         try:
-            signal.pidfd_send_signal(fd, 0)
+            linux.pidfd_send_signal(fd, 0)
             with suppress(ChildProcessError):
-                os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                os.waitid(linux.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         finally:
             os.close(fd)
-    except (OSError, AttributeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"this Python was built without it: {error}"
+    except OSError as error:
         raise StartError(
-            f"processes cannot be watched here ({why}): elastirun needs Linux 5.4 or newer, and a sandbox (seccomp, gVisor) that "
-            "allows pidfd_open, pidfd_send_signal and waitid"
+            f"processes cannot be watched here ({error.strerror}): elastirun needs Linux 5.4 or newer, and a sandbox (seccomp, gVisor) "
+            "that allows pidfd_open, pidfd_send_signal and waitid"
         ) from None
 
 
@@ -67,7 +67,7 @@ class Process:
         if self.ended:
             return False
         try:
-            signal.pidfd_send_signal(self._pidfd, signum)
+            linux.pidfd_send_signal(self._pidfd, signum)
         except (ProcessLookupError, PermissionError):
             return False
         return True
@@ -99,14 +99,14 @@ class Process:
             return
         self.kill_group()
         with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+            os.waitid(linux.P_PIDFD, self._pidfd, os.WEXITED)
         os.close(self._pidfd)
         self._reaped = True
 
     def _exit_code(self) -> int | None:
         """Return the exit code of an ended worker without reaping it; None while it runs."""
         try:
-            info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            info = os.waitid(linux.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:  # it was given up, died later, and was reaped like any orphan
             return -signal.SIGKILL
         if info is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent.host import name_servers
 from elastirun.agent.host.cpus import own_groups
 from elastirun.agent.host.descriptors import ready
@@ -216,7 +216,7 @@ class ProcessTree:
             with started.stdout as output:
                 if not ready([output.fileno()], limit) or not output.read(1):
                     raise OSError(0, f"it was not ready within {limit:.0f} s, or ended at once")
-            self._pidfd = os.pidfd_open(started.pid)
+            self._pidfd = linux.pidfd_open(started.pid)
         except OSError:
             if started is not None:
                 started.kill()  # before it sees the end of the pipe, which means to it that the agent has died

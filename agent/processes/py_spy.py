@@ -12,6 +12,8 @@ import shutil
 import subprocess
 from contextlib import suppress
 
+from elastirun import linux
+
 LIMIT = 3.0  # seconds for an answer, which takes tenths of a second
 END_LIMIT = 0.2  # seconds for its end after SIGKILL; the agent's loop waits for that
 MOST_BYTES = 1 << 20  # of an answer
@@ -27,7 +29,7 @@ class StackQuestion:
 
     def __init__(self, path: str, pid: int) -> None:
         self._pid = pid
-        self._answer = os.memfd_create("elastirun-stack", os.MFD_CLOEXEC)  # not a pipe, which somebody would have to read meanwhile
+        self._answer = linux.memfd_create("elastirun-stack")  # not a pipe, which somebody would have to read meanwhile
         command = [path, "dump", "--nonblocking", "--json", "--pid", str(pid)]
         nobody = subprocess.DEVNULL
         try:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastirun import linux
+
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
 _NONE = "-"  # stands for an argument of exec_worker.py that is not given
 
@@ -47,7 +49,7 @@ def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None
     command += [_NONE if spec.files is None else str(spec.files), *spec.argv]
     child = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=keep)
     try:
-        pidfd = os.pidfd_open(child.pid)
+        pidfd = linux.pidfd_open(child.pid)
     except OSError:
         child.kill()
         child.wait()

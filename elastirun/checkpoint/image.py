@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elastirun import linux
 from elastirun.checkpoint.record import MAX_BYTES, MAX_FILES, MAX_WORLD, is_file_name, number, parse, text
 from elastirun.errors import CheckpointError
 
@@ -30,7 +31,7 @@ _COMPLETE = struct.Struct("=Q")  # 8 aligned bytes, which the processor stores a
 _PLACE = struct.Struct("=QQ32s")  # offset, length and SHA-256 of the description
 _AT_COMPLETE = len(MAGIC)
 _AT_PLACE = _AT_COMPLETE + _COMPLETE.size
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # memory that another process could cut off would end its readers with SIGBUS
+_SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW  # memory that another process could cut off would end its readers with SIGBUS
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class Image:
     @classmethod
     def create(cls, size: int, name: str = "elastirun-checkpoint") -> Image:
         """Make an empty image of ``size`` bytes, rounded up to pages. Its pages are allocated when they are first written."""
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = linux.memfd_create(name, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, max(round_up(size), 2 * PAGE))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
             image = cls(fd)
         except BaseException:
             os.close(fd)
@@ -83,7 +84,7 @@ class Image:
     def of(cls, fd: int) -> Image:
         """Map the image in ``fd``, which then belongs to the result. Raises ``CheckpointError`` for memory whose size could change."""
         try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            sealed = fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS
             size = os.fstat(fd).st_size
         except OSError:
             sealed, size = False, 0

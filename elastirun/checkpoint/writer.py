@@ -38,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from elastirun import linux
 from elastirun.checkpoint.choose import open_directory
 from elastirun.checkpoint.claims import is_claim
 from elastirun.checkpoint.directory import Directory
@@ -75,7 +76,7 @@ def serve(trainer: socket.socket, parent: int) -> None:
     poller = select.poll()
     poller.register(trainer, select.POLLIN)
     with suppress(OSError):  # a process that the trainer has forked may hold its end of the socket open
-        poller.register(os.pidfd_open(parent), select.POLLIN)
+        poller.register(linux.pidfd_open(parent), select.POLLIN)
     while [fd for fd, _ in poller.poll()] == [trainer.fileno()]:
         try:
             received = receive(trainer)

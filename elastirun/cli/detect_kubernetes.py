@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elastirun.cli.detected import OVERRIDE, Detected, Host, UnclearError, nothing, number, source
 from elastirun.errors import UsageError
 
-PORT = 29400
+PORT = 29400  # torchrun's default, which the manifests open
 ANY_NUMBER = "1:1024"  # nodes, where nobody says how many pods there are
 
 INDEX = "JOB_COMPLETION_INDEX"  # of the pod in its Indexed Job; set by Kubernetes

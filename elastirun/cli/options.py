@@ -69,7 +69,7 @@ GROUPS = {
         Option("local_addr", "HOST", None, "The address at which other nodes reach this node; detected if not given."),
         Option("port_range", "FIRST:LAST", None, "Ports that this node chooses from to listen on; MASTER_PORT is one of them.", new=True),
         Option("join_timeout", "SECONDS", _JOIN, "How long to wait until MIN nodes have joined. static: 900.", new=True),
-        Option("last_call", "SECONDS", _LAST, "How long the first round waits for more nodes once MIN have joined.", new=True),
+        Option("last_call", "SECONDS", _LAST, "How long the first round waits for more nodes after the latest one has joined.", new=True),
         Option("expire", "SECONDS", _EXPIRE, "A node that is silent for this long is lost: the others go on without it.", new=True),
         Option("store_grace", "SECONDS", _STORE, "How long workers go on while the rendezvous store cannot be reached.", new=True),
         Option("store_succession", "proof|majority|off", "majority", _SUCCESSION, new=True),

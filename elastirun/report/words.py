@@ -73,8 +73,8 @@ def notes(story: Story, left_out: Sequence[str]) -> list[str]:
     found = [f"Not read: {one}" for one in left_out]
     for lane in story.lanes:
         if lane.shifted:
-            by = f"{-lane.shifted:.1f} s"
-            found.append(f"The clock of {lane.name} differs by {by}; its events were moved to where its rounds began on the others.")
+            by = f"{abs(lane.shifted):.1f} s {'behind' if lane.shifted > 0 else 'ahead'}"
+            found.append(f"The clock of {lane.name} is {by}; its events were moved to where its rounds began on the others.")
     killed = sum(not lane.outcome for lane in story.lanes)
     if killed:
         found.append(f"{killed} of {len(story.lanes)} agents wrote no last event: they were killed, or still run.")

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from .errors import ModelMismatch
 from .group_waits import finish
 
+MOST_NAMED = 8  # ranks in a message
 CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many bytes is held meanwhile
 
 
@@ -111,8 +112,8 @@ def verify_same(lines: Sequence[str], what: str, group: dist.ProcessGroup, devic
     raise ModelMismatch(f"the ranks do not have the same {what}")
 
 
-def ranks(numbers: Iterable[int], most: int = 8) -> str:
+def ranks(numbers: Iterable[int]) -> str:
     """Return "rank 3" or "ranks 0, 1, 5 and 12 more"."""
     found = list(numbers)
-    shown = ", ".join(map(str, found[:most])) + (f" and {len(found) - most} more" if len(found) > most else "")
+    shown = ", ".join(map(str, found[:MOST_NAMED])) + (f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else "")
     return f"rank{'s' if len(found) != 1 else ''} {shown}"

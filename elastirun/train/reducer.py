@@ -78,7 +78,7 @@ class Reducer:
         group: dist.ProcessGroup,
         transport: Transport,
         options: Options,
-        statistics: Sequence[LayerBuffer] = (),
+        statistics: Sequence[LayerBuffer],
     ) -> None:
         self.number = next(_numbers)  # modules are made in the same order on every rank, and wait for their reductions in this order
         self.trained = Trained(named, needs)

@@ -26,6 +26,7 @@ from elastirun.checkpoint import memory_tier
 from tests.support.cluster import PATIENCE, Cluster, Worker, dies
 from tests.support.descriptors import descriptors
 from tests.support.images import SEALS, memfd
+from tests.support.until import poll
 
 MIB = 1 << 20
 SOON = 3.0  # seconds; a thread does it within a millisecond
@@ -85,10 +86,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 def changed(before: list[str]) -> list[str]:
     """Return the difference between the open descriptors and ``before``. A thread closes those that were refused: it gets some time."""
-    deadline = time.monotonic() + SOON
-    while (now := descriptors()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return sorted({*now} ^ {*before})
+    poll(lambda: descriptors() == before, SOON)
+    return sorted({*descriptors()} ^ {*before})
 
 
 def put(name: str, content: bytes = b"x", seals: int = SEALS, size: int = 0) -> str:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ from elastirun.agent.output import disk as disk_module
 from elastirun.agent.output import log_files
 from elastirun.agent.output.disk import QUEUE_LIMIT, DiskThread
 from elastirun.config import LogPolicy, Std, StdMap
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.records import NodeRow
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from tests.agent.test_workers import Loop, spec
 from tests.support.cluster import PATIENCE, Cluster
 from tests.support.descriptors import descriptors
+from tests.support.until import until
 
 ALL = StdMap(Std.ALL)
 
@@ -61,8 +66,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def stalled(disk: Disk) -> None:
-    while not disk.thread.hangs(0.05):
-        time.sleep(0.01)
+    until(lambda: disk.thread.hangs(0.05), "an operation that hangs")
 
 
 # ---- the thread
@@ -253,6 +257,12 @@ for line in s.makefile():
 """
 
 
+def keep_alives(store: PlainTcpStore) -> dict[str, int]:
+    """Return how often each node has written its row, by the row's key."""
+    rows = store.under("elastirun/job/test/node/")
+    return {key: Codec(None).decode(key, row, NodeRow).seq for key, row in rows.items()}
+
+
 def test_a_log_disk_that_hangs_for_longer_than_expire_costs_nothing(nodes: Cluster) -> None:
     (nodes.tmp_path / "sitecustomize.py").write_text(HANGING)
     hang = nodes.tmp_path / "hang"
@@ -264,9 +274,15 @@ def test_a_log_disk_that_hangs_for_longer_than_expire_costs_nothing(nodes: Clust
     hang.touch()
     for worker in workers:
         worker.tell("hello")
-    while not Path(f"{hang}.seen").exists():
-        time.sleep(0.01)
-    time.sleep(4.5)  # longer than --expire; there is no event to wait for, because nothing must happen
+    until(Path(f"{hang}.seen").exists, "a write that hangs", state=nodes.everything)
+    with closing(PlainTcpStore("127.0.0.1", nodes.port)) as store:
+        before = keep_alives(store)
+        assert len(before) == 2
+        until(
+            lambda: all(count >= before[key] + 12 for key, count in keep_alives(store).items()),
+            "12 keep-alives of both nodes, of which 10 take as long as --expire",
+            state=nodes.everything,
+        )
     hang.unlink()
     for worker in workers:
         worker.tell("end")

@@ -34,6 +34,7 @@ from elastirun.agent.stragglers import Median
 from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
 from elastirun.rendezvous.records import Blame, ExitRecord
 from tests.support.cluster import PATIENCE
+from tests.support.until import until
 
 WORKER = """
 import math, os, signal, sys
@@ -110,11 +111,7 @@ def test_a_worker_stamps_its_page_and_writes_its_stacks_at_a_signal(worker: Any,
 
 
 def await_stack(pages: ProgressPages, local_rank: int) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (stack := main_stack(pages.stacks(local_rank))):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return stack
+    return until(lambda: main_stack(pages.stacks(local_rank)), f"the stack of the worker with local rank {local_rank}")
 
 
 def test_a_pause_that_was_announced_is_not_learned(worker: Any, pages: ProgressPages) -> None:
@@ -465,8 +462,7 @@ def test_py_spy_shows_the_stack_of_a_worker_that_does_not_write_it(
     watched.run(6.5)
     assert watched.said == [], "it is asked"
     answer = watched.watch._questions[0]._answer
-    while not os.pread(answer, 1, 0):
-        time.sleep(0.01)
+    until(lambda: os.pread(answer, 1, 0), "the answer of py-spy")
     watched.run(3.0)
     assert watched.said[1] == f"  rank 7 (pid {process.pid}, 0 steps): t.py:7 in wait"
     ((_, _, note, stack),) = watched.ended

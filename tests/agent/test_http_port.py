@@ -9,7 +9,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from elastirun import clock
 from elastirun.agent import http_port
 from elastirun.agent.http_port import MAX_CONNECTIONS, MAX_REQUEST, HttpPort, Request, Response, Snapshots, parse, text
 from tests.support.descriptors import descriptors
+from tests.support.until import until
 
 PATIENCE = 6.0  # seconds; more than ten times what anything here takes, and what a mutant that never answers costs
 PATHS = {"/a": None, "/b": None}
@@ -82,13 +83,6 @@ def served() -> Iterator[Served]:
     made.close()
     assert descriptors() == before
     assert "health" not in [thread.name for thread in threading.enumerate()]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = clock.now() + PATIENCE
-    while not condition():
-        assert clock.now() < deadline
-        select.select([], [], [], 0.005)
 
 
 def everything(client: socket.socket) -> bytes:
@@ -222,7 +216,7 @@ def test_nobody_wakes_while_nobody_asks(served: Served) -> None:
     """The thread's poll has no time limit, and the loop was not asked."""
     ask(served, GET)
     thread = next(thread for thread in threading.enumerate() if thread.name == "health")
-    until(lambda: not served.port._connections)
+    until(lambda: not served.port._connections, "the end of all connections", PATIENCE)
     assert served.port._time_to_wait() is None
 
     def wakes() -> str:
@@ -333,8 +327,8 @@ def test_a_client_that_does_not_read_is_dropped(served: Served, monkeypatch: pyt
     served.body = b"x" * 20_000_000  # more than the buffers of a connection hold
     with served.connect() as client:
         client.sendall(GET)
-        until(lambda: len(served.port._connections) == 1)
-        until(lambda: not served.port._connections)
+        until(lambda: len(served.port._connections) == 1, "a connection", PATIENCE)
+        until(lambda: not served.port._connections, "the end of all connections", PATIENCE)
         assert 0 < len(everything(client)) < 20_000_000, "the rest was not sent"
         served.body = b"a\n"
 
@@ -343,7 +337,7 @@ def test_who_does_not_hang_up_costs_nothing(served: Served) -> None:
     with served.connect() as client:
         client.sendall(GET)
         assert everything(client).endswith(b"a\n")
-        until(lambda: not served.port._connections)
+        until(lambda: not served.port._connections, "the end of all connections", PATIENCE)
 
 
 def test_many_idle_connections_leave_room_for_one_that_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +361,7 @@ def test_a_request_that_waits_for_the_loop_outlives_newer_idle_connections(serve
     served.running.clear()
     with served.connect() as client:
         client.sendall(GET)
-        until(lambda: served.snapshots.asked_at is not None)
+        until(lambda: served.snapshots.asked_at is not None, "a question to the loop", PATIENCE)
         idle = [served.connect() for _ in range(2 * MAX_CONNECTIONS)]
         served.running.set()
         assert everything(client).endswith(b"a\n")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun import clock
+from elastirun import clock, linux
 from elastirun.agent.processes import forkserver
 from elastirun.agent.processes.parked_forks import AUTO, LEARN_AFTER, LEARN_LIMIT
 from tests.agent.test_parked_forks import HOW, Agent, agent, parked
@@ -60,7 +60,7 @@ def test_a_worker_that_is_killed_has_told_what_it_imported(agent: Agent) -> None
     started, read = agent.worker("import heavy\nimport time\ntime.sleep(1000)")
     agent.turn(lambda: "heavy" in forks._learnt)
     os.kill(started.pid, 9)
-    os.waitid(os.P_PIDFD, started.pidfd, os.WEXITED)
+    os.waitid(linux.P_PIDFD, started.pidfd, os.WEXITED)
     os.close(started.pidfd)
     os.close(read)
     assert "heavy" in forks._learnt

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 
 from elastirun.agent import live_states
 from elastirun.live_messages import store_prefix
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from tests.support.cluster import PATIENCE
+from tests.support.until import until
 
 
 def threads() -> list[threading.Thread]:
@@ -26,11 +26,7 @@ def test_the_word_comes_as_soon_as_there_is_a_store() -> None:
     first.close()
     server = tcp.serve(listening)
     store, key = PlainTcpStore("127.0.0.1", port), f"{store_prefix(7)}/node/3"
-    end = time.monotonic() + PATIENCE
-    while not (found := store.get([key])):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert found[key] == b"[[2, 6], [4, 6]]"
+    assert until(lambda: store.get([key]), "the word of this node")[key] == b"[[2, 6], [4, 6]]"
     store.close()
     for thread in threads():
         thread.join(PATIENCE)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from elastirun import linux
 from elastirun.agent.hang_watch import ProgressPages
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import forkserver, kills, marks, parked_forks, proc
@@ -110,7 +111,7 @@ class Agent:
 
 
 def ended(started: Spawned) -> int:
-    found = os.waitid(os.P_PIDFD, started.pidfd, os.WEXITED)
+    found = os.waitid(linux.P_PIDFD, started.pidfd, os.WEXITED)
     os.close(started.pidfd)
     assert found is not None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from benchmarks.orphans import MOMENTS, PHASES, Case, run
 from elastirun.agent.processes.process_tree import _own_group
 from elastirun.rendezvous.stores import tcp
 from tests.support.cluster import PATIENCE, Cluster, Worker, dies, kill
+from tests.support.until import until
 
 # A worker whose child has an empty environment, so that only the control group shows to which agent it belongs.
 HIDDEN = """
@@ -246,7 +246,4 @@ def test_an_emptied_environment_hides_nothing_where_there_are_control_groups(nod
         assert worker.round == 2
         worker.tell("0")
     assert way == "killed" or nodes.ends(agent) == 0
-    deadline = time.monotonic() + PATIENCE
-    while own.exists():
-        assert time.monotonic() < deadline, "the control group is still there"
-        time.sleep(0.01)
+    until(lambda: not own.exists(), "the end of the control group")

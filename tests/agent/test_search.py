@@ -31,6 +31,7 @@ from tests.cli.test_resolve import config_of
 from tests.rendezvous.test_stores import listening
 from tests.support.cluster import PATIENCE, free_port
 from tests.support.relay import something_else
+from tests.support.until import until
 
 JOB = shared_store.prefix("test")
 RECORD = RoundRecord("s", 4, 2, (Member("n2", "n2", "127.0.0.2", 1, 1),), host="n2", term=1)  # of a store that has taken over
@@ -192,10 +193,8 @@ def test_a_store_that_the_job_has_left_sends_a_newcomer_on(node: Open, port: int
     put(second, RECORD)
     with forwarding(Endpoint("127.0.0.1", port), Endpoint("127.0.0.2", port)) as telling, plain(2, port) as store:
         telling.told = Y, replace(RECORD, version=9, term=2)
-        here, end = execute(protocol().here(), store), time.monotonic() + PATIENCE
-        while execute(here.find_job(), store)[0].moved != Y:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        here = execute(protocol().here(), store)
+        until(lambda: execute(here.find_job(), store)[0].moved == Y, "the word of the node that has taken over")
         assert moved_to(node(4)) == Y
 
 
@@ -440,11 +439,8 @@ def place_at(i: int, port: int, token: bytes | None = None) -> Place | None:
 
 
 def await_word(i: int, port: int, place: Place, token: bytes | None = None) -> None:
-    """Wait until the standby store of node ``i`` names the place. Nothing pushes it, so this function polls."""
-    end = time.monotonic() + PATIENCE
-    while place_at(i, port, token) != place:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    """Wait until the standby store of node ``i`` names the place."""
+    until(lambda: place_at(i, port, token) == place, f"{place} in the standby store of node {i}")
 
 
 @contextmanager

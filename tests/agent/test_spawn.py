@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 
+from elastirun import linux
 from elastirun.agent.processes.spawn import WorkerSpec, spawn
 
 SPEC = WorkerSpec(0, 0, ("true",), dict(os.environ))
@@ -22,7 +23,7 @@ def test_nobody_but_the_caller_reaps_it() -> None:
     assert poller.poll(60_000)
     gc.collect()
     subprocess.run(["true"], check=True)  # here Popen reaps those whose objects are gone
-    ended = os.waitid(os.P_PIDFD, started.pidfd, os.WEXITED)
+    ended = os.waitid(linux.P_PIDFD, started.pidfd, os.WEXITED)
     os.close(started.pidfd)
     assert ended is not None and (ended.si_pid, ended.si_status) == (started.pid, 0)
 

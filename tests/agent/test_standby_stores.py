@@ -46,6 +46,7 @@ from tests.rendezvous.test_stores import listening
 from tests.support.cluster import PATIENCE, dies, free_port
 from tests.support.listener import Listener
 from tests.support.relay import something_else
+from tests.support.until import until
 
 JOB = "elastirun/job/test/"
 
@@ -273,10 +274,7 @@ def read(store: ServedStore, token: bytes | None = None) -> RoundRecord | None:
 
 def await_place(store: ServedStore, place: Place, token: bytes | None = None) -> None:
     """Wait until the store names the place. A watch could end before that, so this function polls."""
-    end = time.monotonic() + PATIENCE
-    while (record := read(store, token)) is None or record.moved != place:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: (record := read(store, token)) is not None and record.moved == place, f"{place} in the store")
 
 
 @contextmanager
@@ -420,11 +418,8 @@ class Standbys:
         return [protocol(token).fresh(f"n{k}").carry_out(store.connect(), sync, 0.0).votes for k, store in enumerate(self.served, 1)]
 
     def await_told(self) -> None:
-        """Wait until each of our stores has a vote. Nothing pushes it, so this method polls."""
-        end = time.monotonic() + PATIENCE
-        while not all(self.told()):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        """Wait until each of our stores has a vote."""
+        until(lambda: all(self.told()), "a vote in each store", state=self.told)
 
     def close(self) -> None:
         for store in self.served:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -24,6 +23,7 @@ from elastirun.rendezvous.stores.etcd.store import connector
 from elastirun.torch_plugin import MOST_RESTARTS, configuration
 from tests.support.cluster import PATIENCE, Cluster, Worker, free_port, kill
 from tests.support.etcd_server import Etcd
+from tests.support.until import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=2"  # a node is lost after 2 s
@@ -154,10 +154,7 @@ class Node:
             return self.handler.shutdown()
 
     def hears_that_it_is_over(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while self.handler.num_nodes_waiting() == 0:  # torchrun asks ten times a second
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(self.handler.num_nodes_waiting, "the end of the round", pause=0.05)  # torchrun asks ten times a second
 
     def close(self) -> None:
         self.fails()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elastirun import linux
 from elastirun.checkpoint.image import PAGE, Description, Image, size_for
 from elastirun.errors import CheckpointError
 from tests.support.descriptors import descriptors
@@ -95,7 +96,7 @@ def test_a_description_that_is_out_of_range_does_not_count(bad: dict[str, object
 
 def test_memory_that_could_be_cut_off_is_no_image(tmp_path: Path) -> None:
     before = descriptors()
-    unsealed = os.memfd_create("x")
+    unsealed = linux.memfd_create("x")
     os.ftruncate(unsealed, 2 * PAGE)
     file = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
     os.ftruncate(file, 2 * PAGE)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastirun import linux
 from elastirun.checkpoint.messages import MAX_FDS, receive, send
 from elastirun.errors import CheckpointError
 from tests.support.descriptors import descriptors
@@ -22,7 +23,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_messages_arrive_in_order_with_their_descriptors(pair: tuple[socket.socket, socket.socket]) -> None:
-    fds = [os.memfd_create(str(n)) for n in range(MAX_FDS)]
+    fds = [linux.memfd_create(str(n)) for n in range(MAX_FDS)]
     for n, fd in enumerate(fds):
         os.write(fd, b"%d" % n)
     send(pair[0], {"n": 1}, fds)

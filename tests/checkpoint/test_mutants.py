@@ -146,7 +146,7 @@ MUTANTS = (
     ),
     mutant(
         "memory that can shrink is no image",
-        *("image", "sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS", "sealed = True"),
+        *("image", "sealed = fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS", "sealed = True"),
         *("image", "memory_that_could_be_cut_off_is_no_image"),
     ),
     mutant(

@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.slurm import Slurm, missing, slurm, wait
+from tests.support.slurm import Slurm, missing, slurm
+from tests.support.until import until
 
 DUMP = """#!/usr/bin/env python3
 import json, os, sys
@@ -69,7 +70,8 @@ def record(folder: Path) -> dict[str, list[dict[str, str]]]:
 
 def run_to_the_end(cluster: Slurm, script: str) -> None:
     number = cluster.run("sbatch", "--parsable", script).strip()
-    wait(lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED"), cluster.log, timeout=180)
+    over = ("COMPLETED", "FAILED")
+    until(lambda: cluster.job(number)["JobState"] in over, f"the end of {script}", 180, state=cluster.log, pause=0.1)
 
 
 def tidy(environ: dict[str, str], folder: Path) -> dict[str, str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, Worker
-from tests.support.slurm import Slurm, missing, wait
+from tests.support.slurm import Slurm, missing
+from tests.support.until import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy/slurm/elastirun.sbatch"
@@ -24,7 +25,7 @@ class Job:
 
     def __init__(self, cluster: Slurm, nodes: Cluster, *command: str, nnodes: int = 3, script: Path = SCRIPT, **variables: str) -> None:
         self.cluster, self.path = cluster, nodes.tmp_path / "job.out"
-        wait(lambda: cluster.nodes_in("idle") == cluster.count, cluster.log)  # the node of an earlier test is back
+        cluster.await_idle()  # the node of an earlier test is back
         env = {**nodes.env, "PATH": f"{Path(sys.executable).parent}:{nodes.env['PATH']}", "PET_NPROC_PER_NODE": "1", **variables}
         command = command or (str(nodes.script),)
         where = (f"--nodes={nnodes}", f"--output={self.path}", f"--chdir={nodes.tmp_path}")
@@ -34,7 +35,7 @@ class Job:
         return self.path.read_text() if self.path.exists() else ""
 
     def says(self, text: str) -> str:
-        wait(lambda: text in self.out(), self.explain, LONGEST)
+        until(lambda: text in self.out(), f"the job to say: {text}", LONGEST, state=self.explain)
         return self.out()
 
     def has(self, name: str) -> str:
@@ -42,7 +43,7 @@ class Job:
 
     def ends(self) -> tuple[str, str]:
         """Wait for the end and return the state and exit code that Slurm has for the job."""
-        wait(lambda: self.has("JobState") in OVER, self.explain, LONGEST)
+        until(lambda: self.has("JobState") in OVER, "the end of the job", LONGEST, state=self.explain, pause=0.1)
         return self.has("JobState"), self.has("ExitCode")
 
     def explain(self) -> str:

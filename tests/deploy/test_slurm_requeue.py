@@ -6,7 +6,8 @@ import re
 
 from tests.deploy.slurm_job import ROOT, Job, needs_slurm
 from tests.support.cluster import WORKER, Cluster
-from tests.support.slurm import Slurm, wait
+from tests.support.slurm import Slurm
+from tests.support.until import until
 
 # A worker that needs some time to save after SIGTERM.
 SAVING = """
@@ -40,7 +41,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is
     for worker in workers:
         worker.await_death()
     assert job.ends()[0] == "CANCELLED"
-    wait(lambda: cluster.nodes_in("idle") == cluster.count, cluster.log)
+    cluster.await_idle()
     assert job.has("JobState") == "CANCELLED" and job.has("Restarts") == "1"
 
 
@@ -51,7 +52,7 @@ def test_a_preempted_job_goes_on_where_it_stopped(cluster: Slurm, nodes: Cluster
     job.says("epoch   1/4")
     urgent = cluster.submit("--partition=urgent", "--nodes=3", f"--output={nodes.tmp_path}/urgent.out", "--wrap=true", env=cluster.env)
     stopped = re.search(r"all workers stop after step (\d+)", job.says("all workers stop after step"))
-    wait(lambda: cluster.job(urgent)["JobState"] == "COMPLETED", job.explain)
+    until(lambda: cluster.job(urgent)["JobState"] == "COMPLETED", "the end of the urgent job", state=job.explain, pause=0.1)
     assert job.ends() == ("COMPLETED", "0:0"), job.out()
     assert job.has("Restarts") == "1"
     assert stopped and f"2 workers on cpu: going on after step {stopped[1]} of saved" in job.out()

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -18,6 +17,7 @@ from elastirun.rendezvous.stores.etcd.store import MOST_CACHED, MOST_RANGES, PRE
 from tests.support.cluster import PATIENCE, free_port
 from tests.support.etcd_server import Etcd, ask, etcd
 from tests.support.relay import Relay
+from tests.support.until import until
 
 
 @pytest.fixture
@@ -28,13 +28,6 @@ def job() -> str:
 def lease_of(store: EtcdStore, key: str) -> int:
     (kv,) = store._range(store._key(key)).kvs
     return int(kv.lease)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # -- lease -------------------------------------------------------------------------------------------------------------------
@@ -55,7 +48,7 @@ def test_the_row_of_an_agent_that_is_no_more_vanishes_and_a_living_one_writes_it
     key, said = job + "node/a", list[str]()
     store, other = EtcdStore(Cluster(server.endpoints), NodeLease(1.0, said.append)), connector(server.endpoints)()
     assert store.put_if(key, None, b"1") == b"1"
-    until(lambda: not other.get([key]))
+    until(lambda: not other.get([key]), "the end of the row")
     assert not said, "it does not know yet"
     assert store.put_if(key, b"1", b"2") is None, "the row is gone, and says so"
     assert not store.keep_alive(key) and len(said) == 1

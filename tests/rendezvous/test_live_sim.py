@@ -137,7 +137,7 @@ def test_an_answer_that_comes_again_late_does_not_count_for_the_next_round() -> 
         world = job(2, Switching(slow=0.5, repeats=1.0), seed)
         for _ in range(8):
             world.nodes[0].fail()
-            world.run(WITHIN, partial(trained, world, 1))
+            assert world.run(WITHIN, partial(trained, world, 1))
 
 
 def test_a_state_that_did_not_come_whole_begins_no_round() -> None:

@@ -27,6 +27,7 @@ from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.sync import SyncProtocol
 from tests.rendezvous.test_sync import CODEC, JOB, PATIENCE, Watched, row
 from tests.support.descriptors import descriptors
+from tests.support.until import until
 
 
 class Watching(MemoryStore):
@@ -77,11 +78,8 @@ def ask(thread: StoreThread, sync: Sync | None = None) -> Synced | SyncFailed:
 
 
 def await_threads(count: int, name: str = "store") -> None:
-    """Until no more than ``count`` threads of that name run."""
-    end = time.monotonic() + PATIENCE
-    while (running := sum(t.name == name for t in threading.enumerate())) > count:
-        assert time.monotonic() < end, f"{running} threads"
-        time.sleep(0.001)
+    """Wait until no more than ``count`` threads of that name run."""
+    until(lambda: sum(t.name == name for t in threading.enumerate()) <= count, f"at most {count} threads", state=threading.enumerate)
 
 
 def test_a_store_that_tells_of_a_change_wakes_the_loop_and_is_no_answer(made: list[StoreThread]) -> None:

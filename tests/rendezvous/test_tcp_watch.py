@@ -20,6 +20,7 @@ from tests.support.cluster import PATIENCE
 from tests.support.descriptors import descriptors
 from tests.support.listener import Listener, count_up
 from tests.support.relay import Relay, something_else
+from tests.support.until import until
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +107,8 @@ def test_threads_descriptors_and_keys_are_flat_over_reconnects_and_writes(server
         listener.store.close()
     assert ended(watches()[running:])
     gc.collect()
-    end = time.monotonic() + PATIENCE
-    while len(descriptors()) > before:  # the server, in this process too, closes its ends when it gets to it
-        assert time.monotonic() < end, descriptors()
-        time.sleep(0.01)
+    # The server, in this process too, closes its ends when it gets to it.
+    until(lambda: len(descriptors()) <= before, f"the end of all but {before} descriptors", state=descriptors)
     writer = server.connect()
     keys = writer._store.num_keys()
     for _ in range(50):
@@ -269,9 +268,7 @@ def test_a_record_that_changes_without_pause_is_told_of_a_few_times_a_second_and
         last = count_up(writer, key)
     assert time.monotonic() >= began + 0.95, "all but the first calls wait"
     (watch,) = listener.store._watches
-    while watch._seen != b"%d" % last:
-        assert time.monotonic() < began + PATIENCE
-        time.sleep(0.01)
+    until(lambda: watch._seen == b"%d" % last, f"the change {last}", state=lambda: watch._seen)
     listener.store.close()
 
 

@@ -81,7 +81,8 @@ def test_a_clock_that_differs_is_told_from_the_start_of_shared_rounds(tmp_path: 
     found = told(tmp_path, two_nodes(clock))
     assert {lane.node: round(lane.shifted, 3) for lane in found.lanes} == {"a-1": 0.0, "b-1": shift, "b-2": shift}
     assert found.faults[0].at == pytest.approx(NOON + 50, abs=1.6)
-    assert bool(shift) == any("The clock of b differs by " in note for note in words.notes(found, []))
+    where = "behind" if clock < 0 else "ahead"
+    assert bool(shift) == any(f"The clock of b is {abs(shift):.1f} s {where}; " in note for note in words.notes(found, []))
 
 
 def test_agents_without_a_common_round_are_other_jobs(tmp_path: Path) -> None:

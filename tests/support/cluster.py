@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastirun import linux
+from tests.support.until import PATIENCE, until
+
 WORKER = """
 import json, os, signal, socket, sys
 s = socket.socket(socket.AF_UNIX)
@@ -33,9 +36,6 @@ if command == "raise":
 if command == "kill":
     os.kill(os.getpid(), int(rest))
 """
-
-# Seconds; more than ten times what anything here takes. Tests of mutants, which are to fail, wait less.
-PATIENCE = float(os.environ.get("TEST_PATIENCE", "60"))
 
 
 @dataclass
@@ -119,11 +119,8 @@ class Cluster:
         return self.out_path(i).read_text()
 
     def says(self, i: int, text: str) -> None:
-        """Wait until the agent has written ``text``. A file cannot be awaited, so this method polls it."""
-        deadline = time.monotonic() + PATIENCE
-        while text not in self.out(i):
-            assert time.monotonic() < deadline, f"never said: {text}\n{self.everything()}"
-            time.sleep(0.02)
+        """Wait until the agent has written ``text``."""
+        until(lambda: text in self.out(i), f"agent {i} to say: {text}", state=self.everything)
 
     def worker(self, timeout: float = PATIENCE) -> Worker:
         """Return the next worker that reports. One that is stopped between its connection and its report does not count."""
@@ -197,7 +194,7 @@ def free_port() -> int:
 def dies(pid: int, timeout: float = PATIENCE) -> bool:
     """Tell whether the process ends within ``timeout`` seconds."""
     try:
-        fd = os.pidfd_open(pid)
+        fd = linux.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:

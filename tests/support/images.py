@@ -8,17 +8,18 @@ from contextlib import suppress
 
 import pytest
 
+from elastirun import linux
 from elastirun.checkpoint import memory_tier
 from tests.support.cluster import Worker
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
 
 
 def memfd(content: bytes = b"x", seals: int = SEALS, size: int = 0, name: str = "test") -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = linux.memfd_create(name, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
     os.truncate(fd, max(size, len(content)))
     os.pwrite(fd, content, 0)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    fcntl.fcntl(fd, linux.F_ADD_SEALS, seals)
     return fd
 
 

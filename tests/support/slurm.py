@@ -10,13 +10,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support import hosts
-from tests.support.cluster import PATIENCE
+from tests.support.until import PATIENCE, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "setpriv")
 PACKAGES = "slurmctld slurmd slurm-client munge util-linux"
@@ -86,7 +85,7 @@ class Slurm:
             for number in range(count):
                 (folder / f"spool-h{number}").mkdir()
                 self.start_node(number)
-            wait(lambda: self.nodes_in("idle") == count, self.log)
+            self.await_idle()
         except BaseException:
             self.close()
             raise
@@ -146,6 +145,10 @@ class Slurm:
         command = self._hosts[self.count].inside("sinfo", "-h", "-N", "-p", "main", "-t", state)
         return len(subprocess.run(command, env=self.env, capture_output=True, text=True).stdout.splitlines())
 
+    def await_idle(self) -> None:
+        """Wait until each node is idle."""
+        until(lambda: self.nodes_in("idle") == self.count, f"{self.count} idle nodes", state=self.log, pause=0.1)
+
     def log(self) -> str:
         paths = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
@@ -164,15 +167,7 @@ class Slurm:
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         socket = self.folder / "munge.socket"
         self.start("munge", self.count, "munged", "--foreground", "--force", f"--socket={socket}", *files)
-        wait(socket.exists, self.log)
-
-
-def wait(condition: Callable[[], object], explain: Callable[[], str], timeout: float = PATIENCE) -> None:
-    """Wait until the condition holds. What a daemon knows cannot be awaited, so this function polls."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.1)
+        until(socket.exists, "munge's socket", state=self.log)
 
 
 def missing() -> str:

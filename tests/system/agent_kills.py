@@ -26,7 +26,8 @@ from elastirun.agent.processes import proc
 from tests.support.cluster import free_port
 from tests.support.left_behind import DAEMONS, own_files
 from tests.support.tries import parser, unless
-from tests.system.preload_kills import TAG, command_line, everything, wait
+from tests.support.until import poll
+from tests.system.preload_kills import TAG, command_line, everything
 
 TARGETS = ("agent", "agent and workers", "process group")
 MOMENTS = ("at the start", "in a round", "between rounds")
@@ -125,7 +126,7 @@ class Job:
         for agent in (self.survivor, self.victim):
             agent.kill()
             agent.wait()
-        wait(lambda: not everything(self.tag))
+        poll(lambda: not everything(self.tag))
         for process in everything(self.tag):
             proc.kill(process)
         return "\n".join((self.folder / f"said{number}").read_text() for number in (1, 2))
@@ -136,14 +137,14 @@ def one_kill(target: str, moment: str, after: float) -> Result:
     with tempfile.TemporaryDirectory(prefix="agent-kills-") as folder:
         job = Job(Path(folder), moment)
         try:
-            began = moment == "at the start" or wait(lambda: any(world == "3" for world, *_ in job.rounds))
+            began = moment == "at the start" or poll(lambda: any(world == "3" for world, *_ in job.rounds))
             time.sleep(after)
             member, killed_at = job.is_member, time.monotonic()
             job.kill(target)
             job.victim.wait()
-            goes_on = wait(lambda: job.rounds[-1:] != [] and not job.is_member, EXPIRE / 2)
+            goes_on = poll(lambda: job.rounds[-1:] != [] and not job.is_member, EXPIRE / 2)
             took = time.monotonic() - killed_at
-            empty = wait(lambda: not everything(job.tag), EXPIRE / 2)
+            empty = poll(lambda: not everything(job.tag), EXPIRE / 2)
             left = [f"{process.pid} {command_line(process.pid)}" for process in everything(job.tag)]
             rounds, folders = job.rounds, own_files(Path(folder, "tmp2"))
         finally:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from elastirun.checkpoint.directory import Directory
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd
 from tests.support.tries import Try, parser, show, unless
+from tests.support.until import poll
 
 # Each step sets the weights to what nobody but this step has, so a restored state says whether it is whole. The optimizer is none of
 # torch's, because making one imports the compiler, which takes longer than all else here. Commands come over the socket:
@@ -212,17 +213,9 @@ def writer_of(pid: int) -> int | None:
     return None
 
 
-def comes_true(condition: Callable[[], bool]) -> bool:
-    """Wait for something in the file system, which cannot be awaited, so that this function polls it. Return whether it came in time."""
-    deadline = time.monotonic() + PATIENCE
-    while not (true := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return true
-
-
 def settled(directory: Path) -> list[str]:
     """Return the names in ``directory`` when the writer of a new round has deleted what earlier rounds left."""
-    comes_true(lambda: not any(name.startswith(".dead-") for name in os.listdir(directory)))
+    poll(lambda: not any(name.startswith(".dead-") for name in os.listdir(directory)))
     return os.listdir(directory)
 
 
@@ -279,7 +272,7 @@ class Story:
         for agent in self.agents.values():
             agent.send_signal(signal.SIGTERM)
         codes = {self.nodes.ends(agent) for agent in self.agents.values()}
-        comes_true(lambda: not self.left())  # a guard ends after its agent
+        poll(lambda: not self.left())  # a guard ends after its agent
         return [*unless((codes == {143}, f"exit codes {codes}\n{self.nodes.everything()}")), *self.left()]
 
     def left(self) -> list[str]:
@@ -321,7 +314,7 @@ class Kills(Story):
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         told = max(self.lines[0].all("step"))
-        later = comes_true(lambda: max(self.job.steps(), default=0) > told + 1)
+        later = poll(lambda: max(self.job.steps(), default=0) > told + 1)
         return Try(f"a step after {told} is published", unless((later, f"nothing after {told} is\n{self.nodes.everything()}")))
 
     def next_round(self) -> Try:

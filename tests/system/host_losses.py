@@ -39,7 +39,8 @@ from tests.support import hosts
 from tests.support.cluster import PATIENCE, free_port
 from tests.support.left_behind import own_files
 from tests.support.tries import parser, unless
-from tests.system.preload_kills import TAG, command_line, everything, wait
+from tests.support.until import poll
+from tests.system.preload_kills import TAG, command_line, everything
 
 LATEST = (0.3, 2.0)  # seconds from the first line of a worker to the loss: one of these times a random number up to 1
 GRACE = 3.0  # of ``expire``: --store-grace where a node is to end with 201
@@ -163,7 +164,7 @@ class Job:
                     found.append((number, max(ran.times[steps] for ran in members)))
             return bool(found) or all(agent.poll() is not None for agent in self.agents)
 
-        wait(look, limit)
+        poll(look, limit)
         return min(found, default=None)
 
     def await_worker(self, world: int) -> int:
@@ -174,12 +175,12 @@ class Job:
             found[:] = [ran.round for ran in self.ran(1) if ran.world == world]
             return bool(found)
 
-        wait(look)
+        poll(look)
         return max(found, default=0)
 
     def left(self, node: int) -> list[str]:
         """Wait until no process of this node runs. Return those that still do after a long time, and its temporary files."""
-        wait(lambda: not everything(self.tags[node]), PATIENCE / 2)
+        poll(lambda: not everything(self.tags[node]), PATIENCE / 2)
         processes = [f"{process.pid} {command_line(process.pid)}" for process in everything(self.tags[node])]
         return [*processes, *own_files(self.folder / f"tmp{node}")]
 
@@ -206,7 +207,7 @@ class Job:
             agent.kill()
             agent.wait()
         for tag in self.tags:
-            wait(lambda tag=tag: not everything(tag))
+            poll(lambda tag=tag: not everything(tag))
             for process in everything(tag):
                 proc.kill(process)
         return "\n".join(f"--- node {node}\n{(self.folder / f'said{node}').read_text()}" for node in range(len(self.agents)))

@@ -26,6 +26,7 @@ from pathlib import Path
 from elastirun.agent.processes import proc
 from tests.support import live_log
 from tests.support.cluster import PATIENCE, free_port
+from tests.support.until import until
 
 WORKER = Path(__file__).parents[1] / "support" / "live_worker.py"
 SAMPLES, BATCH = 6000, 60
@@ -73,12 +74,8 @@ class Job:
 
     def wait(self, condition: Callable[[list[live_log.Line]], bool], limit: float = 2 * PATIENCE) -> list[live_log.Line]:
         """Wait until the log fulfils ``condition``; return it."""
-        end = time.monotonic() + limit
-        while not condition(lines := self.lines()):
-            if time.monotonic() > end:
-                raise AssertionError(f"it did not come; the log: {lines[-5:]}\n{self.said()}")
-            time.sleep(0.01)
-        return lines
+        until(lambda: condition(self.lines()), "the log", limit, state=lambda: f"its end: {self.known[-5:]}\n{self.said()}", pause=0.01)
+        return self.known
 
     def world(self, size: int, after: int = 0) -> list[live_log.Line]:
         """Wait until a round after round ``after`` with ``size`` workers has made a step; return its workers by rank."""

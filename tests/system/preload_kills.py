@@ -13,12 +13,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 from elastirun.agent.processes import proc
 from tests.support.cluster import PATIENCE
 from tests.support.tries import Try, parser, show, unless
+from tests.support.until import poll
 
 TARGETS = ("agent", "guard", "server", "parked fork", "worker", "agent and guard")
 SCRIPT = "import os, time\nopen(os.environ['TEST_OUT'], 'a').write(f\"{os.environ['ELASTIRUN_ROUND']}\\n\")\ntime.sleep(1000)\n"
@@ -51,16 +51,6 @@ def role(process: proc.Process, agent: int) -> str:
     return "worker" if "script.py" in line and "exec_worker" not in line else "other"
 
 
-def wait(condition: Callable[[], bool], limit: float = PATIENCE) -> bool:
-    """Wait until the condition holds. Return whether it does."""
-    end = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def one_try(target: str, after: float, modules: str = "json") -> Try:
     """Start a job with two workers, kill ``target`` when ``after`` seconds are over and it is there, and look what is left."""
     tag = uuid.uuid4().hex
@@ -81,14 +71,14 @@ def one_try(target: str, after: float, modules: str = "json") -> Try:
             killed.extend(process for process in random.sample(there, count) if proc.kill(process))
             return bool(killed)
 
-        found = wait(hit)
+        found = poll(hit)
         goes_on = True
         if "agent" not in target:
             rounds = ("2",) if target == "worker" else ("1", "2")  # a parked fork may have become a worker when it is killed
-            goes_on = wait(lambda: any(out.read_text().split().count(one) == 2 for one in rounds) or NO_GUARD in said.read_text())
+            goes_on = poll(lambda: any(out.read_text().split().count(one) == 2 for one in rounds) or NO_GUARD in said.read_text())
             agent.send_signal(signal.SIGTERM)
         agent.wait(PATIENCE)
-        empty = wait(lambda: not everything(tag))
+        empty = poll(lambda: not everything(tag))
         left = [f"{role(process, agent.pid)} {process.pid} {command_line(process.pid)}" for process in everything(tag)]
         for process in everything(tag):
             proc.kill(process)

@@ -17,7 +17,8 @@ from pathlib import Path
 from elastirun.agent.processes import proc
 from tests.support.cluster import PATIENCE, Cluster, cluster
 from tests.support.tries import unless
-from tests.system.preload_kills import TAG, everything, role, wait
+from tests.support.until import poll
+from tests.system.preload_kills import TAG, everything, role
 
 # Fails at once or after 20 ms, on one rank or both. In each round that is a multiple of TEST_EVERY it waits until the test has looked.
 SCRIPT = """
@@ -77,7 +78,7 @@ def look(number: int, tag: str, agent: int) -> Sample:
         forking = any(proc.children(process.pid) for process in everything(tag) if role(process, agent) == "server")
         return not forking and kinds() == {**dict.fromkeys(PARTS, 1), "worker": WORKERS, "parked fork": WORKERS}
 
-    wait(parked)
+    poll(parked)
     pids = {role(process, agent): process.pid for process in everything(tag)}
     three = {name: pids[name] for name in ("agent", "guard", "server") if name in pids}
     return Sample(
@@ -122,7 +123,7 @@ def restart(nodes: Cluster, restarts: int, modules: str, every: int) -> tuple[li
         (all(one.counts == settled[0].counts for one in settled), "descriptors, threads or processes differ"),
         (max(growth.values()) < SLACK, f"memory has grown, in KiB: {growth}"),
         (code == 1, f"exit code {code}"),
-        (wait(lambda: not everything(tag)), f"left: {everything(tag)}"),
+        (poll(lambda: not everything(tag)), f"left: {everything(tag)}"),
     )
     return wrong, samples
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from elastirun.checkpoint.directory import Directory
 from tests.agent.test_net import cannot_unshare
 from tests.support.cluster import PATIENCE, Cluster
-from tests.system.checkpoint_kills import Freezes, Job, Kills, Lines, comes_true, restored, tell, writer_of
+from tests.support.until import until
+from tests.system.checkpoint_kills import Freezes, Job, Kills, Lines, restored, tell, writer_of
 
 
 def test_a_worker_that_ends_in_any_way_leaves_its_newest_save_in_memory(nodes: Cluster) -> None:
@@ -30,7 +31,7 @@ def test_a_worker_that_ends_in_any_way_leaves_its_newest_save_in_memory(nodes: C
     workers = nodes.round(2, after=1)
     assert restored(workers) == (3, "memory")
     lines = [Lines(worker) for worker in workers]
-    assert comes_true(lambda: writer_of(workers[1].pid) is not None), "a process that was just forked has another command line"
+    until(lambda: writer_of(workers[1].pid), "a writer: a process that was just forked has another command line")
     writer = writer_of(workers[1].pid)
     assert writer is not None
     os.kill(writer, signal.SIGSTOP)

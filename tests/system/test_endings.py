@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import WORKER, Cluster, free_port, kill
+from tests.support.until import until
 
 QUICK = "--last-call=0.1"
 
@@ -117,8 +117,8 @@ def test_128_and_the_signal_for_the_node_that_was_told_to_stop_and_the_others_go
 
 def test_128_and_the_signal_also_before_any_round_while_waiting_for_others(nodes: Cluster) -> None:
     a, b = nodes.agent(1, nnodes="3"), nodes.agent(2, nnodes="3")
-    while not all(Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text() for agent in (a, b)):  # until their guards run
-        time.sleep(0.02)
+    children = [Path(f"/proc/{agent.pid}/task/{agent.pid}/children") for agent in (a, b)]
+    until(lambda: all(path.read_text() for path in children), "the guards", state=nodes.everything)
     for agent in (b, a):
         agent.send_signal(signal.SIGTERM)
         assert nodes.ends(agent) == 143

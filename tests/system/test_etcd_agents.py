@@ -20,6 +20,7 @@ from tests.cli.test_resolve import config_of
 from tests.rendezvous.test_etcd_access import PASSWORD, Servers
 from tests.support.cluster import Cluster, Worker, dies, free_port, kill
 from tests.support.etcd_server import BINARY, MISSING, Etcd, ask, etcd, needs_etcd, skip_if_killing_loses_data
+from tests.support.until import until
 
 FAST = ("--last-call=0.5",)
 
@@ -210,10 +211,7 @@ def test_a_private_etcd_goes_with_its_agent(nodes: Cluster, killed: bool) -> Non
         worker.tell("exit 0")
         assert nodes.ends(agent) == 0
     assert dies(pid)
-    deadline = time.monotonic() + 60
-    while folder.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not folder.exists(), "the end of etcd's folder", 60)
 
 
 TRY = """

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 from elastirun.agent.events import Broken, BrokenByLoss, Closed, End, Event, EventLog, Formed, changes
 from elastirun.rendezvous import records
 from elastirun.rendezvous.records import Cause, Member, RoundRecord, Verdict
-from tests.support.cluster import PATIENCE, Cluster, kill
+from tests.support.cluster import Cluster, kill
 from tests.support.images import hold_memory
+from tests.support.until import until
 
 EVENTS = (*Event.__subclasses__(), BrokenByLoss)
 ALWAYS = {"v", "time", "mono", "event", "node", "name"}
@@ -66,10 +66,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def await_event(name: str, nodes: Cluster) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while name not in {e["event"] for e in events(nodes.tmp_path / "logs")}:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: name in {e["event"] for e in events(nodes.tmp_path / "logs")}, f"the event {name}", state=nodes.everything, pause=0.05)
 
 
 def test_a_life_with_a_failure_a_loss_and_a_signal_as_the_page_describes_it(nodes: Cluster) -> None:

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastirun.agent.host import descriptors
 from elastirun.agent.http_port import MAX_CONNECTIONS
 from tests.support.cluster import PATIENCE, WORKER, Cluster, free_port
+from tests.support.until import until
 from tests.system.test_endings import DEAF, with_change
 
 QUICK = "--last-call=0.1"
@@ -155,10 +156,8 @@ def test_a_loop_that_stands_still_is_503(nodes: Cluster) -> None:
     nodes.round(1)
     assert get(port, "/healthz") == (200, "running\n")
     agent.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + PATIENCE
-    while (found := get(port, "/healthz"))[0] == 200:
-        assert time.monotonic() < deadline
-    assert found[0] == 503 and found[1].startswith("the agent's loop has not answered for ")
+    code, text = until(lambda: found if (found := get(port, "/healthz"))[0] != 200 else None, "another answer than 200")
+    assert code == 503 and text.startswith("the agent's loop has not answered for ")
     assert [get(port, path)[0] for path in ("/readyz", "/status", "/metrics")] == [503] * 3
 
 
@@ -269,10 +268,7 @@ def test_strangers_leave_nothing_behind_and_do_not_disturb_the_job(nodes: Cluste
     with thousand_connections(port):
         assert get(port, "/healthz") == (200, "running\n")
         assert connections(agent, port) <= MAX_CONNECTIONS
-    deadline = time.monotonic() + PATIENCE
-    while connections(agent, port):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not connections(agent, port), "the end of all connections", pause=0.05)
     assert Path(f"/proc/{worker.pid}").exists()
     worker.tell("exit 0")
     assert nodes.ends(agent) == 0

@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import PATIENCE, Cluster, dies
+from tests.support.until import until
 
 ROOT = Path(__file__).parents[2]
 AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 contained = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare for a pid namespace")
 WITHOUT = pytest.param((), id="plain")
 INSIDE = pytest.param(AS_PID_1, id="process 1", marks=contained)
+SHORT = 0.001  # seconds between two looks: the moment of a signal is to follow at once
 FOREVER = "import signal\nwhile True: signal.pause()"
 
 
@@ -27,16 +29,6 @@ FOREVER = "import signal\nwhile True: signal.pause()"
 def nodes(nodes: Cluster) -> Cluster:
     nodes.script.write_text(FOREVER)
     return nodes
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    """What /proc tells cannot be awaited, so this looks again and again."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def read(path: str) -> str:
@@ -65,8 +57,7 @@ def heeds(pid: int, signum: int) -> bool:
 
 def agent_of(started: subprocess.Popen[str], before: tuple[str, ...]) -> int:
     """The agent's pid as it is here, outside of its namespace."""
-    assert not before or soon(lambda: bool(children(started.pid)))
-    return children(started.pid)[0] if before else started.pid
+    return until(lambda: children(started.pid), "the agent", pause=SHORT)[0] if before else started.pid
 
 
 # -- before the agent exists
@@ -91,11 +82,11 @@ def test_nohup_holds_from_the_first_moment(nodes: Cluster) -> None:
 
 def test_a_signal_that_is_not_listed_is_not_obeyed_once_the_list_is_known(nodes: Cluster) -> None:
     agent = nodes.launch(1, "--signals-to-handle=SIGINT", str(nodes.script))
-    assert soon(lambda: len(children(agent.pid)) == 2), "the guard and a worker"
+    until(lambda: len(children(agent.pid)) == 2, "the guard and a worker", pause=SHORT)
     assert heeds(agent.pid, signal.SIGINT) and not heeds(agent.pid, signal.SIGTERM) and not heeds(agent.pid, signal.SIGHUP)
     agent.terminate()
     assert nodes.ends(agent) == -signal.SIGTERM
-    assert soon(lambda: left(nodes) == [])
+    until(lambda: not left(nodes), "the end of all processes")
 
 
 ASKED = """
@@ -161,7 +152,7 @@ def test_no_signal_is_lost_while_the_agent_comes_up(nodes: Cluster, point: str, 
     done = subprocess.run(command, cwd=ROOT, env=nodes.env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert ("SIGTERM: this node leaves" in done.stderr) is by_the_loop and "Traceback" not in done.stderr
-    assert soon(lambda: left(nodes) == [])
+    until(lambda: not left(nodes), "the end of all processes")
 
 
 @pytest.mark.parametrize("before", [WITHOUT, INSIDE])
@@ -170,17 +161,17 @@ def test_sigterm_is_obeyed_at_any_moment(nodes: Cluster, before: tuple[str, ...]
     for delay in (0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
         started = nodes.launch(1, str(nodes.script), before=before)
         agent = agent_of(started, before)
-        assert soon(lambda pid=agent: heeds(pid, signal.SIGTERM))  # type: ignore[misc]
+        until(partial(heeds, agent, signal.SIGTERM), "the handler", pause=SHORT)
         time.sleep(delay)  # a moment, not a wait for something
         os.kill(agent, signal.SIGTERM)
         assert nodes.ends(started) == 128 + signal.SIGTERM, delay
     for count in (1, 2):  # the guard, then the worker
         started = nodes.launch(1, str(nodes.script), before=before)
         agent = agent_of(started, before)
-        assert soon(lambda pid=agent, n=count: len(children(pid)) >= n)  # type: ignore[misc]
+        until(lambda pid=agent, n=count: len(children(pid)) >= n, f"{count} children", pause=SHORT)  # type: ignore[misc]
         os.kill(agent, signal.SIGTERM)
         assert nodes.ends(started) == 128 + signal.SIGTERM, count
-    assert soon(lambda: left(nodes) == [])
+    until(lambda: not left(nodes), "the end of all processes")
     assert "Traceback" not in nodes.out(1)
 
 
@@ -190,7 +181,7 @@ def test_before_python_is_up_sigterm_does_what_it_does_to_any_program(nodes: Clu
         time.sleep(delay)
         started.terminate()
         assert nodes.ends(started) in (-signal.SIGTERM, 128 + signal.SIGTERM)
-    assert soon(lambda: left(nodes) == [])
+    until(lambda: not left(nodes), "the end of all processes")
 
 
 # -- strangers

@@ -6,14 +6,14 @@ import json
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastirun.agent.host.descriptors import ready
-from tests.support.cluster import PATIENCE, Cluster, dies
+from tests.support.cluster import Cluster, dies
+from tests.support.until import until
 from tests.system.preload_kills import TARGETS, one_try
 from tests.system.test_endings import with_change
 from tests.system.test_status import status
@@ -195,9 +195,7 @@ def test_a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is
     where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-id=test", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.2")
     nodes.launch(2, "--nnodes=1:2", *where, "--preload=torch", str(nodes.script), program=with_change(SLOW_MACHINE))
     with open(gate, "w"):  # the import of torch._dynamo has begun, and ends with this block
-        end = time.monotonic() + PATIENCE
-        while len(json.loads(status(where[0], "--json").stdout)["jobs"][0]["nodes"]) < 2:
-            assert time.monotonic() < end, nodes.everything()
+        until(lambda: len(json.loads(status(where[0], "--json").stdout)["jobs"][0]["nodes"]) >= 2, "2 nodes", state=nodes.everything)
         assert not ready([worker.connection], 2.0), "the round was ended"  # twice as long as newcomers wait for others
     assert [one.round for one in nodes.round(2, after=1)] == [2, 2]
 
@@ -210,10 +208,8 @@ def test_the_store_of_the_workers_can_be_served_at_once_when_their_modules_are_i
     nodes.env |= {"PYTHONPATH": str(nodes.tmp_path), "TEST_GATE": str(gate)}
     agent = nodes.launch(1, "--preload=torch", str(nodes.script), program=with_change(SLOW_MACHINE))
     with open(gate, "w"):  # the import of torch._dynamo has begun, and ends with this block
-        end = time.monotonic() + PATIENCE
-        while "libtorch" not in Path(f"/proc/{agent.pid}/maps").read_text():
-            assert time.monotonic() < end, nodes.everything()
-            time.sleep(0.05)
+        maps = Path(f"/proc/{agent.pid}/maps")
+        until(lambda: "libtorch" in maps.read_text(), "torch in the agent", state=nodes.everything, pause=0.05)
     (worker,) = nodes.round(1)
     worker.tell("exit 0")
     assert nodes.ends(agent) == 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from pathlib import Path
 
 from elastirun.rendezvous.stores.etcd.store import connector
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd, needs_etcd
+from tests.support.until import until
 
 OPTIONS = ("--max-restarts=9", "--restart-pause=0", "--event-log-handler=console")
 
@@ -101,10 +101,8 @@ def test_at_etcd_the_node_with_rank_0_sits_out_like_any_other(tmp_path: Path) ->
         c.agent(3, *OPTIONS, nnodes="2")
         c.says(3, "this node is a spare")
         with closing(connector(server.endpoints, deadline=PATIENCE)()) as store:
-            deadline = time.monotonic() + PATIENCE
-            while len(store.under(f"{tmp_path.name}/node/")) < 3:  # it may say so before its row is there
-                assert time.monotonic() < deadline, c.everything()
-                time.sleep(0.02)
+            rows = f"{tmp_path.name}/node/"
+            until(lambda: len(store.under(rows)) >= 3, "3 rows: a node may say so before its row is there", state=c.everything)
         first[0].tell("raise once")
         second = c.round(2, after=1)
         assert [sum("this node sits out" in c.out(i) for i in numbers) for numbers in ((1, 2), (3,))] == [1, 0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastirun import linux
 from elastirun.train.checkpoints.copying import LARGE, copy_all, write
 
 COUNT = LARGE // 4  # elements of a tensor that is large with 4 bytes each
@@ -59,7 +60,7 @@ def test_autograd_notices_that_a_tensor_has_changed() -> None:
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    fd = os.memfd_create("elastirun-test")
+    fd = linux.memfd_create("elastirun-test")
     yield fd
     os.close(fd)
 

@@ -205,15 +205,15 @@ def test_below_an_agent_all_signals_that_it_passes_on_are_requests() -> None:
 
 
 def answers(agent: socket.socket, answer: str) -> None:
-    """Signal this process, play its agent, and let rank 1 go on some time later."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    connection, _ = agent.accept()
-    with connection, connection.makefile("rw") as stream:
-        assert stream.readline() == "stop\n"
-        stream.write(f"{answer}\n")
-        stream.flush()
-        assert connection.recv(1) == b""
-    time.sleep(0.2)
+    """Signal this process twice, play its agent, and let rank 1 go on: at the second question, the first answer has had its effect."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        connection, _ = agent.accept()
+        with connection, connection.makefile("rw") as stream:
+            assert stream.readline() == "stop\n"
+            stream.write(f"{answer}\n")
+            stream.flush()
+            assert connection.recv(1) == b""
     Path(agent.getsockname()).with_name("go on").touch()
 
 

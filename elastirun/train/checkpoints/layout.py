@@ -434,9 +434,9 @@ class ImageFiles:
         return found
 
 
-def image_files(whole: Plan, rank: int, start: int = PAGE) -> ImageFiles:
-    """Return where the files that ``rank`` stages stand in its image, each at a page, from byte ``start`` on."""
-    files, shells, raws, at = {}, [], [], start
+def image_files(whole: Plan, rank: int) -> ImageFiles:
+    """Return where the files that ``rank`` stages stand in its image, each at a page, from the second page on."""
+    files, shells, raws, at = {}, [], [], PAGE
     for file in whole.staged_by(rank):
         files[file.name] = (at, file.size)
         for chunk in file.chunks:

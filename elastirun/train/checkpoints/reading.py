@@ -51,11 +51,11 @@ class Folder:
         if not is_file_name(file_name):
             raise CheckpointError(f"{clip(repr(file_name))} is not the name of a file of a checkpoint")
         if file_name not in self._files:
-            self._files[file_name] = map_file(self._path / file_name)
+            self._files[file_name] = map_private_copy(self._path / file_name)
         return self._files[file_name]
 
 
-def map_file(path: str | os.PathLike[str]) -> memoryview:
+def map_private_copy(path: str | os.PathLike[str]) -> memoryview:
     """Return the content of a file. It can be written to, which changes nothing but this process's memory. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

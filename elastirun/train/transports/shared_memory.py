@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from elastirun import linux
+
 from ..bucket_memory import ALIGNED, Storage
 from ..collectives import all_reduce
 from ..errors import PeerLost, ReductionFailed, TrainError
@@ -84,7 +86,7 @@ class SharedMemory:
     def _watch(self) -> None:
         """Open pidfds of the other ranks of this host, so that their end is noticed."""
         for rank in set(self.ranks) - {self.rank}:
-            self._processes[descriptor := os.pidfd_open(self._pids[rank])] = rank
+            self._processes[descriptor := linux.pidfd_open(self._pids[rank])] = rank
             self._ended.register(descriptor, select.POLLIN)
 
     def allocate(self, storages: Sequence[Storage]) -> Arena:
@@ -123,7 +125,7 @@ class SharedMemory:
         with ExitStack() as stack:
 
             def create() -> tuple[int, int]:
-                file = stack.enter_context(open(os.memfd_create("elastirun"), "r+b", buffering=0)).fileno()
+                file = stack.enter_context(open(linux.memfd_create("elastirun"), "r+b", buffering=0)).fileno()
                 os.posix_fallocate(file, 0, size)  # no memory left: an error here instead of SIGBUS later
                 return file, os.fstat(file).st_ino
 

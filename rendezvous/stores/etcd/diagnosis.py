@@ -20,7 +20,7 @@ Diagnosis = tuple[str, bool]  # what is wrong, empty when nothing was found; whe
 WELL: Diagnosis = ("", False)
 
 
-def diagnose(endpoint: str, context: ssl.SSLContext | None, has_cert: bool = False) -> Diagnosis:
+def diagnose(endpoint: str, context: ssl.SSLContext | None, has_cert: bool) -> Diagnosis:
     """Return what is wrong with ``endpoint``, ``host:port``. ``context`` None: no TLS. ``has_cert``: it has a client certificate."""
     try:
         with _connect(endpoint) as connection:

@@ -1,0 +1,48 @@
+"""System calls and constants of Linux that Python offers only where it was built with recent headers.
+
+conda's Python, and that of uv until July 2026, were built for glibc 2.17 and have none of them, although kernel and C library do.
+Each function is Python's own where there is one. Errors: OSError. Imports little, because the guard imports this module.
+"""
+
+import os
+import signal
+
+PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434  # numbers of the calls, the same on each architecture that torch runs on
+P_PIDFD = 3  # for os.waitid, from <linux/wait.h>
+MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2  # from <linux/memfd.h>
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # for fcntl.fcntl, from <linux/fcntl.h>
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+
+
+def pidfd_open(pid: int) -> int:
+    """Return a descriptor for the process ``pid``. Programs that this one executes do not have it."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    return _call("syscall", PIDFD_OPEN, pid, 0)
+
+
+def pidfd_send_signal(pidfd: int, signum: int) -> None:
+    """Send a signal to the process of ``pidfd``; 0: only check that it is there."""
+    if hasattr(signal, "pidfd_send_signal"):
+        signal.pidfd_send_signal(pidfd, signum)
+    else:
+        _call("syscall", PIDFD_SEND_SIGNAL, pidfd, signum, 0, 0)
+
+
+def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
+    """Return a descriptor of an empty file in memory. Programs that this one executes do not have it with the default ``flags``."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    return _call("memfd_create", name.encode(), flags)
+
+
+def _call(function: str, *arguments: int | bytes) -> int:
+    """Call a function of the C library. Return its result, or raise the OSError that errno names."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    result: int = libc[function](*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
