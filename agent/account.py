@@ -144,17 +144,20 @@ class Account:
         if self._round is not None:
             self._round.started = now
 
-    def end_early(self, cause: str, now: float, found: Stamps = NO_STAMPS, certain: bool = True) -> None:
-        """The round is over before its work is done. ``certain``: the round record says why; else a later call may name another cause."""
+    def end_early(self, cause: str, now: float, found: Stamps = NO_STAMPS, certain: bool = True, again: bool = False) -> None:
+        """The round is over before its work is done. ``certain``: the round record says why; else a later call may name another cause.
+
+        ``again``: an end that was counted already, of which the round record tells more. Its last cause is charged.
+        """
         one = self._round
         if one is not None:
             if one.over is None:
                 one.over, one.saved = now, found.saving
             if certain or not one.over_cause:
                 one.over_cause, one.certain = cause, certain
-        elif self._kind is Spent.RESTARTING and not self._certain:
+        elif self._kind is Spent.RESTARTING and (again or not self._certain):
             self._cause, self._certain = (cause, True) if certain else (self._cause, False)
-        elif self._kind not in (Spent.WAITING, Spent.SITTING_OUT) and certain:
+        elif self._kind not in (Spent.WAITING, Spent.SITTING_OUT) and certain and not again:
             self._become(Spent.RESTARTING, cause, now)
             self._certain = True
 

@@ -28,6 +28,7 @@ class Accounting:
         self._account = Account(clock.STARTED)
         self._pages, self._write = pages, write
         self._broken: tuple[int, Broken] | None = None  # the end of a round that was seen last, with the round's number
+        self._over = 0  # the number of the last round whose end the account knows, whatever the cause
         self._number = 0  # of the round whose workers run here, or ran last
         self._began = 0.0  # when its workers were started
         self._steps_at = math.inf  # when to write the next event with the steps; infinity: no workers run
@@ -49,6 +50,7 @@ class Accounting:
     def start_round(self, number: int) -> None:
         """The start of the workers of round ``number`` begins."""
         self._number, self._began = number, clock.now()
+        self._over = number - 1  # a round of this number may have ended in a store that is gone
         self._account.start_round(self._began)
 
     def workers_started(self) -> None:
@@ -63,12 +65,17 @@ class Accounting:
         return self._steps_at
 
     def see(self, record: RoundRecord | None) -> None:
-        """Note the end of a round that the round record tells of."""
-        if record is None or record.broken is None:
+        """Note the end of a round that the round record tells of.
+
+        The end of one round may be told several times: with more lost nodes, or with another cause, by the node that has taken over the
+        store.
+        """
+        if record is None or record.broken is None or record.round < self._over:
             return
         if (record.round, record.broken) != self._broken:
             self._broken = record.round, record.broken
-            self._account.end_early(record.broken.cause.value, clock.now(), self._stamps())
+            again, self._over = record.round <= self._over, max(self._over, record.round)
+            self._account.end_early(record.broken.cause.value, clock.now(), self._stamps(), again=again)
 
     def worker_failed(self) -> None:
         """A worker of this node failed, so the round is about to end."""

@@ -306,8 +306,11 @@ class RoundEvents:
 
 
 def ended_rounds(old: RoundRecord | None, new: RoundRecord) -> list[str]:
-    """Return the cause of each round that ended between two reads of the round record; "unknown" where no read showed it. Pure."""
-    if old is None or not old.round:
+    """Return the cause of each round that ended between two reads of the round record; "unknown" where no read showed it. Pure.
+
+    ``new`` may be of an earlier round: the node that has taken over the store may not have read the last one.
+    """
+    if old is None or not old.round or new.round < old.round:
         return []
     if new.round == old.round:
         return [new.broken.cause.value] if new.broken and not old.broken else []

@@ -14,6 +14,7 @@ from elastirun.agent.strikes import sits_out
 from elastirun.rendezvous.failures import describe, root_cause
 from elastirun.rendezvous.formation import names
 from elastirun.rendezvous.records import Member, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.rules import hold, why_held
 from elastirun.rendezvous.view import View
 
 FORMING, STARTING, RUNNING, FINISHING, RESTARTING = "forming", "starting", "running", "finishing", "restarting"  # and the verdicts
@@ -141,8 +142,10 @@ def _waiting(view: View, low: int | None, high: int | None) -> tuple[str, list[M
         if missing := _not_started(view):
             return f"for {names(missing)} to start the workers of round {record.round}", missing
         done = [m for m in record.members if view.has_succeeded(m)]
+        if not done:
+            return _held(view, high), []
         missing = [m for m in record.members if m not in done]
-        return (f"for {names(missing)} to finish" if done and missing else ""), missing if done else []
+        return (f"for {names(missing)} to finish" if missing else ""), missing
     if active := [m for m in record.members if not view.is_over(m)]:
         return f"for {names(active)} to stop the workers of round {record.round}", active
     here = len(view.candidates())
@@ -151,6 +154,16 @@ def _waiting(view: View, low: int | None, high: int | None) -> tuple[str, list[M
     if here < low:
         return f"for more nodes: {here} of at least {low} are here", []
     return f"for a round to form; nodes here: {here}, at least {low}, at most {high}", []
+
+
+def _held(view: View, most: int | None) -> str:
+    """Return in words for how long newcomers wait beside the running round, see docs/decisions/0011. Empty: none has to wait."""
+    record = view.record
+    full = most is not None and len(record.members) >= most
+    newcomers = [row for row in view.newcomers() if not row.hosts]  # the round ends at once for the store's host
+    if full or not newcomers or not hold(record):
+        return ""
+    return f"newcomers join after {hold(record):g} s ({why_held(record)})"
 
 
 def _members(view: View) -> list[NodeStatus]:

@@ -145,7 +145,8 @@ class Session:
             self.worker_store = self.access.worker_store(self._worker_store_failed)
             reachable = self.machine.step(self._reachable(event.now, self.access.node_address.address, self.worker_store))
         actions = reachable + self.machine.step(event)
-        self.access.newcomer, self.access.has_moved = self.machine.round_known[0] == 0, self.machine.place is not None
+        self.access.newcomer = self.machine.round_known[0] == 0
+        self.access.has_moved = self.machine.place is not None
         if isinstance(event, Synced):
             self.access.forward(self.machine.forward, lambda record: self.post(FoundAtStart(self._now(), record)))
         return actions

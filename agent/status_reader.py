@@ -147,7 +147,7 @@ class StatusReader:
     def _ask_agent(self, path: str) -> _Answer:
         """Return what the store says that an agent on this machine names, if that agent runs a job of the target."""
         agent, names = own_agents.ask(path), self._target.names
-        if agent is None or self._target.job not in (None, agent.job) or (names and not {*names} & {*agent.endpoints}):
+        if agent is None or self._target.job not in (None, agent.job) or (names and not _have_common_place(names, agent.endpoints)):
             return _Answer()
         try:
             answer = self._follow(described(agent.store), agent.job)
@@ -256,6 +256,19 @@ def _read_job(store: Any, prefix: str, token: bytes | None) -> Synced | Place:
         except UnreadableMembers:
             if not left:
                 raise
+
+
+def _have_common_place(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Return whether one of the endpoints ``ours`` is one of ``theirs``: it is spelled alike, or has the same address and port."""
+    if {*ours} & {*theirs}:
+        return True
+    split = {text: text.rpartition(":")[::2] for text in (*ours, *theirs)}
+    known = at_once(net.resolve, list(dict.fromkeys(host.strip("[]") for host, _ in split.values())), NAMES_LIMIT)
+
+    def places(endpoints: Sequence[str]) -> set[tuple[str, str]]:
+        return {(a, port) for host, port in map(split.__getitem__, endpoints) for a in known.get(host.strip("[]"), ())}
+
+    return bool(places(ours) & places(theirs))
 
 
 def _listed(store: Any) -> list[str]:

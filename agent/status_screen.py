@@ -44,7 +44,8 @@ def _nodes(job: JobStatus) -> str:
     allowed = "" if job.min_nodes is None else f" (--nnodes={job.min_nodes}:{job.max_nodes})"
     if not members:
         return f"{others} here{allowed}"
-    return f"{members} in the round, {job.world_size} workers{f', {others} beside it' if others else ''}{allowed}"
+    workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
+    return f"{members} in the round, {workers}{f', {others} beside it' if others else ''}{allowed}"
 
 
 def _steps(workers: Sequence[WorkerSteps]) -> str:

@@ -40,7 +40,7 @@ class StepRates:
         found = []
         for local_rank, page in pages.items():
             samples = self._samples[local_rank]
-            if samples and not _same_worker(samples[-1][1], page):
+            if samples and not _same_round(samples[-1][1], page):
                 samples.clear()
             while len(samples) > 1 and samples[1][0] <= now - WINDOW:
                 samples.popleft()  # the oldest that stays is at least a window old, where there is such a one
@@ -52,8 +52,9 @@ class StepRates:
         return tuple(found)
 
 
-def _same_worker(before: Page, page: Page) -> bool:
-    return before.pid == page.pid and before.steps <= page.steps
+def _same_round(before: Page, page: Page) -> bool:
+    """Return whether both pages are of one worker in one round. A live worker keeps its process, and counts from 0 in each round."""
+    return before.pid == page.pid and before.first == page.first and before.steps <= page.steps
 
 
 def _rate(since: float, before: Page, now: float, page: Page) -> float | None:

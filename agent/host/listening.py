@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastirun.agent.host import net
+from elastirun.agent.search import Search
 from elastirun.config import Endpoint, LaunchConfig
 
 EVERYWHERE = "every interface of this machine"
@@ -47,4 +48,14 @@ def _stores(config: LaunchConfig) -> list[str]:
     if config.meet_at_endpoint:
         return [f"the rendezvous store: {store}", "the workers' store: the same"]
     stores = [f"the rendezvous store: {store}", f"the workers' store: {free_port}, while this node has rank 0"]
-    return [*stores, f"the standby store: {free_port}"] if config.succession else stores
+    return [*stores, f"the standby store: {_standby(config, config.endpoint, free_port)}"] if config.succession else stores
+
+
+def _standby(config: LaunchConfig, first: Endpoint, free_port: str) -> str:
+    """Return where the standby store would listen, by the rule of ``store_access.py``. ``first``: the endpoint where the job starts."""
+    if config.port_range and config.port_range[0] == config.port_range[1]:
+        return f"not here, the workers' store needs port {config.port_range[0]}"
+    address = config.local_addr or net.advertised_address(next(iter(net.resolve(first.host)), first.host), first.port)
+    number = next(iter(net.resolve(address)), address)
+    ports = [f"port {port}, else " for port, _ in Search(config, first).standby_ports(number)]
+    return f"{''.join(ports)}{free_port}"

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from elastirun import clock
 from elastirun.agent.account import NO_STAMPS, Account, Spent, Stamps, Totals, lines, stamps
+from elastirun.agent.accounting import Accounting
+from elastirun.agent.hang_watch import ProgressPages
 from elastirun.progress_page import FARTHEST, NS, Page
+from elastirun.rendezvous.records import Broken, Cause, RoundRecord
 from tests.agent.test_hangs import pages, worker
 
 __all__ = ["pages", "worker"]  # fixtures
@@ -104,6 +108,19 @@ def test_a_second_end_before_workers_run_is_charged_for_the_rest() -> None:
     assert (totals.lost_seconds, totals.rounds_ended) == ({"join": 7.0, "failure": 3.0}, {"failure": 1, "join": 1})
     round_spent = account.end_round(61.0, NO_STAMPS)
     assert round_spent and round_spent.restarting == 10.0
+
+
+def test_of_an_end_that_is_told_again_the_last_cause_is_charged() -> None:
+    account = started()
+    account.end_early("lost", 50.0)
+    account.end_round(50.0, NO_STAMPS)
+    account.end_early("leave", 53.0, again=True)
+    account.start_round(60.0)
+    totals = account.totals(60.0, NO_STAMPS)
+    assert (totals.lost_seconds, totals.rounds_ended) == ({"leave": 10.0}, {"leave": 1})
+    account.end_round(61.0, NO_STAMPS)
+    account.end_early("leave", 62.0, again=True)
+    assert spent(account.totals(63.0, NO_STAMPS))["finishing"] == 2.0, "its workers have succeeded since"
 
 
 def test_steps_up_to_the_farthest_of_earlier_rounds_are_done_again() -> None:
@@ -216,6 +233,45 @@ def test_the_lines_say_what_was_lost_to_which_cause() -> None:
         "  lost by cause: failure 15.0 s (3 times), join 5.0 s (once)",
     ]
     assert lines("node7", Totals(1.0, 0.0, seconds, {}, {}, True))[2] == "  lost by cause: nothing"
+
+
+# -- the round record ----------------------------------------------------------------------------------------------------------
+
+
+def broken(number: int, cause: Cause, lost: tuple[str, ...] = (), term: int = 0) -> RoundRecord:
+    return RoundRecord("s", round=number, broken=Broken(cause, "why", "n1", lost), term=term)
+
+
+def ended(*told: RoundRecord | int) -> dict[str, int]:
+    """Return the rounds that have ended early for a node of round 1 which reads these records. A number: it starts that round."""
+    kept = Accounting(ProgressPages(), lambda event: None)
+    kept.start_round(1)
+    for record in told:
+        if isinstance(record, int):
+            kept.start_round(record)
+        else:
+            kept.see(record)
+            kept.end_round()
+    return dict(kept.totals(clock.now()).rounds_ended)
+
+
+def test_a_round_whose_record_names_more_lost_nodes_later_has_ended_once() -> None:
+    """So does that of a node that takes over the store: it adds the host that has left."""
+    assert ended(broken(1, Cause.LEAVE), broken(1, Cause.LEAVE, ("n1",)), broken(1, Cause.LEAVE, ("n1", "n2"), term=1)) == {"leave": 1}
+
+
+def test_the_last_cause_that_is_told_of_a_round_counts() -> None:
+    """A node that sees the host go takes it for lost. The node that takes over the store may know better."""
+    assert ended(broken(1, Cause.LOST, ("n1",)), broken(1, Cause.LEAVE, ("n1",), term=1), 2) == {"leave": 1}
+
+
+def test_the_next_round_ends_once_more() -> None:
+    """Also where one of its number had ended in the store that was lost: the node that took over had not read that one."""
+    assert ended(broken(1, Cause.JOIN), 2, broken(2, Cause.JOIN)) == {"join": 2}
+    assert ended(broken(1, Cause.JOIN), broken(2, Cause.LOST)) == {"join": 1, "lost": 1}, "no worker of it started here"
+    retold = broken(1, Cause.JOIN), broken(2, Cause.LOST), broken(1, Cause.JOIN, term=1)
+    assert ended(*retold) == {"join": 1, "lost": 1}
+    assert ended(*retold, 2, broken(2, Cause.FAILURE, term=1)) == {"join": 1, "lost": 1, "failure": 1}
 
 
 # -- the pages -----------------------------------------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ BROKEN = Broken(Cause.LOST, "silent", "n1")
         (ONE, replace(TWO, broken=BROKEN), ["unknown", "lost"]),
         (ONE, FIVE, ["unknown"] * 4),
         (replace(TWO, broken=BROKEN), FIVE, ["unknown"] * 2),
+        (replace(TWO, broken=BROKEN), replace(ONE, broken=BROKEN, term=1), []),  # who took over had not read round 2
     ],
 )
 def test_each_round_that_ended_is_counted_once(old: RoundRecord | None, new: RoundRecord, causes: list[str]) -> None:

@@ -92,6 +92,26 @@ def test_who_is_waited_for_between_two_rounds(rows: list[NodeRow], states: list[
     assert [node.state for node in found.nodes] == states
 
 
+@pytest.mark.parametrize(
+    ("record", "newcomer", "waiting"),
+    [
+        ({"losses": 3}, {}, "newcomers join after 10 s (3 rounds in a row lost a node within 60 s of their start)"),
+        ({"losses": 2}, {}, ""),
+        ({"losses": 3}, {"status": Status.LEFT}, ""),
+        ({"losses": 3}, {"hosts": True}, ""),
+        ({"losses": 3, "settings": ("--nnodes=1:2",)}, {}, ""),
+    ],
+)
+def test_newcomers_that_are_held_back_after_early_losses(record: dict[str, Any], newcomer: dict[str, Any], waiting: str) -> None:
+    found = status(replace(ROUND, **record), A, B, changed(LATE, **newcomer))
+    assert (found.state, found.waiting, found.waiting_for) == ("running", waiting, ())
+
+
+def test_the_longest_line_about_newcomers_fits_on_the_screen() -> None:
+    found = status(replace(ROUND, losses=99), A, B, LATE)
+    assert f"\nwaiting   {found.waiting}\n" in screen([found])
+
+
 def test_before_the_first_round() -> None:
     assert (status(None, LATE).state, status(None, LATE).waiting) == ("forming", "for a round to form; nodes here: 1")
     found = status(RoundRecord("store", settings=SETTINGS), LATE)
@@ -171,6 +191,12 @@ def test_the_screen_is_aligned() -> None:
         "1     2-3    lost     name-b  10.0.0.2\n"
         "-     -      joining  name-c  10.0.0.3"
     )
+
+
+def test_one_worker_is_said_as_one() -> None:
+    alone = replace(A, slots=1)
+    text = screen([status(replace(ROUND, members=(member(alone),)), alone)])
+    assert "\nnodes     1 in the round, 1 worker (--nnodes=2:3)\n" in text
 
 
 def test_of_a_large_job_the_nodes_that_differ_are_shown_and_the_others_counted() -> None:

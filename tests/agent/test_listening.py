@@ -84,6 +84,22 @@ def test_a_name_that_is_hidden_behind_the_loopback_is_described_as_it_is_served(
 
 
 @pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ("", "port 7, else port 9, else a free port of the address that leads to the other nodes"),
+        ("--local-addr=127.0.0.3", "port 9, else a free port of 127.0.0.3"),  # the job starts at port 7
+        ("--local-addr=127.0.0.5", "port 9, else port 7, else a free port of 127.0.0.5"),
+        ("--local-addr=127.0.0.5 --port-range=20:29", "port 9, else port 7, else a free port from 20 to 29 of 127.0.0.5"),
+        ("--port-range=20:20", "not here, the workers' store needs port 20"),
+    ],
+)
+def test_with_a_list_of_endpoints_the_standby_store_listens_where_newcomers_look(options: str, where: str) -> None:
+    line = f"--nnodes=2 --rdzv-id=j --rdzv-endpoint=127.0.0.3:7,127.0.0.4:7,127.0.0.5:9 {options} t.py"
+    *_, found = describe(config_of(line))
+    assert found.replace(", on every interface of this machine if that is no address of it", "") == f"the standby store: {where}"
+
+
+@pytest.mark.parametrize(
     ("found", "why"),
     [
         ((), "h does not resolve here; give an address of this machine"),

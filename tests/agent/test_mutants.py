@@ -24,7 +24,7 @@ EVALUATION = "an_evaluation_as_long_as_twenty_steps_is_no_hang_by_the_learned_li
 CAUSE = "the_worker_that_is_not_where_the_others_wait_is_the_cause"
 LIMIT = "memory_is_held_up_to_the_limit_and_a_replaced_image_does_not_count"
 STRANGERS = "strangers_neither_hang_nor_fill_the_agent"
-SERVED = "self._selector.unregister(connection.socket)\n        if self._is_served(connection, FRESH):"
+SERVED = "self._selector.unregister(connection.socket)\n        if self._is_served(connection):"
 DROPPED = "a_module_that_forks_cannot_share_is_dropped_and_the_others_are_learnt"
 OTHERS = "other users are not answered"
 AGAIN = "            found = yield _put_if(key, found, value)\n"
@@ -118,8 +118,13 @@ MUTANTS = (
     ),
     mutant(
         "an agent says nothing of jobs that meet elsewhere",
-        *("status_reader", "(names and not {*names} & {*agent.endpoints})", "False"),
+        *("status_reader", "(names and not _have_common_place(names, agent.endpoints))", "False"),
         *("status_reader", "an_agent_leads_to_the_store_of_its_job"),
+    ),
+    mutant(
+        "an endpoint may be spelled in two ways",
+        *("status_reader", "return bool(places(ours) & places(theirs))", "return False"),
+        *("status_reader", "an_endpoint_may_be_spelled_in_another_way_than_in_the_launch"),
     ),
     mutant(
         "at etcd a row that does not change is no silence",
@@ -152,6 +157,16 @@ MUTANTS = (
         *("job_status", "who_is_waited_for_between_two_rounds"),
     ),
     mutant(
+        "newcomers that are held back are told of",
+        *("job_status", "return _held(view, high), []", 'return "", []'),
+        *("job_status", "newcomers_that_are_held_back_after_early_losses"),
+    ),
+    mutant(
+        "a dry run names the ports of the list",
+        *("host/listening", "{''.join(ports)}", ""),
+        *("listening", "with_a_list_of_endpoints_the_standby_store_listens_where_newcomers_look"),
+    ),
+    mutant(
         "the nodes that differ are shown",
         *("status_screen", "(_is_usual(nodes[i], usual), i)", "(i,)"),
         *("job_status", "of_a_large_job_the_nodes_that_differ_are_shown_and_the_others_counted"),
@@ -163,7 +178,7 @@ MUTANTS = (
     ),
     mutant(
         "only memory of a fixed size is held",
-        *("checkpoint_memory", "fcntl.fcntl(fd, _GET_SEALS) & _SEALS == _SEALS", "bool(fcntl.fcntl(fd, _GET_SEALS) & _SEALS)"),
+        *("checkpoint_memory", "linux.F_GET_SEALS) & _SEALS == _SEALS", "linux.F_GET_SEALS) & _SEALS != 0"),
         *("checkpoint_memory", "what_is_refused_is_refused_with_a_reason[a-2-of a fixed size]"),
     ),
     mutant(
@@ -233,12 +248,12 @@ MUTANTS = (
     ),
     mutant(
         "an answer is no older than its request",
-        *("http_port", "newest[0] >= connection.asked_at - age", "True"),
+        *("http_port", "newest[0] >= connection.asked_at - FRESH", "True"),
         *("http_port", "an_answer_is_no_older_than_the_request"),
     ),
     mutant(
         "requests share a snapshot",
-        *("http_port", SERVED, SERVED.replace("self._is_served(connection, FRESH)", "False")),
+        *("http_port", SERVED, SERVED.replace("self._is_served(connection)", "False")),
         *("http_port", "requests_that_wait_together_cost_one_snapshot"),
     ),
     mutant(
@@ -298,7 +313,7 @@ MUTANTS = (
     ),
     mutant(
         "a node that waits is healthy and not ready",
-        *("health", "text(HTTPStatus.OK if now.state == RUNNING else", "text(HTTPStatus.OK if now.state != STOPPING else"),
+        *("health", "text(HTTPStatus.OK if snapshot.state == RUNNING else", "text(HTTPStatus.OK if snapshot.state != STOPPING else"),
         *("health", "an_agent_is_healthy_in_each_state_and_ready_when_a_round_runs"),
     ),
     mutant(
@@ -869,6 +884,41 @@ MUTANTS = (
         *("search", "a_name_of_several_machines_does_not_say_which_of_them_serves"),
     ),
     mutant(
+        "a name server that does not know a name any more takes no address away",
+        *("forwarding", "net.resolve(self._host) or self._known", "net.resolve(self._host)"),
+        *("search", "a_name_server_that_is_gone_does_not_keep_a_node_from_being_told"),
+    ),
+    mutant(
+        "a slow name server holds up nobody",
+        *("forwarding", "                self._thread.start()\n", "                self._thread.run()\n"),
+        *("search", "a_name_server_that_is_gone_does_not_keep_a_node_from_being_told"),
+    ),
+    mutant(
+        "a round does not hold where the others may have gone on without this node",
+        *("round_check", "return me in here and (ended is None or all(", "return me in here and (True or all("),
+        *("round_check", "where_the_others_may_go_on_the_round_holds_with_enough_members_only"),
+    ),
+    mutant(
+        "a round whose job has moved does not hold",
+        *("round_check", " or record.moved is not None:", ":"),
+        *("round_check", "a_round_whose_job_has_moved_does_not_hold"),
+    ),
+    of_jobs(
+        "who has come back stays for another job where a moved one was started",
+        *("agent", "if self._session.access.serves_jobs and", "if self._session.machine.place is None and"),
+        *("succession", "the_node_that_comes_back_where_a_moved_job_was_started_stays_for_another_job_there"),
+    ),
+    mutant(
+        "a silent host delays a job that has moved for a second only",
+        *("store_access", "limit = STANDBY_LIMIT if self.has_moved else ANSWER_LIMIT", "limit = ANSWER_LIMIT"),
+        *("search", "who_looks_where_a_moved_job_was_started_waits_a_second_at_most"),
+    ),
+    of_workers(
+        "a Python that was built for an old C library gets its system calls",
+        *("linux", "PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434", "PIDFD_SEND_SIGNAL, PIDFD_OPEN = 434, 424"),
+        *("linux", "a_process_is_watched_and_signalled"),
+    ),
+    mutant(
         "a silent endpoint delays no other",
         *("at_once", "            thread.start()\n", "            thread.run()\n"),
         *("search", "several_are_asked_at_the_same_time"),
@@ -947,7 +997,7 @@ MUTANTS = (
     ),
     mutant(
         "a worker gets the time that it asks for",
-        *("hangs", "max(limit, _within(pages[rank]))", "limit"),
+        *("hangs", "max(limit, _within(pages[local_rank]))", "limit"),
         *("hangs", "a_worker_may_ask_for_time"),
     ),
     mutant(
@@ -1012,7 +1062,7 @@ MUTANTS = (
     ),
     mutant(
         "a page keeps its size",
-        *("hang_watch", "                fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)\n", ""),
+        *("hang_watch", "                fcntl.fcntl(fd, linux.F_ADD_SEALS, _FIXED_SIZE)\n", ""),
         *("hangs", "nobody_can_make_a_page_smaller_so_that_another_reads_beyond_its_end"),
     ),
     mutant(
@@ -1034,6 +1084,16 @@ MUTANTS = (
         "the round record names the cause",
         *("account", "self._cause, self._certain = (cause, True) if certain else (self._cause, False)", "pass"),
         *("account", "the_cause_is_that_of_the_round_record_also_when_a_worker_failed_first"),
+    ),
+    mutant(
+        "a round ends once however often its record changes",
+        *("accounting", "again=again", "again=False"),
+        *("account", "a_round_whose_record_names_more_lost_nodes_later_has_ended_once"),
+    ),
+    mutant(
+        "an earlier round says nothing about the end of the last one",
+        *("accounting", " or record.round < self._over", ""),
+        *("account", "the_next_round_ends_once_more"),
     ),
     mutant(
         "steps up to the farthest are done again",
@@ -1067,7 +1127,7 @@ MUTANTS = (
     ),
     mutant(
         "the decision of the job is no restart",
-        *("account", "            self._kind, self._cause = Spent.FINISHING, \"\"\n", "            pass\n"),
+        *("account", '            self._kind, self._cause = Spent.FINISHING, ""\n', "            pass\n"),
         *("account", "the_end_of_a_job_is_no_restart_but_a_wait_in_vain_is"),
     ),
     of_workers(
@@ -1334,6 +1394,11 @@ MUTANTS = (
         "steps of another process are not compared",
         *("step_rates", "before.pid == page.pid and ", ""),
         *("step_rates", "a_new_round_begins_anew"),
+    ),
+    mutant(
+        "steps of two rounds are not compared",
+        *("step_rates", "before.first == page.first and ", ""),
+        *("step_rates", "a_live_worker_that_counts_anew_in_the_next_round_has_no_rate_of_two_rounds"),
     ),
     mutant(
         "an old torch has no hook for steps",

@@ -21,7 +21,7 @@ from elastirun.agent import local_socket, round_check
 from elastirun.agent.local_socket import MAX_CLIENTS
 from elastirun.agent.round_check import RoundCheck, still_holds
 from elastirun.rendezvous.events import Synced, SyncFailed
-from elastirun.rendezvous.records import Broken, Cause, Closed, Member, RoundRecord, Verdict
+from elastirun.rendezvous.records import Broken, Cause, Closed, Member, Place, Quorum, RoundRecord, Verdict
 from elastirun.train import RoundUnknown, is_current
 from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.descriptors import descriptors
@@ -141,6 +141,31 @@ def test_without_an_agent_there_is_nobody_to_ask(monkeypatch: pytest.MonkeyPatch
 )
 def test_what_counts_is_that_nobody_forms_the_next_round_without_this_node(record: RoundRecord | None, fence: str, answer: bool) -> None:
     assert still_holds(record, fence, "a") is answer
+
+
+THREE = replace(RECORD, members=(*RECORD.members, Member("c", "c", "", 1, "", 0)), quorums=(Quorum(("a", "b", "c"), "a"),))
+
+
+@pytest.mark.parametrize(
+    ("lost", "ended", "answer"),
+    [
+        ((), (), True),
+        (("b",), (), True),
+        (("b", "c"), (), False),  # they may have gone on without this node
+        (("b", "c"), ("b", "c"), True),
+        (("b", "c"), ("b",), False),
+        (("b", "c"), None, True),  # the store moves only when its host has died
+    ],
+)
+def test_where_the_others_may_go_on_the_round_holds_with_enough_members_only(
+    lost: tuple[str, ...], ended: tuple[str, ...] | None, answer: bool
+) -> None:
+    record = replace(THREE, broken=Broken(Cause.LOST, "silent", "a", lost)) if lost else THREE
+    assert still_holds(record, "s:3", "a", ended) is answer
+
+
+def test_a_round_whose_job_has_moved_does_not_hold() -> None:
+    assert not still_holds(replace(THREE, moved=Place("b", "", 1)), "s:3", "a")
 
 
 # --- the socket

@@ -311,6 +311,20 @@ def test_a_node_with_another_order_of_the_list_finds_a_job_that_has_moved_to_its
     assert moved_to(node(4, (2, 1))) == Place("n2", "127.0.0.2", port)
 
 
+@pytest.mark.parametrize(("moved", "limit"), [(False, store_access.ANSWER_LIMIT), (True, store_access.STANDBY_LIMIT)])
+def test_who_looks_where_a_moved_job_was_started_waits_a_second_at_most(
+    node: Open, port: int, monkeypatch: pytest.MonkeyPatch, moved: bool, limit: float
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(net, "who_answers", lambda address, port, timeout, again: asked.append(timeout))
+    host = node(1)
+    host.connect(None)
+    member = node(2)
+    member.newcomer, member.has_moved = False, moved
+    member.connect(None)
+    assert asked[-1] == limit
+
+
 def test_who_was_found_silent_is_not_asked_again(node: Open, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     without_first(node)
     asked: list[Endpoint] = []
@@ -483,6 +497,27 @@ def test_a_node_that_comes_back_to_its_endpoint_is_told_again(often: None, port:
             store = ServedStore(listening("127.0.0.2", port))
             await_word(2, port, X)
             store.close()
+
+
+@pytest.mark.parametrize("trouble", ["no answer", "slow"])
+def test_a_name_server_that_is_gone_does_not_keep_a_node_from_being_told(
+    often: None, port: int, names: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    names["node-a"] = ("127.0.0.1",)
+    waits, go = threading.Event(), threading.Event()
+    with forwarding(Endpoint("192.0.2.1", port), Endpoint("node-a", port)) as telling:
+        store = ServedStore(listening("127.0.0.1", port))
+        await_word(1, port, X)
+        if trouble == "slow":
+            look_up = net.resolve
+            monkeypatch.setattr(net, "resolve", lambda host: look_up(host) if host != "node-a" else (waits.set(), go.wait(PATIENCE), ())[2])
+            assert waits.wait(PATIENCE)
+        else:
+            names["node-a"] = ()
+        telling.told = Y, MOVED
+        await_word(1, port, Y)
+        go.set()
+        store.close()
 
 
 def test_a_store_that_was_told_is_asked_over_the_same_connection(often: None, monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent import own_agents, shared_store, status_reader, status_stores
+from elastirun.agent.host import net
 from elastirun.agent.own_agents import OwnAgent
 from elastirun.agent.status_reader import Found, StatusReader, Target
 from elastirun.agent.step_rates import WorkerSteps
@@ -310,6 +311,16 @@ def test_an_agent_leads_to_the_store_of_its_job(servers: tuple[Server, Server], 
     assert names(dead) == [], "the agents run jobs that meet elsewhere"
     agents = (*agents, OwnAgent("b", (str(dead), "node7:1"), at(servers[1], owner="n1")))
     assert names(dead) == names(dead, job="b") == ["b"], "where the job was started nobody answers any more"
+
+
+def test_an_endpoint_may_be_spelled_in_another_way_than_in_the_launch(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(servers[0], "a", rows(2), owner="n1", term=1, host="n1")
+    agent = OwnAgent("a", ("127.0.0.1:1", "[::1]:2"), at(servers[0], owner="n1"))
+    monkeypatch.setattr(net, "_look_up", lambda host: (("127.0.0.1",) if host == "name" else (host,), False))
+    for host, port, jobs in (("name", 1, ["a"]), ("name", 3, []), ("127.0.0.2", 1, []), ("::1", 2, ["a"])):
+        assert [one.job for one in with_agents(monkeypatch, Target((Endpoint(host, port),), "a"), agent).jobs] == jobs
 
 
 def test_an_agent_says_the_steps_of_its_workers_and_which_are_live(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastirun.agent.step_rates import WINDOW, StepRates, WorkerSteps
 from elastirun.progress_page import NS, Page
 
@@ -65,6 +67,18 @@ def test_a_new_round_begins_anew() -> None:
     assert asked.rate(7.0, page(4, 7.0, pid=8)) == 2.0
     assert asked.rates.look(8.0, 0, {}, {}) == ()
     assert asked.rate(9.0, page(8, 9.0, pid=8)) is None, "it had ended"
+
+
+def test_a_live_worker_that_counts_anew_in_the_next_round_has_no_rate_of_two_rounds() -> None:
+    """It keeps its process, and may have made more steps in this round than in the last one when somebody asked then."""
+    asked = Asked()
+
+    def made(steps: int, stamped: float, first: float) -> Page:
+        return replace(page(steps, stamped), first=int(first * NS))
+
+    asked.at(10.0, made(49, 10.0, first=5.0))
+    assert asked.rate(31.0, made(58, 31.0, first=25.0)) is None
+    assert asked.rate(33.0, made(76, 33.0, first=25.0)) == 9.0
 
 
 def test_however_many_ask_few_samples_are_kept() -> None:

@@ -37,6 +37,14 @@ def test_a_round_counts_when_it_lost_a_node_soon(cause: Cause, lost: tuple[str, 
     assert decision.record is not None and decision.record.losses == losses
 
 
+@pytest.mark.parametrize(("lost", "losses"), [(("c",), 3), (("c", "b"), 4)])
+def test_a_host_that_has_left_with_its_store_is_no_loss(lost: tuple[str, ...], losses: int) -> None:
+    """Its row is gone with the store, so the record names it among those that nobody waits for."""
+    record = after("abc", losses=3, broken=Broken(Cause.LEAVE, "r", "c", lost, over=True, ran=5.0))
+    decision = form(record, [row("a", 1), *([row("b", 1)] if "b" not in lost else [])], max_restarts=9)
+    assert decision.record is not None and decision.record.losses == losses
+
+
 @pytest.mark.parametrize(("kept", "losses"), [(1, 3), (0, 4), (2, 4)])
 def test_a_loss_does_not_count_where_workers_go_on_with_their_state(kept: int, losses: int) -> None:
     record = after("abc", losses=3, broken=Broken(Cause.LOST, "r", "a", ("c",), ran=5.0))

@@ -395,6 +395,31 @@ MUTANTS = (
         *("crash_loops", "a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work"),
     ),
     mutant(
+        "a host that has left with its store is no loss",
+        *("updates", "    lost = [m for m in lost if m.id in broken.died or m.id not in broken.lost]\n", ""),
+        *("crash_loops", "a_host_that_has_left_with_its_store_is_no_loss"),
+    ),
+    mutant(
+        "who hears from the votes why the host has gone says so",
+        *("machine", "broken = known.broken or Broken(", "broken = Broken("),
+        *("succession", "a_host_that_has_left_before_the_others_heard_of_it_was_not_lost"),
+    ),
+    mutant(
+        "threads that hang at another store delay nothing",
+        *("store_thread", "hanging = sum(at == connection.at for at, _ in self._abandoned)", "hanging = len(self._abandoned)"),
+        *("store_thread", "threads_that_hang_at_one_store_do_not_delay_another_one"),
+    ),
+    mutant(
+        "threads that hang at earlier stores do not pile up without end",
+        *("store_thread", "len(self._abandoned) - hanging - HANGING_ELSEWHERE", "0"),
+        *("store_thread", "threads_that_hang_at_many_stores_do_not_pile_up"),
+    ),
+    mutant(
+        "a store that cannot move needs no majority",
+        *("formation", "if rules.succession and host else ()", "if rules.succession else ()"),
+        *("formation", "a_job_in_the_store_of_another_one_needs_no_majority"),
+    ),
+    mutant(
         "after many early losses the survivors go on by themselves",
         *("formation", "if held and len(survivors) >= rules.min_nodes:", "if False:"),
         *("crash_loops", "after_many_early_losses_the_survivors_go_on_by_themselves"),
@@ -851,7 +876,7 @@ MUTANTS = (
     ),
     mutant(
         "nor what was found before the store moved",
-        *("succession", "self._overruled = {}, None\n\n    def turn", "self._overruled = {}, self._overruled\n\n    def turn"),
+        *("succession", "self._overruled = {}, None\n        return", "self._overruled = {}, self._overruled\n        return"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(

@@ -336,6 +336,40 @@ def test_threads_that_hang_do_not_pile_up(made: list[StoreThread]) -> None:
     assert isinstance(ask(thread), Synced)
 
 
+def test_threads_that_hang_at_one_store_do_not_delay_another_one(made: list[StoreThread]) -> None:
+    """A job whose store has moved several times, from hosts that accept connections and do not answer, still looks at the next ones."""
+    go, there = threading.Event(), Place("n1", "127.0.0.2", 1)
+
+    def connect(at: Place | None) -> Watched:
+        assert at == there or go.wait(PATIENCE)
+        return Watched()
+
+    thread = StoreThread(connect, SyncProtocol(JOB, "me", CODEC, time.monotonic), PATIENCE, 0.02)
+    made.append(thread)
+    while "connections hang" not in getattr(ask(thread), "why", ""):
+        pass
+    assert isinstance(ask(thread, Sync(at=there)), Synced)
+    go.set()
+    await_threads(1)
+
+
+def test_threads_that_hang_at_many_stores_do_not_pile_up(made: list[StoreThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_thread, "HANGING_ELSEWHERE", 5)
+    go = threading.Event()
+
+    def connect(at: Place | None) -> Watched:
+        assert go.wait(PATIENCE)
+        return Watched()
+
+    thread = StoreThread(connect, SyncProtocol(JOB, "me", CODEC, time.monotonic), PATIENCE, 0.02)
+    made.append(thread)
+    whys = [getattr(ask(thread, Sync(at=Place(f"n{i}", "127.0.0.2", 1))), "why", "") for i in range(40)]
+    assert any("connections hang" in why for why in whys)
+    assert sum(t.name == "store" for t in threading.enumerate()) <= 5 + store_thread.HANGING + 10
+    go.set()
+    await_threads(1)
+
+
 def test_connections_share_nothing_that_changes(made: list[StoreThread]) -> None:
     """An abandoned thread may go on at any moment, beside the one that has taken its place."""
     thread = new_thread(made, Watched)

@@ -81,7 +81,27 @@ def test_a_host_that_leaves_is_told_of_when_it_has_gone() -> None:
     host, *others = world.nodes
     host.leave()
     goes_on(world, *others)
-    assert host.outcome is Outcome.LEFT
+    assert host.outcome is Outcome.LEFT and world.record is not None and world.record.losses == 0
+
+
+def test_a_host_that_has_left_before_the_others_heard_of_it_was_not_lost() -> None:
+    world = told()
+    host, *others = world.nodes
+    usual = [node.delay for node in others]
+    for node in others:
+        node.delay = (2.0, 2.0)  # seconds; the host has gone by then
+    records: list[RoundRecord] = []
+    world.watch.append(lambda world, node, old, new: records.append(new))
+    host.leave()
+    assert world.run(2, lambda: host.finish is not None) and all(node.machine.record and node.machine.record.open for node in others)
+    for node, delay in zip(others, usual, strict=True):
+        node.delay = delay
+    assert world.run(5, lambda: all(node.machine.record and node.machine.record.broken for node in others))
+    assert {node.machine.record.broken.cause for node in others if node.machine.record and node.machine.record.broken} == {Cause.LEAVE}
+    goes_on(world, *others)
+    ends = [record.broken for record in records if record.broken is not None]
+    assert {(broken.cause, broken.died) for broken in ends} == {(Cause.LEAVE, ())} and not any(record.losses for record in records)
+    assert all(any("which hosted the rendezvous store, has left" in line for line in node.said) for node in others)
 
 
 @pytest.mark.parametrize("count", [4, 5])

@@ -83,7 +83,7 @@ def test_on_a_node_of_the_job_nothing_need_be_named(nodes: Cluster) -> None:
     assert until("running", job)["store"] == f"127.0.0.1:{nodes.port}"
     kill(agents.pop(0))
     after = nodes.round(2, after=workers[0].round)
-    for options in ([job], [job, where[0]], [where[0]]):
+    for options in ([job], [job, where[0]], [where[0]], [f"--rdzv-endpoint=localhost:{nodes.port}"]):
         found = until("running", *options)
         assert (found["job"], found["round"], len(found["nodes"])) == (job, after[0].round, 2)
     for worker in after:

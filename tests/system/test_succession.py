@@ -57,7 +57,24 @@ def test_the_others_go_on_when_the_host_leaves(nodes: Cluster) -> None:
     agents[0].send_signal(signal.SIGTERM)
     after = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
     assert nodes.ends(agents[0]) == 128 + signal.SIGTERM
+    assert "was lost" not in nodes.everything(), "it has left"
     finish(nodes, agents[1:], after)
+
+
+def test_the_node_that_comes_back_where_a_moved_job_was_started_stays_for_another_job_there(nodes: Cluster) -> None:
+    agents, before = start(nodes, 2)
+    kill(agents[0])
+    smaller = nodes.round(1, after=before[0].round, timeout=EXPIRE - 5)
+    back = nodes.agent(1, *PROOF, "--last-call=5")
+    whole = nodes.round(2, after=smaller[0].round)
+    where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.3", "--rdzv-id=other")
+    other = nodes.launch(3, "--nnodes=1", "--rdzv-backend=c10d", *where, str(nodes.script))
+    (worker,) = nodes.round(1, after=0)
+    for one in whole:
+        one.tell("exit 0")
+    nodes.says(1, "its store stays up for the nodes of job other")
+    worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in (other, back, agents[1])] == [0, 0, 0], nodes.everything()
 
 
 @contained
