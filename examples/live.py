@@ -52,6 +52,7 @@ def main() -> None:
             time.sleep(args.pause)
         if dist.get_rank() == 0:
             print(f"epoch {epoch:3d}/{args.epochs}  loss {loss:.4f}  world size {dist.get_world_size()}", flush=True)
+    run.save()  # the last steps, since the newest checkpoint
 
 
 if __name__ == "__main__":

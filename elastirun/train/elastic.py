@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from elastirun.live_connection import LiveConnection
 from elastirun.live_messages import VARIABLE
 from elastirun.live_worlds import World, furthest
-from elastirun.progress import begin_round
+from elastirun.progress import begin_round, saving
 
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.ranks import begin_world
@@ -40,6 +40,7 @@ from .world_change import WorldChange, connecting
 CPU = torch.device("cpu")
 PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
 OVER = 2.0  # seconds for the peers of a new worker to say that training has ended, which their processes do at their end
+LAST_SAVE = 1800.0  # seconds for ``save`` to be published, more than the writers wait for the slowest rank's disk
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
@@ -89,6 +90,7 @@ class Elastic:
                 optimizer.zero_grad()
                 loss_of(model(batch)).backward()
                 optimizer.step()
+        run.save()
 
     state         with a ``DistributedDataParallel`` as a part, and an ``ElasticDataLoader`` as ``data``
     checkpoints   a function that returns the ``Checkpointer``: it is called in each world, when the environment is that of the round. A
@@ -229,6 +231,33 @@ class Elastic:
         except RuntimeError as error:
             if self._connection is None or not self._is_asked(self._connection, error):
                 raise
+
+    def save(self) -> None:
+        """Save the state of the last step to the disk, also where it is not due, and return when that checkpoint is published.
+
+        Every rank calls it after the loop, or between two epochs. A step that was restored from the newest checkpoint, or whose checkpoint
+        was published already, is not saved again. If a peer is lost meanwhile, this rank goes on in the next round, and the ranks that are
+        left save there. Does nothing without ``checkpoints``.
+
+        Raises CheckpointError if the state cannot be saved, or is not published: the disk is full, for example.
+        """
+        connection = self._connection
+        if connection is None or self._live is None:
+            self._publish()
+            return
+        while not self._attempted(connection, self._publish):
+            self._enter(connection)
+            if not self._whole:  # this worker was cut off for long: it would leave the script with a part of the others' state
+                raise TrainError("other workers have gone on without this one, so its last step is not saved; it has to begin anew")
+
+    def _publish(self) -> None:
+        """Save the state of the last step, unless it comes from the newest checkpoint, and wait until it is published."""
+        checkpoints = self._checkpoints
+        if checkpoints is None or checkpoints.restored == self.state.step:
+            return
+        checkpoints.save(self.state.step, self.state, now=True)
+        with saving():
+            checkpoints.wait(LAST_SAVE)
 
     # -- changes of the world -----------------------------------------------------------------------------------------
 

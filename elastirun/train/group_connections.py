@@ -7,6 +7,7 @@ process when ``accept`` fails.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ import time
 from contextlib import suppress
 
 INTERNET = (socket.AF_INET, socket.AF_INET6)
+LOOK = 0.05  # seconds between two looks whether the connections were cut, in a wait that no connection ends
 
 
 class GroupConnections:
@@ -37,6 +39,20 @@ class GroupConnections:
     def is_cut(self) -> bool:
         """Whether the connections of the present groups were cut."""
         return self._cut_at is not None
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError if the connections of the present groups were cut. ``what``: what is under way, for people."""
+        if self.is_cut:
+            raise RuntimeError(f"a peer is lost, or the agent ends this round, while {what}")
+
+    def wait_unless_cut(self, event: threading.Event, what: str, timeout: float = math.inf) -> bool:
+        """Return whether ``event`` is set within ``timeout`` seconds. Raises RuntimeError if the connections are cut before."""
+        end = time.monotonic() + timeout
+        while not event.wait(min(LOOK, max(0.0, end - time.monotonic()))):
+            self.check(what)
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def cut_for(self) -> float:
         """Return the seconds since the connections of the present groups were cut first; 0: they are not."""

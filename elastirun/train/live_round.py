@@ -42,6 +42,7 @@ NAPS = 0.001, 0.02  # seconds between two looks at the store, the first and the 
 LOOK = 0.01  # seconds between two looks for ranks that are ready; each is one exchange with the store, by one rank, while some are missing
 COME = 30.0  # seconds for ranks that begin a round with a state; it takes milliseconds, so one that does not come hangs
 TOGETHER = 0.3  # seconds for which the first that is ready waits for the others, so that one change of the world takes them all in
+LAST_CALL = 5.0  # seconds that the end of the process waits for its threads: one that is inside torch would abort the process
 NUMBER = "ELASTIRUN_WORLD"  # set here: the number of the world within the round
 
 
@@ -59,6 +60,7 @@ class LiveRound:
         self._asked, self._number = asked, number
         self._rank, self._workers, self._nodes = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"))
         self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []  # that use torch, and end when this worker waits for nobody any more
         self._lock = threading.Lock()
         self.world: World | None = None  # that this worker is in
         self._first = 0  # ranks of world 0
@@ -161,7 +163,12 @@ class LiveRound:
             return
         atexit.register(self._end_training)
         if self.rank == 0:
-            threading.Thread(target=self._look, args=(self.world, ask), name="elastirun ready", daemon=True).start()
+            self.start(threading.Thread(target=self._look, args=(self.world, ask), name="elastirun ready", daemon=True))
+
+    def start(self, thread: threading.Thread) -> None:
+        """Start a thread that ends with ``stop``: the end of the process waits for it."""
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
 
     def stop(self) -> None:
         """Look and wait for nobody any more: ``ask`` is not called after this. May be called in any thread."""
@@ -252,6 +259,10 @@ class LiveRound:
 
     def _end_training(self) -> None:
         """Tell those that wait to be taken in that training has ended. At the end of the process, unless an exception ends it."""
+        self.stop()
+        end = time.monotonic() + LAST_CALL
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
         if hasattr(sys, "last_value"):
             return
         try:

@@ -34,6 +34,7 @@ JOIN = 5.0  # seconds for aborts at the end of the process
 _retired: list[dist.ProcessGroup] = []  # groups over NCCL that are replaced, and that other ranks may still use
 _aborting: list[dist.ProcessGroup] = []  # those whose abort was begun
 _threads: list[threading.Thread] = []  # of the aborts
+_drops: list[tuple[threading.Thread, threading.Lock]] = []  # threads of ``end_beside``; each holds its lock while a group ends
 _connect_limit: timedelta | None = None  # for the connections of gloo's groups; None: the timeout of the group
 
 
@@ -151,10 +152,13 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 @atexit.register
 def _join_threads() -> None:
-    """Wait for the aborts: a thread that comes back when the interpreter ends would end the process with SIGABRT."""
+    """Wait for threads that are inside torch: one that comes back when the interpreter ends would end the process with SIGABRT."""
     end = time.monotonic() + JOIN
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))
+    for thread, lock in list(_drops):
+        if thread.is_alive():
+            lock.acquire(timeout=max(0.0, end - time.monotonic()))  # for ever: the thread ends no other group
 
 
 def _forget(group: dist.ProcessGroup) -> None:
@@ -174,14 +178,18 @@ def end_beside(groups: list[Any]) -> None:
 
     A group ends when nobody but the list has it any more, so never in the thread of somebody who drops it, such as with a traceback.
     """
-    threading.Thread(target=_end, args=(groups,), name="elastirun ends groups", daemon=True).start()
+    lock = threading.Lock()
+    thread = threading.Thread(target=_end, args=(groups, lock), name="elastirun ends groups", daemon=True)
+    _drops[:] = [*((other, held) for other, held in _drops if other.is_alive()), (thread, lock)]
+    thread.start()
 
 
-def _end(groups: list[Any]) -> None:
+def _end(groups: list[Any], lock: threading.Lock) -> None:
     nap = 0.001
     while groups:
         if sys.getrefcount(groups[-1]) <= ALONE:
-            groups.pop()
+            with lock:
+                groups.pop()
         else:
             time.sleep(nap)
             nap = min(2 * nap, 1.0)

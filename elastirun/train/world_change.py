@@ -65,7 +65,7 @@ class WorldChange:
         if world is None:
             connections.begin()
             self._thread = threading.Thread(target=self._prepare, name="elastirun next world", daemon=True)
-            self._thread.start()
+            live.start(self._thread)
             return
         default = self._default_group(world)
         end_beside(replace_groups(default))

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +22,11 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.agent.failures.classify import shows_own_failure
+from elastirun.errors import CheckpointError
 from elastirun.live_messages import VARIABLE
 from elastirun.live_worlds import World
 from elastirun.train import (
+    Checkpointer,
     DistributedDataParallel,
     Diverged,
     ElasticDataLoader,
@@ -36,6 +40,7 @@ from elastirun.train import (
 )
 from elastirun.train.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.train.group_connections import _sockets, connections
+from elastirun.train.live_round import LiveRound
 from elastirun.train.position import Position, Rehearsal
 from elastirun.train.state_copy import copy_state
 from elastirun.train.world_change import WorldChange
@@ -375,6 +380,102 @@ def differs(rank: int, world: int, port: int) -> str:
 def test_replicas_are_compared_after_a_change_of_the_world() -> None:
     for told in run(2, differs, free_port()):
         assert told.startswith("0: the replicas are no longer the same: weight"), told
+
+
+def saves(rank: int, world: int, port: int, folder: str) -> list[Any]:
+    """Train one epoch of five steps, with a checkpoint at each third one, and save twice. Return the steps made, and what is published."""
+    dist.destroy_process_group()
+    where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    elastic.init_process_group()
+    state, model = made(0)
+    training, made_here = elastic.Elastic(state, lambda: Checkpointer(folder, every=3)), 0
+    while state["data"].epoch < 1:
+        for batch in training.batches():
+            step(state, model, batch)
+            made_here += 1
+    found = []
+    for _ in range(2):
+        training.save()
+        found.append(sorted(path.name for path in Path(folder).glob("step-*")))
+    dist.barrier()
+    assert training.checkpoints is not None
+    training.checkpoints.close()
+    return [made_here, *found]
+
+
+def test_the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again(tmp_path: Path) -> None:
+    """The same command again, too, neither trains nor saves."""
+    both = ["step-00000003", "step-00000005"]
+    assert run(2, saves, free_port(), str(tmp_path)) == [[5, both, both]] * 2
+    assert run(2, saves, free_port(), str(tmp_path)) == [[0, both, both]] * 2
+
+
+def saving_loses_a_peer(whole: bool) -> list[str]:
+    """Save in a round whose checkpoint is not published, as a peer is lost. Return what was done.
+
+    ``whole``: this worker has a state in the next round, too.
+    """
+    done: list[str] = []
+
+    def lose(limit: float) -> None:
+        raise CheckpointError("not published")
+
+    def checkpoints(name: str, wait: Callable[[float], None]) -> Any:
+        return SimpleNamespace(restored=None, save=lambda step, state, now: done.append(f"{name} {step} {now}"), wait=wait)
+
+    training = object.__new__(elastic.Elastic)
+
+    def enter(connection: Any) -> None:
+        training._checkpoints, training._whole = checkpoints("second", lambda limit: None), whole
+
+    training.state, training._live = SimpleNamespace(step=7), SimpleNamespace()  # type: ignore[assignment]
+    training._connection = SimpleNamespace(wait_until_asked=lambda *given: True)  # type: ignore[assignment]
+    training._checkpoints = checkpoints("first", lose)
+    training._leave, training._enter = lambda connection: done.append("leaves"), enter  # type: ignore[method-assign]
+    training.save()
+    return done
+
+
+def test_a_save_that_loses_a_peer_is_made_in_the_next_round() -> None:
+    assert saving_loses_a_peer(whole=True) == ["first 7 True", "leaves", "second 7 True"]
+
+
+def test_a_worker_without_whom_the_others_have_gone_on_does_not_end_as_if_it_had_saved() -> None:
+    with pytest.raises(TrainError, match="gone on without this one"):
+        saving_loses_a_peer(whole=False)
+
+
+def test_the_end_of_the_process_waits_for_the_threads_of_its_round() -> None:
+    """A thread that is inside torch when the interpreter ends aborts the process, and the whole training would count as failed."""
+    live = object.__new__(LiveRound)
+    live._stopped, live._lock, live._threads = threading.Event(), threading.Lock(), []
+    live._store = SimpleNamespace(set=lambda key, value: None)
+    looks = threading.Thread(target=lambda: (live._stopped.wait(), time.sleep(0.2)))
+    live.start(looks)
+    live._end_training()
+    assert not looks.is_alive()
+
+
+ENDS_A_GROUP = """
+import os, threading, time
+from elastirun.train import process_groups
+
+class Group:
+    def __del__(self):
+        ends.set()
+        time.sleep(0.3)
+        os.write(1, b"ended")
+
+ends = threading.Event()
+process_groups.end_beside([Group()])
+ends.wait()
+"""
+
+
+def test_the_end_of_the_process_waits_for_the_end_of_a_group_that_is_under_way() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_A_GROUP], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "ended"), done.stderr
 
 
 def asks(rank: int, world: int) -> tuple[list[str], bool]:

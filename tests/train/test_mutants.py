@@ -370,8 +370,38 @@ MUTANTS = (
     ),
     mutant(
         "a wait for the writer ends with the round",
-        *("checkpoints/checkpointer", "            if connections.is_cut:\n", "            if False:\n"),
+        *("group_connections", "            self.check(what)\n", ""),
         *("checkpointer", "a_wait_for_the_writer_ends_with_the_round"),
+    ),
+    mutant(
+        "the end of the process waits for threads of the round",
+        *("live_round", "            thread.join(max(0.0, end - time.monotonic()))\n", "            pass\n"),
+        *("elastic", "the_end_of_the_process_waits_for_the_threads_of_its_round"),
+    ),
+    mutant(
+        "the end of the process waits for the end of a group",
+        *("process_groups", "            lock.acquire(timeout=max(0.0, end - time.monotonic()))", "            pass"),
+        *("elastic", "the_end_of_the_process_waits_for_the_end_of_a_group_that_is_under_way"),
+    ),
+    mutant(
+        "the last step is saved although it is not due",
+        *("elastic", "self.state, now=True)", "self.state)"),
+        *("elastic", "the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again"),
+    ),
+    mutant(
+        "a step that comes from the directory is not saved again",
+        *("elastic", " or checkpoints.restored == self.state.step:", ":"),
+        *("elastic", "the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again"),
+    ),
+    mutant(
+        "a save returns when it is published",
+        *("elastic", "            checkpoints.wait(LAST_SAVE)\n", "            pass\n"),
+        *("elastic", "a_save_that_loses_a_peer_is_made_in_the_next_round"),
+    ),
+    mutant(
+        "a worker that has lost its state in a save does not end well",
+        *("elastic", "            if not self._whole:  # this worker", "            if False:  # this worker"),
+        *("elastic", "a_worker_without_whom_the_others_have_gone_on_does_not_end_as_if_it_had_saved"),
     ),
     mutant(
         "a failure keeps no process group",
@@ -475,7 +505,7 @@ MUTANTS = (
     ),
     mutant(
         "nobody waits for the end of a group with such a wait",
-        *("process_groups", "    threading.Thread(target=_end,", "    groups.clear()\n    threading.Thread(target=_end,"),
+        *("process_groups", "    lock = threading.Lock()\n", "    groups.clear()\n    lock = threading.Lock()\n"),
         *("group_waits", "a_wait_ends_that_gloo_forgets[sends_a_collective]"),
     ),
     mutant("late gradients are reduced once more", "arrival", "        if late:\n", "        if False:\n", "ddp", LATE),

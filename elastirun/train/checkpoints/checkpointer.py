@@ -43,7 +43,6 @@ log = logging.getLogger("elastirun.checkpoints")
 
 MOST_VALUES = 16 << 20  # bytes of values.json: they are copied and sent as JSON, while training waits
 KEPT = 100  # saves whose durations ``stats`` reports
-LOOK = 0.05  # seconds between two looks for a round that is over, while training waits for the writer
 
 
 class Checkpointer:
@@ -111,6 +110,7 @@ class Checkpointer:
         self._number = 0  # of saves
         self._last: Save | None = None  # the last one that goes to the disk
         self._blocked: deque[float] = deque(maxlen=KEPT)
+        self.restored: int | None = None  # the step that ``restore`` took from the directory as the newest; the same on all ranks
         self._closed = False
         self._waited = 0.0  # seconds in which both images were being written
 
@@ -232,9 +232,7 @@ class Checkpointer:
     def _wait_for_writer(self, save: Save) -> None:
         """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""
         begun = time.perf_counter()
-        while not save.written.wait(LOOK):
-            if connections.is_cut:
-                raise RuntimeError("a peer is lost, or the agent ends this round, while a checkpoint is being written")
+        connections.wait_unless_cut(save.written, "a checkpoint is being written")
         self._waited += time.perf_counter() - begun
 
     def _arrange(self, flat: Flat) -> None:
@@ -307,6 +305,7 @@ class Checkpointer:
                 raise CheckpointError(f"{self._url} has only damaged checkpoints ({damaged}): delete these to begin anew")
             return None
         self._filled = found.image
+        self.restored = found.step if found.image < 0 and step is None else None
         at_step(found.step)
         if self._ranks.rank == 0:
             log.info("restored step %d from %s", found.step, found.where)
@@ -315,7 +314,10 @@ class Checkpointer:
     # -- the end ----------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float = END_LIMIT) -> None:
-        """Wait until the last save that goes to the disk is published. Raises CheckpointError when it was not, with the reason."""
+        """Wait until the last save that goes to the disk is published. Raises CheckpointError when it was not, with the reason.
+
+        In a live job it raises RuntimeError if a peer is lost meanwhile.
+        """
         if self._last is None or self._opened.publisher is None:
             return
         outcome = self._opened.publisher.outcome(self._last, timeout)

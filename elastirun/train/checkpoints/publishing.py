@@ -20,6 +20,7 @@ from typing import Any
 
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
+from elastirun.train.group_connections import connections
 
 from .ranks import Ranks
 from .staging import Staging
@@ -30,6 +31,7 @@ log = logging.getLogger("elastirun.checkpoints")
 LOOK_AGAIN = 0.02  # seconds between two looks whether all ranks have written
 LONGEST_LOOK = 1.0  # seconds; the pause grows to this while a rank is slow
 PATIENCE = 900.0  # seconds for the slowest rank's disk; a rank that is gone ends the training long before
+PUBLISHED = "a checkpoint is being published"  # for people
 RETRY = 30.0  # seconds for which a failed write is repeated; not at all after a save that failed, so that the training need not wait again
 
 
@@ -155,6 +157,7 @@ class Publisher:
         """Tell the other ranks: rank 0 what became of the save, the others how their part went."""
         if self._board is None:
             return reply
+        connections.check(PUBLISHED)
         if self._ranks.rank > 0:
             self._board.set(f"{save.number}/{self._ranks.rank}", json.dumps(reply))
         else:
@@ -206,9 +209,12 @@ class Publisher:
         return [json.loads(text) for text in texts]
 
     def outcome(self, save: Save, timeout: float) -> str:
-        """Return "published", or why not, once all ranks know; empty after ``timeout`` seconds. Every rank may ask, in any thread."""
+        """Return "published", or why not, once all ranks know; empty after ``timeout`` seconds. Every rank may ask, in any thread.
+
+        Raises RuntimeError if the connections to the peers are cut meanwhile.
+        """
         end = time.monotonic() + timeout
-        if not save.done.wait(timeout):
+        if not connections.wait_unless_cut(save.done, PUBLISHED, timeout):
             return ""
         board = self._board
         if save.error or self._ranks.rank == 0 or board is None:
@@ -244,11 +250,13 @@ class Publisher:
     def _await(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Return whether ``condition`` came true within ``timeout`` seconds. Looks less and less often: other machines are asked."""
         end, pause = time.monotonic() + timeout, LOOK_AGAIN
-        while not condition():
+        while True:
+            connections.check(PUBLISHED)  # before each look: torch would write a page of a connection that is cut
+            if condition():
+                return True
             if time.monotonic() > end or self._ending.wait(pause):
                 return False
             pause = min(pause * 1.5, LONGEST_LOOK)
-        return True
 
 
 def _close_all(fds: list[int]) -> None:

@@ -1,0 +1,123 @@
+"""A worker is killed at the end of a live training, or in an evaluation between two epochs: the others go on, and save the last step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import PATIENCE, free_port
+
+ROOT = Path(__file__).parents[2]
+STEPS = 5  # of an epoch
+SCRIPT = '''
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastirun.train import Checkpointer, DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+
+EPOCHS = 2
+folder, dies = sys.argv[1:]
+
+
+def die(at, rank):
+    """Kill this process if ``at`` and its rank are those of the test, and no other process has died."""
+    if (at, rank) == (dies[:-2], int(dies[-1])) and os.environ["ELASTIRUN_ROUND"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say(*words):
+    os.write(1, (" ".join(map(str, [os.getpid(), *words])) + "\\n").encode())
+
+
+torch.set_num_threads(1)
+elastic.init_process_group()
+model = DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.Adam(model.parameters())
+loader = ElasticDataLoader(torch.utils.data.TensorDataset(torch.randn(40, 4)), global_batch_size=8)
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader), lambda: Checkpointer(folder, every=3))
+wait = Checkpointer.wait
+Checkpointer.wait = lambda self, limit: (die("wait", dist.get_rank()), wait(self, limit))
+while loader.epoch < EPOCHS:
+    for (inputs,) in run.batches():
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        if run.step == EPOCHS * 5 - 1:
+            die("step", dist.get_rank())
+        optimizer.step()
+    total = torch.ones(1)
+    die(f"evaluation {loader.epoch}", dist.get_rank())
+    try:
+        dist.all_reduce(total)
+        say("evaluated", loader.epoch, "with", int(total), "after step", run.step)
+    except RuntimeError as lost:
+        say("no evaluation", loader.epoch, lost)
+die("save", dist.get_rank())
+run.save()
+say("saved", run.step, "of", sorted(name for name in os.listdir(folder) if name.startswith("step-"))[-1])
+dist.destroy_process_group()
+'''
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    said: str
+
+    def lines(self, what: str) -> dict[int, str]:
+        """Return what each process has said that begins with ``what``, by pid."""
+        return {int(pid): more for pid, more in re.findall(rf"(\d+) ({what}.*)", self.said)}
+
+
+def launch(folder: Path, *options: str, dies: str, nproc: int = 3) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    line = [sys.executable, "-m", "elastirun", f"--nproc-per-node={nproc}", "--preload=torch", "--max-restarts=1", *options]
+    command = [*line, str(folder / "script.py"), str(folder / "checkpoints"), dies]
+    env = {**os.environ, "TMPDIR": str(folder), "PET_RESTART_PAUSE": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def end(job: subprocess.Popen[str]) -> Ended:
+    try:
+        said, _ = job.communicate(timeout=3 * PATIENCE)
+    finally:
+        job.kill()
+    return Ended(job.returncode, said)
+
+
+@pytest.mark.parametrize("dies", ["step 1", "save 0", "save 2", "wait 0", "wait 1"])
+def test_the_others_of_a_worker_that_is_killed_at_the_end_save_the_last_step(tmp_path: Path, dies: str) -> None:
+    """It dies in the last step, before it saves, or when its part of the state is staged; rank 0 is the one that publishes."""
+    job = end(launch(tmp_path, "--standalone", dies=dies))
+    saved = job.lines("saved")
+    assert job.code == 0 and len(saved) >= 2, job.said
+    assert all(line.startswith(f"saved {2 * STEPS} of step-{2 * STEPS:08}") for line in saved.values()), job.said
+    assert len(saved.keys() & job.lines("evaluated 1").keys()) == 2, job.said  # they were there before
+
+
+def test_of_two_nodes_none_ends_before_the_last_step_is_published_although_a_worker_is_killed(tmp_path: Path) -> None:
+    here = ("--nnodes=2", "--rdzv-id=end", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    jobs = [launch(tmp_path, *here, f"--node-rank={rank}", dies="wait 1", nproc=1) for rank in range(2)]
+    ended = [end(job) for job in jobs]
+    said = ended[0].said + ended[1].said
+    assert [job.code for job in ended] == [0, 0] and Ended(0, said).lines("saved"), said
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_who_catches_the_loss_of_a_peer_in_an_evaluation_keeps_its_state(tmp_path: Path, epoch: int) -> None:
+    """After the last epoch there is no other step: the save is where the others go on."""
+    job = end(launch(tmp_path, "--standalone", dies=f"evaluation {epoch} 1", nproc=2))
+    [(survivor, _)] = job.lines(f"no evaluation {epoch}").items()
+    assert job.code == 0 and job.lines("saved")[survivor].startswith(f"saved {2 * STEPS} of step-{2 * STEPS:08}"), job.said
+    if epoch == 1:
+        assert job.lines("evaluated 2")[survivor].endswith(f"after step {2 * STEPS}"), job.said
