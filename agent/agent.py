@@ -249,7 +249,7 @@ class Agent:
                 return
             machine = self._session.machine
             if isinstance(event, Synced | SyncFailed) and not (machine.looking or machine.undecided):
-                self._round_check.settle(event, machine.ended if self._config.majority else None)
+                self._round_check.settle(event, machine.may_be_replaced)
             actions = self._session.step(event)
             if isinstance(event, Synced):
                 self._brief_guard()

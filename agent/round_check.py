@@ -13,10 +13,9 @@ from __future__ import annotations
 import selectors
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from elastirun.agent.local_socket import Client, LocalSocket
-from elastirun.rendezvous import quorum
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Synced, SyncFailed
 from elastirun.rendezvous.records import RoundRecord
@@ -27,20 +26,15 @@ STOP, STORE = "stop", "store"  # the questions why, and where the job meets; no 
 MAX_QUESTION = 256  # bytes; a fence token has about 20
 
 
-def still_holds(record: RoundRecord | None, fence: str, me: str, ended: Collection[str] | None = None) -> bool:
+def still_holds(record: RoundRecord | None, fence: str, me: str) -> bool:
     """Return whether the round with the token ``fence`` is the newest one, and no newer one can form before the node ``me`` has left it.
 
     A round that is over counts until the next one has formed, so that workers may save a checkpoint while they are stopped. The next
-    round does not wait for a member that is lost, so for that member its round no longer counts. Nor does it count where the job has
-    moved, or may have: the members that are not lost are too few to go on. ``ended``: nodes whose end is proven; None: those that are
-    lost cannot go on without this node.
+    round does not wait for a member that is lost, so for that member its round no longer counts. Nor does it where the job has moved.
     """
     if record is None or record.fence != fence or record.index(me) is None or record.moved is not None:
         return False
-    if record.broken is None:
-        return True
-    here = {m.id for m in record.members} - set(record.broken.lost)
-    return me in here and (ended is None or all(quorum.is_met(q, here, ended) for q in record.quorums[-1:]))
+    return record.broken is None or me not in record.broken.lost
 
 
 class RoundCheck:
@@ -69,8 +63,11 @@ class RoundCheck:
             self.trouble = f"workers cannot ask whether their round is current: no socket in a temporary folder: {error.strerror}"
             self.folder = ""
 
-    def settle(self, event: Synced | SyncFailed, ended: Collection[str] | None = None) -> None:
-        """Answer the questions that came before ``event``, the outcome of an exchange with the store, began. ``ended``: see above."""
+    def settle(self, event: Synced | SyncFailed, replaced: bool = False) -> None:
+        """Answer the questions that came before ``event``, the outcome of an exchange with the store, began.
+
+        ``replaced``: the others may have gone on without this node in another store.
+        """
         self._store_answers = isinstance(event, Synced)
         if self._socket is None:
             return
@@ -78,7 +75,7 @@ class RoundCheck:
             if isinstance(event, SyncFailed):
                 self._socket.answer(client, f"unknown the rendezvous store does not answer: {clip(event.why)}")
             elif event.started >= (client.asked or 0.0):
-                self._socket.answer(client, "yes" if still_holds(event.round, client.line, self._me, ended) else "no")
+                self._socket.answer(client, "yes" if not replaced and still_holds(event.round, client.line, self._me) else "no")
 
     def tick(self, now: float) -> float | None:
         """Return when to be called next, on ``elastirun.clock``; None: not by time."""

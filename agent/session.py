@@ -141,15 +141,22 @@ class Session:
     def step(self, event: Event) -> list[Action]:
         """Give the machine an event. Returns what it asks for, in order: each is first offered to ``carry_out``."""
         reachable: list[Action] = []
-        if isinstance(event, Synced) and self.worker_store is None:  # the route to the store is known, and with it our address
-            self.worker_store = self.access.worker_store(self._worker_store_failed)
+        place = self.machine.place
+        if isinstance(event, Synced) and self._is_reached_elsewhere():
+            self.worker_store = self.worker_store or self.access.worker_store(self._worker_store_failed)
             reachable = self.machine.step(self._reachable(event.now, self.access.node_address.address, self.worker_store))
         actions = reachable + self.machine.step(event)
         self.access.newcomer = self.machine.round_known[0] == 0
         self.access.has_moved = self.machine.place is not None
+        if place is not None and place.id == self.machine.row.id and self.machine.place != place:
+            self.access.renew_standby()
         if isinstance(event, Synced):
             self.access.forward(self.machine.forward, lambda record: self.post(FoundAtStart(self._now(), record)))
         return actions
+
+    def _is_reached_elsewhere(self) -> bool:
+        """Return whether the route to the store, and with it our address, is known now, or this agent serves another standby store."""
+        return self.worker_store is None or self.access.standby_port not in (0, self.machine.row.standby)
 
     def carry_out(self, action: Action) -> bool:
         """Perform what concerns the store. False for anything else, which is the caller's business."""

@@ -21,7 +21,7 @@ REPORT_LASTS = 60.0  # seconds for which a node's report (node_reports.py) stays
 
 @dataclass(frozen=True)
 class TcpAt:
-    """A TCPStore. ``owner``: id of the node whose standby store it must be; empty: any TCPStore."""
+    """A TCPStore. ``owner``: name of the standby store that it must be; empty: any TCPStore."""
 
     address: str
     port: int
@@ -99,7 +99,7 @@ def _cluster(at: EtcdAt) -> Any:
 
 def standby(place: Place) -> TcpAt:
     """Return the standby store ``place``."""
-    return TcpAt(place.address, place.port, place.id)
+    return TcpAt(place.address, place.port, place.name)
 
 
 def at_etcd(etcd: Etcd) -> EtcdAt:

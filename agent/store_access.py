@@ -13,7 +13,7 @@ import threading
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ class StoreAccess:
 
     def for_guard(self, at: Place | None) -> dict[str, Any] | None:
         """Return how the guard opens the store ``at`` when this agent has died (death_notice.py); None: not at all."""
-        return {"kind": "tcp", "address": at.address, "port": at.port, "owner": at.id} if at else self._for_guard
+        return {"kind": "tcp", "address": at.address, "port": at.port, "owner": at.name} if at else self._for_guard
 
     def for_status(self, at: Place | None) -> dict[str, Any]:
         """Return how ``elastirun status`` opens the store ``at`` on this machine (status_stores.py)."""
@@ -139,6 +139,9 @@ class StoreAccess:
     def serves_jobs(self) -> bool:
         """Whether this agent serves the store at the endpoint, which other jobs may use, too."""
         return False
+
+    def renew_standby(self) -> None:
+        """Serve another standby store from now on: the job has left that of this node. Its port is another one, see ``Place``."""
 
     def end_store(self) -> None:
         """End the store that this agent serves, if it does."""
@@ -225,6 +228,8 @@ class EndpointAccess(StoreAccess):
         self._served_at = ""  # the address on which this agent serves the store; empty for every interface
         self._served: list[tcp.ServedStore] = []  # at the endpoint
         self._standby: tcp.ServedStore | None = None
+        self._given_up: list[tcp.ServedStore] = []  # standby stores of this agent that the job has left
+        self._ports: set[int] = set()  # of all standby stores that this agent has served
         self._forwarding: Forwarding | None = None
         self._answered: Place | None = None  # the standby store that has answered last
         self._one_serves = threading.Lock()  # an abandoned attempt to connect may still run in its thread
@@ -280,8 +285,13 @@ class EndpointAccess(StoreAccess):
     def serves_jobs(self) -> bool:
         return bool(self._served)
 
+    def renew_standby(self) -> None:
+        with self._one_serves:
+            self._given_up += filter(None, [self._standby])
+            self._standby, self.standby_port = None, 0
+
     def end_store(self) -> None:
-        for store in (*self._served, *filter(None, [self._standby])):
+        for store in (*self._served, *self._given_up, *filter(None, [self._standby])):
             store.close()
 
     def _serve_standby(self) -> None:
@@ -290,16 +300,30 @@ class EndpointAccess(StoreAccess):
             only_one = self.config.port_range is not None and self.config.port_range[0] == self.config.port_range[1]
             if self._standby is not None or only_one:  # which the workers' store needs
                 return
+            while self._given_up:
+                self._given_up.pop().close()
             try:
-                listening = self._listen_at_endpoint() or net.listen_on(self.node_address.number, self.config.port_range)
+                listening = self._listen_for_standby()
             except StartError as error:
+                if self._ports:  # it was served before, and the job goes on without
+                    return
                 raise StoreError(str(error)) from None
             if net.listens_everywhere(listening):
                 self.notices.append(f"warning: the standby store {_EVERYWHERE}: {self.node_address.address} is no address of this machine")
             standby = tcp.ServedStore(listening)
             with closing(standby.connect()) as store:
-                store.put_if(OWNER, None, self.me.encode())
+                store.put_if(OWNER, None, Place(self.me, "", standby.port).name.encode())
+            self._ports.add(standby.port)
             self._standby, self.standby_port = standby, standby.port
+
+    def _listen_for_standby(self) -> socket.socket:
+        """Return a socket for the standby store, at a port that none of this agent had before. Errors: ``StartError``."""
+        if not self._ports and (found := self._listen_at_endpoint()) is not None:
+            return found
+        with ExitStack() as had:
+            while (other := net.listen_on(self.node_address.number, self.config.port_range)).getsockname()[1] in self._ports:
+                had.enter_context(other)  # until another port is found
+            return other
 
     def _listen_at_endpoint(self) -> socket.socket | None:
         """Return a socket for the standby store at the port of an endpoint where newcomers look; None: there is none, or it is taken.
@@ -329,7 +353,7 @@ class EndpointAccess(StoreAccess):
     def _open_standby(self, at: Place) -> Store:
         """Open the standby store ``at``, which may be this agent's own. Fails soon where nothing listens, or nothing has answered yet."""
         where = Endpoint(at.address, at.port)
-        if self._standby is not None and at.id == self.me:
+        if self._standby is not None and (at.id, at.port) == (self.me, self.standby_port):
             return self._standby.connect()
         if at.port in (self.standby_port, self._endpoint.port) and self._is_own(at):
             raise StoreError(f"the node that served the standby store at {where} has ended; this agent listens there now")
@@ -341,7 +365,7 @@ class EndpointAccess(StoreAccess):
             except StoreError as error:
                 why = str(error)
                 continue
-            if owner != at.id.encode():
+            if owner != at.name.encode():
                 raise StoreError(f"the standby store at {where} is another agent's; the one that served it has ended")
             store = tcp.TcpStore(address, at.port)
             self._answered = at

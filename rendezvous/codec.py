@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from elastirun.errors import BadRecord, BadSignature
 
-FORMAT = 7  # raised when a field is added or changes its meaning
+FORMAT = 8  # raised when a field is added or changes its meaning
 MAX_BYTES = 4 << 20  # a round of 10,000 nodes is 2 MB
 MAX_TEXT = 1024  # characters of any one string; enough for a line of stderr or a reason
 MAX_ITEMS = 16_384  # entries of any one list; more than the nodes of any job
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class Codec:
     """Turns records into the bytes that are stored under their ``key``, and back. ``token`` None: unsigned.
 
-    ``store``: the id of the node whose standby store holds them; empty: they are in the store that the job was started with, or anywhere.
+    ``store``: the name of the standby store that holds them, see ``Place``; empty: they are where the job was started, or anywhere.
     """
 
     token: bytes | None = None

@@ -104,7 +104,7 @@ class Exchanges(Generic[C]):
 
     def _connect_to(self, at: Place | None) -> None:
         self._abandon(self._connection)
-        self._connection = self._new(self._connection.protocol.fresh(at.id if at else ""))
+        self._connection = self._new(self._connection.protocol.fresh(at.name if at else ""))
         self._connection.at = at
 
     def close(self) -> None:

@@ -106,9 +106,14 @@ class Machine:
         return self._moves.undecided
 
     @property
-    def ended(self) -> frozenset[str]:
-        """The nodes whose end is proven: they have left, or their guards have told of it."""
-        return self._moves.gone | quorum.left(self.rows.values())
+    def may_be_replaced(self) -> bool:
+        """Whether the others may have gone on in another store: too few members of its round reach this node to rule that out."""
+        record = self.record
+        if record is None or not self.rules.majority:
+            return False
+        view, ended = self._view(record), self._moves.gone | quorum.left(self.rows.values())
+        here = {m.id for m in record.members if not view.silent(m.id)}
+        return not all(quorum.is_met(needed, here, ended) for needed in record.quorums[-1:])
 
     @property
     def place(self) -> Place | None:
@@ -263,11 +268,16 @@ class Machine:
 
     def _move(self, place: Place, record: RoundRecord, decided: bool) -> None:
         """Give up the store in use for the standby store ``place``. The round is over here: its host has died, or is cut off."""
+        if self.place is not None and self.place.id == self.row.id:
+            self.row = replace(self.row, standby=0)  # who has given up its own standby store serves another one, see ``Session.step``
+        if record.open:
+            self._moves.ran = record.fence, self._ran
         known = self._moves.move(place, record, self.rows, decided, self._now)
         known = known if known.fence == record.fence else record
         reason = lost_host(known)
         if record.open:
-            broken = known.broken or Broken(Cause.LOST, reason, self.row.id)  # the host may have said why before its store was gone
+            # the host may have said why before its store was gone
+            broken = known.broken or Broken(Cause.LOST, reason, self.row.id, ran=self._moves.ran[1])
             self.record = replace(record, broken=replace(broken, lost=(*broken.lost, record.host), over=True))
         self._say(f"{reason}; the store moves to {place.address}")
         self._begin_at(place)

@@ -147,12 +147,17 @@ class Closed:
 
 @dataclass(frozen=True)
 class Place:
-    """A standby store: that of the node ``id``, at ``address``:``port``."""
+    """A standby store: that of the node ``id``, at ``address``:``port``. Who gives up its own serves another one, at another port."""
 
     id: str
     address: str
     port: int
     run: str = field(default="", compare=False)  # where a job's store is said to be: its name, as in the round record
+
+    @property
+    def name(self) -> str:
+        """The name of this store, which no other one ever has."""
+        return f"{self.id}:{self.port}"
 
 
 @dataclass(frozen=True)

@@ -64,18 +64,20 @@ def lost_host(record: RoundRecord) -> str:
     return clip(f"{host}, which hosted the rendezvous store, {'has left' if leaves else 'was lost'}")
 
 
-def take_over(record: RoundRecord, owner: str, lost: Collection[str], needed: tuple[Quorum, ...], turn: int = 1) -> RoundRecord:
+def take_over(
+    record: RoundRecord, owner: str, lost: Collection[str], needed: tuple[Quorum, ...], turn: int = 1, ran: float = 0.0
+) -> RoundRecord:
     """Return the record as the node ``owner`` writes it into its standby store: the last round is over, because its host is lost.
 
     ``lost``: the nodes that are not waited for. ``needed``: what the next round needs. ``turn``: the owner's place in line, from 1 on, so
-    that two owners never take over with the same term.
+    that two owners never take over with the same term. ``ran``: seconds for which the owner had known the round.
     """
     names = tuple(m.id for m in record.members if m.id in lost)
     before = record.broken
     if before is not None:  # it was over anyway, and for that reason
         broken = replace(before, lost=tuple(dict.fromkeys((*before.lost, *names))), over=True)
     else:
-        broken = Broken(Cause.LOST, lost_host(record), owner, names, over=True)
+        broken = Broken(Cause.LOST, lost_host(record), owner, names, over=True, ran=round(max(0.0, ran), 3))
     return replace(record, version=record.version + 1, term=record.term + turn, host=owner, broken=broken, quorums=needed, moved=None)
 
 
@@ -93,10 +95,11 @@ class Moves:
     _vain: tuple[Place | None, float] = (None, 0.0)  # where this newcomer was sent, and nobody answered; until when it does not try again
     _told: Since = field(default_factory=lambda: Since(-math.inf))  # where this newcomer was told that the job is
     _searching_since: float | None = None
+    ran: tuple[str, float] = ("", 0.0)  # the round that this node has given up, by its token, and for how many seconds it had known that
     doubts: bool = False  # this node would give up the store without proof that its host has died
     _due: float = -math.inf  # the time of the next look, seconds of this node's clock
     _turn: int = 0
-    _left: frozenset[str] = frozenset()  # owners of stores that this node has given up: what it has written there still stands
+    _left: frozenset[str] = frozenset()  # names of the stores that this node has given up: what it has written there still stands
     _start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
     _known: RoundRecord | None = None  # the newest record that was read in any vote
     _word: Vote | None = None  # the newest that the guard of a dead host has brought: no later round of that host has started
@@ -104,8 +107,8 @@ class Moves:
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
     _overruled: tuple[str, float, float] | None = None  # another run whose word stands where this one's should; found since, and last, when
     _is_replaced: bool = False  # a store without this job answers where the store in use was
-    _silent_since: dict[str, float] = field(default_factory=dict)  # by owner: since when its store has not answered
-    _looked_at: dict[str, float] = field(default_factory=dict)  # by owner, "" where the job was started: when this node looked there last
+    _silent_since: dict[str, float] = field(default_factory=dict)  # by the name of a store: since when it has not answered
+    _looked_at: dict[str, float] = field(default_factory=dict)  # by name, "" where the job was started: when this node looked there last
 
     @property
     def undecided(self) -> bool:
@@ -158,7 +161,7 @@ class Moves:
     def places(self, record: RoundRecord | None) -> list[Place]:
         """Return the standby stores worth a look, the first in line first."""
         line = self._line(record) if self.rules.succession and record is not None and not record.closed else ()
-        return [place for place in line if place.id not in self.gone | self._left and place != self.at]
+        return [place for place in line if place.id not in self.gone and place.name not in self._left and place != self.at]
 
     def search(self, record: RoundRecord | None, silent_since: float | None, rows: Mapping[str, NodeRow], now: float) -> float | None:
         """Return the time of the next look at another store; None: none is needed.
@@ -189,7 +192,7 @@ class Moves:
         assert self._searching_since is not None
         place = None if self._claims else self._next_place(self.places(record), now)
         self._turn += 1
-        self._looked_at[place.id if place else ""] = now
+        self._looked_at[place.name if place else ""] = now
         quickest = QUICKEST_LOOK + PER_NODE * len(record.members)
         self._due = now + min(max(quickest, LOOKS_OF_WAIT * (now - self._searching_since)), max(quickest, self.rules.beat))
         if place is None:
@@ -206,7 +209,7 @@ class Moves:
 
     def _next_place(self, places: list[Place], now: float) -> Place | None:
         """Return the place of the next look: mostly one of those up to the first that answers, every fourth time one of the others."""
-        answering = [k for k, place in enumerate(places) if place.id not in self._silent_since]
+        answering = [k for k, place in enumerate(places) if place.name not in self._silent_since]
         count = answering[0] + 1 if answering else len(places)
         near, others = places[:count], [*places[count:], *([None] if self.undecided else [])]
         near = [place for place in near if self._is_worth_a_look(place, now)] or near
@@ -216,8 +219,8 @@ class Moves:
         return near[self._turn % len(near)] if near else None
 
     def _is_worth_a_look(self, place: Place | None, now: float) -> bool:
-        silent = self._start_is_clear if place is None else place.id in self._silent_since
-        return not silent or now >= self._looked_at.get(place.id if place else "", -math.inf) + SILENT_AGAIN
+        silent = self._start_is_clear if place is None else place.name in self._silent_since
+        return not silent or now >= self._looked_at.get(place.name if place else "", -math.inf) + SILENT_AGAIN
 
     def replaced(self) -> None:
         """Note that the store in use is gone: an empty one answers in its place, where a first round may form soon."""
@@ -228,7 +231,7 @@ class Moves:
         if place is None:
             self._start_is_clear = True
         else:
-            self._silent_since = {place.id: now, **self._silent_since}
+            self._silent_since = {place.name: now, **self._silent_since}
 
     def heard_from_start(self, answer: Synced, record: RoundRecord) -> str:
         """Take in what a store says where the job was started. Returns why this node gives up; empty: it does not."""
@@ -249,7 +252,7 @@ class Moves:
         only for one that is before its own in line, so that no two owners change places; whoever waits in such a store leaves it only
         when its owner has.
         """
-        self._silent_since = {i: since for i, since in self._silent_since.items() if i != place.id}
+        self._silent_since = {name: since for name, since in self._silent_since.items() if name != place.name}
         self._hear(answer.votes, record)
         found = answer.round
         if found is not None:
@@ -257,18 +260,18 @@ class Moves:
         proven = record.host in self.gone
         if not (proven or self.doubts or self.undecided):
             return False
-        order = [p.id for p in self._line(record)]
-        before = order[: order.index(place.id)] if place.id in order else order
+        order = [one for one in self._line(record) if one.name not in self._left]
+        before = order[: order.index(place)] if place in order else order
         free = not self.undecided or self.at is None or self.at.id in self.gone
         if place.id == self.me:
             enough = proven or self.undecided or self._others_doubt(answer.votes, record)
-            return free and enough and all(self._is_away(i, answer.now) for i in before)
+            return free and enough and all(self._is_away(one, answer.now) for one in before)
         if not quorum.is_there(answer.rows.get(place.id)):
             return False
         if free or self.at is None:
             return True
         if self.at.id == self.me:
-            return self.me not in before
+            return self.at not in before
         return quorum.is_there(answer.rows.get(self.at.id))
 
     def _others_doubt(self, votes: tuple[Vote, ...], record: RoundRecord) -> bool:
@@ -294,8 +297,8 @@ class Moves:
             if vote.id == vote.record.host and vote.id in vote.gone:
                 self._word = vote if self._word is None or newest(vote.record, self._word.record) is vote.record else self._word
 
-    def _is_away(self, owner: str, now: float) -> bool:
-        return owner in self.gone or now - self._silent_since.get(owner, now) >= self.rules.expire
+    def _is_away(self, place: Place, now: float) -> bool:
+        return place.id in self.gone or now - self._silent_since.get(place.name, now) >= self.rules.expire
 
     def forward(self, record: RoundRecord | None) -> tuple[Place, RoundRecord | None] | None:
         """Return where this node, which has taken over the store, has it, and the record there; None: it has not, or not yet.
@@ -335,7 +338,7 @@ class Moves:
             self._known = newest(record, self._known)
         own = Vote(self.me, self._known, tuple(sorted(self.gone)))
         self.votes = () if decided else (own,) if self._word is None else (self._word, own)
-        self._left |= {self.at.id} if self.at else frozenset()
+        self._left |= {self.at.name} if self.at else frozenset()
         self.at, self.undecided_since = place, None if decided else self.undecided_since or now
         self._searching_since = self._start = self._minority_since = None
         self._start_is_clear = self.doubts = self._is_replaced = False
@@ -387,7 +390,8 @@ class Moves:
         absent = {m.id for m in known.members if not quorum.is_there(rows.get(m.id))}
         lost = ended if known.host in self.gone else absent
         turn = next((k for k, place in enumerate(self._line(known), 1) if place.id == self.me), IN_LINE + 1)
-        return Change(None, take_over(known, self.me, lost, quorum.noted(needed, ended), turn))
+        ran = self.ran[1] if self.ran[0] == known.fence else 0.0
+        return Change(None, take_over(known, self.me, lost, quorum.noted(needed, ended), turn, ran))
 
     def _waits_for_more(self, rows: Mapping[str, NodeRow], now: float) -> bool:
         """Return whether the owner waits for those that are about to come. A node that has no proof of an end cannot know who that is."""

@@ -18,7 +18,7 @@ from elastirun.rendezvous.events import Synced
 from elastirun.rendezvous.records import MemberList, NodeRow, Place, RoundRecord, Status, Vote
 
 KEPT = "elastirun/"  # prefix of every key of the agents, in a store that workers share
-OWNER = "elastirun/owner"  # in a standby store: the id of the node that serves it; that of a later agent may be at the same port
+OWNER = "elastirun/owner"  # in a standby store: its ``Place.name``; a later agent may serve another one at the same port
 CLEAR_LIMIT = 1.5  # seconds; half of EXCHANGE_LIMIT, so that an exchange that was given up deletes nothing any more
 MAX_ROW = 256 << 10  # bytes; enough for 30 stderr lines of each of eight failed workers
 

@@ -111,7 +111,7 @@ def _tell(notice: Notice, vote: Vote, place: Place, told: set[str]) -> None:
     """Write the vote into the standby store at ``place``, unless nothing answers there."""
     from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 
-    protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token, place.id), clock.now)
+    protocol = SyncProtocol(notice.job, notice.me, Codec(notice.token, place.name), clock.now)
     with suppress(StoreError), closing(PlainTcpStore(place.address, place.port, STANDBY_LIMIT, protocol.vote_keys)) as store:
         if execute(protocol.put_vote(vote), store):
             told.add(place.id)

@@ -624,7 +624,7 @@ MUTANTS = (
     ),
     mutant(
         "a later agent's standby store at the same port is not taken for an earlier one's",
-        *("store_access", "if owner != at.id.encode():", "if False:"),
+        *("store_access", "if owner != at.name.encode():", "if False:"),
         *("standby_stores", "the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one"),
     ),
     mutant(
@@ -664,7 +664,7 @@ MUTANTS = (
     ),
     mutant(
         "the guard is sent to the store in use",
-        *("store_access", '"owner": at.id} if at else self._for_guard', '"owner": at.id} if False else self._for_guard'),
+        *("store_access", '"owner": at.name} if at else self._for_guard', '"owner": at.name} if False else self._for_guard'),
         *("standby_stores", "the_guard_is_sent_to_the_store_in_use"),
     ),
     mutant(
@@ -824,8 +824,33 @@ MUTANTS = (
         *("search", "a_standby_store_is_not_taken_for_the_one_where_a_job_starts"),
     ),
     mutant(
+        "a node that has given up its standby store serves another one",
+        *("session", "            self.access.renew_standby()\n", "            pass\n"),
+        *("session", "who_gives_up_its_own_standby_store_serves_another_one"),
+    ),
+    mutant(
+        "the next standby store of a node has another port",
+        *("store_access", "getsockname()[1] in self._ports:", "getsockname()[1] in ():"),
+        *("standby_stores", "a_node_without_another_port_goes_on_without_a_standby_store"),
+    ),
+    mutant(
+        "a node without another port goes on without a standby store",
+        *("store_access", "                if self._ports:  # it", "                if False:  # it"),
+        *("standby_stores", "a_node_without_another_port_goes_on_without_a_standby_store"),
+    ),
+    mutant(
+        "the own standby store is known by its port",
+        *("store_access", "(at.id, at.port) == (self.me, self.standby_port)", "at.id == self.me"),
+        *("standby_stores", "a_node_that_has_given_up_its_standby_store_serves_another_one_at_another_port"),
+    ),
+    mutant(
+        "the port of another standby store is told",
+        *("session", " or self.access.standby_port not in (0, self.machine.row.standby)", ""),
+        *("session", "who_gives_up_its_own_standby_store_serves_another_one"),
+    ),
+    mutant(
         "a standby store is where newcomers look",
-        *("store_access", "self._listen_at_endpoint() or net.listen_on", "net.listen_on"),
+        *("store_access", "if not self._ports and (found", "if False and (found"),
         *("search", "each_node_of_the_list_serves_its_standby_store_where_newcomers_look"),
     ),
     mutant(
@@ -895,8 +920,8 @@ MUTANTS = (
     ),
     mutant(
         "a round does not hold where the others may have gone on without this node",
-        *("round_check", "return me in here and (ended is None or all(", "return me in here and (True or all("),
-        *("round_check", "where_the_others_may_go_on_the_round_holds_with_enough_members_only"),
+        *("round_check", '"yes" if not replaced and still_holds(', '"yes" if still_holds('),
+        *("round_check", "where_the_others_may_have_gone_on_the_answer_is_no"),
     ),
     mutant(
         "a round whose job has moved does not hold",

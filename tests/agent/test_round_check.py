@@ -21,7 +21,7 @@ from elastirun.agent import local_socket, round_check
 from elastirun.agent.local_socket import MAX_CLIENTS
 from elastirun.agent.round_check import RoundCheck, still_holds
 from elastirun.rendezvous.events import Synced, SyncFailed
-from elastirun.rendezvous.records import Broken, Cause, Closed, Member, Place, Quorum, RoundRecord, Verdict
+from elastirun.rendezvous.records import Broken, Cause, Closed, Member, Place, RoundRecord, Verdict
 from elastirun.train import RoundUnknown, is_current
 from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.descriptors import descriptors
@@ -143,29 +143,8 @@ def test_what_counts_is_that_nobody_forms_the_next_round_without_this_node(recor
     assert still_holds(record, fence, "a") is answer
 
 
-THREE = replace(RECORD, members=(*RECORD.members, Member("c", "c", "", 1, "", 0)), quorums=(Quorum(("a", "b", "c"), "a"),))
-
-
-@pytest.mark.parametrize(
-    ("lost", "ended", "answer"),
-    [
-        ((), (), True),
-        (("b",), (), True),
-        (("b", "c"), (), False),  # they may have gone on without this node
-        (("b", "c"), ("b", "c"), True),
-        (("b", "c"), ("b",), False),
-        (("b", "c"), None, True),  # the store moves only when its host has died
-    ],
-)
-def test_where_the_others_may_go_on_the_round_holds_with_enough_members_only(
-    lost: tuple[str, ...], ended: tuple[str, ...] | None, answer: bool
-) -> None:
-    record = replace(THREE, broken=Broken(Cause.LOST, "silent", "a", lost)) if lost else THREE
-    assert still_holds(record, "s:3", "a", ended) is answer
-
-
 def test_a_round_whose_job_has_moved_does_not_hold() -> None:
-    assert not still_holds(replace(THREE, moved=Place("b", "", 1)), "s:3", "a")
+    assert not still_holds(replace(RECORD, moved=Place("b", "", 1)), "s:3", "a")
 
 
 # --- the socket
@@ -226,6 +205,13 @@ def test_only_a_read_that_began_after_the_question_answers_it(agent: Agent) -> N
         agent.synced()
         assert asking.recv(100) == b"yes\n"
         assert asking.recv(100) == b""
+
+
+def test_where_the_others_may_have_gone_on_the_answer_is_no(agent: Agent) -> None:
+    with agent.client(b"s:3\n") as asking:
+        now = clock.now()
+        agent.check.settle(Synced(now, now, RECORD, {}), replaced=True)
+        assert asking.recv(100) == b"no\n"
 
 
 def test_a_question_does_not_press_a_store_that_is_in_trouble(agent: Agent) -> None:

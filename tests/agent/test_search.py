@@ -448,7 +448,7 @@ def test_a_node_that_has_taken_the_port_of_a_dead_one_is_not_taken_for_it(node: 
 
 def place_at(i: int, port: int, token: bytes | None = None) -> Place | None:
     with plain(i, port) as store:
-        found: Place | None = execute(protocol(token).fresh(f"n{i}").find_job(), store)[1]
+        found: Place | None = execute(protocol(token).fresh(f"n{i}:{port}").find_job(), store)[1]
         return found
 
 

@@ -179,6 +179,23 @@ def test_the_port_of_the_standby_store_is_told_with_the_address_and_with_each_ne
     assert isinstance(told, Reachable) and told.standby == 4711
 
 
+def test_who_gives_up_its_own_standby_store_serves_another_one(waiting: tuple[Session, Mute], monkeypatch: pytest.MonkeyPatch) -> None:
+    session, mute = waiting
+    renewed: list[bool] = []
+    monkeypatch.setattr(session.access, "renew_standby", lambda: renewed.append(True))
+    session.access.connect(None).close()
+    session.worker_store = WorkerPorts(1000)
+    session.access.standby_port = 4712
+    session.step(Synced(mute.t, mute.t, None, {}))
+    assert session.machine.row.standby == 4712 and not renewed, "its port is told"
+    moves, own, other = session.machine._moves, Place(session.machine.row.id, "10.0.0.1", 4712), Place("n9", "10.0.0.9", 1)
+    for before, after, expected in ((None, own, 0), (own, own, 0), (own, other, 1), (other, own, 1)):
+        moves.at = before
+        monkeypatch.setattr(Machine, "step", lambda machine, event, after=after: setattr(moves, "at", after) or [])
+        session.step(Tick(mute.t))
+        assert len(renewed) == expected
+
+
 @pytest.mark.parametrize(
     ("options", "lasting", "hosted", "private"),
     [

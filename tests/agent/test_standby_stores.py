@@ -237,8 +237,39 @@ def test_the_guard_is_sent_to_the_store_in_use(port: int) -> None:
         host.connect(None), other.connect(None)
         assert other.for_guard(None) == {"kind": "tcp", "address": "127.0.0.1", "port": port}
         other.connect(place(host)).close()
-        assert other.for_guard(place(host)) == {"kind": "tcp", "address": "127.0.0.1", "port": host.standby_port, "owner": host.me}
+        assert other.for_guard(place(host)) == {"kind": "tcp", "address": "127.0.0.1", "port": host.standby_port, "owner": place(host).name}
         assert other.for_guard(None) == {"kind": "tcp", "address": "127.0.0.1", "port": port}, "an answer that comes late changes nothing"
+
+
+def test_a_node_that_has_given_up_its_standby_store_serves_another_one_at_another_port(port: int) -> None:
+    with access(1, port) as host, access(2, port) as other:
+        host.connect(None), other.connect(None)
+        ports = []
+        for _ in range(3):
+            old = place(other)
+            host.connect(old).close()
+            other.renew_standby()
+            assert other.standby_port == 0, "nobody can go there until it serves the next one"
+            other.connect(None).close()
+            ports.append(old.port)
+            for node in (host, other):
+                with pytest.raises(StoreError):
+                    node.connect(old)
+                node.connect(place(other)).close()
+        assert len({*ports, other.standby_port}) == 4
+
+
+def test_a_node_without_another_port_goes_on_without_a_standby_store(port: int) -> None:
+    first, last = port + 1, port + 2
+    with access(1, port) as host, access(2, port, f"--store-succession=proof --port-range={first}:{last}") as other:
+        host.connect(None), other.connect(None)
+        free = first + last - other.standby_port
+        with socket.create_server(("127.0.0.2", free)):
+            other.renew_standby()
+            other.connect(None).close()
+            assert other.standby_port == 0
+        other.connect(None).close()
+        assert other.standby_port == free
 
 
 def test_a_status_is_sent_to_the_store_in_use_also_on_its_host(port: int) -> None:
@@ -246,7 +277,7 @@ def test_a_status_is_sent_to_the_store_in_use_also_on_its_host(port: int) -> Non
         assert host.for_status(None) == {"kind": "none"}, "it has not reached a store yet"
         host.connect(None), other.connect(None)
         assert host.for_status(None) == other.for_status(None) == {"kind": "tcp", "address": "127.0.0.1", "port": port}
-        standby = {"kind": "tcp", "address": "127.0.0.2", "port": other.standby_port, "owner": other.me}
+        standby = {"kind": "tcp", "address": "127.0.0.2", "port": other.standby_port, "owner": place(other).name}
         assert host.for_status(place(other)) == other.for_status(place(other)) == standby
 
 
@@ -415,7 +446,9 @@ class Standbys:
     def told(self, token: bytes | None = None) -> list[tuple[Vote, ...]]:
         """The votes in each of our stores, as a node reads them."""
         sync = Sync(rows=(), voters=("n0",))
-        return [protocol(token).fresh(f"n{k}").carry_out(store.connect(), sync, 0.0).votes for k, store in enumerate(self.served, 1)]
+        names = [f"n{k}:{store.port}" for k, store in enumerate(self.served, 1)]
+        stores = zip(names, self.served, strict=True)
+        return [protocol(token).fresh(name).carry_out(store.connect(), sync, 0.0).votes for name, store in stores]
 
     def await_told(self) -> None:
         """Wait until each of our stores has a vote."""

@@ -53,16 +53,17 @@ def rows(count: int, **fields: Any) -> list[NodeRow]:
 
 
 def fill(server: Server, job: str, nodes: list[NodeRow], token: bytes | None = None, owner: str = "", **fields: Any) -> None:
-    """Write the records of a job whose round 1 runs on ``nodes``, as their agents do."""
+    """Write the records of a job whose round 1 runs on ``nodes``, as their agents do. ``owner``: the node whose standby store it is."""
+    name = f"{owner}:{server.port}" if owner else ""
     with closing(server.connect()) as store:
         if owner:
-            store.put_if(OWNER, None, owner.encode())
+            store.put_if(OWNER, None, name.encode())
         else:
             shared_store.register(store, job)
         record = RoundRecord("store", 2, 1, tuple(map(member, nodes)), "the first round", settings=SETTINGS, **fields)
         for sync in (*(Sync(put=Put(None, row), rows=()) for row in nodes), Sync(change=Change(None, record), rows=())):
             me = sync.put.row.id if sync.put else ""
-            SyncProtocol(shared_store.prefix(job), me, Codec(token, owner), clock.now).carry_out(store, sync, 0.0)
+            SyncProtocol(shared_store.prefix(job), me, Codec(token, name), clock.now).carry_out(store, sync, 0.0)
 
 
 def moved(server: Server, job: str, to: Place, first: RoundRecord | None = None) -> None:
@@ -300,7 +301,7 @@ def at(server: Server, **more: object) -> dict[str, object]:
 def test_an_agent_leads_to_the_store_of_its_job(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     fill(servers[0], "a", rows(2))
     fill(servers[1], "b", rows(3), owner="n1", term=1, host="n1")
-    agents = OwnAgent("a", ("node0:1",), at(servers[0])), OwnAgent("b", ("node1:1",), at(servers[1], owner="n1")), None
+    agents = OwnAgent("a", ("node0:1",), at(servers[0])), OwnAgent("b", ("node1:1",), at(servers[1], owner=f"n1:{servers[1].port}")), None
 
     def names(*endpoints: Endpoint, job: str | None = None) -> list[str]:
         return [one.job for one in with_agents(monkeypatch, Target(endpoints, job), *agents).jobs]
@@ -309,7 +310,7 @@ def test_an_agent_leads_to_the_store_of_its_job(servers: tuple[Server, Server], 
     assert names(job="b") == ["b"] and names(job="c") == []
     dead = Endpoint("127.0.0.1", 1)
     assert names(dead) == [], "the agents run jobs that meet elsewhere"
-    agents = (*agents, OwnAgent("b", (str(dead), "node7:1"), at(servers[1], owner="n1")))
+    agents = (*agents, OwnAgent("b", (str(dead), "node7:1"), at(servers[1], owner=f"n1:{servers[1].port}")))
     assert names(dead) == names(dead, job="b") == ["b"], "where the job was started nobody answers any more"
 
 
@@ -317,7 +318,7 @@ def test_an_endpoint_may_be_spelled_in_another_way_than_in_the_launch(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(servers[0], "a", rows(2), owner="n1", term=1, host="n1")
-    agent = OwnAgent("a", ("127.0.0.1:1", "[::1]:2"), at(servers[0], owner="n1"))
+    agent = OwnAgent("a", ("127.0.0.1:1", "[::1]:2"), at(servers[0], owner=f"n1:{servers[0].port}"))
     monkeypatch.setattr(net, "_look_up", lambda host: (("127.0.0.1",) if host == "name" else (host,), False))
     for host, port, jobs in (("name", 1, ["a"]), ("name", 3, []), ("127.0.0.2", 1, []), ("::1", 2, ["a"])):
         assert [one.job for one in with_agents(monkeypatch, Target((Endpoint(host, port),), "a"), agent).jobs] == jobs

@@ -10,12 +10,12 @@ from elastirun.rendezvous import formation, quorum
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
 from elastirun.rendezvous.events import Synced, SyncFailed, Tick
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Cause, Closed, NodeRow, Quorum, Status, Verdict, Vote
+from elastirun.rendezvous.records import Cause, Closed, NodeRow, Quorum, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.succession import Moves, another_run, take_over
 from tests.rendezvous import test_formation
 from tests.rendezvous.test_succession import PLACES, RECORD, answer, goes_on, rows, told
-from tests.sim.world import Deaths, World
+from tests.sim.world import Deaths, Node, World
 
 MAJORITY = Rules(1, 5, succession=True, majority=True)
 WITHIN = 2 * MAJORITY.expire + 3.0  # seconds in which a job goes on whose host has fallen silent
@@ -68,6 +68,68 @@ def test_the_greater_part_goes_on_without_a_host_that_is_cut_off_and_the_smaller
     assert world.record is not None
     assert {n.machine.record.store_id for n in world.nodes if n.machine.record} == {world.record.store_id}
     assert world.record.failures == 0
+
+
+def test_each_node_can_host_the_store_again_and_again() -> None:
+    """Who has been cut off serves another standby store when it is back: what others have given up they do not go back to."""
+    world = world_of(3, store_grace=60.0)
+    hosts, stale = [], []
+
+    def compare(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+        if old is None or new.round > old.round:
+            served = {node.id: node.session.access.standby_port for node in world.nodes}
+            stale.extend(m.name for m in new.members if m.standby not in (0, served[m.id]))
+
+    world.watch.append(compare)
+    for _ in range(7):
+        world.run(70)  # an early loss would keep the host that comes back from the next round
+        host = next(node for node in world.nodes if node.machine.hosting)
+        hosts.append(host.name)
+        host.side = 1
+        goes_on(world, *(node for node in world.nodes if node is not host), within=WITHIN)
+        host.side = 0
+        goes_on(world, *world.nodes, within=15.0)
+    assert world.record is not None and world.record.store_id == f"store-of-{world.nodes[0].id}" and len(set(hosts)) == 3
+    assert not stale, "a round names stores that nobody serves any more"
+
+
+def test_who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_next_one() -> None:
+    world = world_of(3, store_grace=60.0)
+    world.nodes[0].side = 1
+    goes_on(world, *world.nodes[1:], within=WITHIN)
+    world.nodes[0].side = 0
+    goes_on(world, *world.nodes, within=15.0)
+    second = world.nodes[1]
+    assert second.machine.hosting and second.machine.place is not None
+    second.side = 1
+    world.run(WITHIN)
+    second.side = 0
+    assert world.run(15, lambda: second.machine.place is not None and second.machine.place.id != second.id)
+    assert second.machine.row.standby == 0
+    goes_on(world, *world.nodes, within=15.0)
+    assert second.machine.row.standby == second.session.access.standby_port == 2001
+
+
+def test_a_host_that_is_cut_off_knows_that_it_may_have_been_replaced() -> None:
+    world = world_of(3)
+    host, *others = world.nodes
+    host.stop_time = 30.0  # its workers save for so long
+    host.side = 1
+    assert not host.machine.may_be_replaced
+    world.run(WITHIN)
+    assert [len(node.starts) for node in others] == [2, 2] and host.machine.may_be_replaced
+
+
+def test_a_host_whose_others_have_died_has_not_been_replaced() -> None:
+    world = told(3, majority=True)
+    host, *others = world.nodes
+    for node in others:
+        node.crash()
+    host.stop_time = 15.0  # its workers save for so long
+    answers: list[bool] = []
+    alone = world.running(host)
+    assert world.run(20, lambda: answers.append(host.machine.may_be_replaced) or alone())
+    assert world.t > 15 and not any(answers)
 
 
 def test_of_two_nodes_the_host_goes_on_and_the_other_ends() -> None:

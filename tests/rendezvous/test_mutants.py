@@ -415,6 +415,26 @@ MUTANTS = (
         *("store_thread", "threads_that_hang_at_many_stores_do_not_pile_up"),
     ),
     mutant(
+        "who reaches too few of its round does not take it for the current one",
+        *("machine", "return not all(quorum.is_met(needed, here, ended)", "return not all(True"),
+        *("majority", "a_host_that_is_cut_off_knows_that_it_may_have_been_replaced"),
+    ),
+    mutant(
+        "nodes whose end is proven replace nobody",
+        *("machine", "quorum.is_met(needed, here, ended) for needed", "quorum.is_met(needed, here) for needed"),
+        *("majority", "a_host_whose_others_have_died_has_not_been_replaced"),
+    ),
+    mutant(
+        "who has given up its standby store serves another one",
+        *("machine", "            self.row = replace(self.row, standby=0)", "            pass"),
+        *("majority", "who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_next_one"),
+    ),
+    mutant(
+        "a standby store that a node has given up is another one than its next",
+        *("records", 'return f"{self.id}:{self.port}"', "return self.id"),
+        *("majority", "each_node_can_host_the_store_again_and_again"),
+    ),
+    mutant(
         "a store that cannot move needs no majority",
         *("formation", "if rules.succession and host else ()", "if rules.succession else ()"),
         *("formation", "a_job_in_the_store_of_another_one_needs_no_majority"),
@@ -507,7 +527,7 @@ MUTANTS = (
     ),
     mutant(
         "an exchange signs for the store that it goes to",
-        *("exchanges", 'fresh(at.id if at else "")', "fresh()"),
+        *("exchanges", 'fresh(at.name if at else "")', "fresh()"),
         *("store_thread", "what_is_signed_for_one_store_is_nothing_in_another_one"),
     ),
     mutant(
@@ -751,7 +771,7 @@ MUTANTS = (
     ),
     mutant(
         "an owner gives up its undecided store only for one before it in line",
-        *("succession", "return self.me not in before", "return True"),
+        *("succession", "return self.at not in before", "return True"),
         *("succession", "an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line"),
     ),
     mutant(
@@ -760,8 +780,18 @@ MUTANTS = (
         *("succession", "who_waits_in_an_undecided_store_leaves_it_when_its_owner_has"),
     ),
     mutant(
+        "a node waits for no store before its own that it has left",
+        *("succession", "for one in self._line(record) if one.name not in self._left]", "for one in self._line(record)]"),
+        *("succession", "who_has_left_a_store_does_not_wait_for_it"),
+    ),
+    mutant(
+        "a round that ran for long before its host was lost is no early loss",
+        *("succession", "ran = self.ran[1] if self.ran[0] == known.fence else 0.0", "ran = 0.0"),
+        *("majority", "each_node_can_host_the_store_again_and_again"),
+    ),
+    mutant(
         "nobody goes back to a store that it has left",
-        *("succession", "not in self.gone | self._left and", "not in self.gone and"),
+        *("succession", " and place.name not in self._left and", " and"),
         *("succession", "nobody_goes_back_to_a_store_that_it_has_left"),
     ),
     mutant(

@@ -428,6 +428,14 @@ def test_nobody_goes_back_to_a_store_that_it_has_left() -> None:
     assert [p.id for p in moves.places(RECORD)] == ["c", "d"]
 
 
+def test_who_has_left_a_store_does_not_wait_for_it() -> None:
+    """Nobody looks there any more, so it would never be found silent."""
+    renewed = replace(RECORD, members=(*MEMBERS[:1], replace(MEMBERS[1], standby=2001), *MEMBERS[2:]))
+    for record, follows in ((RECORD, True), (renewed, False)):  # the next store of that node is another one
+        moves = Moves("d", PROOF, _left=frozenset({PLACES[1].name}))
+        assert moves.should_follow(PLACES[4], answer("d", votes=(Vote("h", record, ("h", "b", "c")),)), record) is follows
+
+
 def test_who_says_that_a_host_has_died_knows_the_record_that_it_knew() -> None:
     newer = replace(RECORD, version=9, round=4)
     moves = Moves("b", PROOF)

@@ -234,6 +234,8 @@ def _copied(node: Node, world: Small) -> Node:
     other.session = copy.copy(node.session)
     other.session.machine, other.session._exchanges = _own_copy(node.machine), exchanges
     other.session.worker_store, other.session._now = copy.copy(node.session.worker_store), lambda: other.now
+    other.session.access = copy.copy(node.session.access)
+    other.session.access._node = other  # type: ignore[attr-defined]
     other.starts, other.began, other.stops = list(node.starts), list(node.began), list(node.stops)
     other.ready_for, other.said, other.standby = set(node.ready_for), [], dict(node.standby)
     return other

@@ -172,10 +172,15 @@ class WorkerPorts(RendezvousStoreForWorkers):
 class WorldAccess(StoreAccess):
     """The access to the store of the world, whose route every node knows."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, node: Node) -> None:
         super().__init__(CONFIG)
         self._address = NodeAddress(address, address, None, None)
+        self._node = node
         self.standby_port = 2000
+
+    def renew_standby(self) -> None:
+        self.standby_port += 1
+        self._node.standby = {}
 
     def worker_store(self, on_error: Callable[[str], None]) -> WorkerPorts:
         return WorkerPorts(1000)
@@ -520,7 +525,7 @@ class World:
         lease = 0.0 if rules.max_nodes == 1 else rules.guard_lease
         node = Node(self, name, None, None, offset, rate, lease)  # type: ignore[arg-type]
         exchanges = WorldExchanges(node, SyncProtocol("job/", row.id, CODEC, lambda: node.now))
-        access = WorldAccess(f"10.0.0.{names.index(name) + 1}")
+        access = WorldAccess(f"10.0.0.{names.index(name) + 1}", node)
         node.session = Session(Machine(rules, row, node.now), exchanges, access, node.said.append, lambda: node.now)
         node.hosts = self.hosted and name == (self.nodes or [node])[0].name
         node.side = next((other.side for other in reversed(self.nodes) if other.name == name), 0)
@@ -552,7 +557,9 @@ class World:
 
     def data_at(self, at: Place | None) -> dict[str, bytes]:
         server = self.server(at)
-        return self.data if at is None or server is None else server.standby
+        if at is None or server is None:
+            return self.data
+        return server.standby if at.port == server.session.access.standby_port else {}
 
     def loses(self, node: Node, at: Place | None, rng: random.Random, reply: bool = False) -> bool:
         """Return whether a message of the node to the store ``at``, or the reply to it, is lost."""
@@ -615,7 +622,9 @@ class World:
 
     def is_up(self, at: Place | None) -> bool:
         server = self.server(at)
-        return self.store_up if at is None or server is None else server.alive
+        if at is None or server is None:
+            return self.store_up
+        return server.alive and at.port == server.session.access.standby_port
 
     def _arrive(self, node: Node, connection: Connection, steps: Steps, operation: Operation) -> None:
         at = connection.at
