@@ -5,6 +5,8 @@
     python -m tests.sim --succession --seeds 0:2000
                                                 of these seeds only those with --store-succession, about one in six: the store's
                                                 host dies, the network is torn, loops and machines stand still (docs/decisions/0020)
+
+PyPy 3.11 runs them 1.6 times as fast after the first hundred, with the same transcripts.
 """
 
 from __future__ import annotations

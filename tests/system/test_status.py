@@ -36,7 +36,7 @@ def until(state: str, *options: str) -> dict[str, Any]:
 
 
 def test_a_job_from_its_first_node_to_the_store_that_has_moved(nodes: Cluster) -> None:
-    options = ("--last-call=0.5", "--max-restarts=0", "--expire=30", "--store-succession=proof")
+    options = ("--last-call=60", "--max-restarts=0", "--expire=30", "--store-succession=proof")  # all three are in the first round
     everywhere = ",".join(f"127.0.0.{i}:{nodes.port}" for i in (1, 2, 3))
     first = f"--rdzv-endpoint=127.0.0.1:{nodes.port}"
 
