@@ -404,7 +404,8 @@ class EndpointAccess(StoreAccess):
         round may form first, and nobody has said that it is hosted for jobs.
         """
         endpoint = self._endpoint
-        limit = STANDBY_LIMIT if self.has_moved else ANSWER_LIMIT  # it is only looked at, and a host that stands still delays the job
+        # A job that has moved only looks here, and a host that stands still must not hold it up for long.
+        limit = STANDBY_LIMIT if self.has_moved else ANSWER_LIMIT
         if foreign := net.who_answers(address, endpoint.port, limit, again=self.newcomer):
             return f"what listens at {endpoint} {foreign}"
         if not self._search.several:

@@ -278,7 +278,7 @@ class Machine:
         if record.open:
             # the host may have said why before its store was gone
             broken = known.broken or Broken(Cause.LOST, reason, self.row.id, ran=self._moves.ran[1])
-            self.record = replace(record, broken=replace(broken, lost=(*broken.lost, record.host), over=True))
+            self.record = replace(record, broken=replace(broken, lost=tuple(dict.fromkeys((*broken.lost, record.host))), over=True))
         self._say(f"{reason}; the store moves to {place.address}")
         self._begin_at(place)
 

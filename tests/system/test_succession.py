@@ -22,6 +22,17 @@ def start(nodes: Cluster, count: int, *options: str, nnodes: str = "1:3") -> tup
     return agents, nodes.round(count)
 
 
+def come_back(nodes: Cluster, count: int) -> tuple[list[subprocess.Popen[str]], list[Worker]]:
+    """Kill the host of ``count`` nodes, and start it again. Return all agents, and the workers of the job's first round with all."""
+    agents, before = start(nodes, count)
+    kill(agents[0])
+    smaller = nodes.round(count - 1, after=before[0].round, timeout=EXPIRE - 5)
+    agents[0] = nodes.agent(1, *PROOF, "--last-call=5")
+    whole = nodes.round(count, after=smaller[0].round)
+    assert run_of(whole) == run_of(before)
+    return agents, whole
+
+
 def agent_pid(worker: Worker) -> int:
     return int(worker.env["ELASTIRUN_AGENT"].split("-")[0])
 
@@ -62,11 +73,7 @@ def test_the_others_go_on_when_the_host_leaves(nodes: Cluster) -> None:
 
 
 def test_the_node_that_comes_back_where_a_moved_job_was_started_stays_for_another_job_there(nodes: Cluster) -> None:
-    agents, before = start(nodes, 2)
-    kill(agents[0])
-    smaller = nodes.round(1, after=before[0].round, timeout=EXPIRE - 5)
-    back = nodes.agent(1, *PROOF, "--last-call=5")
-    whole = nodes.round(2, after=smaller[0].round)
+    (back, agent), whole = come_back(nodes, 2)
     where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.3", "--rdzv-id=other")
     other = nodes.launch(3, "--nnodes=1", "--rdzv-backend=c10d", *where, str(nodes.script))
     (worker,) = nodes.round(1, after=0)
@@ -74,7 +81,7 @@ def test_the_node_that_comes_back_where_a_moved_job_was_started_stays_for_anothe
         one.tell("exit 0")
     nodes.says(1, "its store stays up for the nodes of job other")
     worker.tell("exit 0")
-    assert [nodes.ends(agent) for agent in (other, back, agents[1])] == [0, 0, 0], nodes.everything()
+    assert [nodes.ends(one) for one in (other, back, agent)] == [0, 0, 0], nodes.everything()
 
 
 @contained
@@ -129,13 +136,9 @@ def test_the_host_is_killed_while_it_leaves(nodes: Cluster) -> None:
 
 
 def test_the_node_that_hosted_the_store_comes_back_into_the_same_job(nodes: Cluster) -> None:
-    agents, before = start(nodes, 3)
-    kill(agents[0])
-    smaller = nodes.round(2, after=before[0].round, timeout=EXPIRE - 5)
-    back = nodes.agent(1, *PROOF, "--last-call=5")
-    whole = nodes.round(3, after=smaller[0].round)
-    assert run_of(whole) == run_of(before) and back.pid in {agent_pid(worker) for worker in whole}
-    finish(nodes, [back, *agents[1:]], whole)
+    agents, whole = come_back(nodes, 3)
+    assert agents[0].pid in {agent_pid(worker) for worker in whole}
+    finish(nodes, agents, whole)
 
 
 def test_the_guard_of_a_node_that_has_moved_speaks_to_the_store_where_it_is(nodes: Cluster) -> None:
