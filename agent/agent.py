@@ -248,8 +248,8 @@ class Agent:
             if event is None:
                 return
             machine = self._session.machine
-            if isinstance(event, Synced | SyncFailed) and not (machine.looking or machine.undecided):
-                self._round_check.settle(event, machine.may_be_replaced)
+            if isinstance(event, Synced | SyncFailed) and not machine.looking:
+                self._round_check.settle(event, self._may_be_replaced)
             actions = self._session.step(event)
             if isinstance(event, Synced):
                 self._brief_guard()
@@ -295,6 +295,9 @@ class Agent:
 
     def _read_store_soon(self) -> None:
         self._session.post(Changed(clock.now()))
+
+    def _may_be_replaced(self) -> bool:
+        return self._session.machine.may_be_replaced
 
     def _describe_store(self) -> str:
         live = [process.spec.rank for process in self._workers.processes.values() if self._live.is_live(process.pid)]

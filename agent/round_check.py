@@ -63,10 +63,10 @@ class RoundCheck:
             self.trouble = f"workers cannot ask whether their round is current: no socket in a temporary folder: {error.strerror}"
             self.folder = ""
 
-    def settle(self, event: Synced | SyncFailed, replaced: bool = False) -> None:
+    def settle(self, event: Synced | SyncFailed, replaced: Callable[[], bool] = lambda: False) -> None:
         """Answer the questions that came before ``event``, the outcome of an exchange with the store, began.
 
-        ``replaced``: the others may have gone on without this node in another store.
+        ``replaced()``: whether the others may have gone on without this node in another store.
         """
         self._store_answers = isinstance(event, Synced)
         if self._socket is None:
@@ -75,7 +75,7 @@ class RoundCheck:
             if isinstance(event, SyncFailed):
                 self._socket.answer(client, f"unknown the rendezvous store does not answer: {clip(event.why)}")
             elif event.started >= (client.asked or 0.0):
-                self._socket.answer(client, "yes" if not replaced and still_holds(event.round, client.line, self._me) else "no")
+                self._socket.answer(client, "yes" if not replaced() and still_holds(event.round, client.line, self._me) else "no")
 
     def tick(self, now: float) -> float | None:
         """Return when to be called next, on ``elastirun.clock``; None: not by time."""

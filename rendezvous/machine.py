@@ -97,13 +97,10 @@ class Machine:
 
     @property
     def looking(self) -> bool:
-        """Whether the exchange under way is with another store than the one in use, and so says nothing about the round of this node."""
-        return self._link.schedule.under_way and self._link.schedule.asked.look
-
-    @property
-    def undecided(self) -> bool:
-        """Whether the store in use is a standby store that nobody has taken over yet: it says nothing about the round of this node."""
-        return self._moves.undecided
+        """Whether the exchange under way says nothing about the round of this node: it is with another store than the one in use, or with a
+        standby store that nobody has taken over yet.
+        """
+        return self._moves.undecided or (self._link.schedule.under_way and self._link.schedule.asked.look)
 
     @property
     def may_be_replaced(self) -> bool:

@@ -920,7 +920,7 @@ MUTANTS = (
     ),
     mutant(
         "a round does not hold where the others may have gone on without this node",
-        *("round_check", '"yes" if not replaced and still_holds(', '"yes" if still_holds('),
+        *("round_check", '"yes" if not replaced() and still_holds(', '"yes" if still_holds('),
         *("round_check", "where_the_others_may_have_gone_on_the_answer_is_no"),
     ),
     mutant(

@@ -210,7 +210,7 @@ def test_only_a_read_that_began_after_the_question_answers_it(agent: Agent) -> N
 def test_where_the_others_may_have_gone_on_the_answer_is_no(agent: Agent) -> None:
     with agent.client(b"s:3\n") as asking:
         now = clock.now()
-        agent.check.settle(Synced(now, now, RECORD, {}), replaced=True)
+        agent.check.settle(Synced(now, now, RECORD, {}), lambda: True)
         assert asking.recv(100) == b"no\n"
 
 

@@ -110,6 +110,17 @@ def test_who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_nex
     assert second.machine.row.standby == second.session.access.standby_port == 2001
 
 
+def test_a_store_that_nobody_has_taken_over_says_nothing_about_a_round() -> None:
+    """Else a worker that asks would hear that its round is over, and later that it is not."""
+    world = world_of(3)
+    host, *others = world.nodes
+    for node in others:
+        node.stop_time = 30.0  # its workers save for so long
+    host.crash()
+    waits = [node for node in others if world.run(20, lambda node=node: node.machine.record is not None and world.undecided(node))]  # type: ignore[misc]
+    assert waits and all(node.machine.looking for node in waits if world.undecided(node))
+
+
 def test_a_host_that_is_cut_off_knows_that_it_may_have_been_replaced() -> None:
     world = world_of(3)
     host, *others = world.nodes

@@ -420,6 +420,11 @@ MUTANTS = (
         *("majority", "a_host_that_is_cut_off_knows_that_it_may_have_been_replaced"),
     ),
     mutant(
+        "a store that nobody has taken over says nothing about a round",
+        *("machine", "return self._moves.undecided or (", "return ("),
+        *("majority", "a_store_that_nobody_has_taken_over_says_nothing_about_a_round"),
+    ),
+    mutant(
         "nodes whose end is proven replace nobody",
         *("machine", "quorum.is_met(needed, here, ended) for needed", "quorum.is_met(needed, here) for needed"),
         *("majority", "a_host_whose_others_have_died_has_not_been_replaced"),
@@ -1157,7 +1162,7 @@ MUTANTS = (
     ),
     mutant(
         "a look says nothing about the store in use",
-        *("machine", "return self._link.schedule.under_way and self._link.schedule.asked.look", "return False"),
+        *("machine", "or (self._link.schedule.under_way and self._link.schedule.asked.look)", "or False"),
         *("majority", "a_look_says_nothing_about_the_store_in_use"),
     ),
     mutant(
