@@ -26,7 +26,7 @@ if os.environ["RANK"] == "0":
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         signal.pause()
     subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-print("done", os.environ["RANK"], flush=True)
+os.write(1, f"rank {os.environ['RANK']} done\\n".encode())  # whole: print writes a line in two parts, and the file is shared
 """
 
 
@@ -93,5 +93,5 @@ def test_a_job_runs_and_recovers_in_a_python_that_was_built_for_an_old_c_library
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OLD_PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])])}
     ended = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.split()) == ["0", "1", "done", "done"]
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
     assert "Traceback" not in ended.stderr, ended.stderr
