@@ -19,11 +19,11 @@ from elastirun.agent.store_access import StoreAccess, rules, store_access
 from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.rendezvous.actions import Action, Reconnect, Sync
-from elastirun.rendezvous.codec import Codec, clip
-from elastirun.rendezvous.events import Changed, Event, FoundAtStart, Leave, Reachable, StoodStill, Synced, Tick
+from elastirun.rendezvous.codec import Codec
+from elastirun.rendezvous.events import Event, FoundAtStart, Leave, Reachable, StoodStill, Synced, Tick
 from elastirun.rendezvous.exchanges import Exchanges
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import ExitRecord, NodeRow, Status
+from elastirun.rendezvous.records import NodeRow, Status
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.sync import SyncProtocol
 
@@ -173,12 +173,6 @@ class Session:
         assert self.worker_store is not None
         self.worker_store.serve()
         self.post(self._reachable(self._now(), self.machine.row.address, self.worker_store))
-
-    def sit_out(self, why: str, failures: tuple[ExitRecord, ...]) -> None:
-        """Let the next round form without this node, whose workers have ended, until the machine hears ``WorkersStopped``."""
-        row = self.machine.row
-        self.machine.row = replace(row, done_round=row.round, failures=failures, note=clip(why))
-        self.post(Changed(self._now()))
 
     def _reachable(self, now: float, address: str, worker_store: WorkerStore | RendezvousStoreForWorkers) -> Reachable:
         return Reachable(now, address, worker_store.port, self.access.standby_port)

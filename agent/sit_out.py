@@ -1,8 +1,8 @@
 """A node with ``--strikes`` strikes sits out: counts the strikes, takes the node out of the next round, and lets it join again.
 
-The node stays where it is, in the state DRAINING: its row says that it will not run its last round again, so the others go on without it,
-and that its workers are being stopped, so no round includes it. It goes on reading the round record, and so learns the end of the job.
-All of that is to withhold ``WorkersStopped`` from the machine. The decisions are those of ``strikes.py``.
+The machine hears ``SitsOut`` instead of ``WorkersStopped``, and stays in the state DRAINING: its row says that it will not run its last
+round again, so the others go on without it, and that its workers are being stopped, so no round includes it. It goes on reading the round
+record, and so learns the end of the job. The decisions are those of ``strikes.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastirun.config import LaunchConfig
 from elastirun.errors import StartError, StoreError
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Synced, WorkersStopped
+from elastirun.rendezvous.events import SitsOut, Synced, WorkersStopped
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.records import ExitRecord, RoundRecord
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
@@ -206,7 +206,7 @@ class SitOut:
         self._say(f"this node sits out for {cooldown:g} s at most: strike {len(whys)} of {self._config.strikes}: {whys[-1]}")
         self._write(events.SitsOut(machine.row.round, whys, cooldown))
         self._accounting.sit_out()
-        self._session.sit_out(f"strike {len(whys)} of {self._config.strikes}: {whys[-1]}", self._failures)
+        self._session.post(SitsOut(now, f"strike {len(whys)} of {self._config.strikes}: {whys[-1]}", self._failures))
         self._going_out()
 
     def _stay(self, why: str) -> None:

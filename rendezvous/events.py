@@ -74,6 +74,17 @@ class WorkersStopped(Event):
 
 
 @dataclass(frozen=True)
+class SitsOut(Event):
+    """No worker of this node runs any more, and none is to start before ``WorkersStopped``: the others go on without it.
+
+    ``why`` is for people.
+    """
+
+    why: str
+    failures: tuple[ExitRecord, ...] = ()
+
+
+@dataclass(frozen=True)
 class Gathered(Event):
     """All workers of the running ``round`` train together, in a live job. Until then those that have kept their state may train alone."""
 

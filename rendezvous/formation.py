@@ -82,7 +82,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, to
         broken=None,
         moved=None,
         host=host,
-        quorums=quorum.following(record, view.rows, tuple(row.id for row in chosen), host) if rules.succession and host else (),
+        quorums=quorum.following(record, view.rows, tuple(row.id for row in chosen), host) if rules.succession else (),
     )
     return Forming(following, following.reason, leader=chosen[0].id)
 

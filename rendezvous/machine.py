@@ -188,6 +188,11 @@ class Machine:
             self._go(Trigger.STOPPED, done_round=self.row.round, failures=event.failures, kept=kept)
             self._kept, self._gathered = event.kept, False
 
+    def _on_sits_out(self, event: events.SitsOut) -> None:
+        if self.state is DRAINING:
+            self.row = replace(self.row, done_round=self.row.round, failures=event.failures, note=clip(event.why))
+            self._link.schedule.urgent = True
+
     def _on_gathered(self, event: events.Gathered) -> None:
         if event.round == self.row.round and self.state in (RUNNING, DRAINING):
             self._gathered = True
@@ -356,6 +361,7 @@ class Machine:
         events.WorkersSucceeded: _on_succeeded,
         events.WorkersFailed: _on_failed,
         events.WorkersStopped: _on_stopped,
+        events.SitsOut: _on_sits_out,
         events.Gathered: _on_gathered,
     }
 

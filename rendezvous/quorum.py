@@ -30,8 +30,8 @@ def asked(record: RoundRecord, rows: Mapping[str, NodeRow]) -> tuple[Quorum, ...
 
 
 def following(record: RoundRecord, rows: Mapping[str, NodeRow], ids: tuple[str, ...], host: str) -> tuple[Quorum, ...]:
-    """Return the quorums that the next round is formed with: its members are ``ids``, and ``host`` serves its store."""
-    return (*asked(record, rows), Quorum(ids, host))
+    """Return the quorums that the next round is formed with: its members are ``ids``, and ``host`` serves its store; empty: no member."""
+    return (*asked(record, rows), Quorum(ids, host)) if host else ()
 
 
 def without(quorum: Quorum, host: str) -> Quorum:

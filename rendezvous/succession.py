@@ -51,6 +51,12 @@ def gone(votes: Iterable[Vote]) -> frozenset[str]:
     return frozenset(i for vote in votes for i in vote.gone)
 
 
+def vote(me: str, record: RoundRecord, ended: Collection[str]) -> Vote:
+    """Return the vote of the node ``me``. Of those that have ``ended`` it names the ones that ``record`` does: the others grow for ever."""
+    counted = {me, *(m.id for m in record.members), *(i for quorum in record.quorums for i in quorum.ids)}
+    return Vote(me, record, tuple(sorted(counted.intersection(ended))))
+
+
 def another_run(found: RoundRecord | None, record: RoundRecord) -> str:
     """Return in words that another run of the job has begun where it was started; empty: none has. Nodes that come find only that one."""
     other = found is not None and found.round > 0 and found.closed is None and found.store_id != record.store_id
@@ -137,7 +143,7 @@ class Moves:
         serves = record is not None and self.me == (self.at.id if self.at else record.host)
         if known is None or not self.rules.succession or not (serves or known.index(self.me) is not None):
             return None
-        return Vote(self.me, known, (*sorted(self.gone - {self.me}), self.me))
+        return vote(self.me, known, self.gone | {self.me})
 
     def stood_still(self, now: float, seconds: float) -> None:
         """Note that this agent was suspended: that time is no time of waiting, and other stores may have stood still as well."""
@@ -336,7 +342,7 @@ class Moves:
         self.gone |= quorum.left(rows.values())
         if not self.undecided or self._known is None:  # else ``record`` is not what stood in a store
             self._known = newest(record, self._known)
-        own = Vote(self.me, self._known, tuple(sorted(self.gone)))
+        own = vote(self.me, self._known, self.gone)
         self.votes = () if decided else (own,) if self._word is None else (self._word, own)
         self._left |= {self.at.name} if self.at else frozenset()
         self.at, self.undecided_since = place, None if decided else self.undecided_since or now

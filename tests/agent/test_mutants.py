@@ -1251,11 +1251,6 @@ MUTANTS = (
         *("strikes", "when_it_joins_again"),
     ),
     mutant(
-        "nobody waits for a node that sits out",
-        *("session", "done_round=row.round, failures", "failures"),
-        *("sit_out", "the_row_says_at_once_that_the_last_round_is_over_for_this_node"),
-    ),
-    mutant(
         "one round is one strike",
         *("sit_out", "            self._suspicion = None  # one round, one strike\n", ""),
         *("sit_out", "one_round_is_one_strike"),

@@ -11,10 +11,8 @@ import pytest
 
 from elastirun import clock
 from elastirun.agent import events, sit_out
-from elastirun.agent.session import Session
 from elastirun.agent.sit_out import AGAIN, CHECK, LOOK_LIMIT, SitOut
-from elastirun.agent.strikes import sits_out
-from elastirun.rendezvous.events import Changed, Synced, WorkersStopped
+from elastirun.rendezvous.events import SitsOut, Synced, WorkersStopped
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import member
 from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
@@ -43,7 +41,7 @@ class Node:
         self.lines: list[str] = []
         self.events: list[events.Event] = []
         access = SimpleNamespace(for_status=lambda place: {}, key_prefix="")
-        session: Any = SimpleNamespace(machine=self.machine, access=access, post=self.posted.append, sit_out=self.goes_out)
+        session: Any = SimpleNamespace(machine=self.machine, access=access, post=self.post)
         config: Any = SimpleNamespace(
             strikes=strikes, strikes_cooldown=100.0, fixed_ranks=False, standalone=False, min_nodes=2, token=None, timing=Timing()
         )
@@ -54,8 +52,12 @@ class Node:
         self.looked += 1
         return SimpleNamespace(found=self.found, done=self.found is not None)
 
-    def goes_out(self, why: str, failures: tuple[ExitRecord, ...]) -> None:
-        self.machine.row = replace(self.machine.row, done_round=3, note=why, failures=failures)
+    def post(self, event: object) -> None:
+        """Keep the events that let the node join. The other one comes first, and without it the others would wait for this node."""
+        if isinstance(event, SitsOut):
+            self.machine.row = replace(self.machine.row, done_round=3, note=event.why, failures=event.failures)
+        else:
+            self.posted.append(event)
 
     def ends_round(self, *failures: ExitRecord, number: int = 3, stragglers: tuple[int, ...] = (), leaving: bool = False) -> list[object]:
         """End a round. Return the events that the machine gets immediately."""
@@ -92,14 +94,6 @@ def test_workers_that_keep_their_state_are_ended_when_their_node_sits_out(monkey
     assert node.ends_round(OWN) == [] and node.sit_out.out
     node.sit_out.end()
     assert [event.kept for event in node.posted] == [False]  # type: ignore[attr-defined]
-
-
-def test_the_row_says_at_once_that_the_last_round_is_over_for_this_node() -> None:
-    machine: Any = SimpleNamespace(row=B)
-    session = Session(machine, None, None, print, lambda: 7.0)  # type: ignore[arg-type]
-    session.sit_out("strike 2 of 2", (OWN,))
-    assert machine.row == replace(B, done_round=3, note="strike 2 of 2", failures=(OWN,)) and sits_out(machine.row)
-    assert session.next_event() == Changed(7.0)
 
 
 def test_without_strikes_nothing_is_counted_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +208,7 @@ def test_histories_in_which_nodes_sit_out_break_no_promise(monkeypatch: pytest.M
         seconds = 0.0
         if chance < 40 and not node.machine.hosting and not node.world.rules.private and not node.world.rules.fixed_ranks:
             outs, seconds = outs + 1, 0.3 + chance / 5
-            node.when_running(lambda: (node.session.sit_out("strikes", node.machine.row.failures), node.turn()))
+            node.when_running(lambda: node.feed(lambda now: SitsOut(now, "strikes", node.machine.row.failures)))
         node.world.at(seconds, lambda: node.feed(lambda now: WorkersStopped(now, node.machine.row.failures, kept)))
 
     monkeypatch.setattr(world.Node, "stopped", stopped)

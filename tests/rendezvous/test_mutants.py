@@ -239,6 +239,21 @@ MUTANTS = (
         *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
     ),
     mutant(
+        "nobody waits for a node that sits out",
+        *("machine", "done_round=self.row.round, failures=event.failures, note=", "failures=event.failures, note="),
+        *("steps", "a_node_that_sits_out_says_at_once_that_its_last_round_is_over_and_joins_no_other"),
+    ),
+    mutant(
+        "only a node whose workers are being stopped sits out",
+        *("machine", "if self.state is DRAINING:\n            self.row = ", "if True:\n            self.row = "),
+        *("steps", "a_node_that_sits_out_says_at_once_that_its_last_round_is_over_and_joins_no_other"),
+    ),
+    mutant(
+        "a vote names no nodes that nobody counts any more",
+        *("succession", "tuple(sorted(counted.intersection(ended)))", "tuple(sorted(ended))"),
+        *("succession", "a_vote_names_only_nodes_that_its_record_names"),
+    ),
+    mutant(
         "a reason to end a round does not end the next one",
         *("machine", "        if record.round != self.row.round:\n", "        if False:\n"),
         *("steps", "the_reason_to_end_a_round_does_not_end_the_next_one"),
@@ -441,7 +456,7 @@ MUTANTS = (
     ),
     mutant(
         "a store that cannot move needs no majority",
-        *("formation", "if rules.succession and host else ()", "if rules.succession else ()"),
+        *("quorum", " if host else ()", ""),
         *("formation", "a_job_in_the_store_of_another_one_needs_no_majority"),
     ),
     mutant(

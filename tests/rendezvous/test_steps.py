@@ -9,7 +9,7 @@ import pytest
 
 from elastirun.rendezvous import updates
 from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
-from elastirun.rendezvous.events import Changed, Close, Leave, Reachable, SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.events import Changed, Close, Leave, Reachable, SitsOut, SyncFailed, Tick, WorkersStopped
 from elastirun.rendezvous.records import Cause, Closed, RoundRecord, Status, Verdict
 from tests.support.stage import ME, Stage, count, met, running, slow_answers
 
@@ -476,6 +476,23 @@ def test_who_fails_while_a_node_is_being_stopped_is_reported_too() -> None:
     stage.me.feed(lambda now: WorkersStopped(now, (first, replace(first, local_rank=1))))
     assert stage.run(1, lambda: stage.mine.status is Status.JOINING)
     assert [f.local_rank for f in stage.mine.failures] == [0, 1] and stage.mine.done_round == 1
+
+
+def test_a_node_that_sits_out_says_at_once_that_its_last_round_is_over_and_joins_no_other() -> None:
+    stage = running("b")
+    stage.me.stop_time = 1e6
+    stage.me.fail(1)
+    stage.run(1)
+    failures = stage.me.machine.row.failures
+    stage.me.working = None
+    stage.me.feed(lambda now: SitsOut(now, "strike 2 of 2", failures))
+    assert stage.run(1, lambda: stage.mine.done_round == 1)
+    assert (stage.mine.status, stage.mine.failures, stage.mine.note) == (Status.DRAINING, failures, "strike 2 of 2")
+    stage.me.feed(lambda now: WorkersStopped(now, failures))
+    assert stage.run(1, lambda: stage.mine.status is Status.JOINING)
+    before = stage.me.machine.row
+    stage.me.feed(lambda now: SitsOut(now, "too late", ()))
+    assert stage.me.machine.row == before
 
 
 def test_the_verdict_is_the_reason_of_the_stop() -> None:

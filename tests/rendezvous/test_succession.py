@@ -449,7 +449,16 @@ def test_the_guard_of_a_host_tells_what_it_knew() -> None:
     assert Moves("a", PROOF).notice(RECORD) == Vote("a", RECORD, ("a",)), "the store may be gone, too"
     assert Moves("x", PROOF).notice(RECORD) is None and Moves("h", OFF).notice(RECORD) is None and Moves("h", PROOF).notice(None) is None
     owner = undecided("b", "b")
-    assert owner.notice(RECORD) == Vote("b", RECORD, ("h", "b")) and undecided("c", "b").notice(RECORD) == Vote("c", RECORD, ("h", "c"))
+    assert owner.notice(RECORD) == Vote("b", RECORD, ("b", "h")) and undecided("c", "b").notice(RECORD) == Vote("c", RECORD, ("c", "h"))
+
+
+def test_a_vote_names_only_nodes_that_its_record_names() -> None:
+    """A guard keeps its vote in a pipe, which would be full after some hundred nodes that have come and gone."""
+    earlier = replace(RECORD, quorums=(Quorum(("h", "x"), "h"), *RECORD.quorums))
+    moves = Moves("b", PROOF, gone=frozenset({"a", "x", *(f"gone-{i}" for i in range(1000))}))
+    assert moves.notice(RECORD) == Vote("b", RECORD, ("a", "b")) and moves.notice(earlier) == Vote("b", earlier, ("a", "b", "x"))
+    moves.move(PLACES[1], earlier, {}, False, 0.0)
+    assert moves.votes == (Vote("b", earlier, ("a", "x")),)
 
 
 def test_votes_about_another_run_are_not_heard() -> None:
