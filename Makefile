@@ -1,5 +1,6 @@
 # make train      set up .venv (once) and train the example under elastirun with two workers
-# make test       every check and test
+# make test       every check and test, but for those that take longest
+# make test-long  these
 # make test-loaded  the tests alone, while other work takes every processor: no test may ask for what a busy machine cannot keep
 #                 (TESTS=tests/system for some of them; takes three times as long)
 # make test-preload  the tests of whole jobs once more, with --preload=torch
@@ -24,7 +25,7 @@ STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha2
 PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 TESTS :=
 
-.PHONY: train test test-loaded test-preload mutants failover nightly lint venv clean
+.PHONY: train test test-long test-loaded test-preload mutants failover nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
@@ -40,6 +41,9 @@ test-loaded: venv
 
 mutants: venv
 	TEST_MUTANTS=all $(PYTEST) tests/*/test_mutants.py
+
+test-long: venv
+	TEST_LONG=1 $(PYTEST) -m long $(TESTS)
 
 test-preload: venv
 	TEST_PRELOAD=torch $(PYTEST) $(if $(TESTS),$(TESTS),tests/system)

@@ -31,7 +31,7 @@ class Sync:
     ``keep_alive``: renew the lease of this node's row; only in a store that has leases.
     ``fresh``: clear the store of all keys but the agents' before the row is written.
     ``at``: the standby store that this is about; None: the store that the job was started with. ``look``: it is not the one in use.
-    ``votes``: write these before the row. ``voters``: the nodes whose votes are read, if there is no round record.
+    ``votes``: write these before the row. ``voters``: the nodes whose votes are read, if no round is on.
     The answer is exactly one ``Synced`` or ``SyncFailed``; there is never a second exchange beside one under way.
     """
 

@@ -196,8 +196,8 @@ def _without_quorum(rules: Rules, view: View, ids: Set[str]) -> Forming | None:
 
     None: they cannot, or the store never moves while its host may live.
     """
-    record, ended = view.record, quorum.left(view.rows.values())
-    unmet = [q for q in quorum.asked(record, view.rows) if not quorum.is_met(q, ids, ended)] if rules.majority else []
+    record = view.record
+    unmet = [q for q in quorum.asked(record, view.rows) if not quorum.is_met(q, ids, view.ended)] if rules.majority else []
     if not unmet:
         return None
     here = [m for m in record.members if m.id in ids]

@@ -108,9 +108,9 @@ class Machine:
         record = self.record
         if record is None or not self.rules.majority:
             return False
-        view, ended = self._view(record), self._moves.gone | quorum.left(self.rows.values())
+        view = self._view(record)
         here = {m.id for m in record.members if not view.silent(m.id)}
-        return not all(quorum.is_met(needed, here, ended) for needed in record.quorums[-1:])
+        return not all(quorum.is_met(needed, here, view.ended) for needed in record.quorums[-1:])
 
     @property
     def place(self) -> Place | None:
@@ -539,7 +539,7 @@ class Machine:
 
     def _view(self, record: RoundRecord) -> View:
         """Return what this node knows of the round by the rows as they were read last."""
-        return self._link.view(record, self._now)
+        return self._link.view(record, self._now, self._moves.gone)
 
     @property
     def _ran(self) -> float:
@@ -629,7 +629,8 @@ class Machine:
         due = self._now + self._link.plan.interval(state, self.record, self._now - self._waiting.since, self._link.contact.took)
         asked = self._rows_to_read() if self._earlier is None else None
         put = self._link.put(self.record, self.row, self._now)
-        sync = self._moves.complete(Sync(put, change, asked, keep_alive=self.rules.lasting and self._link.own.introduced), self.record)
+        sync = Sync(put, change, asked, keep_alive=self.rules.lasting and self._link.own.introduced)
+        sync = self._moves.complete(sync, self.record, self.rows)
         self._link.schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
         self._actions.append(sync)
 
@@ -640,7 +641,7 @@ class Machine:
         """
         contact, schedule, doubted = self._link.contact, self._link.schedule, self._moves.doubts
         silent_since = contact.last if contact.trouble and self.state is not LEFT else None
-        due = self._moves.search(self.record, silent_since, self.rows, self._now)
+        due = self._moves.search(self.record, silent_since, self.rows, self._now, stays=self._outcome is None)
         if silent_since is not None and self.rules.majority:
             self._wake_at(silent_since + DOUBT * self.rules.expire)
         if silent_since is not None and self._moves.doubts and not doubted:

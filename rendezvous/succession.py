@@ -169,10 +169,13 @@ class Moves:
         line = self._line(record) if self.rules.succession and record is not None and not record.closed else ()
         return [place for place in line if place.id not in self.gone and place.name not in self._left and place != self.at]
 
-    def search(self, record: RoundRecord | None, silent_since: float | None, rows: Mapping[str, NodeRow], now: float) -> float | None:
+    def search(
+        self, record: RoundRecord | None, silent_since: float | None, rows: Mapping[str, NodeRow], now: float, stays: bool = True
+    ) -> float | None:
         """Return the time of the next look at another store; None: none is needed.
 
-        ``silent_since``: when the store in use answered last; None: it answers. ``rows``: as they were read last there.
+        ``silent_since``: when the store in use answered last; None: it answers. ``rows``: as they were read last there. ``stays``: this
+        node is not about to leave. One that is takes over no store, and sends no newcomer to its own.
         """
         since = self._minority_since if silent_since is None else silent_since
         if not self.undecided and (since is None or not self.places(record)):
@@ -184,7 +187,7 @@ class Moves:
         doubted, self.doubts = self.doubts, self.rules.majority and since is not None and now - since >= patience
         if self.doubts and not doubted:
             self._searching_since, self._due, self._turn = now, now, 0  # the others look now, too
-        self._claims = not self._start_is_clear and self._needed(rows) is not None
+        self._claims = stays and not self._start_is_clear and self._needed(rows) is not None
         if not self._claims:
             return self._due
         return self._looked_at.get("", now) + CLAIM_AGAIN if self._waits_for_more(rows, now) else now
@@ -369,13 +372,20 @@ class Moves:
         """Return since when this node has known where ``record`` sends it, and where nobody has answered; None: ``record`` sends nobody."""
         return self._told.since if record.moved is not None else None
 
-    def complete(self, sync: Sync, record: RoundRecord | None) -> Sync:
-        """Return the exchange with the store in use. In an undecided store the owner reads all that the others bring, they read its row."""
+    def complete(self, sync: Sync, record: RoundRecord | None, rows: Mapping[str, NodeRow]) -> Sync:
+        """Return the exchange with the store in use, in which ``rows`` were read last.
+
+        In an undecided store the owner reads all that the others bring, they read its row. When it has taken over, it goes on reading the
+        words of guards, which may come late, until there is a round.
+        """
         sync = replace(sync, at=self.at, votes=self.votes)
-        if not self.undecided or self.at is None or record is None:
+        if self.at is None or record is None:
             return sync
         if self.at.id != self.me:
-            return replace(sync, rows=(self.at.id,))
+            return replace(sync, rows=(self.at.id,)) if self.undecided else sync
+        if not self.undecided:
+            away = {i: None for q in record.quorums if record.broken for i in q.ids if i not in rows and i not in self.gone}
+            return replace(sync, voters=tuple(away))
         brought = [record, *([self._known] if self._known else []), *([self._word.record] if self._word else [])]
         return replace(sync, rows=None, voters=tuple({m.id: None for found in brought for m in found.members}))
 

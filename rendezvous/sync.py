@@ -108,7 +108,7 @@ class SyncProtocol:
         if everything:
             found = yield lambda store: store.under(self._job + "node/")
         rows = self._parse_rows(found, everything, ignored)
-        votes = (yield from self._read_votes(sync.voters, ignored)) if record is None and sync.voters else ()
+        votes = (yield from self._read_votes(sync.voters, ignored)) if sync.voters and (record is None or record.broken) else ()
         row, last = rows.get(self._me), tuple(ignored[:4])
         return Synced(self._clock(), started, record, rows, row, False, last, kept_alive and row is not None, votes)
 

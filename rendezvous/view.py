@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from elastirun.rendezvous import quorum
 from elastirun.rendezvous.liveness import Liveness
 from elastirun.rendezvous.ranks import own_rank, successors
 from elastirun.rendezvous.records import Member, NodeRow, RoundRecord, Status
@@ -19,6 +20,12 @@ class View:
     rows: Mapping[str, NodeRow]  # by id; not necessarily of all members
     live: Liveness
     now: float  # seconds of this node's clock
+    told: frozenset[str] = frozenset()  # ids of nodes of whose end a guard has told
+
+    @property
+    def ended(self) -> frozenset[str]:
+        """The ids of the nodes of which nothing runs any more."""
+        return self.told | quorum.left(self.rows.values())
 
     def silent(self, node_id: str) -> bool:
         """Return whether the node has given no sign of life for ``expire``."""

@@ -57,6 +57,11 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+    if not os.environ.get("TEST_LONG"):
+        later = pytest.mark.skip(reason="long: make test-long")
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(later)
 
 
 @pytest.fixture

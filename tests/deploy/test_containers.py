@@ -46,7 +46,7 @@ def pods(engine: Podman, image: str, tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.mark.parametrize("name", scenarios.SHORT)
+@pytest.mark.parametrize("name", ["plain", "raising-script", pytest.param("eviction", marks=pytest.mark.long)])
 def test_a_job_ends_as_the_scenario_promises(pods: Cluster, name: str) -> None:
-    job = scenarios.SHORT[name](pods)
+    job = scenarios.ALL[name](pods)
     assert job.ends().startswith("Failed: PodFailurePolicy" if name == "raising-script" else "Complete"), job.story()

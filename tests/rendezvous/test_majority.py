@@ -131,6 +131,20 @@ def test_a_host_that_is_cut_off_knows_that_it_may_have_been_replaced() -> None:
     assert [len(node.starts) for node in others] == [2, 2] and host.machine.may_be_replaced
 
 
+def test_who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host comes back at once with an empty store, so the others move away before its guard has told them that it had died."""
+    host, second, third = (world := told(3, majority=True)).nodes
+    world.deaths = Deaths(told=1.0, late=1.0)
+    monkeypatch.setattr("tests.sim.world.LATE_NOTICE", 2.0)
+    third.stop_time = 1.0
+    third.leave()
+    host.crash()
+    newcomer = world.add(host.name)
+    assert world.run(1.0, lambda: (record := world.record_at(second)) is not None and record.term > 0)
+    assert host.id not in second.machine._moves.gone
+    goes_on(world, second, newcomer, within=6.0)
+
+
 def test_a_host_whose_others_have_died_has_not_been_replaced() -> None:
     world = told(3, majority=True)
     host, *others = world.nodes

@@ -249,6 +249,11 @@ MUTANTS = (
         *("steps", "a_node_that_sits_out_says_at_once_that_its_last_round_is_over_and_joins_no_other"),
     ),
     mutant(
+        "who is about to leave sends no newcomer to its store",
+        *("machine", "stays=self._outcome is None", "stays=True"),
+        *("succession", "an_owner_that_leaves_sends_no_newcomer_to_its_store"),
+    ),
+    mutant(
         "a vote names no nodes that nobody counts any more",
         *("succession", "tuple(sorted(counted.intersection(ended)))", "tuple(sorted(ended))"),
         *("succession", "a_vote_names_only_nodes_that_its_record_names"),
@@ -431,7 +436,7 @@ MUTANTS = (
     ),
     mutant(
         "who reaches too few of its round does not take it for the current one",
-        *("machine", "return not all(quorum.is_met(needed, here, ended)", "return not all(True"),
+        *("machine", "return not all(quorum.is_met(needed, here, view.ended)", "return not all(True"),
         *("majority", "a_host_that_is_cut_off_knows_that_it_may_have_been_replaced"),
     ),
     mutant(
@@ -440,8 +445,23 @@ MUTANTS = (
         *("majority", "a_store_that_nobody_has_taken_over_says_nothing_about_a_round"),
     ),
     mutant(
+        "who has taken over goes on reading the words of guards",
+        *("succession", "return replace(sync, voters=tuple(away))", "return sync"),
+        *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
+    ),
+    mutant(
+        "votes are read while a round is over",
+        *("sync", "(record is None or record.broken)", "record is None"),
+        *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
+    ),
+    mutant(
+        "a round forms without a node of whose end a guard has told",
+        *("view", "self.told | quorum.left", "quorum.left"),
+        *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
+    ),
+    mutant(
         "nodes whose end is proven replace nobody",
-        *("machine", "quorum.is_met(needed, here, ended) for needed", "quorum.is_met(needed, here) for needed"),
+        *("machine", "quorum.is_met(needed, here, view.ended) for", "quorum.is_met(needed, here) for"),
         *("majority", "a_host_whose_others_have_died_has_not_been_replaced"),
     ),
     mutant(
@@ -1067,7 +1087,7 @@ MUTANTS = (
     ),
     mutant(
         "the next round forms only with a quorum",
-        *("formation", "is_met(q, ids, ended)] if rules.majority else []", "is_met(q, ids, ended)] if False else []"),
+        *("formation", "is_met(q, ids, view.ended)] if rules.majority else []", "is_met(q, ids, view.ended)] if False else []"),
         *("majority", "a_round_forms_in_the_store_only_with_enough_members_of_the_one_before"),
     ),
     mutant(

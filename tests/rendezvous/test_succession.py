@@ -509,7 +509,7 @@ def test_who_has_not_heard_the_guard_of_the_last_host_does_not_take_over() -> No
 
 def test_an_owner_reads_the_votes_of_all_that_it_may_count() -> None:
     owner = heard(DEAD, Vote("e", NEWER))
-    assert set(owner.complete(Sync(), NEWER).voters) == set("habcdef")
+    assert set(owner.complete(Sync(), NEWER, {}).voters) == set("habcdef")
 
 
 def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round() -> None:
@@ -533,10 +533,22 @@ def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_
     assert owner.take_over(rows("abc"), 1.0) is None
 
 
+def test_an_owner_that_leaves_sends_no_newcomer_to_its_store() -> None:
+    """They would wait there for ``longest_alone``."""
+    host, owner = (world := told(2)).nodes
+    owner.stop_time = 5.0
+    owner.leave()
+    host.crash()
+    assert world.run(1.5, lambda: world.undecided(owner))
+    newcomer = world.add(host.name)
+    goes_on(world, newcomer, within=8.0)
+    assert owner.outcome in (None, Outcome.LEFT)
+
+
 def test_a_look_at_the_start_holds_for_one_exchange() -> None:
     owner = undecided("a", "a")
     owner.unanswered(None, 1.0)
-    owner.answered(owner.complete(Sync(), RECORD), answer(), RECORD)
+    owner.answered(owner.complete(Sync(), RECORD, {}), answer(), RECORD)
     assert owner.take_over(rows("abc"), 1.0) is None
 
 

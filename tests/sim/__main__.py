@@ -5,6 +5,8 @@
     python -m tests.sim --succession --seeds 0:2000
                                                 of these seeds only those with --store-succession, about one in six: the store's
                                                 host dies, the network is torn, loops and machines stand still (docs/decisions/0020)
+    python -m tests.sim --takeovers --seeds 0:2000
+                                                the same in small worlds, soon and quickly: see tests/sim/takeovers.py
 
 PyPy 3.11 runs them 1.6 times as fast after the first hundred, with the same transcripts.
 """
@@ -14,13 +16,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
-from tests.sim.history import History, Plan, draw, shrink
+from tests.sim import history, takeovers
+from tests.sim.history import History, Plan, shrink
+
+Check = Callable[[int], tuple[int, str | None, int]]
 
 
-def check(seed: int) -> tuple[int, str | None, int]:
+def check(draw: Callable[[int], Plan], seed: int) -> tuple[int, str | None, int]:
     result = History(draw(seed)).run()
     return seed, result.violation, result.rounds
 
@@ -30,16 +36,18 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:2000", metavar="FROM:TO")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--succession", action="store_true", help="only those seeds in whose history another node may take over the store")
+    parser.add_argument("--takeovers", action="store_true", help="small worlds in which the store's host dies soon")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--brief", action="store_true", help="one line about the first seed that fails")
     parser.add_argument("--keep-going", action="store_true", help="report every seed that fails, not only the first")
     arguments = parser.parse_args()
+    draw = takeovers.draw if arguments.takeovers else history.draw
     if arguments.replay is not None:
-        sys.exit(replay(arguments.replay))
+        sys.exit(replay(draw(arguments.replay)))
     first, last = map(int, arguments.seeds.split(":"))
     seeds = [seed for seed in range(first, last) if not arguments.succession or draw(seed).rules.succession]
     began, bad, rounds = time.monotonic(), 0, 0
-    for seed, violation, formed in results(seeds, arguments.jobs):
+    for seed, violation, formed in results(partial(check, draw), seeds, arguments.jobs):
         rounds += formed
         if violation is not None:
             bad += 1
@@ -47,12 +55,12 @@ def main() -> None:
             if arguments.brief:
                 sys.exit(1)
             if not arguments.keep_going:
-                sys.exit(replay(seed, quiet=True))
+                sys.exit(replay(draw(seed), quiet=True))
     print(f"{len(seeds)} histories, {rounds} rounds, {bad} violations in {time.monotonic() - began:.1f} s")
     sys.exit(bool(bad))
 
 
-def results(seeds: list[int], jobs: int) -> Iterable[tuple[int, str | None, int]]:
+def results(check: Check, seeds: list[int], jobs: int) -> Iterable[tuple[int, str | None, int]]:
     if jobs == 1:
         yield from map(check, seeds)
     else:
@@ -60,15 +68,15 @@ def results(seeds: list[int], jobs: int) -> Iterable[tuple[int, str | None, int]
             yield from pool.map(check, seeds, chunksize=50)
 
 
-def replay(seed: int, quiet: bool = False) -> int:
-    plan = draw(seed)
+def replay(plan: Plan, quiet: bool = False) -> int:
     result = History(plan).run(transcript=True)
     if result.violation is not None:
         plan = shrink(plan, lambda fewer: History(fewer).run().violation is not None)
         result = History(plan).run(transcript=True)
     show(plan)
     print("\n".join(result.transcript[-60:] if quiet else result.transcript))
-    print(f"seed {seed}: {result.violation or 'held'}; again with: python -m tests.sim --replay {seed}")
+    again = f"python -m tests.sim{' --takeovers' * (plan.trouble < history.TROUBLE)} --replay {plan.seed}"
+    print(f"seed {plan.seed}: {result.violation or 'held'}; again with: {again}")
     return int(result.violation is not None)
 
 

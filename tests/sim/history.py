@@ -11,6 +11,7 @@ from elastirun.rendezvous import polling
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.records import Blame, RoundRecord
 from elastirun.rendezvous.rules import Rules, hold
+from elastirun.rendezvous.transitions import LEFT
 from tests.sim import invariants
 from tests.sim.live import Live, Switching, draw_switching
 from tests.sim.world import Deaths, Node, Push, Violation, World
@@ -64,6 +65,8 @@ class Plan:
     prepares_within: float = 0.0  # seconds from when a node begins until its workers can start
     keeps: bool = False  # workers are parked with their state when a round ends
     live: Switching | None = None  # of a live job: what its workers do between rounds
+    trouble: float = TROUBLE  # seconds of faults
+    goes_on_within: float = 0.0  # seconds from the loss of a node until a round runs without it, and nobody gives up meanwhile; 0: no limit
 
 
 @dataclass
@@ -260,6 +263,7 @@ class History:
         if plan.live is not None:
             self.world.live = Live(self.world, plan.live, random.Random(f"live {plan.seed}"))
         self._suspended_until = 0.0  # the end of the time for which all machines are suspended
+        self._lost_at, self._formed_then = 0.0, 0  # when the last fault began, and the last round that was formed until then
         invariants.install(self.world)
 
     def run(self, transcript: bool = False) -> Result:
@@ -276,8 +280,7 @@ class History:
             violation = f"{type(error).__name__}: {error}"
         finally:
             polling.ALL_PER_NODE = often
-        rounds = max((number for number, _ in world.history), default=0)
-        return Result(self.plan, violation, world.t, rounds, world.transcript or [])
+        return Result(self.plan, violation, world.t, self._formed(), world.transcript or [])
 
     def _carry_out(self) -> None:
         world = self.world
@@ -285,7 +288,7 @@ class History:
             world.at(world.random.uniform(0, 2.0), lambda i=i: self._add(f"n{i}", i))
         for fault in self.plan.faults:
             world.at(fault.when, lambda fault=fault: self._begin(fault))
-        world.run(max([TROUBLE, *(fault.when + LOOP for fault in self.plan.faults if fault.kind == "loop")]))
+        world.run(max([self.plan.trouble, *(fault.when + LOOP for fault in self.plan.faults if fault.kind == "loop")]))
         self._heal()
         world.run(5.0)  # nodes that were about to end do so
         for seconds in (HEALED_WITHIN, hold(world.record) if world.record else 0.0, JOINED_WITHIN):
@@ -362,6 +365,32 @@ class History:
         if node is None:
             return
         getattr(self, f"_{fault.kind}")(node, fault)
+        if self.plan.goes_on_within:
+            self._lost_at, self._formed_then = self.world.t, self._formed()
+            self.world.at(self.plan.goes_on_within, self._must_go_on)
+
+    def _must_go_on(self) -> None:
+        """Check that the job has gone on since the last fault, if that was long enough ago: a round runs, or was formed.
+
+        When none is left of those that have taken part, a new run begins, which may have to wait for longer (decision 0021).
+        """
+        world = self.world
+        if world.succeeded or self._waits_for_nodes() or not any(n.alive and n.began for n in world.nodes):
+            return
+        gave_up = [n.id for n in world.nodes if n.outcome in (Outcome.STORE_LOST, Outcome.TIMEOUT, Outcome.DISAGREES)]
+        runs = {n.machine.record.store_id for n in world.nodes if n.machine.record is not None and n.machine.record.round > 0}
+        if gave_up and len(runs) == 1:
+            raise Violation(f"{gave_up} gave up: {self._state()}")
+        late = world.t >= self._lost_at + self.plan.goes_on_within and self._formed() == self._formed_then
+        if late and not invariants.goes_on(world):
+            raise Violation(f"no round runs {self.plan.goes_on_within:g} s after the last fault: {self._state()}")
+
+    def _formed(self) -> int:
+        return max((number for number, _ in self.world.history), default=0)
+
+    def _waits_for_nodes(self) -> bool:
+        """Return whether too few nodes are there for a round."""
+        return sum(n.alive and n.machine.state is not LEFT for n in self.world.nodes) < self.world.rules.min_nodes
 
     def _heal(self) -> None:
         """End all faults, and start the nodes anew that have gone, as a supervisor would."""
@@ -563,11 +592,11 @@ class History:
         if record is not None and host is not None and rng.random() < 0.7:
             others = [m.name for m in record.members if m.id != host.id]
             cut_off = rng.sample(others, rng.randint(len(others) // 2, len(others) // 2 + 1) if others else 0)
-            self._build(replace(fault, lasts=TROUBLE), {(name, host.name) for name in cut_off})
+            self._build(replace(fault, lasts=self.plan.trouble), {(name, host.name) for name in cut_off})
 
         def see(world: World, _: Node, old: RoundRecord | None, new: RoundRecord) -> None:
             host = self._host()
-            if old is not None and new.round > old.round and host is not None and world.t < TROUBLE:
+            if old is not None and new.round > old.round and host is not None and world.t < self.plan.trouble:
                 world.watch = [watch for watch in world.watch if watch is not see]
                 host.stall()
                 self._for(replace(fault, lasts=0.05 + fault.x), lambda: self._kill(host, fault))
@@ -578,7 +607,7 @@ class History:
         """Act at the first ``moment`` that comes before all faults end."""
         if moment():
             act()
-        elif self.world.t < TROUBLE:
+        elif self.world.t < self.plan.trouble:
             self.world.at(LOOK_EVERY, lambda: self._once(moment, act))
 
     def _fail(self, node: Node, fault: Fault) -> None:

@@ -210,6 +210,11 @@ def settled(world: World) -> bool:
     return finishing or len(record.members) == _places(world, alive)
 
 
+def goes_on(world: World) -> bool:
+    """Return whether the workers of a round run, and can take steps."""
+    return any(n.working is not None and _complete(world, n.working) for n in world.nodes)
+
+
 def two_runs(world: World) -> bool:
     """Return whether all nodes train, but in several runs: where a second one can begin, it may go on (decision 0021)."""
     alive = [n for n in world.nodes if n.alive]

@@ -1,7 +1,7 @@
 """Find the first seed that notices that a rule is taken out, for every mutant of tests/rendezvous/test_mutants.py.
 
     python -m tests.sim.mutants --seeds 2000 --write docs/mutants.md
-    python -m tests.sim.mutants --seeds 12000 --only succession quorum --succession     # those of one part of the rendezvous
+    python -m tests.sim.mutants --seeds 2000 --only succession quorum --takeovers     # those of one part of the rendezvous
 
 A mutant that no seed notices means an invariant or a fault that is missing here, or a rule that only the tests named with it can see.
 """
@@ -40,10 +40,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--write", type=Path, help="the page with the table, whose rows are written anew; with all rules")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rules in whose module or test one of these stands")
-    parser.add_argument("--succession", action="store_true", help="see python -m tests.sim --help")
+    for option in ("--succession", "--takeovers"):
+        parser.add_argument(option, action="store_true", help="see python -m tests.sim --help")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th rule, from the K-th on: for several processes")
     seeds, page = (arguments := parser.parse_args()).seeds, arguments.write
-    options = ["--seeds", f"0:{seeds}", *["--succession"] * arguments.succession]
+    options = ["--seeds", f"0:{seeds}", *["--succession"] * arguments.succession, *["--takeovers"] * arguments.takeovers]
     first, step = map(int, arguments.part.split("/"))
     chosen = [one for one in MUTANTS if any(text in one.module + " " + one.test for text in arguments.only)][first - 1 :: step]
     rows = []

@@ -667,7 +667,7 @@ class World:
     # -- death notices --------------------------------------------------------------------------------------------------
 
     def tell_death(self, node: Node) -> None:
-        """Let the guard of a dead agent write the death notice, as well as guards work in this world."""
+        """Let the guard of a dead agent write the death notice, as well as guards work in this world; if the store is gone, a vote."""
         rng, deaths = self.death_random, self.deaths
         if rng.random() >= deaths.told:
             return
@@ -677,7 +677,7 @@ class World:
             delay = rng.uniform(0.0, LATE_NOTICE if rng.random() < deaths.late else NOTICE_TAKES)
             protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
             steps = write_notice(protocol, node.id, number, ran)
-            self.at(delay, partial(self._go_on_telling, node, node.machine.place, steps, None))
+            self.at(delay, partial(self._go_on_telling, node, node.machine.place, steps, None, partial(self.tell_standbys, node)))
 
     def tell_standbys(self, node: Node) -> None:
         """Let the guard of a node tell the standby stores that it has ended, as well as guards work."""
@@ -699,7 +699,9 @@ class World:
                 self._go_on_telling(node, None, protocol.put_moved(place, job=job, over=job is not None), None)
         self.at(FORWARD_EVERY, self._forward)
 
-    def _go_on_telling(self, node: Node, at: Place | None, steps: Steps, found: Any) -> None:
+    def _go_on_telling(
+        self, node: Node, at: Place | None, steps: Steps, found: Any, store_is_gone: Callable[[], object] = lambda: None
+    ) -> None:
         """Carry out the next operation of what a guard, or a thread of the agent, writes into the store ``at``. A lost message ends it."""
         try:
             operation = steps.send(found)
@@ -710,16 +712,19 @@ class World:
                 node.when_running(partial(node.post, lambda now: FoundAtStart(now, record)))
             return
         if not self.loses(node, at, self.death_random):
-            self.at(self.death_random.uniform(*node.delay), partial(self._take_notice, node, at, steps, operation))
+            self.at(self.death_random.uniform(*node.delay), partial(self._take_notice, node, at, steps, operation, store_is_gone))
 
-    def _take_notice(self, node: Node, at: Place | None, steps: Steps, operation: Operation) -> None:
-        if self._held_up(at, partial(self._take_notice, node, at, steps, operation)) or not self.is_up(at):
+    def _take_notice(self, node: Node, at: Place | None, steps: Steps, operation: Operation, store_is_gone: Callable[[], object]) -> None:
+        if self._held_up(at, partial(self._take_notice, node, at, steps, operation, store_is_gone)):
+            return
+        if not self.is_up(at):
+            store_is_gone()
             return
         self.telling = node
         found = self._apply(node, operation, LeasedStore(self, node) if self.rules.lasting else None, at)
         self.telling = None
         if not self.loses(node, at, self.death_random, reply=True):
-            self.at(self.death_random.uniform(*node.delay), partial(self._go_on_telling, node, at, steps, found))
+            self.at(self.death_random.uniform(*node.delay), partial(self._go_on_telling, node, at, steps, found, store_is_gone))
 
     # -- its leases ---------------------------------------------------------------------------------------------------
 

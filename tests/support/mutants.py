@@ -26,8 +26,8 @@ from tests.support.worlds import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("elastirun", "tests", "benchmarks")
-SHARE = 4  # one of so many mutants runs each day,
-AGAIN = 4  # and one of so many of their tests with all rules in place, where it is only to be seen that they can pass in the copy
+SHARE = 12  # one of so many mutants runs each day,
+AGAIN = 2  # and one of so many of their tests with all rules in place, where it is only to be seen that they can pass in the copy
 TIMEOUT = 170.0  # seconds for the tests of one mutant
 PATIENCE = 15.0  # seconds that a test waits for what does not come without the rule; many mutants are noticed by that
 
@@ -57,7 +57,7 @@ def mutants_in(folder: str, tests: str) -> Callable[[str, str, str, str, str, st
 
 
 def due(mutants: Sequence[Mutant]) -> Sequence[Mutant]:
-    """Return those of ``mutants`` that run today: a quarter, another one each day. All with TEST_MUTANTS=all, or without it."""
+    """Return those of ``mutants`` that run today: one of ``SHARE``, others each day. All with TEST_MUTANTS=all, or without it."""
     today = os.environ.get("TEST_MUTANTS", "all")  # tests/conftest.py sets it, the same for all processes of a run
     return mutants if today == "all" else mutants[int(today) % SHARE :: SHARE]
 
@@ -108,7 +108,7 @@ def unnoticed(copy: Path, one: Mutant) -> str:
 
 
 def failing(copy: Path, mutants: Sequence[Mutant]) -> str:
-    """Run a quarter of the tests of ``mutants`` that run today with all rules in place, another quarter each day.
+    """Run one of ``AGAIN`` of the tests of ``mutants`` that run today with all rules in place, others each day.
 
     Return empty text if they pass, else what they have printed.
     """

@@ -60,6 +60,7 @@ def test_the_live_example_runs_without_a_launcher_and_goes_on_under_elastirun(tm
     assert "is rank 0 of 1 after step 58" in second and "epoch   3/3" in second
 
 
+@pytest.mark.long
 def test_with_torch_alone_training_in_pieces_is_the_same_training_as_well(tmp_path: Path) -> None:
     whole = train(tmp_path, "--epochs=3", script=WITH_TORCH)
     first = train(tmp_path, "--epochs=1", "--checkpoint=pieces/digits.pt", launcher=TORCHRUN, script=WITH_TORCH)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.system.live_disturbances import KINDS, Outcome, play
 
 WAYS = {way.name: way for ways in KINDS.values() for way in ways}
@@ -15,6 +17,7 @@ def disturb(folder: Path, *names: str) -> None:
     assert outcome.wrong == [] and outcome.ways == {"live": len(names)}
 
 
+@pytest.mark.long
 def test_after_deaths_and_hangs_in_a_change_of_the_world_the_others_go_on(tmp_path: Path) -> None:
     """There is no ``--hang-timeout``: of a worker that stops when groups are made, the others tell their agent that it is lost."""
     deaths = "rank 0 dies at: came next", "dies at: sent 3", "dies at: takes 3"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.support import live_log, live_time
 from tests.system.live_ettr import SEED, undisturbed
 from tests.system.live_kills import BATCH, SAMPLES, job, storm
 from tests.system.live_switches import switch, watch
 
 
+@pytest.mark.long
 def test_many_changes_of_the_world_leave_nothing_behind_and_the_loss_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     with job(tmp_path, 1, 3, "--preload=torch", TEST_PAUSE="0.005", TEST_SEED=SEED) as running:
         (_, before), *_, (_, after) = watch(running, random.Random(1), switches=10, every=2)

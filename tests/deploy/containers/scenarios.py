@@ -345,9 +345,8 @@ def process_one(cluster: Cluster) -> Job:
     return job
 
 
-SHORT: dict[str, Scenario] = {"plain": plain, "eviction": eviction, "raising-script": raising_script}
 ALL: dict[str, Scenario] = {
-    **SHORT,
+    "plain": plain, "eviction": eviction, "raising-script": raising_script,
     "killed-agent": killed_agent, "paused": paused, "scaled": scaled, "sick-machine": sick_machine, "excluded": excluded,
     "lost-store": lost_store, "evicted-store": evicted_store, "lost-first-index": lost_first_index,
     "strange-surroundings": strange_surroundings, "process-one": process_one,

@@ -1,0 +1,53 @@
+"""Histories of small worlds in which the store's host dies soon: what random histories of all faults seldom meet, in a third of the time.
+
+    python -m tests.sim --takeovers --seeds 0:2000
+
+In half of them nodes die and come back, and nothing else goes wrong. The job must go on soon then, and nobody may give up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elastirun.rendezvous.rules import Rules
+from tests.sim.history import HOST_KINDS, KINDS, WIDER_KINDS, Fault, Plan
+from tests.sim.world import Deaths
+
+BEGIN, TROUBLE = 4.0, 14.0  # seconds: the first fault comes between them
+GOES_ON_WITHIN = 12.0  # seconds from the last fault, of nodes that only die
+DEATHS = {"kill_host": 6, "crash": 3, "kill_owner": 3, "leave_host": 2, "leave": 1}  # kind -> weight
+OTHERS = ("freeze", "freeze_node", "cut", "pause_store", "fail")
+
+
+def draw(seed: int) -> Plan:
+    """Return the plan of ``seed``."""
+    rng = random.Random(f"takeover {seed}")
+    most, only_deaths = rng.randint(2, 4), rng.random() < 0.5
+    rules = Rules(
+        min_nodes=rng.choice([1, 1, 1, most - 1]),
+        max_nodes=most,
+        max_restarts=100,
+        last_call=1.0,
+        store_grace=rng.choice([15.0, 30.0]),
+        join_timeout=600.0,
+        succession=True,
+        majority=rng.random() < 0.5,
+    )
+    clocks = tuple((rng.uniform(-1e6, 1e6), rng.uniform(0.9, 1.1)) for _ in range(64))
+    stop_times = tuple(rng.choice([0.01, 0.1, 1.0] if only_deaths else [0.01, 0.1, 4.9]) for _ in range(64))
+    nodes = most + rng.choice([0, 0, 1])
+    weights = {kind: weight for kind, (weight, _) in (HOST_KINDS | WIDER_KINDS).items()} | dict.fromkeys(OTHERS, 1.0)
+    faults = _faults(rng, DEATHS if only_deaths else weights, nodes)
+    plan = Plan(seed, rules, True, nodes, clocks, stop_times, faults, trouble=TROUBLE)
+    plan = replace(plan, deaths=Deaths(1.0 if only_deaths or rng.random() < 0.7 else 0.5, ended_within=rng.choice([0.0, 0.3])))
+    return replace(plan, goes_on_within=GOES_ON_WITHIN) if only_deaths else plan
+
+
+def _faults(rng: random.Random, weights: Mapping[str, float], nodes: int) -> tuple[Fault, ...]:
+    kinds, when, found = HOST_KINDS | WIDER_KINDS | KINDS, rng.uniform(BEGIN, TROUBLE), []
+    for kind in rng.choices(list(weights), list(weights.values()), k=rng.choice([1, 2, 2, 3, 4])):
+        found.append(Fault(when, kind, rng.randrange(nodes), rng.uniform(0, kinds[kind][1]), rng.random()))
+        when = min(TROUBLE, when + rng.expovariate(rng.choice([0.2, 2.0, 10.0])))
+    return tuple(found)
