@@ -8,11 +8,12 @@ import pytest
 
 from elastirun.rendezvous.succession import standbys
 from tests.rendezvous.test_succession import told
-from tests.sim import history, invariants
+from tests.sim import history, invariants, takeovers
 from tests.sim.history import HOST_KINDS, WIDER_KINDS, Fault, History, draw, shrink
 from tests.sim.world import Deaths, Violation, World, write_round
 
 CHUNK = 50
+LOST_A_HOST = [48, 2734]  # in which a job did not go on in time
 
 
 @pytest.mark.parametrize("first", range(0, 200, CHUNK))
@@ -29,6 +30,19 @@ WENT_WRONG = [1519, 900215, 1001893, 1009739, 7001710, 9087004, 11003140, 630024
 def test_what_once_went_wrong_does_not(seed: int) -> None:
     """Found by seeds far from those above; what each was is in the commit that names it."""
     assert History(draw(seed)).run().violation is None
+
+
+def test_jobs_go_on_in_time_when_hosts_die_in_small_worlds() -> None:
+    for seed in [*range(40), *LOST_A_HOST]:
+        violation = History(takeovers.draw(seed)).run().violation
+        assert violation is None, f"{violation}; the whole story: python -m tests.sim --takeovers --replay {seed}"
+
+
+def test_a_job_that_does_not_go_on_in_time_is_noticed() -> None:
+    plan = replace(takeovers.draw(0), faults=(Fault(5.0, "kill_host", lasts=60.0),), trouble=60.0, goes_on_within=12.0, deaths=Deaths())
+    for grace, what in (30.0, "no round runs 12 s after the last fault"), (8.0, "gave up"):
+        rules = replace(plan.rules, min_nodes=1, majority=False, store_grace=grace)
+        assert what in str(History(replace(plan, rules=rules)).run().violation)
 
 
 def test_the_same_seed_is_the_same_history() -> None:

@@ -375,12 +375,14 @@ class History:
         When none is left of those that have taken part, a new run begins, which may have to wait for longer (decision 0021).
         """
         world = self.world
-        if world.succeeded or self._waits_for_nodes() or not any(n.alive and n.began for n in world.nodes):
-            return
         gave_up = [n.id for n in world.nodes if n.outcome in (Outcome.STORE_LOST, Outcome.TIMEOUT, Outcome.DISAGREES)]
         runs = {n.machine.record.store_id for n in world.nodes if n.machine.record is not None and n.machine.record.round > 0}
-        if gave_up and len(runs) == 1:
+        if world.succeeded or len(runs) > 1:
+            return
+        if gave_up:
             raise Violation(f"{gave_up} gave up: {self._state()}")
+        if self._waits_for_nodes() or not any(n.alive and n.began for n in world.nodes):
+            return
         late = world.t >= self._lost_at + self.plan.goes_on_within and self._formed() == self._formed_then
         if late and not invariants.goes_on(world):
             raise Violation(f"no round runs {self.plan.goes_on_within:g} s after the last fault: {self._state()}")
