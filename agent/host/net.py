@@ -19,6 +19,7 @@ import psutil
 from elastirun import clock
 from elastirun.config import Endpoint
 from elastirun.errors import StartError
+from elastirun.rendezvous.stores import tcp_wire
 
 PORT_RANGE = "--port-range"
 BACKLOG = max(1024, socket.SOMAXCONN)  # connections; a whole cluster connects at once. The kernel lowers it to net.core.somaxconn
@@ -308,7 +309,6 @@ def _route_source(address: str, port: int) -> str | None:
 
 # --- sockets
 
-_TCPSTORE = (0x3C85F7CE).to_bytes(4, "little")  # the first bytes that torch's client of a TCPStore sends
 _PROGRAMS = {b"SSH-": "an ssh server", b"etcdserver": "an etcd server (--rdzv-backend=etcd meets there)", b"HTTP/": "a web server"}
 
 
@@ -383,7 +383,7 @@ def who_answers(address: str, port: int, timeout: float, again: bool = True) -> 
     does not answer this is asked for its name, which takes as long again.
     """
     nonce = os.urandom(4)
-    answer = _ask(address, port, b"\0" + _TCPSTORE + b"\x0d" + nonce, timeout)
+    answer = _ask(address, port, tcp_wire.hello(nonce), timeout)
     if answer == nonce:
         return None
     if not answer and again:  # etcd waits for the rest of an unknown request; other programs hang up

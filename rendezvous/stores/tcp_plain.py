@@ -7,38 +7,39 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from elastirun import clock
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores import tcp_wire
 from elastirun.rendezvous.stores.tcp_index import index_of, keys_in
-from elastirun.rendezvous.stores.tcp_watch import COMPARE_SET, HELLO, LARGEST, PING, WATCHED, mark, receive, spell
+from elastirun.rendezvous.stores.tcp_watch import WATCHED, mark
 
-SET = b"\x01"  # not answered
-ANSWER_LIMIT = 3.0  # seconds to connect, and for every answer
+ANSWER_LIMIT = 3.0  # seconds to connect, and for the answers to what is sent at once
 AT_ONCE = 32  # requests that are sent before the first answer is read: a thousand round trips would take long in a large network
 
 
 class PlainTcpStore:
     """A connection to the TCPStore at ``address:port``. Has the operations of ``stores.base.Store`` but those that wait.
 
-    ``limit``: seconds to connect, and for every answer. ``creates``: what the keys begin with that may be created. Such a key is not
-    listed: who reads it must know its name. Errors: ``StoreError``.
+    ``limit``: seconds to connect, and for the answers to what is sent at once. ``creates``: what the keys begin with that may be created.
+    Such a key is not listed: who reads it must know its name. Errors: ``StoreError``.
     """
 
     hosting = False
 
     def __init__(self, address: str, port: int, limit: float | None = None, creates: tuple[str, ...] = ()) -> None:
         self._creates = creates
+        self._limit = limit or ANSWER_LIMIT
         nonce = os.urandom(4)
         try:
-            self._socket = socket.create_connection((address, port), limit or ANSWER_LIMIT)
+            self._socket = socket.create_connection((address, port), self._limit)
         except (OSError, ValueError) as error:  # ValueError: not a host name (a label too long, a NUL)
             raise StoreError(f"cannot connect to the store at {address}:{port}: {error}") from None
         try:
-            self._send(HELLO + PING + nonce)
-            if self._receive(4) != nonce:
+            self._send(tcp_wire.hello(nonce))
+            if self._received(lambda: tcp_wire.receive(self._socket, 4, self._until)) != nonce:
                 raise StoreError(f"what listens at {address}:{port} is no TCPStore")
         except StoreError:
             self.close()
@@ -48,8 +49,8 @@ class PlainTcpStore:
         wanted, never, found = list(keys), os.urandom(16), {}
         for start in range(0, len(wanted), AT_ONCE):
             some = wanted[start : start + AT_ONCE]
-            self._send(b"".join(_request(key, never, never) for key in some))
-            found.update({key: value for key in some if (value := self._receive_value(key)) != never})
+            self._send(b"".join(tcp_wire.compare_set(key, never, never) for key in some))
+            found.update({key: value for key in some if (value := self._value()) != never})
         return found
 
     def under(self, prefix: str) -> dict[str, bytes]:
@@ -65,7 +66,7 @@ class PlainTcpStore:
         if now == expected != value:  # a TCPStore answers with the expectation when the key is missing
             return self.get([key]).get(key)
         if now == value and key.endswith(WATCHED):
-            self._send(SET + _name(mark(key, expected)) + spell(b"1"))
+            self._send(tcp_wire.put(mark(key, expected), b"1"))
         return now
 
     def delete(self, key: str) -> None:
@@ -77,31 +78,22 @@ class PlainTcpStore:
 
     def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
         """Return the value of ``key`` after it was set to ``value`` if it held ``expected``; ``expected`` if there is no such key."""
-        self._send(_request(key, expected, value))
-        return self._receive_value(key)
-
-    def _receive_value(self, key: str) -> bytes:
-        (length,) = struct.unpack("<Q", self._receive(8))
-        if length > LARGEST:
-            raise StoreError(f"{key}: a value of {length} bytes")
-        return self._receive(length)
+        self._send(tcp_wire.compare_set(key, expected, value))
+        return self._value()
 
     def _send(self, data: bytes) -> None:
+        self._until = clock.now() + self._limit
         try:
+            self._socket.settimeout(self._limit)
             self._socket.sendall(data)
         except OSError as error:
             raise StoreError(f"the store does not take a request: {error}") from None
 
-    def _receive(self, length: int) -> bytes:
+    def _value(self) -> bytes:
+        return self._received(lambda: tcp_wire.receive_value(self._socket, self._until))
+
+    def _received(self, receive: Callable[[], bytes]) -> bytes:
         try:
-            return receive(self._socket, length)
-        except OSError as error:
+            return receive()
+        except (OSError, ValueError) as error:
             raise StoreError(f"no answer of the store: {error}") from None
-
-
-def _request(key: str, expected: bytes, value: bytes) -> bytes:
-    return COMPARE_SET + _name(key) + spell(expected) + spell(value)
-
-
-def _name(key: str) -> bytes:
-    return spell(b"/" + key.encode())

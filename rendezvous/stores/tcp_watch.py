@@ -4,8 +4,7 @@ Whoever replaces the value of a watched key then creates another key, the mark o
 its mark. So it misses no change that happens between the two. Only a writer that dies between its two writes leaves no mark; then the
 watch notices the change after RECHECK seconds, and the polls of the agent notice it before.
 
-This is not torch's client, whose calls cannot be interrupted and which looks names up. The few requests are those of torch 2.6 to 2.13
-(TCPStore.cpp). Numbers are little-endian, a text follows its length, and torch puts "/" before each key.
+This is not torch's client: see tcp_wire.py.
 """
 
 from __future__ import annotations
@@ -14,23 +13,19 @@ import hashlib
 import os
 import random
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from elastirun import clock
+from elastirun.rendezvous.stores import tcp_wire
 
 WATCHED = "/round"  # keys that end with this can be watched; a mark for each keep-alive would be too many
-HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client; not answered
-COMPARE_SET, WAIT, CANCEL_WAIT, PING = b"\x02", b"\x06", b"\x0c", b"\x0d"
-CAME, CANCELED = b"\0", b"\1"  # answers to WAIT: every key exists; and to CANCEL_WAIT
-ANSWER_LIMIT = 5.0  # seconds to connect, and for every answer but that to WAIT
+ANSWER_LIMIT = 5.0  # seconds to connect, and for every answer but that to a wait
 RECHECK = 60.0  # seconds of waiting after which the value is read again; also finds that the server is gone without a word
 PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before the next attempt: doubled after each that brought nothing; the polls go on meanwhile
 BURST, BURST_TIME = 20, 1.0  # calls of ``changed`` within so many seconds, at most: a new round takes a few, an intruder writes without end
-LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
 
 
 def mark(key: str, value: bytes) -> str:
@@ -86,8 +81,8 @@ class TcpWatch:
     def _follow(self, connection: socket.socket) -> None:
         """Watch over ``connection`` until it fails (OSError), or what answers there makes no sense (ValueError)."""
         nonce = os.urandom(4)
-        connection.sendall(HELLO + PING + nonce)
-        if receive(connection, 4) != nonce:
+        connection.sendall(tcp_wire.hello(nonce))
+        if tcp_wire.receive(connection, 4, clock.now() + ANSWER_LIMIT) != nonce:
             raise ValueError("not a TCPStore")
         try:
             self._tell_of_changes(connection)
@@ -120,44 +115,26 @@ class TcpWatch:
     def _read(self, connection: socket.socket) -> bytes:
         """Return the present value; empty if there is none. A comparison that never holds is answered with it at once."""
         never = os.urandom(16)
-        connection.sendall(COMPARE_SET + spell(b"/" + self._key.encode()) + spell(never) + spell(never))
-        (length,) = struct.unpack("<Q", receive(connection, 8))
-        if length > LARGEST:
-            raise ValueError(f"a value of {length} bytes")
-        value = receive(connection, length)
+        connection.sendall(tcp_wire.compare_set(self._key, never, never))
+        value = tcp_wire.receive_value(connection, clock.now() + ANSWER_LIMIT)
         return b"" if value == never else value
 
 
 def _wait(connection: socket.socket, key: str) -> bool:
     """Wait until ``key`` exists, for RECHECK seconds at most. Return whether it does."""
-    connection.sendall(WAIT + struct.pack("<Q", 1) + spell(b"/" + key.encode()))
+    connection.sendall(tcp_wire.wait(key))
     try:
         connection.settimeout(RECHECK)
-        answer = receive(connection, 1)
+        answer = tcp_wire.receive(connection, 1)
     except TimeoutError:
         connection.settimeout(ANSWER_LIMIT)
-        connection.sendall(CANCEL_WAIT)
-        answer = receive(connection, 1)
-        if answer == CANCELED:
+        connection.sendall(tcp_wire.CANCEL_WAIT)
+        answer = tcp_wire.receive(connection, 1)
+        if answer == tcp_wire.CANCELED:
             return False
-        if receive(connection, 1) != CANCELED:  # the key was created just before
-            raise ValueError("another answer than that to CANCEL_WAIT") from None
+        if tcp_wire.receive(connection, 1) != tcp_wire.CANCELED:  # the key was created just before
+            raise ValueError("another answer than that to the end of a wait") from None
     connection.settimeout(ANSWER_LIMIT)
-    if answer != CAME:
-        raise ValueError("another answer than that to WAIT")
+    if answer != tcp_wire.CAME:
+        raise ValueError("another answer than that to a wait")
     return True
-
-
-def spell(data: bytes) -> bytes:
-    return struct.pack("<Q", len(data)) + data
-
-
-def receive(connection: socket.socket, length: int) -> bytes:
-    """Return the next ``length`` bytes."""
-    data = b""
-    while len(data) < length:
-        more = connection.recv(min(length - len(data), 1 << 16))
-        if not more:
-            raise ConnectionError("the other side has hung up")
-        data += more
-    return data

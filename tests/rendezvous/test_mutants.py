@@ -719,6 +719,11 @@ MUTANTS = (
         *("polling", "a_slow_store_is_not_polled_quickly"),
     ),
     mutant(
+        "an answer has one limit, however many parts it comes in",
+        *("rendezvous/stores/tcp_wire", "connection.settimeout(max(0.001, until - clock.now()))", "connection.settimeout(0.5)"),
+        *("tcp_plain", "a_peer_that_answers_byte_by_byte_has_no_more_time"),
+    ),
+    mutant(
         "many keys are read at once",
         *("rendezvous/stores/tcp", "if len(keys) < MANY:", "if True:"),
         *("stores", "many_keys_are_not_read_one_by_one"),

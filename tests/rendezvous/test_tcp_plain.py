@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -91,12 +93,39 @@ def test_what_is_no_tcpstore_or_does_not_answer_is_an_error(monkeypatch: pytest.
         PlainTcpStore("127.0.0.1", port)
 
 
+def test_a_peer_that_answers_byte_by_byte_has_no_more_time() -> None:
+    with dripping() as where:
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="no answer"):
+            PlainTcpStore(*where, limit=0.5)
+        assert time.monotonic() - began < 5.0
+
+
+@contextmanager
+def dripping() -> Iterator[tuple[str, int]]:
+    """A peer that sends a byte each 0.2 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ended = threading.Event()
+
+        def drip() -> None:
+            connection = server.accept()[0]
+            with connection, suppress(OSError):
+                while not ended.wait(0.2):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        yield server.getsockname()
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("answer", [b"\xff" * 8, b"\x08" + b"\0" * 7 + b"half"])
 def test_an_answer_that_makes_no_sense_is_an_error(answer: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         store = PlainTcpStore.__new__(PlainTcpStore)
-        store._socket = ours
+        store._socket, store._limit = ours, 5.0
         theirs.sendall(answer)
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(StoreError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.rendezvous.stores import tcp, tcp_watch
+from elastirun.rendezvous.stores import tcp, tcp_watch, tcp_wire
 from elastirun.rendezvous.stores.tcp import KEPT_MARKS, TcpStore
 from elastirun.rendezvous.stores.tcp_watch import TcpWatch, mark
 from tests.rendezvous.test_stores import Server, new_server
@@ -211,7 +211,7 @@ def test_one_that_is_accepted_and_never_answered_ends_at_once(key: str) -> None:
         watch = TcpWatch(*mute.where, key, lambda: pytest.fail("nothing was read"))
         mine = [thread for thread in watches() if thread not in running]
         assert mute.came.acquire(timeout=PATIENCE)
-        assert mute.accepted[0].recv(5) == tcp_watch.HELLO
+        assert mute.accepted[0].recv(5) == tcp_wire.HELLO
         watch.close()
         assert ended(mine) and time.monotonic() - began < 0.9 * tcp_watch.ANSWER_LIMIT
 
