@@ -9,11 +9,10 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from elastirun.agent.host import net
 from elastirun.agent.host.listening import EVERYWHERE
 from elastirun.agent.private_etcd import PrivateEtcd
 from elastirun.agent.search import MOST_ASKED, Search
+from elastirun.agent.standby_store import StandbyStore
 from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import Endpoint, Etcd, LaunchConfig
 from elastirun.errors import StartError, StoreError, StoreMoved
@@ -100,7 +100,6 @@ class StoreAccess:
 
     outlives_job = False  # the store, with the keys of the job, is still there when all nodes of the job have ended
     exchange_limit = EXCHANGE_LIMIT  # seconds for one exchange with the store
-    standby_port = 0  # of the standby store that this agent serves; 0: it serves none
     me = ""  # the id of this agent's row
     newcomer = True  # no round of the job was seen yet, so its store may be anywhere
     has_moved = False  # this node uses another store than the one that the job was started with
@@ -139,6 +138,11 @@ class StoreAccess:
     def serves_jobs(self) -> bool:
         """Whether this agent serves the store at the endpoint, which other jobs may use, too."""
         return False
+
+    @property
+    def standby_port(self) -> int:
+        """The port of the standby store that this agent serves; 0: it serves none."""
+        return 0
 
     def renew_standby(self) -> None:
         """Serve another standby store from now on: the job has left that of this node. Its port is another one, see ``Place``."""
@@ -225,14 +229,12 @@ class EndpointAccess(StoreAccess):
         self._unreached: tuple[Endpoint, ...] = ()  # addresses of the endpoint where nobody listened when it was tried last
         self._own_names, self._own_addresses = net.own_names()
         self._known: tuple[str, ...] = ()  # the endpoint's addresses by the last lookup that found any; a later one may fail
+        self._hosted_by = ""  # the job whose agent hosts the store, by the store's list of jobs
         self._served_at = ""  # the address on which this agent serves the store; empty for every interface
         self._served: list[tcp.ServedStore] = []  # at the endpoint
-        self._standby: tcp.ServedStore | None = None
-        self._given_up: list[tcp.ServedStore] = []  # standby stores of this agent that the job has left
-        self._ports: set[int] = set()  # of all standby stores that this agent has served
+        self._standby = StandbyStore(config, self._search, self.notices.append)
         self._forwarding: Forwarding | None = None
         self._answered: Place | None = None  # the standby store that has answered last
-        self._one_serves = threading.Lock()  # an abandoned attempt to connect may still run in its thread
         self._open = tcp.connector(self._open_socket, self._reach, self._served)
 
     def connect(self, at: Place | None) -> Store:
@@ -285,63 +287,24 @@ class EndpointAccess(StoreAccess):
     def serves_jobs(self) -> bool:
         return bool(self._served)
 
+    @property
+    def standby_port(self) -> int:
+        return self._standby.port
+
     def renew_standby(self) -> None:
-        with self._one_serves:
-            self._given_up += filter(None, [self._standby])
-            self._standby, self.standby_port = None, 0
+        self._standby.renew()
 
     def end_store(self) -> None:
-        for store in (*self._served, *self._given_up, *filter(None, [self._standby])):
+        for store in self._served:
             store.close()
+        self._standby.end()
 
     def _serve_standby(self) -> None:
-        """Serve an empty store, once, which takes over when the store's host has died."""
-        with self._one_serves:
-            only_one = self.config.port_range is not None and self.config.port_range[0] == self.config.port_range[1]
-            if self._standby is not None or only_one:  # which the workers' store needs
-                return
-            while self._given_up:
-                self._given_up.pop().close()
-            try:
-                listening = self._listen_for_standby()
-            except StartError as error:
-                if self._ports:  # it was served before, and the job goes on without
-                    return
-                raise StoreError(str(error)) from None
-            if net.listens_everywhere(listening):
-                self.notices.append(f"warning: the standby store {_EVERYWHERE}: {self.node_address.address} is no address of this machine")
-            standby = tcp.ServedStore(listening)
-            with closing(standby.connect()) as store:
-                store.put_if(OWNER, None, Place(self.me, "", standby.port).name.encode())
-            self._ports.add(standby.port)
-            self._standby, self.standby_port = standby, standby.port
-
-    def _listen_for_standby(self) -> socket.socket:
-        """Return a socket for the standby store, at a port that none of this agent had before. Errors: ``StartError``."""
-        if not self._ports and (found := self._listen_at_endpoint()) is not None:
-            return found
-        with ExitStack() as had:
-            while (other := net.listen_on(self.node_address.number, self.config.port_range)).getsockname()[1] in self._ports:
-                had.enter_context(other)  # until another port is found
-            return other
-
-    def _listen_at_endpoint(self) -> socket.socket | None:
-        """Return a socket for the standby store at the port of an endpoint where newcomers look; None: there is none, or it is taken.
-
-        Not where the job was started: who serves the store there could not do so again.
-        """
-        number = self.node_address.number
-        for port, here in self._search.standby_ports(number):
-            with suppress(StartError):
-                return net.listen_on(number, (port, port))
-            if here and not self._served:
-                where = Endpoint(number, port)
-                self.notices.append(f"warning: another process has port {port}: newcomers that ask at {where} do not find this job")
-        return None
+        self._standby.serve(self.me, self.node_address.number, bool(self._served))
 
     def _own_stores(self) -> tuple[Endpoint, ...]:
         """Return where this agent serves stores by itself."""
-        standby = [Endpoint(self.node_address.number, self.standby_port)] if self._standby is not None else []
+        standby = [Endpoint(self.node_address.number, port)] if (port := self.standby_port) else []
         found = net.resolve(self._endpoint.host) if self._served else ()
         own = [address for address in found if net.is_own(address)] or found  # none is ours: they are translated to ours
         return (*standby, *(Endpoint(address, self._endpoint.port) for address in own))
@@ -353,8 +316,8 @@ class EndpointAccess(StoreAccess):
     def _open_standby(self, at: Place) -> Store:
         """Open the standby store ``at``, which may be this agent's own. Fails soon where nothing listens, or nothing has answered yet."""
         where = Endpoint(at.address, at.port)
-        if self._standby is not None and (at.id, at.port) == (self.me, self.standby_port):
-            return self._standby.connect()
+        if (at.id, at.port) == (self.me, self.standby_port) and (own := self._standby.connect()) is not None:
+            return own
         if at.port in (self.standby_port, self._endpoint.port) and self._is_own(at):
             raise StoreError(f"the node that served the standby store at {where} has ended; this agent listens there now")
         why = "the name does not resolve"
@@ -447,9 +410,9 @@ class EndpointAccess(StoreAccess):
         host, job = shared_store.register(store, self.config.run_id), self.config.run_id
         if self.config.meet_at_endpoint and not host and self._address is None:
             raise StoreError(f"no agent has said yet that it hosts the store at {self._endpoint}")
-        if host not in ("", job):
-            known = f"the store is hosted by the agent of job {host!r}"
-            self.notices.append(f"warning: {known}: should that agent die, this job ends with it")
+        if host not in ("", job, self._hosted_by):
+            self.notices.append(f"warning: the store is hosted by the agent of job {host!r}: should that agent die, this job ends with it")
+        self._hosted_by = host
         assert self._reached is not None
         self._find_node_address(*self._reached)
         if self.config.meet_at_endpoint and host == job:

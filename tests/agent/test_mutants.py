@@ -619,7 +619,7 @@ MUTANTS = (
     ),
     mutant(
         "a single port is left to the workers' store",
-        *("store_access", "if self._standby is not None or only_one:", "if self._standby is not None:"),
+        *("standby_store", "if self._served is not None or only_one:", "if self._served is not None:"),
         *("standby_stores", "a_node_with_a_single_port_serves_no_standby_store"),
     ),
     mutant(
@@ -644,12 +644,12 @@ MUTANTS = (
     ),
     mutant(
         "one standby store for each agent",
-        *("store_access", "if self._standby is not None or only_one:", "if only_one:"),
+        *("standby_store", "if self._served is not None or only_one:", "if only_one:"),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
     ),
     mutant(
         "who serves a standby store knows that it does",
-        *("store_access", "            return self._standby.connect()\n", "            pass\n"),
+        *("store_access", "            return own\n", "            pass\n"),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
     ),
     mutant(
@@ -830,17 +830,17 @@ MUTANTS = (
     ),
     mutant(
         "the next standby store of a node has another port",
-        *("store_access", "getsockname()[1] in self._ports:", "getsockname()[1] in ():"),
+        *("standby_store", "getsockname()[1] in self._ports:", "getsockname()[1] in ():"),
         *("standby_stores", "a_node_without_another_port_goes_on_without_a_standby_store"),
     ),
     mutant(
         "a node without another port goes on without a standby store",
-        *("store_access", "                if self._ports:  # it", "                if False:  # it"),
+        *("standby_store", "                if self._ports:  # it", "                if False:  # it"),
         *("standby_stores", "a_node_without_another_port_goes_on_without_a_standby_store"),
     ),
     mutant(
         "the own standby store is known by its port",
-        *("store_access", "(at.id, at.port) == (self.me, self.standby_port)", "at.id == self.me"),
+        *("store_access", "(at.id, at.port) == (self.me, self.standby_port) and", "at.id == self.me and"),
         *("standby_stores", "a_node_that_has_given_up_its_standby_store_serves_another_one_at_another_port"),
     ),
     mutant(
@@ -850,7 +850,7 @@ MUTANTS = (
     ),
     mutant(
         "a standby store is where newcomers look",
-        *("store_access", "if not self._ports and (found", "if False and (found"),
+        *("standby_store", "if not self._ports and (found", "if False and (found"),
         *("search", "each_node_of_the_list_serves_its_standby_store_where_newcomers_look"),
     ),
     mutant(

@@ -167,10 +167,12 @@ def test_a_node_is_a_newcomer_until_it_has_seen_a_round(waiting: tuple[Session, 
     assert not session.access.newcomer
 
 
-def test_the_port_of_the_standby_store_is_told_with_the_address_and_with_each_new_port(waiting: tuple[Session, Mute]) -> None:
+def test_the_port_of_the_standby_store_is_told_with_the_address_and_with_each_new_port(
+    waiting: tuple[Session, Mute], monkeypatch: pytest.MonkeyPatch
+) -> None:
     session, mute = waiting
     session.access.connect(None).close()
-    session.access.standby_port = 4711
+    monkeypatch.setattr(type(session.access), "standby_port", 4711)
     session.access.worker_store = lambda on_error: WorkerPorts(1000)  # type: ignore[method-assign, assignment, return-value]
     session.step(Synced(mute.t, mute.t, None, {}))
     assert session.machine.row.standby == 4711
@@ -185,7 +187,7 @@ def test_who_gives_up_its_own_standby_store_serves_another_one(waiting: tuple[Se
     monkeypatch.setattr(session.access, "renew_standby", lambda: renewed.append(True))
     session.access.connect(None).close()
     session.worker_store = WorkerPorts(1000)
-    session.access.standby_port = 4712
+    monkeypatch.setattr(type(session.access), "standby_port", 4712)
     session.step(Synced(mute.t, mute.t, None, {}))
     assert session.machine.row.standby == 4712 and not renewed, "its port is told"
     moves, own, other = session.machine._moves, Place(session.machine.row.id, "10.0.0.1", 4712), Place("n9", "10.0.0.9", 1)

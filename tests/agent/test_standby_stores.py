@@ -60,10 +60,10 @@ def port() -> int:
 
 
 @contextmanager
-def access(i: int, port: int, option: str = "--store-succession=proof") -> Iterator[EndpointAccess]:
+def access(i: int, port: int, option: str = "--store-succession=proof", job: str = "test") -> Iterator[EndpointAccess]:
     """The access of "node" 127.0.0.<i>. The first that connects serves the store at the endpoint."""
     where = f"--rdzv-endpoint=127.0.0.1:{port} --local-addr=127.0.0.{i}"
-    made = store_access.store_access(config_of(f"--nnodes=1:3 --rdzv-id=test {where} {option} t.py"))
+    made = store_access.store_access(config_of(f"--nnodes=1:3 --rdzv-id={job} {where} {option} t.py"))
     assert isinstance(made, EndpointAccess)
     made.me = f"n{i}"
     try:
@@ -100,6 +100,14 @@ def test_the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_e
             each.connect(None).close()
         with pytest.raises(StoreError, match="is another agent's; the one that served it has ended"):
             host.connect(replace(place(other), id="an earlier agent's"))
+
+
+def test_a_job_in_the_store_of_another_one_is_warned_once(port: int) -> None:
+    with access(1, port) as host, access(2, port, job="other") as guest:
+        host.connect(None).close()
+        for _ in range(2):
+            guest.connect(None).close()
+        assert [line for line in guest.notices if "hosted by the agent of job 'test'" in line] == list(guest.notices)[:1]
 
 
 def test_a_node_with_a_single_port_serves_no_standby_store(port: int) -> None:
@@ -529,8 +537,9 @@ def test_several_stores_are_asked_at_the_same_time(standbys: Callable[[int], Sta
 def test_a_store_that_never_finishes_its_answer_is_left_behind(
     standbys: Callable[[int], Standbys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A byte every now and then meets each limit of one answer."""
+    """Its limit is that of all stores together, also where one has a longer one."""
     monkeypatch.setattr(death_notice, "TELL_LIMIT", 1.0)
+    monkeypatch.setattr(death_notice, "STANDBY_LIMIT", 60.0)
     stores, end = standbys(1), threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as slow:
 

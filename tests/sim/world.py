@@ -176,10 +176,14 @@ class WorldAccess(StoreAccess):
         super().__init__(CONFIG)
         self._address = NodeAddress(address, address, None, None)
         self._node = node
-        self.standby_port = 2000
+        self._standby_port = 2000
+
+    @property
+    def standby_port(self) -> int:
+        return self._standby_port
 
     def renew_standby(self) -> None:
-        self.standby_port += 1
+        self._standby_port += 1
         self._node.standby = {}
 
     def worker_store(self, on_error: Callable[[str], None]) -> WorkerPorts:
