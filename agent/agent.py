@@ -1,7 +1,8 @@
 """The agent of one node: one loop over signals, workers, output and the store. The machine decides, the agent performs.
 
 All state belongs to the thread of the loop. Other threads (those of the store, of the workers' store, of the disks) hand over what
-they have through a descriptor that the loop waits for; nothing is polled. See docs/agent.md.
+they have through a descriptor that the loop waits for. Only the answers to two rare questions to all nodes are polled: ``sit_out.GLANCE``
+and ``hang_watch.LISTEN``. See docs/agent.md.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ def rules(config: LaunchConfig, access: StoreAccess) -> Rules:
         private=config.standalone,
         lasting=access.outlives_job,
         hosted=config.endpoint is not None and not access.outlives_job,
-        succession=config.succession,
-        majority=config.majority,
+        store_succession=config.store_succession,
         new_store_id=secrets.token_hex(8),
         **vars(config.timing),
     )

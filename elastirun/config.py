@@ -106,8 +106,12 @@ class RendezvousConfig:
     meet_at_endpoint: bool = False  # the workers' MASTER_PORT is the endpoint's port, as with torchrun's static backend
     fixed_ranks: bool = False  # the static backend: node rank r is the node that was started with --node-rank r
     node_rank: int | None = None  # the rank with fixed_ranks, else a preference
-    succession: bool = False  # another node takes over the store when its host has provably died
-    majority: bool = False  # ... or when more than half of the nodes have not heard of it for a while
+    store_succession: str = "off"  # or "proof", "majority": see ``Rules``
+
+    @property
+    def succession(self) -> bool:
+        """Whether another node takes over the store when its host is gone."""
+        return self.store_succession != "off"
 
 
 @dataclass(frozen=True, kw_only=True)

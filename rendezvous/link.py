@@ -90,9 +90,9 @@ class Link:
 
     # -- what follows from them -------------------------------------------------------------------------------------------
 
-    def view(self, record: RoundRecord, now: float, told: frozenset[str] = frozenset()) -> View:
-        """Return what this node knows of the round by the rows as they were read last. ``told``: see ``View``."""
-        return View(self.me, record, self.rows, self.live, now, told)
+    def view(self, record: RoundRecord, now: float, gone: frozenset[str] = frozenset()) -> View:
+        """Return what this node knows of the round by the rows as they were read last. ``gone``: see ``View``."""
+        return View(self.me, record, self.rows, self.live, now, gone)
 
     def away(self, node_id: str) -> bool:
         """Return whether another node has left or is silent."""

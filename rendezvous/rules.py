@@ -29,8 +29,7 @@ class Rules(Timing):
     private: bool = False  # no other agent can reach the store
     lasting: bool = False  # the store outlives its jobs
     hosted: bool = False  # one of the job's agents should serve the store
-    succession: bool = False  # another node's store takes over when the host of the store has died
-    majority: bool = False  # it does so, too, when the host has fallen silent, if more than half of the members are there
+    store_succession: str = "off"  # or "proof", "majority": when the store moves, see docs/decisions/0020
     new_store_id: str = "store"  # the name that this node gives to a store it finds empty
 
     @cached_property
@@ -45,8 +44,18 @@ class Rules(Timing):
             f"--expire={self.expire:g}",  # a node that is lost must have stopped by its own clock before the others replace it
             f"--store-grace={self.store_grace:g}",
             "--fail-fast" if self.fail_fast else "no --fail-fast",
-            f"--store-succession={'majority' if self.majority else 'proof' if self.succession else 'off'}",
+            f"--store-succession={self.store_succession}",
         )
+
+    @property
+    def succession(self) -> bool:
+        """Whether another node's store takes over when the host of the store has died."""
+        return self.store_succession != "off"
+
+    @property
+    def majority(self) -> bool:
+        """Whether it does so, too, when the host has fallen silent, if more than half of the members are there."""
+        return self.store_succession == "majority"
 
 
 def disagreement(rules: Rules, record: RoundRecord) -> str:

@@ -20,12 +20,12 @@ class View:
     rows: Mapping[str, NodeRow]  # by id; not necessarily of all members
     live: Liveness
     now: float  # seconds of this node's clock
-    told: frozenset[str] = frozenset()  # ids of nodes of whose end a guard has told
+    gone: frozenset[str] = frozenset()  # ids of nodes whose end is proven, see ``Vote``
 
     @property
     def ended(self) -> frozenset[str]:
         """The ids of the nodes of which nothing runs any more."""
-        return self.told | quorum.left(self.rows.values())
+        return self.gone | quorum.left(self.rows.values())
 
     def silent(self, node_id: str) -> bool:
         """Return whether the node has given no sign of life for ``expire``."""

@@ -60,8 +60,7 @@ def resolve_rendezvous(options: GivenOptions, conf: parse.RdzvConf, facts: Machi
         node_rank=node_rank,
         is_host=conf.is_host if conf.is_host is not None else node_rank == 0 if static else options.detected.is_host,
         run_id=_run_id(options, facts, store, static, max_nodes),
-        succession=succession != "off",
-        majority=succession == "majority",
+        store_succession=succession,
     )
 
 

@@ -189,8 +189,9 @@ def test_what_torchrun_ignores_silently_is_warned_of(line: str, part: str) -> No
 def test_the_store_moves_where_that_is_asked_for_and_possible() -> None:
     given = [f"--store-succession={how}" for how in ("proof", "majority", "off")]
     found = [config_of(f"--nnodes=2 --rdzv-id=a --rdzv-endpoint=h {option} t.py") for option in ("", *given)]
-    assert [(config.succession, config.majority) for config in found] == [(True, True), (True, False), (True, True), (False, False)]
-    assert resolved("--store-succession=proof t.py", NOBODY)[0].succession is False
+    assert [config.store_succession for config in found] == ["majority", "proof", "majority", "off"]
+    assert [config.succession for config in found] == [True, True, True, False]
+    assert resolved("--store-succession=proof t.py", NOBODY)[0].store_succession == "off"
 
 
 def test_a_list_of_endpoints_is_for_a_store_that_moves() -> None:

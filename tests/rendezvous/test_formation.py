@@ -238,7 +238,7 @@ def test_a_re_formation_waits_for_no_last_call() -> None:
 @pytest.mark.parametrize("hosts", [False, True])
 def test_a_job_in_the_store_of_another_one_needs_no_majority(hosts: bool) -> None:
     """Its store cannot move, so one half of its nodes may go on without the other."""
-    decision = form(after("ab"), [row("a", 1, hosts=hosts), row("b", 1)], succession=True, majority=True)
+    decision = form(after("ab"), [row("a", 1, hosts=hosts), row("b", 1)], store_succession="majority")
     assert decision.record is not None
     assert [quorum.ids for quorum in decision.record.quorums] == ([("a", "b")] if hosts else [])
 

@@ -14,17 +14,17 @@ from elastirun.rendezvous.records import Cause, Closed, NodeRow, Quorum, RoundRe
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.succession import Moves, another_run, take_over
 from tests.rendezvous import test_formation
-from tests.rendezvous.test_succession import PLACES, RECORD, answer, goes_on, rows, told
+from tests.rendezvous.test_succession import PLACES, PROOF, RECORD, answer, goes_on, rows, told
 from tests.sim.world import Deaths, Node, World
 
-MAJORITY = Rules(1, 5, succession=True, majority=True)
+MAJORITY = Rules(1, 5, store_succession="majority")
 WITHIN = 2 * MAJORITY.expire + 3.0  # seconds in which a job goes on whose host has fallen silent
 FIVE = tuple("habcd")
 
 
 def world_of(count: int, **rules: object) -> World:
     """A world of ``count`` nodes whose guards tell nobody of a death."""
-    world = told(count, majority=True, **rules)
+    world = told(count, store_succession="majority", **rules)
     world.deaths = Deaths()
     return world
 
@@ -133,7 +133,7 @@ def test_a_host_that_is_cut_off_knows_that_it_may_have_been_replaced() -> None:
 
 def test_who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host comes back at once with an empty store, so the others move away before its guard has told them that it had died."""
-    host, second, third = (world := told(3, majority=True)).nodes
+    host, second, third = (world := told(3, store_succession="majority")).nodes
     world.deaths = Deaths(told=1.0, late=1.0)
     monkeypatch.setattr("tests.sim.world.LATE_NOTICE", 2.0)
     third.stop_time = 1.0
@@ -146,7 +146,7 @@ def test_who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_
 
 
 def test_a_host_whose_others_have_died_has_not_been_replaced() -> None:
-    world = told(3, majority=True)
+    world = told(3, store_succession="majority")
     host, *others = world.nodes
     for node in others:
         node.crash()
@@ -253,7 +253,7 @@ def round_after(ready: str, left: str = "", rules: Rules = MAJORITY) -> formatio
 def test_a_round_forms_in_the_store_only_with_enough_members_of_the_one_before() -> None:
     decision = round_after("ha")
     assert decision.record is None and decision.minority and "only 2 of the 5 nodes of round 1 are here" in decision.reason
-    assert round_after("ha", rules=replace(MAJORITY, majority=False)).record is not None
+    assert round_after("ha", rules=PROOF).record is not None
     assert round_after("ha", left="bcd").record is not None
     formed = round_after("hab").record
     assert formed is not None and formed.quorums == (Quorum(FIVE, "h"), Quorum(tuple("hab"), "h"))
@@ -263,7 +263,7 @@ def test_who_waits_for_a_silent_host_looks_for_it_elsewhere() -> None:
     """It may have gone to another store, when it was left with too few nodes."""
     record = test_formation.after("habcd", Cause.LOST, host="h", quorums=(Quorum(FIVE, "h"),))
     there = test_formation.rows(test_formation.row(i, 1, hosts=i == "h") for i in FIVE)
-    for silent, rules, minority in (("h", MAJORITY, True), ("", MAJORITY, False), ("h", replace(MAJORITY, majority=False), False)):
+    for silent, rules, minority in (("h", MAJORITY, True), ("", MAJORITY, False), ("h", PROOF, False)):
         rows = {**there, "h": replace(there["h"], status=Status.READY)}
         decision = formation.form(rules, test_formation.view(replace(record, round=1), rows, silent), 0.0, 0.0)
         assert decision.record is None and decision.minority is minority, decision.reason
@@ -305,7 +305,7 @@ def test_the_others_go_to_an_owner_that_has_given_up_the_store() -> None:
 def test_nobody_doubts_early_nor_without_majority() -> None:
     early = Moves("a", MAJORITY)
     early.search(RECORD, 0.0, {}, 2 * MAJORITY.expire - 0.1)
-    proof = Moves("a", replace(MAJORITY, majority=False))
+    proof = Moves("a", PROOF)
     proof.search(RECORD, 0.0, {}, 1000.0)
     for moves in (early, proof):
         assert not moves.should_follow(PLACES[1], answer("a", votes=votes("bcd")), RECORD)

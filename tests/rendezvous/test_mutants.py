@@ -456,7 +456,7 @@ MUTANTS = (
     ),
     mutant(
         "a round forms without a node of whose end a guard has told",
-        *("view", "self.told | quorum.left", "quorum.left"),
+        *("view", "self.gone | quorum.left", "quorum.left"),
         *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
     ),
     mutant(

@@ -25,7 +25,7 @@ from tests.sim.world import Deaths, Node, World, write_round
 
 MEMBERS = tuple(Member(i, f"name-{i}", f"10.0.0.{k}", 1000, 2, standby=2000) for k, i in enumerate("habcd", start=1))
 RECORD = RoundRecord("s", version=5, round=3, members=MEMBERS, host="h", quorums=(Quorum(tuple("habcd"), "h"),))
-PROOF = Rules(1, 5, succession=True)
+PROOF = Rules(1, 5, store_succession="proof")
 OFF = Rules(1, 5)
 DEAD = Vote("h", RECORD, ("h",))
 
@@ -40,7 +40,7 @@ def answer(*there: str, now: float = 0.0, votes: tuple[Vote, ...] = (DEAD,), fou
 
 def told(count: int = 3, **rules: object) -> World:
     """A world of ``count`` nodes, whose store is served by node 0, whose guards tell of deaths, with the invariants watched."""
-    world = World(hosted=True, **{"min_nodes": 1, "max_nodes": count, "store_grace": 15.0, "succession": True, **rules})
+    world = World(hosted=True, **{"min_nodes": 1, "max_nodes": count, "store_grace": 15.0, "store_succession": "proof", **rules})
     world.deaths = Deaths(told=1.0)
     invariants.install(world)
     for _ in range(count):
@@ -133,7 +133,7 @@ def test_a_host_of_which_nobody_tells_ends_the_job_as_before() -> None:
 
 
 def test_it_is_off_unless_asked_for() -> None:
-    world = told(3, succession=False)
+    world = told(3, store_succession="off")
     world.nodes[0].crash()
     assert world.run(40, world.all_finished)
     assert {n.outcome for n in world.nodes[1:]} == {Outcome.STORE_LOST}
@@ -218,14 +218,14 @@ def test_a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started(
 
 
 def test_a_first_round_waits_until_it_would_have_heard_of_the_job_elsewhere() -> None:
-    world = World(hosted=True, succession=True, min_nodes=1, max_nodes=2)
+    world = World(hosted=True, store_succession="proof", min_nodes=1, max_nodes=2)
     nodes = [world.add(), world.add()]
     assert world.run(5, world.running(*nodes))
     assert world.t > 1.0
 
 
 def test_a_first_round_of_all_nodes_that_there_can_be_waits_for_no_word() -> None:
-    world = World(hosted=True, succession=True, min_nodes=2, max_nodes=2)
+    world = World(hosted=True, store_succession="proof", min_nodes=2, max_nodes=2)
     nodes = [world.add(), world.add()]
     assert world.run(5, world.running(*nodes))
     assert world.t < 1.0
@@ -554,7 +554,7 @@ def test_a_look_at_the_start_holds_for_one_exchange() -> None:
 
 def test_a_newcomer_begins_no_job_in_a_standby_store() -> None:
     """It was sent there, and the owner is about to write the record."""
-    machine = Machine(Rules(1, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    machine = Machine(Rules(1, 5, store_succession="proof"), NodeRow("n", "n", "", 0, 2), 0.0)
     asked = machine.step(Tick(0.0))
     sent = RoundRecord("other", moved=PLACES[1])
     asked = machine.step(Synced(0.1, 0.0, sent, {}))
@@ -569,7 +569,7 @@ def test_a_newcomer_begins_no_job_in_a_standby_store() -> None:
 
 def test_a_newcomer_goes_where_another_endpoint_sends_it() -> None:
     """Nobody answers where the job was started."""
-    machine = Machine(Rules(1, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    machine = Machine(Rules(1, 5, store_succession="proof"), NodeRow("n", "n", "", 0, 2), 0.0)
     machine.step(Tick(0.0))
     asked = machine.step(SyncFailed(0.1, "refused", moved=PLACES[1]))
     assert machine.place == PLACES[1] and [action.at for action in asked if isinstance(action, Sync)] == [PLACES[1]]
@@ -584,7 +584,7 @@ def test_a_newcomer_goes_where_another_endpoint_sends_it() -> None:
 
 
 def test_a_newcomer_goes_there_also_when_it_has_read_a_record_without_a_round() -> None:
-    machine = Machine(Rules(2, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    machine = Machine(Rules(2, 5, store_succession="proof"), NodeRow("n", "n", "", 0, 2), 0.0)
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, RoundRecord("other", settings=machine.rules.settings), {}))
     machine.step(SyncFailed(0.2, "refused", moved=PLACES[1]))
@@ -593,7 +593,7 @@ def test_a_newcomer_goes_there_also_when_it_has_read_a_record_without_a_round() 
 
 def test_a_member_is_sent_nowhere() -> None:
     """It has written into the store whose host has died, so that it needs the proof of that."""
-    machine = Machine(Rules(1, 5, succession=True), NodeRow("n", "n", "", 0, 2), 0.0)
+    machine = Machine(Rules(1, 5, store_succession="proof"), NodeRow("n", "n", "", 0, 2), 0.0)
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, replace(RECORD, settings=machine.rules.settings), {}))
     machine.step(SyncFailed(0.2, "refused", moved=PLACES[1]))

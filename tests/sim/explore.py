@@ -385,14 +385,14 @@ WORLDS = {
 WITH_SUCCESSION = {  # and the event that may happen at any point
     "the store's host of two dies": (lambda: _taken_over(2), "crash n0-0"),
     "the store's host of three dies": (lambda: _taken_over(3), "crash n0-0"),
-    "the store's host of three is cut off": (lambda: _taken_over(3, majority=True), "cut off n0-0"),
+    "the store's host of three is cut off": (lambda: _taken_over(3, "majority"), "cut off n0-0"),
 }
 MESSAGES = ("answer", "lose", "time")  # messages that are lost, late or overtaken
 
 
-def _taken_over(nodes: int, majority: bool = False) -> Small:
+def _taken_over(nodes: int, how: str = "proof") -> Small:
     """Return a world in which another node can take over the store, with a round that runs."""
-    rules = Rules(1, nodes, max_restarts=1, last_call=1.2, expire=2.0, store_grace=8.0, succession=True, majority=majority)
+    rules = Rules(1, nodes, max_restarts=1, last_call=1.2, expire=2.0, store_grace=8.0, store_succession=how)
     return Small(rules, nodes, True)
 
 

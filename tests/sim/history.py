@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from elastirun.rendezvous import polling
 from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.records import Blame, RoundRecord
+from elastirun.rendezvous.records import Blame, Cause, RoundRecord
 from elastirun.rendezvous.rules import Rules, hold
 from elastirun.rendezvous.transitions import LEFT
 from tests.sim import invariants
@@ -176,11 +176,11 @@ def draw(seed: int) -> Plan:
         plan = replace(plan, faults=tuple(sorted((*plan.faults, loop), key=lambda f: f.when)))
     third = random.Random(f"succession {seed}")
     if hosted and high > 1 and third.random() < SUCCESSION:
-        plan = replace(plan, rules=replace(plan.rules, succession=True), faults=_with_host_faults(plan, third))
+        plan = replace(plan, rules=replace(plan.rules, store_succession="proof"), faults=_with_host_faults(plan, third))
         if third.random() < WIDER:
             plan = _with_wider_faults(plan, third)
         if third.random() < MAJORITY:
-            plan = replace(plan, rules=replace(plan.rules, majority=True))
+            plan = replace(plan, rules=replace(plan.rules, store_succession="majority"))
     if wide:
         plan = replace(plan, sparse=own.choice([1.0, 4.0, 16.0]))
     if uneven:
@@ -383,8 +383,9 @@ class History:
             raise Violation(f"{gave_up} gave up: {self._state()}")
         if self._waits_for_nodes() or not any(n.alive and n.began for n in world.nodes):
             return
+        joining = world.record is not None and world.record.broken is not None and world.record.broken.cause is Cause.JOIN
         late = world.t >= self._lost_at + self.plan.goes_on_within and self._formed() == self._formed_then
-        if late and not invariants.goes_on(world):
+        if late and not joining and not invariants.goes_on(world):
             raise Violation(f"no round runs {self.plan.goes_on_within:g} s after the last fault: {self._state()}")
 
     def _formed(self) -> int:

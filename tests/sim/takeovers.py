@@ -32,8 +32,7 @@ def draw(seed: int) -> Plan:
         last_call=1.0,
         store_grace=rng.choice([15.0, 30.0]),
         join_timeout=600.0,
-        succession=True,
-        majority=rng.random() < 0.5,
+        store_succession="majority" if rng.random() < 0.5 else "proof",
     )
     clocks = tuple((rng.uniform(-1e6, 1e6), rng.uniform(0.9, 1.1)) for _ in range(64))
     stop_times = tuple(rng.choice([0.01, 0.1, 1.0] if only_deaths else [0.01, 0.1, 4.9]) for _ in range(64))
