@@ -52,13 +52,13 @@ def mark_lost(record: RoundRecord | None, row: NodeRow, ran: float) -> RoundReco
         return None
     if record.broken is None:
         record = break_up(record, Cause.LOST, f"{row.name} {row.address} was lost: {NOTE}", row.id, ran)
-    elif row.id in record.broken.lost and record.broken.over:
+    elif row.id in record.broken.ended:
         return None
     else:
         record = replace(record, version=record.version + 1)
     assert record.broken is not None
     lost = (*record.broken.lost, row.id) if row.id not in record.broken.lost else record.broken.lost
-    return replace(record, broken=replace(record.broken, lost=lost, over=True))
+    return replace(record, broken=replace(record.broken, lost=lost, over=True, ended=(*record.broken.ended, row.id)))
 
 
 def mark_left(row: NodeRow) -> NodeRow | None:

@@ -127,6 +127,7 @@ class Broken:
     by: str  # id of the node that noticed
     lost: tuple[str, ...] = ()  # ids of members that some node has found silent; the other nodes need not wait until they find the same
     over: bool = False  # a member has stopped its workers and left, so the other members cannot finish a step any more
+    ended: tuple[str, ...] = ()  # ids of members of which nothing runs any more, by the word of their guards
     ran: float = 0.0  # seconds for which the node that noticed had known the round
 
     @property
@@ -218,7 +219,7 @@ class Vote:
     """The word that a node, or the guard of a dead agent, brings to a standby store, under ``vote/<id>``. Written once per store.
 
     ``record`` is the newest round record that the node ``id`` knew. ``gone``: the nodes whose end is proven, because they have left or
-    their guards have told of it; a guard's vote names its own node.
+    their guards have told of it, besides those that the record names as such; a guard's vote names its own node.
     """
 
     id: str

@@ -48,7 +48,7 @@ def newest(record: RoundRecord, other: RoundRecord | None) -> RoundRecord:
 
 def gone(votes: Iterable[Vote]) -> frozenset[str]:
     """Return the nodes whose end is proven."""
-    return frozenset(i for vote in votes for i in vote.gone)
+    return frozenset(i for vote in votes for i in (*vote.gone, *quorum.told(vote.record)))
 
 
 def vote(me: str, record: RoundRecord, ended: Collection[str]) -> Vote:
@@ -342,7 +342,7 @@ class Moves:
 
         Return the newest record that was read anywhere.
         """
-        self.gone |= quorum.left(rows.values())
+        self.gone |= quorum.left(rows.values()) | quorum.told(record)
         if not self.undecided or self._known is None:  # else ``record`` is not what stood in a store
             self._known = newest(record, self._known)
         own = vote(self.me, self._known, self.gone)

@@ -52,6 +52,7 @@ def test_a_member_that_runs_is_lost_and_its_row_says_that_it_has_left() -> None:
     record, row = read(store)
     assert record and record.broken and row
     assert (record.version, record.broken.cause, record.broken.lost, record.broken.over) == (6, Cause.LOST, ("b",), True)
+    assert record.broken.ended == ("b",)
     assert record.broken.reason == "name-b 10.0.0.b was lost: its agent died, and its workers have ended" and record.broken.ran == 50.0
     assert (row.status, row.done_round, row.seq) == (Status.LEFT, 3, 8)
 
@@ -66,10 +67,11 @@ def test_the_loss_is_written_before_the_row() -> None:
 
 def test_a_round_that_is_broken_already_learns_of_the_loss() -> None:
     lost = mark_lost(BROKEN, B, 50.0)
-    assert lost and lost.broken == replace(BROKEN.broken, lost=("b",), over=True) and lost.version == 7  # type: ignore[type-var]
+    assert lost and lost.broken == replace(BROKEN.broken, lost=("b",), over=True, ended=("b",)) and lost.version == 7  # type: ignore[type-var]
     silent = replace(BROKEN, broken=Broken(Cause.LOST, "b silent", "a", ("b",), ran=9.0))
     known = mark_lost(silent, B, 50.0)
     assert known and known.broken and known.broken.lost == ("b",) and known.broken.over, "and for good, not only for a time"
+    assert known.broken.ended == ("b",)
 
 
 @pytest.mark.parametrize(

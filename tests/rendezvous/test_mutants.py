@@ -445,6 +445,16 @@ MUTANTS = (
         *("majority", "a_store_that_nobody_has_taken_over_says_nothing_about_a_round"),
     ),
     mutant(
+        "the record says whose end a guard has told",
+        *("death_notice", "ended=(*record.broken.ended, row.id)", "ended=()"),
+        *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]"),
+    ),
+    mutant(
+        "a node that gives up the store knows whose end its record has told",
+        *("succession", "quorum.left(rows.values()) | quorum.told(record)", "quorum.left(rows.values())"),
+        *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[majority]"),
+    ),
+    mutant(
         "who has taken over goes on reading the words of guards",
         *("succession", "return replace(sync, voters=tuple(away))", "return sync"),
         *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
@@ -456,7 +466,7 @@ MUTANTS = (
     ),
     mutant(
         "a round forms without a node of whose end a guard has told",
-        *("view", "self.gone | quorum.left", "quorum.left"),
+        *("view", "self.gone | quorum.told(self.record) | quorum.left", "quorum.told(self.record) | quorum.left"),
         *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
     ),
     mutant(

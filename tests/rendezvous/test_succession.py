@@ -67,6 +67,17 @@ def test_the_others_go_on_when_the_host_has_died(count: int) -> None:
     assert others[0].starts[-1][:2] == (2, 0) and "hosted the rendezvous store, was lost" in world.record.reason
 
 
+@pytest.mark.parametrize("how", ["proof", "majority"])
+def test_a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers(how: str) -> None:
+    """The store with the row of the first one is gone then, but the record has said that nothing of it runs any more."""
+    host, second, third = (world := told(3, store_succession=how)).nodes
+    third.stop_time = 5.0
+    second.crash()
+    assert world.run(2, lambda: third.stops != [])
+    host.crash()
+    goes_on(world, third, within=12.0)
+
+
 def test_hosts_die_one_after_the_other_until_one_node_is_left() -> None:
     world = told(5)
     for k in range(4):

@@ -198,7 +198,7 @@ class Small(World):
 
     def may_say_at_start(self, place: Place, job: RoundRecord | None) -> bool:
         """Return whether a store that has appeared where the job was started does not send others to ``place`` yet, and could."""
-        found = self._round(self.data.get("job/round"), self.data) if self.store_up else None
+        found = self.record_at_start()
         return found is not None and found.round == 0 and found.moved != place and (job is not None or found.moved is None)
 
     # -- states -----------------------------------------------------------------------------------------------------------
@@ -208,6 +208,7 @@ class Small(World):
         other = copy.copy(self)
         other.data, other.pending = dict(self.data), dict(self.pending)
         other.succeeded, other.formed_at, other.last_written = set(self.succeeded), dict(self.formed_at), dict(self.last_written)
+        other.started, other.terms = dict(self.started), set(self.terms)
         other.called_lost = {fence: set(lost) for fence, lost in self.called_lost.items()}
         other.written_at = {i: times[-3:] for i, times in self.written_at.items()}
         other.nodes = [_copied(node, other) for node in self.nodes]
@@ -238,6 +239,7 @@ def _copied(node: Node, world: Small) -> Node:
     other.session.access._node = other  # type: ignore[attr-defined]
     other.starts, other.began, other.stops = list(node.starts), list(node.began), list(node.stops)
     other.ready_for, other.said, other.standby = set(node.ready_for), [], dict(node.standby)
+    other.given_up = set(node.given_up)
     return other
 
 

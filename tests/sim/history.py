@@ -258,6 +258,7 @@ class History:
         self.world.graces = (30.0, 5.0)
         kinds = {fault.kind for fault in plan.faults}
         self.world.disconnected = plan.rules.succession and bool(kinds - CONNECTED)
+        self.world.only_deaths = plan.goes_on_within > 0
         self.world.push, self.world.deaths, self.world.prepares_within = plan.push, plan.deaths, plan.prepares_within
         self.world.keeps = plan.keeps
         if plan.live is not None:

@@ -9,6 +9,7 @@ from elastirun.rendezvous.records import Cause, RoundRecord, Verdict
 from elastirun.rendezvous.rules import hold
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
+from tests.sim import store_invariants
 from tests.sim.world import Node, Violation, World
 
 SLACK = 0.05  # seconds, for messages under way
@@ -19,6 +20,8 @@ def install(world: World) -> None:
     world.watch += [_written]
     world.on_starting += [_start]
     world.on_progress += [_one_makes_progress]
+    if world.rules.succession:
+        store_invariants.install(world)
 
 
 def _must(holds: bool, what: str) -> None:

@@ -243,6 +243,8 @@ class Node:
     renewed: float = 0.0  # when its guard's lease was last renewed, by its clock
     waiting: list[Callable[[], object]] = field(default_factory=list)  # what its threads will do when it is not frozen any more
     held: list[Callable[[float], Event]] = field(default_factory=list)  # what will happen to its loop when that is not stalled any more
+    place: Place | None = None  # of the store that it uses, as ``World.on_moving`` has it
+    given_up: set[str] = field(default_factory=set)  # names of the standby stores that it has left
     _wait: float = math.inf  # seconds, by its clock, that its loop means to sleep at the end of each turn
     _turns: int = 0
 
@@ -302,6 +304,9 @@ class Node:
         self.session.check_time(now)
         for action in self.session.actions():
             self._perform(action)
+        if (place := self.machine.place) != self.place:
+            before, self.place = self.place, place
+            self.world.moved(self, before, place)
         if self.machine.state.value == "ready":
             self.ready_for.add(self.machine.row.round)
         self._wait = max(0.0, self.session.due - now)
@@ -494,11 +499,16 @@ class World:
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
         self.on_progress: list[Callable[[World], None]] = []  # called after each event that changed which nodes' workers can take a step
+        self.on_moving: list[Callable[[World, Node, Place | None, Place | None], None]] = []  # of each node that goes to another store
+        self.on_forwarding: list[Callable[[World], None]] = []  # called each ``FORWARD_EVERY`` where stores move
+        self.started: dict[str, RoundRecord] = {}  # by name of the store: the last record whose workers a node has started
+        self.terms: set[str] = set()  # of all take-overs
         self._progressing: list[RoundRecord | None] = []
         self.called_lost: dict[str, set[str]] = {}  # by fence: the members that a record of that round has called lost
         self.last_written: dict[str, RoundRecord] = {}  # by name of the store
         self.walls: list[frozenset[tuple[str, str]]] = []  # pairs of names: the first node cannot open a connection to the second one
         self.disconnected = False  # whoever serves an empty store where the job was started may not hear that its store has moved
+        self.only_deaths = False  # nothing else makes nodes silent
         self.replaced = 0  # times that another store has taken the place of this one
         self.graces = (math.inf, math.inf)  # seconds until workers that are to stop are killed: planned, and after a failure
         self.transcript: list[str] | None = None
@@ -696,6 +706,8 @@ class World:
 
     def _forward(self) -> None:
         """Let the node that has taken over the store say so where the job was started."""
+        for watch in self.on_forwarding:
+            watch(self)
         for node in self.nodes:
             told = node.machine.forward
             if told is not None and node.alive and not node.frozen:
@@ -778,9 +790,13 @@ class World:
         """The round record of the store in use: the newest one in a store that is served."""
         if not self.rules.succession:
             return self._round(self.data.get("job/round"), self.data)
-        at_start = self._round(self.data.get("job/round"), self.data) if self.store_up else None
-        found = [record for record in (at_start, *(self.record_at(node) for node in self.nodes if node.alive)) if record is not None]
+        records = (self.record_at_start(), *(self.record_at(node) for node in self.nodes if node.alive))
+        found = [record for record in records if record is not None]
         return max(found or self.last_written.values(), key=lambda record: (record.term, record.version), default=None)
+
+    def record_at_start(self) -> RoundRecord | None:
+        """Return the round record in the store where the job was started; None: there is none, or that store is gone."""
+        return self._round(self.data.get("job/round"), self.data) if self.store_up else None
 
     def record_at(self, node: Node) -> RoundRecord | None:
         """Return the round record in the standby store of the node; None: nobody has taken that store over."""
@@ -818,6 +834,10 @@ class World:
             self.store_up = False
 
     # -- time -----------------------------------------------------------------------------------------------------------
+
+    def moved(self, node: Node, before: Place | None, after: Place | None) -> None:
+        for watch in self.on_moving:
+            watch(self, node, before, after)
 
     def on_start(self, node: Node, start: Start) -> None:
         for watch in self.on_starting:

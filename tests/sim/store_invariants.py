@@ -1,0 +1,98 @@
+"""Invariants of the moves of the store between nodes (docs/decisions/0020): what must not be, lest two rounds run at once one day.
+
+They are watched besides P1 (``invariants``), which a history breaks only when all that must go wrong does so.
+"""
+
+from __future__ import annotations
+
+from elastirun.rendezvous.quorum import is_there
+from elastirun.rendezvous.records import Cause, Place, RoundRecord
+from elastirun.rendezvous.transitions import LEFT
+from tests.sim.world import Node, Violation, World
+
+SLACK = 5.0  # seconds beyond ``store_grace`` until a node that waits has given up
+
+
+def install(world: World) -> None:
+    world.watch += [_written]
+    world.on_starting += [lambda world, node, start: world.started.update({start.record.store_id: start.record})]
+    world.on_moving += [_moved]
+    world.on_forwarding += [_nobody_waits_for_ever]
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
+    if old is None and new.term:
+        _taken_over(world, node, new)
+    elif old is None:
+        _must(not world.writes_to, f"{node.id} begins a job in a standby store")
+    elif new.round > old.round and old.round:
+        _losses(world, old, new)
+        if world.rules.majority and (last := world.started.get(new.store_id)) is not None:
+            _enough(world, last, new)
+
+
+def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
+    """The owner alone decides, once, about a round that is over; who counts is there, and in no other store."""
+    place, broken = node.machine.place, new.broken
+    _must(place is not None and place.id == node.id == world.writes_to, f"{node.id} takes over the store of another node")
+    _must(broken is not None and broken.over and new.moved is None, "a store takes over with a round that may go on, or sends nodes away")
+    name = f"{new.store_id} {new.term}"
+    _must(name not in world.terms, f"two stores take over with term {new.term}")
+    world.terms.add(name)
+    counted = {i for quorum in new.quorums for i in quorum.ids} | {m.id for m in new.members}
+    for other in world.nodes:
+        if other.alive and other.id in counted and is_there(node.machine.rows.get(other.id)):
+            _must(other.machine.place == place, f"{node.id} counts {other.id}, which is in another store")
+    _must(is_there(node.machine.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
+    start = world.record_at_start()
+    begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id
+    _must(not begun or world.disconnected, f"{node.id} takes over although another run has begun where the job was started")
+
+
+def _moved(world: World, node: Node, before: Place | None, after: Place | None) -> None:
+    """Nobody gives up a store whose host lives, but for one that has taken over, or with a majority; and nobody goes back."""
+    if after is None:  # a newcomer, which was sent in vain
+        return
+    if before is not None:
+        node.given_up.add(before.name)
+    _must(after.name not in node.given_up, f"{node.id} goes back to the store of {after.id}")
+    record = node.machine.record
+    if world.rules.majority or record is None or "job/round" in world.data_at(after) or (before and before.id != record.host):
+        return
+    host = next((other for other in world.nodes if other.id == record.host), None)
+    _must(host is None or not host.alive, f"{node.id} gives up the store of {record.host}, which lives, for an undecided one")
+
+
+def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:
+    """Who has left is no early loss."""
+    if new.losses <= old.losses or not world.only_deaths or old.broken is None:
+        return
+    ids = {m.id for m in old.members} | {old.broken.by}
+    crashed = any(not node.up for node in world.nodes if node.id in ids)
+    _must(crashed or old.broken.cause is Cause.FAILURE, "an early loss is counted, and nobody has died")
+
+
+def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
+    """Enough members of the last round that has started are in the next one: more than half, or all others have ended."""
+    ended = {node.id for node in world.nodes if node.working is None and not (node.alive and node.machine.state is not LEFT)}
+    ids, host = [m.id for m in last.members], last.host
+    here = {m.id for m in new.members}
+    without_host = [i for i in ids if i != host] if host in ended else ids
+    for some in (ids, without_host):
+        count = sum(i in here for i in some)
+        if 2 * count > len(some) or (2 * count == len(some) and host in here) or all(i in here or i in ended for i in some):
+            return
+    raise Violation(f"round {new.round} is formed by {sorted(here & set(ids))} of {ids}, too few of those that may go on elsewhere")
+
+
+def _nobody_waits_for_ever(world: World) -> None:
+    for node in world.nodes:
+        since = node.machine._moves.undecided_since
+        if node.alive and not node.frozen and not node.stalled and since is not None and node.machine.state is not LEFT:
+            waited = node.now - since
+            _must(waited <= world.rules.store_grace + SLACK, f"{node.id} has waited in an undecided store for {waited:.0f} s")
