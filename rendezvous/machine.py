@@ -119,8 +119,12 @@ class Machine:
 
     @property
     def forward(self) -> tuple[Place, RoundRecord | None] | None:
-        """The word to be written into a store that appears where the job was started; None: none. See ``Moves.forward``."""
-        return self._moves.forward(self.record)
+        """The word to be written into a store that appears where the job was started; None: none. See ``Moves.forward``.
+
+        The last node of a job that leaves says nothing: whoever it sent here would wait for nobody.
+        """
+        last = self.record is not None and self.record.ids == (self.row.id,)
+        return None if last and self._outcome is not None else self._moves.forward(self.record)
 
     @property
     def _now(self) -> float:

@@ -44,11 +44,6 @@ def noted(quorums: Iterable[Quorum], ended: Collection[str]) -> tuple[Quorum, ..
     return tuple(replace(quorum, ended=tuple(i for i in quorum.ids if i in ended or i in quorum.ended)) for quorum in quorums)
 
 
-def told(record: RoundRecord) -> frozenset[str]:
-    """Return the nodes of which nothing runs any more, as their guards have written into the record."""
-    return frozenset(record.broken.ended) if record.broken is not None else frozenset()
-
-
 def left(rows: Iterable[NodeRow]) -> frozenset[str]:
     """Return the nodes of which nothing runs any more, as their rows say."""
     return frozenset(row.id for row in rows if row.status is Status.LEFT)

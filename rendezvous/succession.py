@@ -47,8 +47,8 @@ def newest(record: RoundRecord, other: RoundRecord | None) -> RoundRecord:
 
 
 def gone(votes: Iterable[Vote]) -> frozenset[str]:
-    """Return the nodes whose end is proven."""
-    return frozenset(i for vote in votes for i in (*vote.gone, *quorum.told(vote.record)))
+    """Return the nodes whose end is proven: by a vote itself, or by the record that it brings."""
+    return frozenset(i for vote in votes for i in (*vote.gone, *(vote.record.broken.ended if vote.record.broken else ())))
 
 
 def vote(me: str, record: RoundRecord, ended: Collection[str]) -> Vote:
@@ -342,7 +342,7 @@ class Moves:
 
         Return the newest record that was read anywhere.
         """
-        self.gone |= quorum.left(rows.values()) | quorum.told(record)
+        self.gone |= quorum.left(rows.values())
         if not self.undecided or self._known is None:  # else ``record`` is not what stood in a store
             self._known = newest(record, self._known)
         own = vote(self.me, self._known, self.gone)

@@ -25,7 +25,7 @@ class View:
     @property
     def ended(self) -> frozenset[str]:
         """The ids of the nodes of which nothing runs any more."""
-        return self.gone | quorum.told(self.record) | quorum.left(self.rows.values())
+        return self.gone | quorum.left(self.rows.values())
 
     def silent(self, node_id: str) -> bool:
         """Return whether the node has given no sign of life for ``expire``."""

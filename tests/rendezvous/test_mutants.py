@@ -249,6 +249,16 @@ MUTANTS = (
         *("steps", "a_node_that_sits_out_says_at_once_that_its_last_round_is_over_and_joins_no_other"),
     ),
     mutant(
+        "nor does the last node of a job, when it leaves",
+        *("machine", "return None if last and self._outcome is not None else", "return"),
+        *("succession", "the_last_node_of_a_job_that_has_moved_sends_nobody_to_its_store_when_it_leaves"),
+    ),
+    mutant(
+        "another one does, as long as it is there",
+        *("machine", "return None if last and self._outcome is not None else", "return None if self._outcome is not None else"),
+        *("succession", "a_node_that_leaves_and_is_not_the_last_still_says_where_the_job_is"),
+    ),
+    mutant(
         "who is about to leave sends no newcomer to its store",
         *("machine", "stays=self._outcome is None", "stays=True"),
         *("succession", "an_owner_that_leaves_sends_no_newcomer_to_its_store"),
@@ -450,9 +460,9 @@ MUTANTS = (
         *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]"),
     ),
     mutant(
-        "a node that gives up the store knows whose end its record has told",
-        *("succession", "quorum.left(rows.values()) | quorum.told(record)", "quorum.left(rows.values())"),
-        *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[majority]"),
+        "a vote brings the word of the guards that its record has",
+        *("succession", "(*vote.gone, *(vote.record.broken.ended if vote.record.broken else ()))", "vote.gone"),
+        *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]"),
     ),
     mutant(
         "who has taken over goes on reading the words of guards",
@@ -466,7 +476,7 @@ MUTANTS = (
     ),
     mutant(
         "a round forms without a node of whose end a guard has told",
-        *("view", "self.gone | quorum.told(self.record) | quorum.left", "quorum.told(self.record) | quorum.left"),
+        *("view", "self.gone | quorum.left", "quorum.left"),
         *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
     ),
     mutant(

@@ -74,7 +74,12 @@ def test_a_member_dies_and_then_the_host_before_the_third_has_stopped_its_worker
     third.stop_time = 5.0
     second.crash()
     assert world.run(2, lambda: third.stops != [])
+    third.cut_in = True  # it has read the record, and reads no rows before the host dies
+    assert world.run(2, lambda: b'"status":"left"' in world.data[f"job/node/{second.id}"])
+    world.run(0.05)  # the guard of the second one has nothing more to do
     host.crash()
+    third.cut_in = False
+    assert third.machine.rows[second.id].status is not Status.LEFT
     goes_on(world, third, within=12.0)
 
 
@@ -542,6 +547,28 @@ def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_
     begun = replace(first, round=1, version=3)
     assert "another run of this job" in owner.heard_from_start(Synced(1.0, 1.0, begun, {}), RECORD)
     assert owner.take_over(rows("abc"), 1.0) is None
+
+
+def test_the_last_node_of_a_job_that_has_moved_sends_nobody_to_its_store_when_it_leaves() -> None:
+    """They would wait there for ``longest_alone``."""
+    host, last = (world := told(2)).nodes
+    host.crash()
+    goes_on(world, last)
+    last.stop_time = 5.0
+    last.leave()
+    newcomer = world.add(host.name)
+    goes_on(world, newcomer, within=12.0)
+
+
+def test_a_node_that_leaves_and_is_not_the_last_still_says_where_the_job_is() -> None:
+    """Else a second run would begin while the others wait for it to stop its workers."""
+    host, owner, other = (world := told(3)).nodes
+    host.crash()
+    goes_on(world, owner, other)
+    owner.stop_time = 5.0
+    owner.leave()
+    newcomer = world.add(host.name)
+    goes_on(world, other, newcomer, within=12.0)
 
 
 def test_an_owner_that_leaves_sends_no_newcomer_to_its_store() -> None:

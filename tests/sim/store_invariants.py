@@ -69,17 +69,16 @@ def _moved(world: World, node: Node, before: Place | None, after: Place | None) 
 
 
 def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:
-    """Who has left is no early loss."""
-    if new.losses <= old.losses or not world.only_deaths or old.broken is None:
+    """A round that has ended because a member leaves, and that has lost no other one, is no early loss."""
+    if new.losses <= old.losses or not world.only_deaths or old.broken is None or old.broken.cause is not Cause.LEAVE:
         return
-    ids = {m.id for m in old.members} | {old.broken.by}
-    crashed = any(not node.up for node in world.nodes if node.id in ids)
-    _must(crashed or old.broken.cause is Cause.FAILURE, "an early loss is counted, and nobody has died")
+    gone = [node.id for node in world.nodes if not node.alive and old.index(node.id) is not None]
+    _must(gone != [old.broken.by], "an early loss is counted, and nobody has died")
 
 
 def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
     """Enough members of the last round that has started are in the next one: more than half, or all others have ended."""
-    ended = {node.id for node in world.nodes if node.working is None and not (node.alive and node.machine.state is not LEFT)}
+    ended = {node.id for node in world.nodes if node.working is None and (not node.alive or node.machine.state is LEFT)}
     ids, host = [m.id for m in last.members], last.host
     here = {m.id for m in new.members}
     without_host = [i for i in ids if i != host] if host in ended else ids
