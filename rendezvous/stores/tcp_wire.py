@@ -39,12 +39,16 @@ def wait(key: str) -> bytes:
 def receive(connection: socket.socket, length: int, until: float | None = None) -> bytes:
     """Return the next ``length`` bytes. ``until``: a moment of ``elastirun.clock``; None: each part may take the timeout of the socket.
 
-    Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever.
+    Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever. What is there already is taken
+    at any time, because this process may have stood still.
     """
     data = b""
     while len(data) < length:
         if until is not None:
-            connection.settimeout(max(0.001, until - clock.now()))
+            left = until - clock.now()
+            if data and left <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(max(0.001, left))
         more = connection.recv(min(length - len(data), 1 << 16))
         if not more:
             raise ConnectionError("the other side has hung up")

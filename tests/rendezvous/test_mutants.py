@@ -740,7 +740,7 @@ MUTANTS = (
     ),
     mutant(
         "an answer has one limit, however many parts it comes in",
-        *("rendezvous/stores/tcp_wire", "connection.settimeout(max(0.001, until - clock.now()))", "connection.settimeout(0.5)"),
+        *("rendezvous/stores/tcp_wire", "left = until - clock.now()", "left = 0.5"),
         *("tcp_plain", "a_peer_that_answers_byte_by_byte_has_no_more_time"),
     ),
     mutant(
