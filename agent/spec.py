@@ -13,7 +13,7 @@ from elastirun.agent.host import numa
 from elastirun.agent.processes import marks
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.config import Command, LaunchConfig
-from elastirun.rendezvous.ranks import Place, places
+from elastirun.rendezvous.ranks import WorkerRanks, worker_ranks
 from elastirun.rendezvous.records import RoundRecord
 
 _RUN_PATH = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -44,13 +44,13 @@ def worker_specs(
     shared = _same_always(config, node) | _shared(config, record, node_rank, node)
     argv = command_line(config.command, node.environ)
     specs = []
-    for place in places(record, node_rank):
-        cpus = node.cpu_sets[place.local_rank] if node.cpu_sets else None
+    for ranks in worker_ranks(record, node_rank):
+        cpus = node.cpu_sets[ranks.local_rank] if node.cpu_sets else None
         first = {marks.VARIABLE: node.mark}  # at the beginning, so that the guard finds it in an environment of any length
-        own = _own(config, place, node.environ) | {progress_page.VARIABLE: node.pages[place.local_rank] if node.pages else ""}
-        env = {**first, **node.environ, **shared, **own, "TORCHELASTIC_ERROR_FILE": error_file(place.local_rank)}
+        own = _own(config, ranks, node.environ) | {progress_page.VARIABLE: node.pages[ranks.local_rank] if node.pages else ""}
+        env = {**first, **node.environ, **shared, **own, "TORCHELASTIC_ERROR_FILE": error_file(ranks.local_rank)}
         env.setdefault("OMP_NUM_THREADS", str(_threads(node.cpus, record.members[node_rank].slots, cpus)))
-        specs.append(WorkerSpec(place.local_rank, place.rank, _for_rank(argv, place.local_rank), env, cpus, node.group, node.files))
+        specs.append(WorkerSpec(ranks.local_rank, ranks.rank, _for_rank(argv, ranks.local_rank), env, cpus, node.group, node.files))
     return specs
 
 
@@ -136,16 +136,16 @@ def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, node: Nod
     return env | {name: value for name, value in unless_set.items() if name not in node.environ}
 
 
-def _own(config: LaunchConfig, place: Place, environ: Mapping[str, str]) -> dict[str, str]:
+def _own(config: LaunchConfig, ranks: WorkerRanks, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of one worker."""
     env = {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "ROLE_RANK": str(place.role_rank),
-        "ROLE_WORLD_SIZE": str(place.role_world_size),
+        "RANK": str(ranks.rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "ROLE_RANK": str(ranks.role_rank),
+        "ROLE_WORLD_SIZE": str(ranks.role_world_size),
     }
     if config.virtual_local_rank:
         visible = environ.get("CUDA_VISIBLE_DEVICES")  # that there are enough was checked with the options
         devices = visible.split(",") if visible else ["" if visible == "" else str(i) for i in range(config.nproc)]
-        env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[place.local_rank].strip()}
+        env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[ranks.local_rank].strip()}
     return env

@@ -62,7 +62,7 @@ def own_rank(record: RoundRecord, row: NodeRow) -> int | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerRanks:
     """The ranks of one worker in a round, in torchrun's terms."""
 
     rank: int
@@ -71,14 +71,14 @@ class Place:
     role_world_size: int
 
 
-def places(record: RoundRecord, node_rank: int) -> list[Place]:
+def worker_ranks(record: RoundRecord, node_rank: int) -> list[WorkerRanks]:
     """Return the ranks of the workers of the node ``node_rank``. Global ranks are contiguous per node."""
     here = record.members[node_rank]
     before = record.members[:node_rank]
     first = sum(m.slots for m in before)
     role_first = sum(m.slots for m in before if m.role == here.role)
     role_size = sum(m.slots for m in record.members if m.role == here.role)
-    return [Place(first + i, i, role_first + i, role_size) for i in range(here.slots)]
+    return [WorkerRanks(first + i, i, role_first + i, role_size) for i in range(here.slots)]
 
 
 def successors(record: RoundRecord, node_id: str, count: int = WATCHED) -> tuple[str, ...]:

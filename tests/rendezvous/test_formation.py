@@ -173,7 +173,7 @@ def test_one_address_many_nodes_are_told_apart_by_id() -> None:
 def test_places_number_the_workers_over_all_nodes_and_within_their_role() -> None:
     slots = [("a", 2, "trainer"), ("b", 3, "reader"), ("c", 2, "trainer")]
     record = RoundRecord("s", members=tuple(ranks.member(row(i, slots=n, role=role)) for i, n, role in slots))
-    table = [[(p.rank, p.local_rank, p.role_rank, p.role_world_size) for p in ranks.places(record, i)] for i in range(3)]
+    table = [[(p.rank, p.local_rank, p.role_rank, p.role_world_size) for p in ranks.worker_ranks(record, i)] for i in range(3)]
     assert table == [
         [(0, 0, 0, 4), (1, 1, 1, 4)],
         [(2, 0, 0, 3), (3, 1, 1, 3), (4, 2, 2, 3)],
