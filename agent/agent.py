@@ -50,7 +50,7 @@ from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 LARGEST_VOTE = 48 << 10  # bytes of a vote in the notice of a member; a pipe to the guard holds 64 KiB without asking for more
-LOGS_LIMIT = 2.0  # seconds to open a round's log files; the loop waits for that, and must not seem to stand still
+LOGS_LIMIT = 2.0  # seconds to open a round's log files, at most 0.4 of ``expire``; the loop waits, and must not seem to stand still
 
 
 def run(config: LaunchConfig) -> int:

@@ -10,11 +10,11 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 
+from elastirun.agent.local_socket import peer_of
 from elastirun.agent.processes.parking import Parking
 from elastirun.live_messages import MAX_MESSAGE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
@@ -93,7 +93,7 @@ class LiveWorkers:
         except OSError:  # no descriptor is left: the socket would be readable for ever. Later workers are ended after their round
             self._selector.unregister(self._listening)
             return
-        pid, uid = _peer(connection)
+        pid, uid = peer_of(connection)
         if uid != os.geteuid() or not self._is_worker(pid):
             connection.close()
             return
@@ -142,12 +142,3 @@ class LiveWorkers:
         if (connection := self._connections.pop(pid, None)) is not None:
             self._selector.unregister(connection)
             connection.close()
-
-
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user that have connected, by the kernel's word; -1 where the kernel does not know."""
-    try:
-        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    except OSError:
-        return -1, -1
-    return pid, uid

@@ -115,7 +115,7 @@ class LocalSocket:
                 self._selector.unregister(self._listening)
                 self._accept_at = clock.now() + RETRY
             return
-        if _uid_of(connection) != os.geteuid():
+        if peer_of(connection)[1] != os.geteuid():
             connection.close()
             return
         if len(self.clients) >= MAX_CLIENTS:
@@ -179,10 +179,10 @@ def _bind(listening: socket.socket, folder: str, name: str) -> None:
         os.close(fd)
 
 
-def _uid_of(connection: socket.socket) -> int:
-    """Return the user at the other end by the kernel's word; -1 when the kernel does not know."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end by the kernel's word; -1 where the kernel does not know."""
     try:
-        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     except OSError:
-        return -1
-    return int(uid)
+        return -1, -1
+    return pid, uid

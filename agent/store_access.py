@@ -39,6 +39,7 @@ from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
 
 ANSWER_LIMIT = 3.0  # seconds for the store to answer a first question, before torch's client waits 15 s for it
+PROBE_LIMIT = 2.0  # seconds for each address of the endpoint to accept a connection
 HOST_TRIES = 5.0  # seconds to try for a port that an agent just ending may still hold
 STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and to answer; the next one in line may take over meanwhile
 
@@ -341,7 +342,7 @@ class EndpointAccess(StoreAccess):
         """Return address and port of a TCPStore that answers at the endpoint. Errors: ``StoreError``."""
         endpoint = self._endpoint
         self._known = net.resolve(endpoint.host)[:MOST_ASKED] or self._known
-        whys = at_once(lambda address: net.probe(address, endpoint.port, 2.0), self._known, 2.5)
+        whys = at_once(lambda address: net.probe(address, endpoint.port, PROBE_LIMIT), self._known, PROBE_LIMIT + 0.5)
         listening = [address for address, why in whys.items() if why is None]
         self._unreached = tuple(Endpoint(address, endpoint.port) for address in self._known if address not in listening)
         strange = at_once(self._what_is_wrong_at, listening, 3 * ANSWER_LIMIT)

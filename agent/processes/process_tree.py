@@ -23,6 +23,9 @@ from elastirun.errors import StartError
 
 PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 RENEW_EVERY = 0.5  # seconds between two renewals of the lease; the loop goes round more often
+RENEWALS = 8  # in the time of a lease, at least
+TOO_LATE = 0.5  # seconds before the end of the lease, at most a tenth of it: the guard may kill the workers before a renewal reaches it
+TOO_LATE_FIXED = 0.1  # seconds, the same before a moment that no renewal moves
 GUARD_RETRY = 10.0  # seconds until the start of a guard that failed is tried again
 GUARD_START_LIMIT = 60.0  # seconds for the first guard to start; a network file system may be slow
 GUARD_RESTART_LIMIT = 5.0  # seconds for a later guard to start; the loop waits meanwhile
@@ -69,7 +72,7 @@ class ProcessTree:
         """Renew the guard's lease: the agent is well. Call it each time the loop goes round."""
         if now >= self._retry_at:
             self._restart_guard()
-        if self._fixed_deadline or (self.lease and now >= self.renewed + min(RENEW_EVERY, self.lease / 8)):
+        if self._fixed_deadline or (self.lease and now >= self.renewed + min(RENEW_EVERY, self.lease / RENEWALS)):
             self._fixed_deadline, self.renewed = 0.0, now
             self._send(guard.message(guard.ALIVE, now, self._deadline))
 
@@ -87,8 +90,8 @@ class ProcessTree:
     def lease_is_over(self, now: float) -> bool:
         """Return whether the guard has killed the workers, or is about to."""
         if self._fixed_deadline:
-            return now > self._fixed_deadline - 0.1
-        return bool(self.lease) and now > self.renewed + self.lease - min(0.5, self.lease / 10)
+            return now > self._fixed_deadline - TOO_LATE_FIXED
+        return bool(self.lease) and now > self.renewed + self.lease - min(TOO_LATE, self.lease / 10)
 
     @property
     def _deadline(self) -> float:

@@ -228,7 +228,7 @@ MUTANTS = (
     ),
     mutant(
         OTHERS,
-        *("local_socket", "if _uid_of(connection) != os.geteuid():", "if False:"),
+        *("local_socket", "if peer_of(connection)[1] != os.geteuid():", "if False:"),
         *("checkpoint_memory", "another_user_is_not_answered"),
     ),
     mutant(
