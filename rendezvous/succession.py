@@ -375,8 +375,8 @@ class Moves:
     def complete(self, sync: Sync, record: RoundRecord | None, rows: Mapping[str, NodeRow]) -> Sync:
         """Return the exchange with the store in use, in which ``rows`` were read last.
 
-        In an undecided store the owner reads all that the others bring, they read its row. When it has taken over, it goes on reading the
-        words of guards, which may come late, until there is a round.
+        In an undecided store the owner reads all that the others bring, they read its row. When it has taken over, and too few are there
+        to go on, it reads the words of guards, which may have come late.
         """
         sync = replace(sync, at=self.at, votes=self.votes)
         if self.at is None or record is None:
@@ -384,7 +384,8 @@ class Moves:
         if self.at.id != self.me:
             return replace(sync, rows=(self.at.id,)) if self.undecided else sync
         if not self.undecided:
-            away = {i: None for q in record.quorums if record.broken for i in q.ids if i not in rows and i not in self.gone}
+            few = self._minority_since is not None
+            away = {i: None for q in record.quorums if few for i in q.ids if i not in rows and i not in self.gone}
             return replace(sync, voters=tuple(away))
         brought = [record, *([self._known] if self._known else []), *([self._word.record] if self._word else [])]
         return replace(sync, rows=None, voters=tuple({m.id: None for found in brought for m in found.members}))
