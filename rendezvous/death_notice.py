@@ -44,11 +44,13 @@ def write_notice(protocol: SyncProtocol, me: str, round_: int, ran: float) -> St
 def mark_lost(record: RoundRecord | None, row: NodeRow, ran: float) -> RoundRecord | None:
     """Return the record with the member of ``row``, whose agent has died, among the lost; None when nobody waits for this member.
 
-    A member whose workers have all succeeded, or that had stopped them before, leaves the others nothing to wait for.
+    A member whose workers have all succeeded, or that had stopped them before, leaves the others nothing to wait for. But a round that is
+    over names its end, because the store may be gone before the others have read its row.
     """
     if record is None or record.closed or record.index(row.id) is None:
         return None
-    if row.done_round >= record.round or row.succeeded == record.round:
+    stopped = row.done_round >= record.round or row.succeeded == record.round
+    if stopped and record.broken is None:
         return None
     if record.broken is None:
         record = break_up(record, Cause.LOST, f"{row.name} {row.address} was lost: {NOTE}", row.id, ran)
@@ -57,7 +59,8 @@ def mark_lost(record: RoundRecord | None, row: NodeRow, ran: float) -> RoundReco
     else:
         record = replace(record, version=record.version + 1)
     assert record.broken is not None
-    lost = (*record.broken.lost, row.id) if row.id not in record.broken.lost else record.broken.lost
+    known = stopped or row.id in record.broken.lost
+    lost = record.broken.lost if known else (*record.broken.lost, row.id)
     return replace(record, broken=replace(record.broken, lost=lost, over=True, ended=(*record.broken.ended, row.id)))
 
 

@@ -89,9 +89,9 @@ class Machine:
     @property
     def last_words(self) -> tuple[tuple[Place, ...], Vote] | None:
         """The vote that this node or its guard writes when this agent ends, and the standby stores that get it; None: none is needed."""
-        stored = self._link.own.stored
-        has_left = stored is not None and stored.status is LEFT and not self.hosting  # the store says so
-        vote = None if has_left else self._moves.notice(self.record)
+        stored, record = self._link.own.stored, self.record
+        has_left = stored is not None and stored.status is LEFT and not self.hosting  # the store says so, and the others know
+        vote = None if has_left and not (record and updates.mark_over(record, self.row)) else self._moves.notice(record)
         places = tuple(p for p in standbys(self.record) if p.id != self.row.id)
         return (places, vote) if vote is not None and places else None
 
@@ -119,12 +119,8 @@ class Machine:
 
     @property
     def forward(self) -> tuple[Place, RoundRecord | None] | None:
-        """The word to be written into a store that appears where the job was started; None: none. See ``Moves.forward``.
-
-        The last node of a job that leaves says nothing: whoever it sent here would wait for nobody.
-        """
-        last = self.record is not None and self.record.ids == (self.row.id,)
-        return None if last and self._outcome is not None else self._moves.forward(self.record)
+        """The word to be written into a store that appears where the job was started; None: none. See ``Moves.forward``."""
+        return self._moves.forward(self.record)
 
     @property
     def _now(self) -> float:
@@ -516,7 +512,8 @@ class Machine:
         record, closed = self.record, self.record.closed if self.record else None
         lingering = self.hosting and record and closed and not self._view(record).others_have_left(self.rules.proof)
         over_time = self._now - self._waiting.since >= limit
-        if self.rules.lasting and record and (marked := updates.mark_over(record, self.row)):
+        names_ends = self.rules.lasting or (self.rules.succession and not self._moves.undecided)
+        if names_ends and record and (marked := updates.mark_over(record, self.row)):
             self._wanted = Change(record, marked)
             written = False
         host_gone = self._link.contact.trouble and closed

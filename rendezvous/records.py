@@ -127,7 +127,7 @@ class Broken:
     by: str  # id of the node that noticed
     lost: tuple[str, ...] = ()  # ids of members that some node has found silent; the other nodes need not wait until they find the same
     over: bool = False  # a member has stopped its workers and left, so the other members cannot finish a step any more
-    ended: tuple[str, ...] = ()  # ids of members of which nothing runs any more, by the word of their guards
+    ended: tuple[str, ...] = ()  # ids of members of which nothing runs any more, by their own word, or that of their guards
     ran: float = 0.0  # seconds for which the node that noticed had known the round
 
     @property

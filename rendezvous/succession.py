@@ -175,7 +175,7 @@ class Moves:
         """Return the time of the next look at another store; None: none is needed.
 
         ``silent_since``: when the store in use answered last; None: it answers. ``rows``: as they were read last there. ``stays``: this
-        node is not about to leave. One that is takes over no store, and sends no newcomer to its own.
+        node is not about to leave. One that is, and that is alone, sends no newcomer to its store: it takes none over.
         """
         since = self._minority_since if silent_since is None else silent_since
         if not self.undecided and (since is None or not self.places(record)):
@@ -187,7 +187,8 @@ class Moves:
         doubted, self.doubts = self.doubts, self.rules.majority and since is not None and now - since >= patience
         if self.doubts and not doubted:
             self._searching_since, self._due, self._turn = now, now, 0  # the others look now, too
-        self._claims = stays and not self._start_is_clear and self._needed(rows) is not None
+        alone = not any(quorum.is_there(row) for row in rows.values() if row.id != self.me)
+        self._claims = (stays or not alone) and not self._start_is_clear and self._needed(rows) is not None
         if not self._claims:
             return self._due
         return self._looked_at.get("", now) + CLAIM_AGAIN if self._waits_for_more(rows, now) else now

@@ -41,12 +41,16 @@ def _lose(view: View, m: Member, expire: float, by: str, ran: float) -> RoundRec
 def mark_over(record: RoundRecord, row: NodeRow) -> RoundRecord | None:
     """Return the broken record with the mark that a leaving member, that of ``row``, has stopped its workers; None if there is no need.
 
-    The member's row vanishes with its lease, the record stays: nodes that come later need not wait for the round to end.
+    The member's row vanishes with its lease, the record stays: nodes that come later need not wait for the round to end. So may a store
+    that a node hosts, with the row, before the others have read it: there the record names the member.
     """
     broken = record.broken
-    if broken is None or broken.over or record.closed or record.index(row.id) is None or row.done_round < record.round:
+    if broken is None or record.closed or record.index(row.id) is None or row.done_round < record.round:
         return None
-    return replace(record, version=record.version + 1, broken=replace(broken, over=True))
+    if row.id in broken.ended or (broken.over and not record.host):
+        return None
+    ended = (*broken.ended, row.id) if record.host else ()
+    return replace(record, version=record.version + 1, broken=replace(broken, over=True, ended=ended))
 
 
 def share_losses(view: View) -> RoundRecord | None:

@@ -17,6 +17,7 @@ from elastirun.rendezvous.stores.tcp_index import index_of, keys_in
 from elastirun.rendezvous.stores.tcp_watch import WATCHED, mark
 
 ANSWER_LIMIT = 3.0  # seconds to connect, and for the answers to what is sent at once
+SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests, which the answer repeats
 AT_ONCE = 32  # requests that are sent before the first answer is read: a thousand round trips would take long in a large network
 
 
@@ -82,7 +83,7 @@ class PlainTcpStore:
         return self._value()
 
     def _send(self, data: bytes) -> None:
-        self._until = clock.now() + self._limit
+        self._until = clock.now() + self._limit + len(data) / SLOWEST
         try:
             self._socket.settimeout(self._limit)
             self._socket.sendall(data)

@@ -39,8 +39,8 @@ def wait(key: str) -> bytes:
 def receive(connection: socket.socket, length: int, until: float | None = None) -> bytes:
     """Return the next ``length`` bytes. ``until``: a moment of ``elastirun.clock``; None: each part may take the timeout of the socket.
 
-    Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever. What is there already is taken
-    at any time, because this process may have stood still.
+    Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever. The first part is taken at any
+    time, because this process may have stood still.
     """
     data = b""
     while len(data) < length:

@@ -81,12 +81,18 @@ def test_a_round_that_is_broken_already_learns_of_the_loss() -> None:
         (replace(RUNS, members=(member(A),)), B, "it was no member"),
         (replace(RUNS, closed=Closed(Verdict.SUCCEEDED, "", "a")), B, "the job is over"),
         (RUNS, replace(B, status=Status.DONE, succeeded=3), "its workers have succeeded"),
-        (BROKEN, replace(B, status=Status.JOINING, done_round=3), "it had stopped its workers"),
+        (RUNS, replace(B, status=Status.JOINING, done_round=3), "it had stopped its workers"),
         (mark_lost(RUNS, B, 0.0), B, "it is said already"),
     ],
 )
 def test_a_record_is_left_alone_where_nobody_waits_for_the_dead(record: RoundRecord | None, row: NodeRow, why: str) -> None:
     assert mark_lost(record, row, 0.0) is None, why
+
+
+def test_a_round_that_is_over_names_the_end_of_who_had_stopped_before_and_does_not_call_it_lost() -> None:
+    for row in (replace(B, status=Status.JOINING, done_round=3), replace(B, status=Status.DONE, succeeded=3)):
+        record = mark_lost(BROKEN, row, 0.0)
+        assert record and record.broken == replace(BROKEN.broken, over=True, ended=("b",)) and mark_lost(record, row, 0.0) is None  # type: ignore[type-var]
 
 
 def test_a_row_that_says_left_is_left_alone() -> None:

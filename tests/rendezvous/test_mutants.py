@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     mutant(
         "who leaves a broken round says in the record that it has stopped",
-        *("updates", "broken is None or broken.over or record.closed", "True or broken.over or record.closed"),
+        *("updates", "if broken is None or record.closed or", "if True or record.closed or"),
         *("machine", "where_the_store_outlives_the_job_a_run_whose_nodes_have_left_binds_nobody"),
     ),
     mutant(
@@ -249,14 +249,19 @@ MUTANTS = (
         *("steps", "a_node_that_sits_out_says_at_once_that_its_last_round_is_over_and_joins_no_other"),
     ),
     mutant(
-        "nor does the last node of a job, when it leaves",
-        *("machine", "return None if last and self._outcome is not None else", "return"),
-        *("succession", "the_last_node_of_a_job_that_has_moved_sends_nobody_to_its_store_when_it_leaves"),
+        "an owner that leaves and is not alone does",
+        *("succession", "(stays or not alone)", "stays"),
+        *("succession", "an_owner_that_leaves_keeps_a_second_run_from_beginning_beside_the_others[majority-10.0]"),
     ),
     mutant(
-        "another one does, as long as it is there",
-        *("machine", "return None if last and self._outcome is not None else", "return None if self._outcome is not None else"),
-        *("succession", "a_node_that_leaves_and_is_not_the_last_still_says_where_the_job_is"),
+        "who leaves has its end named in the record",
+        *("machine", "names_ends = self.rules.lasting or (self.rules.succession and", "names_ends = self.rules.lasting or (False and"),
+        *("succession", "a_node_leaves_and_then_the_host_goes[True-0.2-majority]"),
+    ),
+    mutant(
+        "a round that is over names the end of who had stopped before",
+        *("death_notice", "if stopped and record.broken is None:", "if stopped:"),
+        *("death_notice", "a_round_that_is_over_names_the_end_of_who_had_stopped_before_and_does_not_call_it_lost"),
     ),
     mutant(
         "who is about to leave sends no newcomer to its store",
@@ -659,12 +664,12 @@ MUTANTS = (
     ),
     mutant(
         "who has stopped its workers is not lost by dying",
-        *("death_notice", "row.done_round >= record.round or", ""),
+        *("death_notice", "stopped = row.done_round >= record.round or", "stopped ="),
         *("death_notice", "a_record_is_left_alone_where_nobody_waits_for_the_dead"),
     ),
     mutant(
         "who has succeeded is not lost by dying",
-        *("death_notice", "or row.succeeded == record.round:", ":"),
+        *("death_notice", "or row.succeeded == record.round\n", "\n"),
         *("death_notice", "a_member_that_has_succeeded_may_die"),
     ),
     mutant(
@@ -674,7 +679,7 @@ MUTANTS = (
     ),
     mutant(
         "a death notice in a broken round names the lost member",
-        *("death_notice", "(*record.broken.lost, row.id) if", "record.broken.lost if"),
+        *("death_notice", "if known else (*record.broken.lost, row.id)", ""),
         *("death_notice", "a_round_that_is_broken_already_learns_of_the_loss"),
     ),
     mutant(
@@ -1248,7 +1253,7 @@ MUTANTS = (
     ),
     mutant(
         "who leaves without the store says so in the standby stores",
-        *("machine", "vote = None if has_left else", "vote = None if not self.hosting else"),
+        *("machine", "vote = None if has_left and not (record", "vote = None if not self.hosting and not (False and record"),
         *("succession", "a_member_that_leaves_while_the_host_dies_is_not_waited_for"),
     ),
     mutant(

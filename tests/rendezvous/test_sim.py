@@ -39,7 +39,8 @@ def test_jobs_go_on_in_time_when_hosts_die_in_small_worlds() -> None:
 
 
 def test_a_job_that_does_not_go_on_in_time_is_noticed() -> None:
-    plan = replace(takeovers.draw(0), faults=(Fault(5.0, "kill_host", lasts=60.0),), trouble=60.0, goes_on_within=12.0, deaths=Deaths())
+    faults = (Fault(5.0, "kill_host", lasts=60.0),)
+    plan = replace(takeovers.draw(0), stop_times=(0.1,) * 64, faults=faults, trouble=60.0, goes_on_within=12.0, deaths=Deaths())
     for grace, what in (30.0, "no round runs 12 s after the last fault"), (8.0, "gave up"):
         rules = replace(plan.rules, min_nodes=1, store_succession="proof", store_grace=grace)
         assert what in str(History(replace(plan, rules=rules)).run().violation)

@@ -549,15 +549,44 @@ def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_
     assert owner.take_over(rows("abc"), 1.0) is None
 
 
-def test_the_last_node_of_a_job_that_has_moved_sends_nobody_to_its_store_when_it_leaves() -> None:
-    """They would wait there for ``longest_alone``."""
+@pytest.mark.parametrize("how", ["proof", "majority"])
+@pytest.mark.parametrize("gap", [0.0, 0.04, 0.2, 0.44, 0.7])
+@pytest.mark.parametrize("host_leaves", [True, False])
+def test_a_node_leaves_and_then_the_host_goes(how: str, gap: float, host_leaves: bool) -> None:
+    """The third node has not read the row of the first one when the store with that row goes."""
+    host, first, third = (world := told(3, store_succession=how)).nodes
+    third.stop_time = 3.0
+    first.leave()
+    assert world.run(2, lambda: first.outcome is Outcome.LEFT)
+    assert world.record and world.record.broken and world.record.broken.ended == (first.id,), "it needs no vote then"
+    world.run(gap)
+    host.leave() if host_leaves else host.crash()
+    goes_on(world, third, within=12.0)
+
+
+@pytest.mark.parametrize("drain", [6.0, 29.0])
+def test_the_last_node_of_a_job_that_has_moved_says_where_it_is_as_long_as_its_workers_may_train(drain: float) -> None:
     host, last = (world := told(2)).nodes
     host.crash()
     goes_on(world, last)
-    last.stop_time = 5.0
+    last.stop_time = drain
     last.leave()
+    world.run(0.3)
+    world.add(host.name)
+    world.run(drain + 10.0)  # the invariants watch
+
+
+@pytest.mark.parametrize("drain", [0.5, 10.0, 20.0])
+@pytest.mark.parametrize("how", ["proof", "majority"])
+def test_an_owner_that_leaves_keeps_a_second_run_from_beginning_beside_the_others(drain: float, how: str) -> None:
+    host, owner, *others = (world := told(4, store_succession=how, store_grace=60.0)).nodes
+    owner.stop_time = drain
+    host.crash()
+    world.run(0.2)
+    owner.leave()
     newcomer = world.add(host.name)
-    goes_on(world, newcomer, within=12.0)
+    goes_on(world, *others, newcomer, within=drain + 20.0)
+    assert owner.outcome is Outcome.LEFT
 
 
 def test_a_node_that_leaves_and_is_not_the_last_still_says_where_the_job_is() -> None:

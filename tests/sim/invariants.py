@@ -60,7 +60,8 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
         return
     for i in set(broken.lost) - world.called_lost.get(new.fence, set()):
         lost = next(node for node in world.nodes if node.id == i)
-        _must(not lost.alive and lost.working is None, f"{i} is called lost when a store takes over, and it lives, or its workers run")
+        gone = not lost.alive or lost.machine.state is LEFT
+        _must(gone and lost.working is None, f"{i} is called lost when a store takes over, and it lives, or its workers run")
 
 
 def _version_rises(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from elastirun.rendezvous.quorum import is_there
 from elastirun.rendezvous.records import Cause, Place, RoundRecord
-from elastirun.rendezvous.transitions import LEFT
+from elastirun.rendezvous.transitions import DRAINING, LEFT
 from tests.sim.world import Node, Violation, World
 
 SLACK = 5.0  # seconds beyond ``store_grace`` until a node that waits has given up
@@ -44,6 +44,7 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     name = f"{new.store_id} {new.term}"
     _must(name not in world.terms, f"two stores take over with term {new.term}")
     world.terms.add(name)
+    world.owners.add(node.id)
     counted = {i for quorum in new.quorums for i in quorum.ids} | {m.id for m in new.members}
     for other in world.nodes:
         if other.alive and other.id in counted and is_there(node.machine.rows.get(other.id)):
@@ -81,7 +82,7 @@ def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
     ended = {node.id for node in world.nodes if node.working is None and (not node.alive or node.machine.state is LEFT)}
     ids, host = [m.id for m in last.members], last.host
     here = {m.id for m in new.members}
-    without_host = [i for i in ids if i != host] if host in ended else ids
+    without_host = [i for i in ids if i not in ended or i not in {host, *world.owners}]
     for some in (ids, without_host):
         count = sum(i in here for i in some)
         if 2 * count > len(some) or (2 * count == len(some) and host in here) or all(i in here or i in ended for i in some):
@@ -92,6 +93,7 @@ def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
 def _nobody_waits_for_ever(world: World) -> None:
     for node in world.nodes:
         since = node.machine._moves.undecided_since
-        if node.alive and not node.frozen and not node.stalled and since is not None and node.machine.state is not LEFT:
+        leaves = node.machine.state in (DRAINING, LEFT)
+        if node.alive and not node.frozen and not node.stalled and since is not None and not leaves:
             waited = node.now - since
             _must(waited <= world.rules.store_grace + SLACK, f"{node.id} has waited in an undecided store for {waited:.0f} s")

@@ -41,7 +41,10 @@ def draw(seed: int) -> Plan:
     faults = _faults(rng, DEATHS if only_deaths else weights, nodes)
     plan = Plan(seed, rules, True, nodes, clocks, stop_times, faults, trouble=TROUBLE)
     plan = replace(plan, deaths=Deaths(1.0 if only_deaths or rng.random() < 0.7 else 0.5, ended_within=rng.choice([0.0, 0.3])))
-    return replace(plan, goes_on_within=GOES_ON_WITHIN) if only_deaths else plan
+    if only_deaths:
+        return replace(plan, goes_on_within=GOES_ON_WITHIN)
+    drain = random.Random(f"drain {seed}")  # some workers take long to stop
+    return replace(plan, stop_times=tuple(drain.choice([seconds, seconds, 12.0, 29.0]) for seconds in stop_times))
 
 
 def _faults(rng: random.Random, weights: Mapping[str, float], nodes: int) -> tuple[Fault, ...]:
