@@ -72,6 +72,26 @@ def test_the_others_go_on_when_the_host_leaves(nodes: Cluster) -> None:
     finish(nodes, agents[1:], after)
 
 
+SLOW_TO_STOP = """
+import os, signal, sys, time
+if os.environ["GROUP_RANK"] == "2":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(0)))
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_the_third_goes_on_when_another_node_and_then_the_host_go_while_it_stops_its_workers(nodes: Cluster, signum: int) -> None:
+    nodes.script.write_text(SLOW_TO_STOP + nodes.script.read_text())
+    agents, before = start(nodes, 3, "--node-rank=0")
+    by_rank = {int(worker.env["GROUP_RANK"]): next(a for a in agents if a.pid == agent_pid(worker)) for worker in before}
+    assert by_rank[0] is agents[0], "it hosts the store"
+    by_rank[1].send_signal(signum)
+    assert nodes.ends(by_rank[1]) in (128 + signum, -signum)
+    agents[0].send_signal(signum)
+    (last,) = nodes.round(1, after=before[0].round, timeout=EXPIRE - 5)
+    finish(nodes, [by_rank[2]], [last])
+
+
 def test_the_node_that_comes_back_where_a_moved_job_was_started_stays_for_another_job_there(nodes: Cluster) -> None:
     (back, agent), whole = come_back(nodes, 2)
     where = (f"--rdzv-endpoint=127.0.0.1:{nodes.port}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.3", "--rdzv-id=other")
