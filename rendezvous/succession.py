@@ -52,8 +52,8 @@ def gone(votes: Iterable[Vote]) -> frozenset[str]:
 
 
 def vote(me: str, record: RoundRecord, ended: Collection[str]) -> Vote:
-    """Return the vote of the node ``me``. Of those that have ``ended`` it names the ones that ``record`` does: the others grow for ever."""
-    counted = {me, *(m.id for m in record.members), *(i for quorum in record.quorums for i in quorum.ids)}
+    """Return the vote of the node ``me``. Of those that have ``ended`` it names those that ``record`` does: there are ever more others."""
+    counted = {me, *(m.id for m in record.members), *(i for q in record.quorums for i in q.ids)}
     return Vote(me, record, tuple(sorted(counted.intersection(ended))))
 
 

@@ -249,6 +249,11 @@ MUTANTS = (
         *("steps", "a_node_that_sits_out_says_at_once_that_its_last_round_is_over_and_joins_no_other"),
     ),
     mutant(
+        "the last node of a moved job says where it is while its workers may train",
+        *("machine", "return self._moves.forward(self.record)", "return None if self._outcome else self._moves.forward(self.record)"),
+        *("succession", "the_last_node_of_a_job_that_has_moved_says_where_it_is_as_long_as_its_workers_may_train[29.0]"),
+    ),
+    mutant(
         "an owner that leaves and is not alone does",
         *("succession", "(stays or not alone)", "stays"),
         *("succession", "an_owner_that_leaves_keeps_a_second_run_from_beginning_beside_the_others[majority-10.0]"),

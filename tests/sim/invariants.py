@@ -10,7 +10,7 @@ from elastirun.rendezvous.rules import hold
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
 from tests.sim import store_invariants
-from tests.sim.world import Node, Violation, World
+from tests.sim.world import Node, World, must
 
 SLACK = 0.05  # seconds, for messages under way
 RATES = 1.1  # rate of the fastest clock, relative to the right one
@@ -24,17 +24,12 @@ def install(world: World) -> None:
         store_invariants.install(world)
 
 
-def _must(holds: bool, what: str) -> None:
-    if not holds:
-        raise Violation(what)
-
-
 def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
     if old is None and new.term:
         _taken_over(world, node, new)
         return
     if old is not None and world.rules.lasting and new.store_id != old.store_id:
-        _must(not _complete(world, old), f"the next run begins while round {old.round} of the last one goes on")
+        must(not _complete(world, old), f"the next run begins while round {old.round} of the last one goes on")
         old = None  # the new store is another rendezvous
     for check in (_version_rises, _rounds, _members, _closing, _expulsion, _newcomers):
         check(world, node, old, new)
@@ -50,40 +45,40 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     for other in world.nodes:
         record = world.record_at(other) if other.alive and other is not node else None
         twice = record is not None and record.store_id == new.store_id and record.term >= new.term
-        _must(not twice, f"{node.id} takes over although {other.id} has done so, and lives")
+        must(not twice, f"{node.id} takes over although {other.id} has done so, and lives")
     for m in new.members:
         world.written_at.setdefault((m.id, node.id), [world.t])  # who has not come counts as silent from now on
     broken = new.broken
-    _must(broken is not None, "a store takes over with a round that is on")
+    must(broken is not None, "a store takes over with a round that is on")
     assert broken is not None
     if world.rules.majority:
         return
     for i in set(broken.lost) - world.called_lost.get(new.fence, set()):
         lost = next(node for node in world.nodes if node.id == i)
         gone = not lost.alive or lost.machine.state is LEFT
-        _must(gone and lost.working is None, f"{i} is called lost when a store takes over, and it lives, or its workers run")
+        must(gone and lost.working is None, f"{i} is called lost when a store takes over, and it lives, or its workers run")
 
 
 def _version_rises(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
-    _must(new.version == (old.version + 1 if old else 1), "every write of the record raises its version by one")
-    _must(old is None or old.store_id == new.store_id, "a store keeps its name")
+    must(new.version == (old.version + 1 if old else 1), "every write of the record raises its version by one")
+    must(old is None or old.store_id == new.store_id, "a store keeps its name")
 
 
 def _rounds(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
     """P3, P4: round numbers grow by one, each round is formed once, a closed job stays closed."""
     before = old.round if old else 0
-    _must(new.round in (before, before + 1), f"round {new.round} after round {before}")
-    _must(old is None or old.closed is None, "a closed record was written")
+    must(new.round in (before, before + 1), f"round {new.round} after round {before}")
+    must(old is None or old.closed is None, "a closed record was written")
     if new.round == before + 1:
-        _must(before == 0 or (old is not None and old.broken is not None), f"round {new.round} formed while round {before} was on")
-        _must(new.broken is None and new.closed is None, "a round is formed whole")
+        must(before == 0 or (old is not None and old.broken is not None), f"round {new.round} formed while round {before} was on")
+        must(new.broken is None and new.closed is None, "a round is formed whole")
         counted = old is not None and new.failures > old.failures and old.broken is not None
         failed = old is not None and old.broken is not None and old.broken.cause is Cause.FAILURE and not old.broken.lost
-        _must(not counted or failed, "what was no failure of a worker cost a restart")
-        _must(not failed or counted or world.rules.restart_window > 0, "a failure was not counted")
+        must(not counted or failed, "what was no failure of a worker cost a restart")
+        must(not failed or counted or world.rules.restart_window > 0, "a failure was not counted")
     elif old is not None:
-        _must(new.members == old.members, "a round's members are for ever")
-        _must(old.broken is None or new.broken is not None, "a broken round is not mended")
+        must(new.members == old.members, "a round's members are for ever")
+        must(old.broken is None or new.broken is not None, "a broken round is not mended")
 
 
 def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
@@ -91,19 +86,19 @@ def _members(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
     if old is None or new.round == old.round:
         return
     ids = [m.id for m in new.members]
-    _must(world.rules.min_nodes <= len(ids) <= world.rules.max_nodes, f"a round of {len(ids)} nodes")
-    _must(len(set(ids)) == len(ids), "a node twice in a round")
+    must(world.rules.min_nodes <= len(ids) <= world.rules.max_nodes, f"a round of {len(ids)} nodes")
+    must(len(set(ids)) == len(ids), "a node twice in a round")
     if not world.rules.fixed_ranks:
         stayed = [m.id for m in old.members if m.id in ids]
-        _must([i for i in ids if i in stayed] == stayed, "survivors changed their order")
+        must([i for i in ids if i in stayed] == stayed, "survivors changed their order")
         if len(ids) >= len(old.members):
             kept = all(ids[k] == m.id for k, m in enumerate(old.members) if m.id in stayed)
-            _must(kept, "a survivor lost its place although newcomers filled every hole")
+            must(kept, "a survivor lost its place although newcomers filled every hole")
     else:
         ranks = {n.id: n.machine.row.node_rank for n in world.nodes}
-        _must([ranks[i] for i in ids] == list(range(len(ids))), "a fixed rank is not the wish")
+        must([ranks[i] for i in ids] == list(range(len(ids))), "a fixed rank is not the wish")
     working = {n.id for n in world.nodes if n.progressing and n.working and n.working.round == old.round}
-    _must(not old.members or not working.issuperset(m.id for m in old.members), f"round {new.round} is formed while {old.round} works")
+    must(not old.members or not working.issuperset(m.id for m in old.members), f"round {new.round} is formed while {old.round} works")
 
 
 def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
@@ -112,12 +107,12 @@ def _closing(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
         return
     if new.closed.verdict is Verdict.SUCCEEDED:
         missing = [m.name for m in new.members if (m.id, new.round) not in world.succeeded]
-        _must(not missing, f"success without {missing}")
+        must(not missing, f"success without {missing}")
     else:
         spent = new.failures > world.rules.max_restarts or world.rules.fail_fast
-        _must(spent and bool(new.closed.failures), "failed with restarts left, or without a failure")
+        must(spent and bool(new.closed.failures), "failed with restarts left, or without a failure")
         order = [(failure.blame, failure.after) for failure in new.closed.failures]
-        _must(order == sorted(order), "the first of the failures is not the one to blame")
+        must(order == sorted(order), "the first of the failures is not the one to blame")
 
 
 def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
@@ -128,14 +123,14 @@ def _expulsion(world: World, node: Node, old: RoundRecord | None, new: RoundReco
     known = old.broken.lost if old and old.broken and old.round == new.round else ()
     told = world.telling
     if told is not None and new.moved is None:
-        _must(not told.up and told.working is None, f"a death notice of {told.id}, which lives, or whose workers run")
-        _must(set(broken.lost) - set(known) <= {told.id}, f"a death notice of {told.id} that calls others lost")
+        must(not told.up and told.working is None, f"a death notice of {told.id}, which lives, or whose workers run")
+        must(set(broken.lost) - set(known) <= {told.id}, f"a death notice of {told.id} that calls others lost")
         return
     for lost in set(broken.lost) - set(known):
         times = [*world.written_at.get((lost, world.writes_to), [-1e9]), world.t]
         gaps = [after - before for before, after in itertools.pairwise(times) if after >= world.t - 2 * EXCHANGE_LIMIT]
         silent = max(gaps)  # the node may have come back between the read and this write
-        _must(silent >= world.rules.expire / RATES - SLACK, f"{lost} was called lost after {silent:.2f} s")
+        must(silent >= world.rules.expire / RATES - SLACK, f"{lost} was called lost after {silent:.2f} s")
 
 
 def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
@@ -145,27 +140,27 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
     broken, members, wait = new.broken, {m.id for m in old.members}, hold(old)
     if broken is not None and broken.cause is Cause.JOIN and old.broken is None:
         ran = world.t - world.formed_at[new.fence]
-        _must(ran >= wait / RATES - SLACK, f"newcomers ended a round after {ran:.1f} s, and are to wait {wait:g} s")
+        must(ran >= wait / RATES - SLACK, f"newcomers ended a round after {ran:.1f} s, and are to wait {wait:g} s")
     if new.round > old.round and old.broken is not None and old.broken.cause is not Cause.JOIN:
         stayed = [m for m in new.members if m.id in members]
         enough = len(stayed) >= world.rules.min_nodes
         others = [m for m in new.members if m.id not in members and m.id != new.host]  # every round includes the store's host
-        _must(not enough or not others, "a newcomer is taken in at once after many early losses")
+        must(not enough or not others, "a newcomer is taken in at once after many early losses")
 
 
 def _start(world: World, node: Node, start: Start) -> None:
     """P2: all members start from one member table, after all have been ready."""
     record = start.record
-    _must(record.members[start.node_rank].id == node.id, "a wrong node rank")
+    must(record.members[start.node_rank].id == node.id, "a wrong node rank")
     held = node.session.worker_store
-    _must(start.node_rank > 0 or (held is not None and record.members[0].port == held.port), "node rank 0 holds another port than it said")
+    must(start.node_rank > 0 or (held is not None and record.members[0].port == held.port), "node rank 0 holds another port than it said")
     for other in world.nodes:
         for earlier in other.began:
             same = earlier.fence == record.fence
-            _must(not same or earlier.members == record.members, f"round {record.round} with two member tables")
+            must(not same or earlier.members == record.members, f"round {record.round} with two member tables")
     by_id = {n.id: n for n in world.nodes}
     late = [m.name for m in record.members if record.round not in by_id[m.id].ready_for]
-    _must(not late, f"round {record.round} starts before {late} were ready")
+    must(not late, f"round {record.round} starts before {late} were ready")
 
 
 def _one_makes_progress(world: World) -> None:
@@ -173,9 +168,9 @@ def _one_makes_progress(world: World) -> None:
     complete = {n.working.fence: n.working for n in world.nodes if n.working and _complete(world, n.working)}
     stores = [record.store_id for record in complete.values()]
     if _lost_what_it_held(world) or world.disconnected:  # nothing is promised beyond such a store
-        _must(len(set(stores)) == len(stores), f"{sorted(complete)} can both make progress")
+        must(len(set(stores)) == len(stores), f"{sorted(complete)} can both make progress")
     else:
-        _must(len(complete) <= 1, f"{sorted(complete)} can both make progress")
+        must(len(complete) <= 1, f"{sorted(complete)} can both make progress")
 
 
 def _lost_what_it_held(world: World) -> bool:
@@ -259,4 +254,4 @@ def verdicts_agree(world: World) -> None:
             run = node.machine.record.store_id if world.rules.lasting else ""
             outcomes.setdefault(run, set()).add(node.outcome)
     for of_run in outcomes.values():
-        _must(len(of_run) <= 1 or world.record is None, f"some nodes {of_run}")
+        must(len(of_run) <= 1 or world.record is None, f"some nodes {of_run}")

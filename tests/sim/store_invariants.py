@@ -8,7 +8,7 @@ from __future__ import annotations
 from elastirun.rendezvous.quorum import is_there
 from elastirun.rendezvous.records import Cause, Place, RoundRecord
 from elastirun.rendezvous.transitions import DRAINING, LEFT
-from tests.sim.world import Node, Violation, World
+from tests.sim.world import Node, Violation, World, must
 
 SLACK = 5.0  # seconds beyond ``store_grace`` until a node that waits has given up
 
@@ -20,16 +20,11 @@ def install(world: World) -> None:
     world.on_forwarding += [_nobody_waits_for_ever]
 
 
-def _must(holds: bool, what: str) -> None:
-    if not holds:
-        raise Violation(what)
-
-
 def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord) -> None:
     if old is None and new.term:
         _taken_over(world, node, new)
     elif old is None:
-        _must(not world.writes_to, f"{node.id} begins a job in a standby store")
+        must(not world.writes_to, f"{node.id} begins a job in a standby store")
     elif new.round > old.round and old.round:
         _losses(world, old, new)
         if world.rules.majority and (last := world.started.get(new.store_id)) is not None:
@@ -39,34 +34,34 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     """The owner alone decides, once, about a round that is over; who counts is there, and in no other store."""
     place, broken = node.machine.place, new.broken
-    _must(place is not None and place.id == node.id == world.writes_to, f"{node.id} takes over the store of another node")
-    _must(broken is not None and broken.over and new.moved is None, "a store takes over with a round that may go on, or sends nodes away")
+    must(place is not None and place.id == node.id == world.writes_to, f"{node.id} takes over the store of another node")
+    must(broken is not None and broken.over and new.moved is None, "a store takes over with a round that may go on, or sends nodes away")
     name = f"{new.store_id} {new.term}"
-    _must(name not in world.terms, f"two stores take over with term {new.term}")
+    must(name not in world.terms, f"two stores take over with term {new.term}")
     world.terms.add(name)
     world.owners.add(node.id)
     counted = {i for quorum in new.quorums for i in quorum.ids} | {m.id for m in new.members}
     for other in world.nodes:
         if other.alive and other.id in counted and is_there(node.machine.rows.get(other.id)):
-            _must(other.machine.place == place, f"{node.id} counts {other.id}, which is in another store")
-    _must(is_there(node.machine.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
+            must(other.machine.place == place, f"{node.id} counts {other.id}, which is in another store")
+    must(is_there(node.machine.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
     start = world.record_at_start()
     begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id
-    _must(not begun or world.disconnected, f"{node.id} takes over although another run has begun where the job was started")
+    must(not begun or world.disconnected, f"{node.id} takes over although another run has begun where the job was started")
 
 
 def _moved(world: World, node: Node, before: Place | None, after: Place | None) -> None:
     """Nobody gives up a store whose host lives, but for one that has taken over, or with a majority; and nobody goes back."""
-    if after is None:  # a newcomer, which was sent in vain
+    if after is None:  # nobody answers where this newcomer was sent
         return
     if before is not None:
         node.given_up.add(before.name)
-    _must(after.name not in node.given_up, f"{node.id} goes back to the store of {after.id}")
+    must(after.name not in node.given_up, f"{node.id} goes back to the store of {after.id}")
     record = node.machine.record
     if world.rules.majority or record is None or "job/round" in world.data_at(after) or (before and before.id != record.host):
         return
     host = next((other for other in world.nodes if other.id == record.host), None)
-    _must(host is None or not host.alive, f"{node.id} gives up the store of {record.host}, which lives, for an undecided one")
+    must(host is None or not host.alive, f"{node.id} gives up the store of {record.host}, which lives, for an undecided one")
 
 
 def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:
@@ -74,7 +69,7 @@ def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:
     if new.losses <= old.losses or not world.only_deaths or old.broken is None or old.broken.cause is not Cause.LEAVE:
         return
     gone = [node.id for node in world.nodes if not node.alive and old.index(node.id) is not None]
-    _must(gone != [old.broken.by], "an early loss is counted, and nobody has died")
+    must(gone != [old.broken.by], "an early loss is counted, and nobody has died")
 
 
 def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
@@ -96,4 +91,4 @@ def _nobody_waits_for_ever(world: World) -> None:
         leaves = node.machine.state in (DRAINING, LEFT)
         if node.alive and not node.frozen and not node.stalled and since is not None and not leaves:
             waited = node.now - since
-            _must(waited <= world.rules.store_grace + SLACK, f"{node.id} has waited in an undecided store for {waited:.0f} s")
+            must(waited <= world.rules.store_grace + SLACK, f"{node.id} has waited in an undecided store for {waited:.0f} s")

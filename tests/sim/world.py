@@ -145,6 +145,11 @@ class Violation(AssertionError):
     """An event that must never happen."""
 
 
+def must(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
 def brief(what: Action | RoundRecord) -> str:
     """Return a line for people about an action, or about a record that was written."""
     if isinstance(what, RoundRecord):
