@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mutants import ROOT, SHARE, Mutant, due
+from tests.support.mutants import AGAIN, ROOT, SHARE, Mutant, again, due
 
 PARTS = ("agent", "checkpoint", "cli", "rendezvous", "report", "train")
 
@@ -33,3 +33,10 @@ def test_each_mutant_has_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(one.rule for one in found) == sorted(one.rule for one in mutants("agent"))
     monkeypatch.setenv("TEST_MUTANTS", "all")
     assert due(mutants("agent")) == mutants("agent")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_on_each_day_tests_run_with_all_rules_in_place(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for day in range(739000, 739000 + SHARE * AGAIN):
+        monkeypatch.setenv("TEST_MUTANTS", str(day))
+        assert again(mutants(part), day)

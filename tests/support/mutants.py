@@ -107,12 +107,15 @@ def unnoticed(copy: Path, one: Mutant) -> str:
     return "" if found.rule_is_missed else f"{one.test} passes without the rule, or the mutant cannot run: {said}\n{found.text[-2000:]}"
 
 
-def failing(copy: Path, mutants: Sequence[Mutant]) -> str:
-    """Run one of ``AGAIN`` of the tests of ``mutants`` that run today with all rules in place, others each day.
+def again(mutants: Sequence[Mutant], day: int) -> Sequence[str]:
+    """Return one of ``AGAIN`` of the tests of the mutants that run today, others when they run again. Of a single test there is no half."""
+    tests = list(dict.fromkeys(one.test for one in due(mutants)))
+    return tests[day // SHARE % AGAIN :: AGAIN] or tests
 
-    Return empty text if they pass, else what they have printed.
-    """
-    tests = list(dict.fromkeys(one.test for one in due(mutants)))[date.today().toordinal() % AGAIN :: AGAIN]
+
+def failing(copy: Path, mutants: Sequence[Mutant]) -> str:
+    """Run tests of ``mutants`` with all rules in place. Return empty text if they pass, else what they have printed."""
+    tests = again(mutants, date.today().toordinal())
     found = run(copy, *tests, WORLD_START="forkserver")  # after many tests this process may have threads, which a fork cannot share
     failed = [line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return "\n".join([*failed, found.text[-2000:]]) if found.code else ""
@@ -130,7 +133,8 @@ def run_mutant(copy: Path, path: Path, one: Mutant) -> Outcome:
 
 
 def run(copy: Path, *tests: str, **environ: str) -> Outcome:
-    """Run pytest in the copy with the variables ``environ``, in a fork of a process that has torch and pytest, but forgets our modules."""
+    """Run ``tests`` in the copy with the variables ``environ``, in a fork of a process that has torch and pytest but not our modules."""
+    assert tests, "name a test: without one pytest runs all of them"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORLD_START": "fork", **environ}
