@@ -216,7 +216,7 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Vote:
-    """The word that a node, or the guard of a dead agent, brings to a standby store, under ``vote/<id>``. Written once per store.
+    """The word that a node, or the guard of a dead agent, brings to a standby store, under ``vote/<id>``. Newer ones replace it.
 
     ``record`` is the newest round record that the node ``id`` knew. ``gone``: the nodes whose end is proven, because they have left or
     their guards have told of it, besides those that the record names as such; a guard's vote names its own node.

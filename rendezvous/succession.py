@@ -108,6 +108,7 @@ class Moves:
     _left: frozenset[str] = frozenset()  # names of the stores that this node has given up: what it has written there still stands
     _start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
     _known: RoundRecord | None = None  # the newest record that was read in any vote
+    _terms: dict[str, int] = field(default_factory=dict)  # by node: the term of the record in its vote, in the undecided store in use
     _word: Vote | None = None  # the newest that the guard of a dead host has brought: no later round of that host has started
     _claims: bool = False  # this node would take over, if no other run of the job has begun where it was started
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
@@ -346,14 +347,19 @@ class Moves:
         self.gone |= quorum.left(rows.values())
         if not self.undecided or self._known is None:  # else ``record`` is not what stood in a store
             self._known = newest(record, self._known)
-        own = vote(self.me, self._known, self.gone)
-        self.votes = () if decided else (own,) if self._word is None else (self._word, own)
+        self._terms = {}
+        self.votes = () if decided else self._words(self._known)
         self._left |= {self.at.name} if self.at else frozenset()
         self.at, self.undecided_since = place, None if decided else self.undecided_since or now
         self._searching_since = self._start = self._minority_since = None
         self._start_is_clear = self.doubts = self._is_replaced = False
         self._silent_since, self._overruled = {}, None
         return self._known
+
+    def _words(self, known: RoundRecord) -> tuple[Vote, ...]:
+        """Return what this node says in an undecided store, now that ``known`` is the newest record: it is there, and what it has heard."""
+        own = vote(self.me, known, self.gone)
+        return (own,) if self._word is None else (self._word, own)
 
     def turn_back(self, until: float) -> None:
         """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""
@@ -376,14 +382,14 @@ class Moves:
     def complete(self, sync: Sync, record: RoundRecord | None, rows: Mapping[str, NodeRow]) -> Sync:
         """Return the exchange with the store in use, in which ``rows`` were read last.
 
-        In an undecided store the owner reads all that the others bring, they read its row. When it has taken over, and too few are there
-        to go on, it reads the words of guards, which may have come late.
+        In an undecided store the owner reads all that the others bring, they read its row and vote. When it has taken over, and too few are
+        there to go on, it reads the words of guards, which may have come late.
         """
         sync = replace(sync, at=self.at, votes=self.votes)
         if self.at is None or record is None:
             return sync
         if self.at.id != self.me:
-            return replace(sync, rows=(self.at.id,)) if self.undecided else sync
+            return replace(sync, rows=(self.at.id,), voters=(self.at.id,)) if self.undecided else sync
         if not self.undecided:
             few = self._minority_since is not None
             away = {i: None for q in record.quorums if few for i in q.ids if i not in rows and i not in self.gone}
@@ -392,12 +398,19 @@ class Moves:
         return replace(sync, rows=None, voters=tuple({m.id: None for found in brought for m in found.members}))
 
     def answered(self, asked: Sync, answer: Synced, record: RoundRecord | None) -> None:
-        """Take in the answer of the store in use to what it was ``asked``. ``record``: of the job, as this node has known it."""
+        """Take in the answer of the store in use to what it was ``asked``. ``record``: of the job, as this node has known it.
+
+        Who hears in an undecided store of a newer term votes again: it counts only for the term that it knew while it was there.
+        """
+        known = self._known
         self._hear(answer.votes, record)
+        self._terms |= {vote.id: vote.record.term for vote in answer.votes}
         self._start_is_clear = self._is_replaced = False
         self.votes = () if asked.votes == self.votes else self.votes
         if answer.round is not None:
             self.undecided_since = None
+        elif self.undecided and self._known is not None and (known is None or self._known.term > known.term):
+            self.votes = self._words(self._known)
 
     def take_over(self, rows: Mapping[str, NodeRow], now: float) -> Change | None:
         """Return the write that makes this node's own standby store the one in use; None: it may not take over, or not yet."""
@@ -405,7 +418,7 @@ class Moves:
         if known is None or needed is None or not self._start_is_clear or self._waits_for_more(rows, now):
             return None
         ended = self.gone | quorum.left(rows.values())
-        absent = {m.id for m in known.members if not quorum.is_there(rows.get(m.id))}
+        absent = {m.id for m in known.members} - self._here(rows, known)
         lost = ended if known.host in self.gone else absent
         turn = next((k for k, place in enumerate(self._line(known), 1) if place.id == self.me), IN_LINE + 1)
         ran = self.ran[1] if self.ran[0] == known.fence else 0.0
@@ -418,6 +431,14 @@ class Moves:
         here = {row.id for row in rows.values() if quorum.is_there(row)}
         return not {m.id for m in self._known.members} <= here | self.gone | {self._known.host}
 
+    def _here(self, rows: Mapping[str, NodeRow], known: RoundRecord) -> set[str]:
+        """Return the nodes that count in this node's own undecided store, for the store that ``known`` is of.
+
+        Not those that voted about an earlier one: they may have gone on to ``known``'s store, and count in another undecided one by now.
+        """
+        there = {row.id for row in rows.values() if quorum.is_there(row) and row.id not in self.gone}
+        return {i for i in there if i == self.me or self._terms.get(i) == known.term}
+
     def _needed(self, rows: Mapping[str, NodeRow]) -> tuple[Quorum, ...] | None:
         """Return what the next round in this node's own standby store needs; None: it may not take over that store, or not yet.
 
@@ -426,8 +447,10 @@ class Moves:
         started. Without such a word only a majority may go on, and not if all of it has succeeded: the host may say that the job has.
         """
         known, word = self._known, self._word.record if self._word is not None else None
-        here = {row.id for row in rows.values() if quorum.is_there(row)}
-        if self.undecided_since is None or self.at is None or self.at.id != self.me or known is None or self.me not in here:
+        if self.undecided_since is None or self.at is None or self.at.id != self.me or known is None:
+            return None
+        here = self._here(rows, known)
+        if self.me not in here:
             return None
         ended = self.gone | quorum.left(rows.values())
         if word is not None and word.host == known.host:

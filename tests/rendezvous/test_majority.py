@@ -14,7 +14,7 @@ from elastirun.rendezvous.records import Cause, Closed, NodeRow, Quorum, RoundRe
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.succession import Moves, another_run, take_over
 from tests.rendezvous import test_formation
-from tests.rendezvous.test_succession import PLACES, PROOF, RECORD, answer, goes_on, rows, told
+from tests.rendezvous.test_succession import PLACES, PROOF, RECORD, answer, come, goes_on, rows, told
 from tests.sim.world import Deaths, Node, World
 
 MAJORITY = Rules(1, 5, store_succession="majority")
@@ -329,7 +329,7 @@ def test_an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come
     owner = doubting("a")
     owner.should_follow(PLACES[1], answer(votes=votes("bcd")), RECORD)
     owner.move(PLACES[1], RECORD, {}, False, 10.0)
-    owner.unanswered(None, 10.0)
+    come(owner, "abcd")
     assert owner.take_over(rows("ab"), 99.0) is None
     assert owner.take_over(rows("abc"), 10.5) is None
     at_once, later = owner.take_over(rows("abcd"), 10.5), owner.take_over(rows("abc"), 11.0)
@@ -371,6 +371,7 @@ def test_a_take_over_goes_before_another_look() -> None:
     machine._moves.should_follow(PLACES[1], answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
     machine._move(PLACES[1], RECORD, decided=False)
     machine._link.rows = rows("abcd")
+    machine._moves.answered(Sync(), answer(votes=votes("abcd")), RECORD)
     assert [action for action in machine.step(Tick(0.2)) if isinstance(action, Sync) and action.look], "it looks where the job was started"
     machine._link.schedule.under_way = False
     machine._moves.unanswered(None, 20.0)
@@ -466,7 +467,7 @@ def test_two_owners_never_take_over_with_the_same_term() -> None:
     for moves, place in ((first, PLACES[1]), (second, PLACES[2])):
         moves.should_follow(place, answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
         moves.move(place, RECORD, {}, False, 10.0)
-        moves.unanswered(None, 10.0)
+        come(moves, "abcd")
         change = moves.take_over(rows("abcd"), 20.0)
         assert change is not None
         terms.append(change.record.term)

@@ -14,6 +14,7 @@ from tests.sim.world import Deaths, Violation, World, write_round
 
 CHUNK = 50
 LOST_A_HOST = [48, 2734]  # in which a job did not go on in time
+ANOTHER_STORE = [1000358, 1101389]  # in which a store counts a node that was there: for a round that nobody starts, for a take-over
 
 
 @pytest.mark.parametrize("first", range(0, 200, CHUNK))
@@ -36,6 +37,18 @@ def test_jobs_go_on_in_time_when_hosts_die_in_small_worlds() -> None:
     for seed in [*range(40), *LOST_A_HOST]:
         violation = History(takeovers.draw(seed)).run().violation
         assert violation is None, f"{violation}; the whole story: python -m tests.sim --takeovers --replay {seed}"
+
+
+@pytest.mark.parametrize("first", (0, 10))
+def test_no_two_parts_of_a_torn_network_go_on(first: int) -> None:
+    for seed in range(first, first + 10):
+        violation = History(takeovers.torn(seed)).run().violation
+        assert violation is None, f"{violation}; the whole story: python -m tests.sim --torn --replay {seed}"
+
+
+@pytest.mark.parametrize("seed", ANOTHER_STORE)
+def test_who_has_gone_to_another_store_starts_nothing_where_it_was(seed: int) -> None:
+    assert History(takeovers.torn(seed)).run().violation is None
 
 
 def test_a_job_that_does_not_go_on_in_time_is_noticed() -> None:

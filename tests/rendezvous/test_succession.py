@@ -349,6 +349,12 @@ def undecided(me: str, at: str) -> Moves:
     return moves
 
 
+def come(owner: Moves, ids: str, record: RoundRecord = RECORD) -> None:
+    """Let the owner of an undecided store read there that ``ids`` have come, which know ``record``, and ask at the start in vain."""
+    owner.answered(Sync(), answer(votes=tuple(Vote(i, record) for i in ids)), RECORD)
+    owner.unanswered(None, 1.0)
+
+
 def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
     assert undecided("b", "b").should_follow(PLACES[1], answer("a"), RECORD)
     assert not undecided("b", "b").should_follow(PLACES[3], answer("c"), RECORD)
@@ -485,13 +491,15 @@ def test_votes_about_another_run_are_not_heard() -> None:
 
 def test_only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun() -> None:
     owner = undecided("a", "a")
+    come(owner, "abcd")
+    owner.answered(Sync(), answer(votes=()), RECORD)
     assert owner.take_over(rows("abc"), 1.0) is None  # it has not asked where the job was started
     owner.unanswered(None, 1.0)
     assert owner.take_over(rows("ab"), 1.0) is None and owner.take_over(rows("bcd"), 1.0) is None
     taken = owner.take_over(rows("abc"), 1.0)
     assert taken is not None and taken.record.host == "a"
     guest = undecided("b", "a")
-    guest.unanswered(None, 1.0)
+    come(guest, "abc")
     assert guest.take_over(rows("abc"), 1.0) is None
 
 
@@ -511,6 +519,7 @@ def heard(*votes: Vote) -> Moves:
 def test_owners_count_in_the_round_that_the_guard_of_the_host_has_named() -> None:
     """Others may know a newer round, which the host has never read. The owner of another store may not know of that one."""
     owner = heard(DEAD, Vote("e", NEWER))
+    come(owner, "abcef")
     assert owner.take_over(rows("aef"), 1.0) is None
     taken = owner.take_over(rows("abc"), 1.0)
     assert taken is not None and (taken.record.round, taken.record.version) == (4, 10), "the newest record goes on"
@@ -518,9 +527,41 @@ def test_owners_count_in_the_round_that_the_guard_of_the_host_has_named() -> Non
 
 def test_who_has_not_heard_the_guard_of_the_last_host_does_not_take_over() -> None:
     later = succession.take_over(RECORD, "d", {"h"}, ())
-    assert heard(DEAD, Vote("b", later, ("d",))).take_over(rows("abcdef"), 1.0) is None
+    owner = heard(DEAD, Vote("b", later, ("d",)))
+    come(owner, "abcdef", later)
+    assert owner.take_over(rows("abcdef"), 1.0) is None
     later = replace(later, quorums=RECORD.quorums)
-    assert heard(DEAD, Vote("d", later, ("d",))).take_over(rows("abcdef"), 1.0) is not None
+    owner = heard(DEAD, Vote("d", later, ("d",)))
+    come(owner, "abcdef", later)
+    assert owner.take_over(rows("abcdef"), 1.0) is not None
+
+
+def test_a_node_counts_only_for_the_store_that_it_had_given_up_when_it_came() -> None:
+    """It may have gone on to a store that has taken over meanwhile, and wait in another one since that was lost."""
+    later = replace(succession.take_over(RECORD, "d", {"h"}, ()), quorums=RECORD.quorums)
+    owner = heard(DEAD, Vote("d", later, ("d",)))
+    come(owner, "bc")
+    assert owner.take_over(rows("abc"), 1.0) is None
+    come(owner, "bc", later)
+    assert owner.take_over(rows("abc"), 1.0) is not None
+
+
+def test_the_dead_are_not_there() -> None:
+    owner = heard(DEAD)
+    come(owner, "abc")
+    owner.answered(Sync(), answer(votes=(Vote("c", RECORD, ("c",)),)), RECORD)
+    owner.unanswered(None, 1.0)
+    assert owner.take_over(rows("abc"), 1.0) is None
+
+
+@pytest.mark.parametrize("me", ["a", "b"])
+def test_who_hears_in_an_undecided_store_of_a_later_one_votes_again(me: str) -> None:
+    moves, later = undecided(me, "a"), succession.take_over(RECORD, "d", {"h"}, ())
+    assert me == "a" or moves.complete(Sync(), RECORD, {}).voters == ("a",)
+    moves.answered(Sync(votes=moves.votes), answer(votes=(DEAD,)), RECORD)
+    assert moves.votes == ()
+    moves.answered(Sync(), answer(votes=(Vote("a", later),)), RECORD)
+    assert moves.votes == (DEAD, Vote(me, later, ("h",)))
 
 
 def test_an_owner_reads_the_votes_of_all_that_it_may_count() -> None:
@@ -530,6 +571,8 @@ def test_an_owner_reads_the_votes_of_all_that_it_may_count() -> None:
 
 def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round() -> None:
     owner = undecided("a", "a")
+    come(owner, "abc")
+    owner.answered(Sync(), answer(votes=()), RECORD)
     first = RoundRecord("other", version=1)
 
     def look() -> Synced | None:

@@ -6,6 +6,7 @@
                                                 of these seeds only those with --store-succession, about one in six: the store's
                                                 host dies, the network is torn, loops and machines stand still (docs/decisions/0020)
     python -m tests.sim --takeovers --seeds 0:2000
+    python -m tests.sim --torn --seeds 0:2000
                                                 the same in small worlds, soon and quickly: see tests/sim/takeovers.py
 
 PyPy 3.11 runs them 1.6 times as fast after the first hundred, with the same transcripts.
@@ -23,6 +24,7 @@ from functools import partial
 from tests.sim import history, takeovers
 from tests.sim.history import History, Plan, shrink
 
+WORLDS = {takeovers.TROUBLE: " --takeovers", takeovers.TORN_FOR: " --torn"}  # the option by the seconds of faults
 Check = Callable[[int], tuple[int, str | None, int]]
 
 
@@ -37,11 +39,12 @@ def main() -> None:
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--succession", action="store_true", help="only those seeds in whose history another node may take over the store")
     parser.add_argument("--takeovers", action="store_true", help="small worlds in which the store's host dies soon")
+    parser.add_argument("--torn", action="store_true", help="small worlds in which the network is torn for long")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--brief", action="store_true", help="one line about the first seed that fails")
     parser.add_argument("--keep-going", action="store_true", help="report every seed that fails, not only the first")
     arguments = parser.parse_args()
-    draw = takeovers.draw if arguments.takeovers else history.draw
+    draw = takeovers.draw if arguments.takeovers else takeovers.torn if arguments.torn else history.draw
     if arguments.replay is not None:
         sys.exit(replay(draw(arguments.replay)))
     first, last = map(int, arguments.seeds.split(":"))
@@ -75,7 +78,7 @@ def replay(plan: Plan, quiet: bool = False) -> int:
         result = History(plan).run(transcript=True)
     show(plan)
     print("\n".join(result.transcript[-60:] if quiet else result.transcript))
-    again = f"python -m tests.sim{' --takeovers' * (plan.trouble < history.TROUBLE)} --replay {plan.seed}"
+    again = f"python -m tests.sim{WORLDS.get(plan.trouble, '')} --replay {plan.seed}"
     print(f"seed {plan.seed}: {result.violation or 'held'}; again with: {again}")
     return int(result.violation is not None)
 

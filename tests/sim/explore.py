@@ -208,7 +208,7 @@ class Small(World):
         other = copy.copy(self)
         other.data, other.pending = dict(self.data), dict(self.pending)
         other.succeeded, other.formed_at, other.last_written = set(self.succeeded), dict(self.formed_at), dict(self.last_written)
-        other.started, other.terms = dict(self.started), set(self.terms)
+        other.started, other.terms, other.counted = dict(self.started), set(self.terms), dict(self.counted)
         other.owners = set(self.owners)
         other.called_lost = {fence: set(lost) for fence, lost in self.called_lost.items()}
         other.written_at = {i: times[-3:] for i, times in self.written_at.items()}

@@ -257,7 +257,8 @@ class History:
         self.world = World(plan.seed, plan.rules, plan.hosted)
         self.world.graces = (30.0, 5.0)
         kinds = {fault.kind for fault in plan.faults}
-        self.world.disconnected = plan.rules.succession and bool(kinds - CONNECTED)
+        dark = "dark_host" in kinds and len(plan.faults) > 1  # of a store that has moved, nobody says meanwhile that it has: decision 0021
+        self.world.disconnected = plan.rules.succession and (dark or bool(kinds - CONNECTED))
         self.world.only_deaths = plan.goes_on_within > 0
         self.world.push, self.world.deaths, self.world.prepares_within = plan.push, plan.deaths, plan.prepares_within
         self.world.keeps = plan.keeps

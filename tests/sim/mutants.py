@@ -1,7 +1,7 @@
 """Find the first seed that notices that a rule is taken out, for every mutant of tests/rendezvous/test_mutants.py.
 
     python -m tests.sim.mutants --seeds 2000 --write docs/mutants.md
-    python -m tests.sim.mutants --seeds 2000 --only succession quorum --takeovers     # those of one part of the rendezvous
+    python -m tests.sim.mutants --seeds 2000 --only succession quorum --torn          # those of one part of the rendezvous
 
 A mutant that no seed notices means an invariant or a fault that is missing here, or a rule that only the tests named with it can see.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.rendezvous.test_mutants import MUTANTS
 from tests.support.mutants import Mutant, copy_to
 
+WORLDS = ("--succession", "--takeovers", "--torn")
 HEAD = "| rule taken out | in | the test that misses it | first seed that does |\n|---|---|---|---|\n"
 
 
@@ -40,11 +41,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--write", type=Path, help="the page with the table, whose rows are written anew; with all rules")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rules in whose module or test one of these stands")
-    for option in ("--succession", "--takeovers"):
+    for option in WORLDS:
         parser.add_argument(option, action="store_true", help="see python -m tests.sim --help")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th rule, from the K-th on: for several processes")
     seeds, page = (arguments := parser.parse_args()).seeds, arguments.write
-    options = ["--seeds", f"0:{seeds}", *["--succession"] * arguments.succession, *["--takeovers"] * arguments.takeovers]
+    options = ["--seeds", f"0:{seeds}", *(option for option in WORLDS if getattr(arguments, option[2:]))]
     first, step = map(int, arguments.part.split("/"))
     chosen = [one for one in MUTANTS if any(text in one.module + " " + one.test for text in arguments.only)][first - 1 :: step]
     rows = []

@@ -5,6 +5,7 @@ They are watched besides P1 (``invariants``), which a history breaks only when a
 
 from __future__ import annotations
 
+from elastirun.rendezvous.actions import Start
 from elastirun.rendezvous.quorum import is_there
 from elastirun.rendezvous.records import Cause, Place, RoundRecord
 from elastirun.rendezvous.transitions import DRAINING, LEFT
@@ -15,7 +16,7 @@ SLACK = 5.0  # seconds beyond ``store_grace`` until a node that waits has given 
 
 def install(world: World) -> None:
     world.watch += [_written]
-    world.on_starting += [lambda world, node, start: world.started.update({start.record.store_id: start.record})]
+    world.on_starting += [_started]
     world.on_moving += [_moved]
     world.on_forwarding += [_nobody_waits_for_ever]
 
@@ -27,12 +28,10 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
         must(not world.writes_to, f"{node.id} begins a job in a standby store")
     elif new.round > old.round and old.round:
         _losses(world, old, new)
-        if world.rules.majority and (last := world.started.get(new.store_id)) is not None:
-            _enough(world, last, new)
 
 
 def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
-    """The owner alone decides, once, about a round that is over; who counts is there, and in no other store."""
+    """The owner alone decides, once, about a round that is over; who counts is there, or was and starts nothing there any more."""
     place, broken = node.machine.place, new.broken
     must(place is not None and place.id == node.id == world.writes_to, f"{node.id} takes over the store of another node")
     must(broken is not None and broken.over and new.moved is None, "a store takes over with a round that may go on, or sends nodes away")
@@ -43,7 +42,13 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     counted = {i for quorum in new.quorums for i in quorum.ids} | {m.id for m in new.members}
     for other in world.nodes:
         if other.alive and other.id in counted and is_there(node.machine.rows.get(other.id)):
-            must(other.machine.place == place, f"{node.id} counts {other.id}, which is in another store")
+            here = other.machine.place == place or place.name in other.given_up
+            must(here, f"{node.id} counts {other.id}, which is in another store")
+    moves = node.machine._moves
+    assert moves._known is not None and place is not None
+    for i in counted & moves._here(node.machine.rows, moves._known):
+        once = world.counted.setdefault(f"{new.store_id} {moves._known.term} {i}", place)
+        must(once == place, f"{i} counts at {once.id} and at {place.id} for one store that is lost")
     must(is_there(node.machine.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
     start = world.record_at_start()
     begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id
@@ -72,8 +77,16 @@ def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:
     must(gone != [old.broken.by], "an early loss is counted, and nobody has died")
 
 
+def _started(world: World, node: Node, start: Start) -> None:
+    """Workers of a round start. Others may have formed one in another store, which cannot start: a member of it has gone from there."""
+    new, last = start.record, world.started.get(start.record.store_id)
+    if world.rules.majority and last is not None and last.fence != new.fence:
+        _enough(world, last, new)
+    world.started[new.store_id] = new
+
+
 def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
-    """Enough members of the last round that has started are in the next one: more than half, or all others have ended."""
+    """Enough members of the last round that has started are in the one that starts now: more than half, or all others have ended."""
     ended = {node.id for node in world.nodes if node.working is None and (not node.alive or node.machine.state is LEFT)}
     ids, host = [m.id for m in last.members], last.host
     here = {m.id for m in new.members}
@@ -82,7 +95,7 @@ def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
         count = sum(i in here for i in some)
         if 2 * count > len(some) or (2 * count == len(some) and host in here) or all(i in here or i in ended for i in some):
             return
-    raise Violation(f"round {new.round} is formed by {sorted(here & set(ids))} of {ids}, too few of those that may go on elsewhere")
+    raise Violation(f"round {new.round} starts with {sorted(here & set(ids))} of {ids}, too few of those that may go on elsewhere")
 
 
 def _nobody_waits_for_ever(world: World) -> None:

@@ -508,6 +508,7 @@ class World:
         self.on_forwarding: list[Callable[[World], None]] = []  # called each ``FORWARD_EVERY`` where stores move
         self.started: dict[str, RoundRecord] = {}  # by name of the store: the last record whose workers a node has started
         self.terms: set[str] = set()  # of all take-overs
+        self.counted: dict[str, Place] = {}  # by name and term of a lost store, and node: the store that has counted it and taken over
         self.owners: set[str] = set()  # ids of the nodes that have taken over a store
         self._progressing: list[RoundRecord | None] = []
         self.called_lost: dict[str, set[str]] = {}  # by fence: the members that a record of that round has called lost
