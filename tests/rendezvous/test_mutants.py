@@ -890,13 +890,33 @@ MUTANTS = (
         *("succession", "an_owner_reads_the_votes_of_all_that_it_may_count"),
     ),
     mutant(
+        "a node counts for the store that it had given up when it came",
+        *("succession", "i == self.me or self._terms.get(i) == known.term", "True"),
+        *("succession", "a_node_counts_only_for_the_store_that_it_had_given_up_when_it_came"),
+    ),
+    mutant(
+        "the dead are not there",
+        *("succession", " and row.id not in self.gone}", "}"),
+        *("succession", "the_dead_are_not_there"),
+    ),
+    mutant(
+        "who hears of a later store votes again",
+        *("succession", "            self.votes = self._words(self._known)", "            pass"),
+        *("succession", "who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]"),
+    ),
+    mutant(
+        "who waits reads the vote of the owner",
+        *("succession", "rows=(self.at.id,), voters=(self.at.id,)", "rows=(self.at.id,)"),
+        *("succession", "who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]"),
+    ),
+    mutant(
         "only the owner of a standby store takes over",
-        *("succession", "self.at is None or self.at.id != self.me or known is None or", "self.at is None or known is None or"),
+        *("succession", "self.at is None or self.at.id != self.me or known is None:", "self.at is None or known is None:"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(
         "the owner itself must be there",
-        *("succession", "known is None or self.me not in here:", "known is None:"),
+        *("succession", "if self.me not in here:", "if False:"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(

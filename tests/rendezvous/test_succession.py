@@ -658,7 +658,8 @@ def test_an_owner_that_leaves_sends_no_newcomer_to_its_store() -> None:
 
 def test_a_look_at_the_start_holds_for_one_exchange() -> None:
     owner = undecided("a", "a")
-    owner.unanswered(None, 1.0)
+    come(owner, "abc")
+    assert owner.take_over(rows("abc"), 1.0) is not None
     owner.answered(owner.complete(Sync(), RECORD, {}), answer(), RECORD)
     assert owner.take_over(rows("abc"), 1.0) is None
 
