@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from elastirun.rendezvous.succession import DOUBT
 from tests.chaos.job import Job, Terms
 
 MINUTE = {"kill": 0.0, "worker": 0.0, "term": 0.0}  # these are over as soon as they are done
@@ -29,15 +30,16 @@ class Fault:
         lasts = f" for {self.seconds:g} s" if self.seconds else ""
         return f"{self.kind} h{self.node}{lasts}" + (f" after {self.after:g} s" if self.after else "")
 
-    def touched(self, nodes: int, moves: bool) -> set[int]:
+    def touched(self, nodes: int, terms: Terms) -> set[int]:
         """Who may be taken for lost because of it. Without the network of the store's host, nobody reaches the store.
 
-        ``moves``: any node may host the store.
+        Any node may host the store where it moves. A host that stood still for so long that the store has moved misses all others there.
         """
         if self.kind in ("worker", "term"):
             return set()
-        network = self.kind in ("cut", "mute", "deaf", "noise")
-        return set(range(nodes)) if network and (self.node == 0 or moves) else {self.node}
+        network = self.kind in ("cut", "mute", "deaf", "noise") and (self.node == 0 or terms.succession != "off")
+        moves = terms.succession == "majority" and self.seconds >= DOUBT * terms.expire
+        return set(range(nodes)) if network or moves else {self.node}
 
 
 def draw(seed: int, count: int, nodes: int, terms: Terms, longest: float = 100.0) -> list[list[Fault]]:

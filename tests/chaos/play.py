@@ -103,7 +103,7 @@ class Play:
             now = time.monotonic() - origin
             if waiting and now >= waiting[0].after:
                 fault = waiting.pop(0)
-                touched = fault.touched(len(self.job.agents), self.job.terms.succession != "off")
+                touched = fault.touched(len(self.job.agents), self.job.terms)
                 done = Done(str(fault), fault.kind, fault.node, touched, time.monotonic())
                 self.done.append(done)
                 on.append((now + fault.seconds, begin(self.job, fault), done))
