@@ -377,8 +377,9 @@ class History:
         When none is left of those that have taken part, a new run begins, which may have to wait for longer (decision 0021).
         """
         world = self.world
-        gave_up = [n.id for n in world.nodes if n.outcome in (Outcome.STORE_LOST, Outcome.TIMEOUT, Outcome.DISAGREES)]
-        runs = {n.machine.record.store_id for n in world.nodes if n.machine.record is not None and n.machine.record.round > 0}
+        members = [n for n in world.nodes if n.machine.record is not None and n.machine.record.round > 0]  # before, nobody takes over
+        gave_up = [n.id for n in members if n.outcome in (Outcome.STORE_LOST, Outcome.TIMEOUT, Outcome.DISAGREES)]
+        runs = {n.machine.record.store_id for n in members if n.machine.record is not None}
         if world.succeeded or len(runs) > 1:
             return
         if gave_up:

@@ -47,8 +47,10 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     moves = node.machine._moves
     assert moves._known is not None and place is not None
     for i in counted & moves._here(node.machine.rows, moves._known):
-        once = world.counted.setdefault(f"{new.store_id} {moves._known.term} {i}", place)
-        must(once == place, f"{i} counts at {once.id} and at {place.id} for one store that is lost")
+        once = world.counted.get(key := f"{new.store_id} {moves._known.term} {i}", place)
+        gone = not any(other.alive for other in world.nodes if other.id == once.id)  # each round there would include it
+        must(once == place or gone, f"{i} counts at {once.id} and at {place.id} for one store that is lost")
+        world.counted[key] = place
     must(is_there(node.machine.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
     start = world.record_at_start()
     begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id
