@@ -358,7 +358,8 @@ class EndpointAccess(StoreAccess):
             raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")
         if hint := self._hint:
             raise StoreError(f"{why}{hint}")
-        raise StoreError(f"{why}; {net.explain_no_host(endpoint, self._own_names, self._own_addresses, self.config.endpoint_option)}")
+        explained = net.explain_no_host(endpoint, self._own_names, self._own_addresses, self.config.endpoint_option)
+        raise StoreError(f"{why}; {explained}" if whys else explained)
 
     def _what_is_wrong_at(self, address: str) -> str:
         """Return why the job cannot meet at what listens at this address of the endpoint; empty: it can.

@@ -694,7 +694,9 @@ class Machine:
         """Wait in JOINING, with lines about the progress, and not longer than the join timeout."""
         self._wake_at(check_again)
         if self._outcome is None and self._now >= self._waiting.since + self.rules.join_timeout:
-            self._end(Outcome.TIMEOUT, f"no round within {self.rules.join_timeout:g} s: {why}")
+            missing = not self._formed and not self._link.contact.trouble
+            hint = "; start the other nodes with the same --rdzv-id and --rdzv-endpoint" if missing else ""
+            self._end(Outcome.TIMEOUT, f"no round within {self.rules.join_timeout:g} s: {why}{hint}")
         else:
             self._progress(why, at_once)
             self._wake_at(self._waiting.since + self.rules.join_timeout)

@@ -171,9 +171,10 @@ def explain_no_host(
     host = endpoint.host
     found = resolve(host)
     own = f"{_two_of(names) or 'nameless'} with {_two_of(addresses) or 'no address'}"
-    resolved = f"{host} is {', '.join(found)}" if found else f"{host} does not resolve on this machine"
+    if not found:
+        return f"{host} does not resolve on this machine, {own}; correct {option}"
     return (
-        f"nobody hosts the store at {endpoint}{'' if found == (host,) else ': ' + resolved}; "
+        f"nobody hosts the store at {endpoint}{'' if found == (host,) else f': {host} is ' + ', '.join(found)}; "
         f"this machine is {own}; start the node that owns the endpoint, "
         f"or correct {option} (behind NAT or a service: --rdzv-conf=is_host=1 and --local-addr there)"
     )
