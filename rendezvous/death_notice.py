@@ -29,7 +29,7 @@ def write_notice(protocol: SyncProtocol, me: str, round_: int, ran: float) -> St
     for _ in range(TRIES):
         record, row = answer.round, answer.row
         if row is None or row.id != me:
-            return True  # the row has vanished with its lease, or this store belongs to another run: nobody waits for this node
+            return False  # this store is empty: its host was started anew, and the others wait elsewhere. Or a lease is over: nobody waits
         lost = mark_lost(record, row, ran if record is not None and record.round == round_ else 0.0)
         left = mark_left(row)
         if lost is not None:  # before the row: who sees the row first would take the death for a planned leave, with its long grace

@@ -22,7 +22,7 @@ from elastirun.rendezvous.ranks import own_rank
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.succession import DOUBT, Moves, lost_host, standbys
-from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER
+from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER, MARKING
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
 
@@ -511,17 +511,19 @@ class Machine:
         limit = self.rules.host_lingers if self.hosting and written else GOODBYE
         record, closed = self.record, self.record.closed if self.record else None
         lingering = self.hosting and record and closed and not self._view(record).others_have_left(self.rules.proof)
-        over_time = self._now - self._waiting.since >= limit
-        names_ends = self.rules.lasting or (self.rules.succession and not self._moves.undecided)
-        if names_ends and record and (marked := updates.mark_over(record, self.row)):
+        since = self._waiting.since
+        over_time = self._now - since >= limit
+        names_ends = self.rules.lasting or (self.rules.succession and not self._moves.undecided and self._now - since < MARKING)
+        if names_ends and record and (marked := updates.mark_over(record, self.row, quorum.left(self.rows.values()))):
             self._wanted = Change(record, marked)
+            self._wake_at(since + MARKING)
             written = False
         host_gone = self._link.contact.trouble and closed
         if over_time or host_gone or not self._link.own.introduced or (written and not lingering):
             self.finished = True
             self._actions.append(Finish(*self._outcome, closed))
         else:
-            self._wake_at(self._waiting.since + limit)
+            self._wake_at(since + limit)
 
     _DECIDE = {
         JOINING: _in_joining,

@@ -32,6 +32,7 @@ SHORTEST_GUARD_LEASE = 10.0  # seconds; a starved machine holds up a healthy age
 LINGER = 2.0  # seconds beyond ``expire`` that the store's host waits for the last reads of the others
 RECONNECT_SPREAD = 5.0  # seconds; after an outage of etcd, or of the host of a store, nodes reconnect at different times
 GOODBYE = 2.0  # seconds for which a node tries to write that it has left
+MARKING = 0.5  # of these for naming it in the round record, too, where its store may be gone soon: many leave at once, and all write there
 JUST_AFTER = 0.01  # seconds; a read must start later than the moment at which a node could be found silent
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from elastirun.rendezvous.codec import clip
@@ -38,8 +39,10 @@ def _lose(view: View, m: Member, expire: float, by: str, ran: float) -> RoundRec
     return break_up(record, Cause.LOST, f"{who} silent for {expire:g} s", by, ran, (m.id,))
 
 
-def mark_over(record: RoundRecord, row: NodeRow) -> RoundRecord | None:
+def mark_over(record: RoundRecord, row: NodeRow, left: Collection[str] = ()) -> RoundRecord | None:
     """Return the broken record with the mark that a leaving member, that of ``row``, has stopped its workers; None if there is no need.
+
+    ``left``: nodes that have left; where many leave at once, one names the others.
 
     The member's row vanishes with its lease, the record stays: nodes that come later need not wait for the round to end. So may a store
     that a node hosts, with the row, before the others have read it: there the record names the member.
@@ -49,7 +52,8 @@ def mark_over(record: RoundRecord, row: NodeRow) -> RoundRecord | None:
         return None
     if row.id in broken.ended or (broken.over and not record.host):
         return None
-    ended = (*broken.ended, row.id) if record.host else ()
+    more = (m.id for m in record.members if m.id in left and m.id not in broken.ended and m.id != row.id)
+    ended = (*broken.ended, row.id, *more) if record.host else ()
     return replace(record, version=record.version + 1, broken=replace(broken, over=True, ended=ended))
 
 

@@ -89,10 +89,12 @@ class View:
         """Return the rows of the nodes that can be members of the next round."""
         record = self.record
         members = {m.id for m in record.members}
+        ended = record.broken.ended if record.broken else ()  # a guard writes the record before the row
         return [
             row
             for row in self.rows.values()
             if row.status is Status.JOINING and not self.silent(row.id) and (row.id not in members or row.done_round >= record.round)
+            if row.id not in ended
         ]
 
     def newcomers(self) -> list[NodeRow]:

@@ -31,7 +31,8 @@ _FIXED = _COUNTS + len(REQUESTS)
 class LocalReport:
     """The values that this rank reports to the others in its next reduction."""
 
-    samples: float = 1.0  # weight of its gradients
+    samples: float = 1.0  # weight of its gradients, if they count
+    counts: bool = True
     backwards: float = 1.0  # its gradients are sums of this many means, and are divided by the number
     more: bool = False  # this rank has data for the reduction after this one
     requests: set[str] = field(default_factory=set)
@@ -39,6 +40,11 @@ class LocalReport:
     status: int = 0  # FAILED, NOT_FINITE
     trained: int = 0  # a digest of which parameters are not frozen
     taken: frozenset[str] = frozenset()  # those of ``requests`` that the reduction under way carries
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of this rank's gradients."""
+        return self.samples if self.counts else 0.0
 
     def read_first(self) -> None:
         """Read the words of each step before its gradients are used, and ask all ranks to do so."""

@@ -275,6 +275,7 @@ class DistributedDataParallel(TorchNames):
         self.process_group, self._group, self._transport = world.process_group, world.group, world.transport
         self._keep_own_group(self._reducer.planner.device)
         self._reducer.enter_world(self._group, self._transport, world.buckets)
+        self.require_forward_param_sync = True  # of buffers, in the next forward, on every rank: a new one has made no forward yet
         return old
 
     @property
@@ -327,6 +328,11 @@ class DistributedDataParallel(TorchNames):
     def steps_in_backward(self) -> bool:
         """Return whether an optimizer steps in the backward."""
         return self._reducer.steps_in_backward
+
+    @property
+    def hook_with_state(self) -> bool:
+        """Return whether there is a communication hook that keeps something from one reduction to the next."""
+        return self._hook[1] is not None
 
     def interrupt(self, why: str) -> None:
         """Let waits for ranks of this host end with a PeerLost. May be called in any thread."""
@@ -455,9 +461,17 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards}")
         self._reducer.local_report.weigh(float(samples), float(backwards))
 
+    def give_no_weight(self, none: bool) -> None:
+        """Give this rank's gradients no weight from now on, whatever ``set_samples`` says: it has a part of the others' state only."""
+        self._reducer.local_report.counts = not none
+
     def skip(self) -> None:
         """Take part in a reduction without data; the gradients are the mean over the other ranks."""
         self._prepare()
+        # the others copy them before or after their forward
+        if self._check_sync_bufs_pre_fwd() or self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()
+        self.require_forward_param_sync = True
         self._reducer.skip()
 
     def batches(self, data: Iterable[T], samples: Callable[[T], float] | None = None) -> Iterator[T | None]:

@@ -162,8 +162,10 @@ class Elastic:
         the gradients of the step under way are None, which optimizers leave out; the step does not count, and its batch comes again.
         """
         epoch = self._loader.epoch
+        self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
         while self._loader.epoch == epoch:
             for batch in self._loader:
+                self._model.give_no_weight(not self._whole)
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if self._whole else 0)
                 yield batch
@@ -191,6 +193,8 @@ class Elastic:
         number = self._worlds
         if self._model.failed and not self._whole:
             self._live.end_if_over(OVER)
+        if self._whole and not self._model.failed and connection.asked and self._loader.left == 0:
+            return True  # the others do what comes between two epochs already, in this world: this rank must not do it alone in the next
         if self._model.failed or connection.asked:
             self._leave(connection)
             self._enter(connection)
@@ -456,5 +460,7 @@ def _check(model: DistributedDataParallel) -> None:
         raise TrainError("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
     if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
         raise TrainError(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
+    if model.hook_with_state:
+        raise TrainError("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
     if model.steps_in_backward:
         raise TrainError("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")

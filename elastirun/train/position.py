@@ -23,8 +23,9 @@ class Position:
 
     def __init__(self, state: TrainState, loader: ElasticDataLoader) -> None:
         self._loader = loader
-        self._optimizers = [part for part in state.values() if isinstance(part, Optimizer)]
-        self._schedulers = [part for name, part in state.items() if name == "scheduler" or isinstance(part, LRScheduler)]
+        self._optimizers = [part for value in state.values() for part in _leaves(value) if isinstance(part, Optimizer)]
+        named = [(name, part) for name, value in state.items() for part in _leaves(value) if hasattr(part, "state_dict")]
+        self._schedulers = [part for name, part in named if name == "scheduler" or isinstance(part, LRScheduler)]
         kept = {id(part) for part in (loader, *self._optimizers, *self._schedulers)}
         others = [part for name, part in state.items() if name not in ("step", "model") and id(part) not in kept]
         self.incomplete = any(not isinstance(part, PerRank) for part in others)
@@ -42,15 +43,29 @@ class Position:
         for scheduler, rates in zip(self._schedulers, self._rates, strict=True):
             scheduler.load_state_dict(rates)
         for group, options in zip(self._groups() if self._schedulers else (), self._options, strict=True):
-            group.update(options)
+            for name, value in options.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                    group[name].copy_(value)  # a compiled step reads this very tensor
+                else:
+                    group[name] = value
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's learning rate and the like."""
-    return {name: value for name, value in group.items() if name != "params"}
+    """Return a group's learning rate and the like. A learning rate may be a tensor, which schedulers change in place."""
+    found = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield ``value``, or what is in it if it is a list, a tuple or a dict."""
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 class Rehearsal:
@@ -84,7 +99,7 @@ class Rehearsal:
     def forget(self) -> None:
         """Bring all back, and the optimizers as they were before their first step: this worker begins a run, with others like it."""
         self.undo()
-        for part in self._state.values():
+        for part in (leaf for value in self._state.values() for leaf in _leaves(value)):
             if isinstance(part, Optimizer):
                 part.state.clear()
 

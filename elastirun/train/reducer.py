@@ -258,7 +258,7 @@ class Reducer:
         progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
         self._conclude()
         reduces = self.schedule.count()
-        backward = self._backward = Backward(reduces, self.local_report.samples, self.watch.expected.copy(), self.watch.seen)
+        backward = self._backward = Backward(reduces, self.local_report.weight, self.watch.expected.copy(), self.watch.seen)
         self._end_with_graph(backward)
         if reduces:
             self.bucket_set.reset()

@@ -23,6 +23,7 @@ from .checkpoints.loading import load, targets
 from .checkpoints.per_rank import PerRank
 from .checkpoints.tree import Flat, flatten
 from .checkpoints.values import DTYPES, decode_values, encode_values
+from .errors import ModelMismatch
 from .group_waits import finish_message
 from .train_state import TrainState
 
@@ -58,23 +59,28 @@ def cut(sizes: Mapping[str, tuple[int, int]], together: Sequence[Sequence[str]],
 
 def belonging(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Return the names of each parameter and of what its optimizer keeps for it. Empty if the state cannot come in slices."""
-    names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel() > 1 and tensor.is_contiguous()}
+    names = {_memory(tensor): name for name, tensor in tensors.items() if tensor.numel() > 1 and tensor.is_contiguous()}
     together = []
     for optimizer in (part for part in state.values() if isinstance(part, Optimizer)):
         if type(optimizer).__name__ not in ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim."):
             return []
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             kept = [value for value in optimizer.state.get(param, {}).values() if isinstance(value, Tensor) and value.numel() > 1]
-            if any(value.shape != param.shape or tensor.data_ptr() not in names for value in kept for tensor in (value, param)):
+            if any(value.shape != param.shape or _memory(tensor) not in names for value in kept for tensor in (value, param)):
                 return []
-            if param.data_ptr() in names:
-                together.append([names[tensor.data_ptr()] for tensor in (param, *kept)])
+            if _memory(param) in names:
+                together.append([names[_memory(tensor)] for tensor in (param, *kept)])
     return together
 
 
-def _due(done: int, slices: int, rest: int) -> Sequence[int]:
-    """Return the numbers of the pieces that are sent after this step: a slice, and what is left, of ``rest`` bytes, if it is no more."""
-    return (done, slices) if done == slices - 1 and rest <= SLICE else (done,)
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor is, and how many elements it has: a view may begin at the same place."""
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _due(done: int, slices: int, together: bool) -> Sequence[int]:
+    """Return the numbers of the pieces that are sent after this step: a slice; if ``together``, what is left comes with the last one."""
+    return (done, slices) if done == slices - 1 and together else (done,)
 
 
 class Sender:
@@ -96,7 +102,9 @@ class Sender:
         self._sent = 0
         self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
         self._under_way: list[tuple[Any, Tensor]] = []  # each with its message, which must stay until then
-        self._begin_text(_described(flat, self._slices, more))
+        rest = _rest(state, flat.tensors, self._slices)
+        self._together = _nbytes_of(rest, flat.tensors) <= SLICE  # as it is now: the new ranks cannot know what it will be
+        self._begin_text(_described(flat, self._slices, more, rest, self._together))
 
     @property
     def done(self) -> bool:
@@ -107,12 +115,12 @@ class Sender:
         """Send the next slice; with the last one, or after it, what is left. Another step may begin while a slice is on its way."""
         self._wait()  # the new ranks have taken part in the last step: they have it
         flat = flatten(_shared(self._state))
-        rest, slices = _rest(flat.tensors, self._slices), len(self._slices)
-        for number in _due(self._sent, slices, _nbytes_of(rest, flat.tensors)):
+        slices = len(self._slices)
+        for number in _due(self._sent, slices, self._together):
             if number < slices:
                 self._begin_slice(flat, self._slices[number])
             else:
-                self._begin_rest(flat, rest)
+                self._begin_rest(flat, _rest(self._state, flat.tensors, self._slices))
             self._sent += 1
 
     def finish(self) -> None:
@@ -130,7 +138,7 @@ class Sender:
     def _begin_rest(self, flat: Flat, rest: Sequence[str]) -> None:
         """Send what is in no slice: in a copy, so that another step may change it; much of it as it is, which is waited for."""
         much = _nbytes_of(rest, flat.tensors) > SLICE
-        self._begin_text(_described(flat, self._slices, ()))
+        self._begin_text(_described(flat, self._slices, (), rest, self._together))
         for name in rest:
             data = _bytes(flat.tensors[name].contiguous())
             self._begin(data.to("cpu", copy=not much))
@@ -163,6 +171,7 @@ class Receiver:
         told = self._receive_values()
         self._slices: list[list[Part]] = [[(name, start, stop) for name, start, stop in one] for one in told["slices"]]
         self.more: list[float] = told["more"]
+        self._together: bool = told["together"]
         self._staging = torch.zeros(max((_nbytes(one, self._sizes) for one in self._slices), default=0), dtype=torch.uint8, device="cpu")
 
     @property
@@ -172,13 +181,13 @@ class Receiver:
 
     def go_on(self) -> None:
         """Wait for the next slice; with the last one, or after it, for what is left."""
-        rest, slices = _rest(self._wanted, self._slices), len(self._slices)
-        for number in _due(self._received, slices, _nbytes_of(rest, self._wanted)):
+        slices = len(self._slices)
+        for number in _due(self._received, slices, self._together):
             if number < slices:
                 self._take_slice(self._slices[number])
             else:
-                told = self._receive_text()
-                for name in rest:
+                told = self._receive_values()  # there may be more of it than at the beginning
+                for name in told["rest"]:
                     tensor = self._wanted[name]
                     came = self._receive(torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu"))
                     tensor.detach().copy_(came.view(tensor.dtype).view(tensor.shape))
@@ -198,6 +207,11 @@ class Receiver:
         saved = {name: _Saved(DTYPES[dtype], shape) for name, dtype, shape in told["tensors"]}
         tree = decode_values(told["values"].encode("ascii"))
         self._wanted = targets(_shared(self._state), tree, saved)
+        if missing := saved.keys() - self._wanted.keys():
+            raise ModelMismatch(
+                f"the other ranks have {', '.join(sorted(missing)[:3])}, which this script has not made: what it adds while it trains, "
+                "such as a group of parameters, it must have before Elastic(...)"
+            )
         for name in self._wanted.keys() & told["single"].keys():
             self._wanted[name].detach().fill_(told["single"][name])
         self._load(told)
@@ -240,17 +254,23 @@ def _shared(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in state.items() if not isinstance(part, PerRank)}
 
 
-def _described(flat: Flat, slices: Sequence[Sequence[Part]], more: Sequence[float]) -> str:
-    """Return the plain values, the tensors of one element, the names of all tensors, and the slices they come in, as JSON."""
+def _described(flat: Flat, slices: Sequence[Sequence[Part]], more: Sequence[float], rest: Sequence[str], together: bool) -> str:
+    """Return the plain values, the tensors of one element, the names of all tensors, and the pieces they come in, as JSON."""
     tensors = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in flat.tensors.items()]
     single = {name: tensor.item() for name, tensor in flat.tensors.items() if tensor.numel() == 1 and not tensor.is_complex()}
     values = encode_values(flat.tree).decode("ascii")
-    return json.dumps({"values": values, "tensors": tensors, "single": single, "slices": slices, "more": list(more)})
+    pieces = {"slices": slices, "rest": list(rest), "together": together}
+    return json.dumps({"values": values, "tensors": tensors, "single": single, "more": list(more), **pieces})
 
 
-def _rest(tensors: Mapping[str, Tensor], slices: Sequence[Sequence[Part]]) -> list[str]:
-    """Return the names of what is in no slice, in an order that is the same on every rank."""
-    return sorted(name for name in tensors.keys() - {name for one in slices for name, _, _ in one} if tensors[name].numel())
+def _rest(state: Mapping[str, Any], tensors: Mapping[str, Tensor], slices: Sequence[Sequence[Part]]) -> list[str]:
+    """Return the names of what is in no slice, and of a parameter for which the optimizer keeps more than when the slices were made.
+
+    It has made that from the parameter as it was then, on a new rank perhaps from a part of it.
+    """
+    sliced = {name for one in slices for name, _, _ in one}
+    grown = {name for names in belonging(state, tensors) if not sliced.issuperset(names) for name in names} if sliced else set()
+    return sorted(name for name in (tensors.keys() - sliced) | grown if tensors[name].numel())
 
 
 def _nbytes(part: Sequence[Part], sizes: Mapping[str, tuple[int, int]]) -> int:

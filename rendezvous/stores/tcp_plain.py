@@ -17,7 +17,6 @@ from elastirun.rendezvous.stores.tcp_index import index_of, keys_in
 from elastirun.rendezvous.stores.tcp_watch import WATCHED, mark
 
 ANSWER_LIMIT = 3.0  # seconds to connect, and for the answers to what is sent at once
-SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests, which the answer repeats
 AT_ONCE = 32  # requests that are sent before the first answer is read: a thousand round trips would take long in a large network
 
 
@@ -83,7 +82,8 @@ class PlainTcpStore:
         return self._value()
 
     def _send(self, data: bytes) -> None:
-        self._until = clock.now() + self._limit + len(data) / SLOWEST
+        self._until = clock.now() + self._limit + len(data) / tcp_wire.SLOWEST
+        self._large = tcp_wire.LARGEST  # bytes of the answers that are given more time
         try:
             self._socket.settimeout(self._limit)
             self._socket.sendall(data)
@@ -91,7 +91,11 @@ class PlainTcpStore:
             raise StoreError(f"the store does not take a request: {error}") from None
 
     def _value(self) -> bytes:
-        return self._received(lambda: tcp_wire.receive_value(self._socket, self._until))
+        value = self._received(lambda: tcp_wire.receive_value(self._socket, self._until))
+        more = min(len(value), self._large)
+        self._large -= more
+        self._until += more / tcp_wire.SLOWEST
+        return value
 
     def _received(self, receive: Callable[[], bytes]) -> bytes:
         try:

@@ -14,6 +14,7 @@ HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first bytes of every client
 CANCEL_WAIT = b"\x0c"  # ends a wait; answered with ``CANCELED``
 CAME, CANCELED = b"\0", b"\1"  # answers to a wait: every key exists, and to its end
 LARGEST = 16 << 20  # bytes of a value; TCPStore's own limit is lower
+SLOWEST = 1 << 20  # bytes per second of a network that is given time for large requests and answers
 
 
 def hello(nonce: bytes) -> bytes:
@@ -39,17 +40,17 @@ def wait(key: str) -> bytes:
 def receive(connection: socket.socket, length: int, until: float | None = None) -> bytes:
     """Return the next ``length`` bytes. ``until``: a moment of ``elastirun.clock``; None: each part may take the timeout of the socket.
 
-    Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever. The first part is taken at any
+    Errors: ``OSError``, also when that moment has passed: a peer may send a byte now and then for ever. What has arrived is taken at any
     time, because this process may have stood still.
     """
     data = b""
     while len(data) < length:
         if until is not None:
-            left = until - clock.now()
-            if data and left <= 0:
-                raise TimeoutError("timed out")
-            connection.settimeout(max(0.001, left))
-        more = connection.recv(min(length - len(data), 1 << 16))
+            connection.settimeout(max(0.0 if data else 0.001, until - clock.now()))
+        try:
+            more = connection.recv(min(length - len(data), 1 << 16))
+        except BlockingIOError:
+            raise TimeoutError("timed out") from None
         if not more:
             raise ConnectionError("the other side has hung up")
         data += more
@@ -61,7 +62,7 @@ def receive_value(connection: socket.socket, until: float | None = None) -> byte
     (length,) = struct.unpack("<Q", receive(connection, 8, until))
     if length > LARGEST:
         raise ValueError(f"a value of {length} bytes")
-    return receive(connection, length, until)
+    return receive(connection, length, until and until + length / SLOWEST)
 
 
 def _key(key: str) -> bytes:

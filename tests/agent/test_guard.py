@@ -479,7 +479,7 @@ def test_a_store_that_is_gone_is_tried_a_few_times(monkeypatch: pytest.MonkeyPat
     notice = death_notice.Notice(store, "job/", "me-1", None, 3, 12.5).encode()
     assert not death_notice.write(notice, 13.0) and tries == [store] * 3
     monkeypatch.setattr(death_notice, "_connect", lambda store: MemoryStore())
-    assert death_notice.write(notice, 13.0), "another run's store holds no row of this agent"
+    assert not death_notice.write(notice, 13.0), "another run's store holds no row of this agent: the others wait elsewhere"
 
 
 def test_a_guard_that_can_start_no_thread_ends_although_the_store_does_not() -> None:

@@ -118,7 +118,8 @@ def test_a_notice_of_an_earlier_incarnation_changes_nothing_of_the_next() -> Non
 def test_in_the_store_of_another_run_nothing_is_written() -> None:
     store = written(RUNS, A)
     before = dict(store._data)
-    assert tell(store) and store._data == before
+    assert not tell(store), "the others wait in another store, which is to be told"
+    assert store._data == before
 
 
 def test_how_long_the_round_ran_is_known_of_the_round_that_the_agent_knew_alone() -> None:

@@ -704,7 +704,7 @@ MUTANTS = (
     ),
     mutant(
         "in a store without the row of the dead nothing is written",
-        *("death_notice", "            return True  # the row", "            row = NodeRow(me, me, me, 1, 1)  # the row"),
+        *("death_notice", "            return False  # this store", "            row = NodeRow(me, me, me, 1, 1)  # this store"),
         *("death_notice", "in_the_store_of_another_run_nothing_is_written"),
     ),
     mutant(
@@ -750,7 +750,7 @@ MUTANTS = (
     ),
     mutant(
         "an answer has one limit, however many parts it comes in",
-        *("rendezvous/stores/tcp_wire", "left = until - clock.now()", "left = 0.5"),
+        *("rendezvous/stores/tcp_wire", "max(0.0 if data else 0.001, until - clock.now())", "0.5"),
         *("tcp_plain", "a_peer_that_answers_byte_by_byte_has_no_more_time"),
     ),
     mutant(
@@ -908,6 +908,21 @@ MUTANTS = (
         "who waits reads the vote of the owner",
         *("succession", "rows=(self.at.id,), voters=(self.at.id,)", "rows=(self.at.id,)"),
         *("succession", "who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]"),
+    ),
+    mutant(
+        "whose end the record names is no candidate",
+        *("view", "            if row.id not in ended\n", ""),
+        *("updates", "whose_end_the_record_names_is_no_candidate"),
+    ),
+    mutant(
+        "of many that leave at once one names the others",
+        *("updates", "ended = (*broken.ended, row.id, *more)", "ended = (*broken.ended, row.id)"),
+        *("updates", "of_many_that_leave_at_once_one_names_the_others"),
+    ),
+    mutant(
+        "an empty store is not the one in which the others wait",
+        *("death_notice", "            return False  # this store", "            return True  # this store"),
+        *("death_notice", "in_the_store_of_another_run_nothing_is_written"),
     ),
     mutant(
         "only the owner of a standby store takes over",

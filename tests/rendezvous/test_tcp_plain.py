@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
+from elastirun import clock
 from elastirun.errors import StoreError
-from elastirun.rendezvous.stores import tcp_plain
+from elastirun.rendezvous.stores import tcp_plain, tcp_wire
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from tests.rendezvous.test_stores import Server, new_server
 from tests.support.listener import Listener
@@ -99,6 +101,28 @@ def test_a_peer_that_answers_byte_by_byte_has_no_more_time() -> None:
         with pytest.raises(StoreError, match="no answer"):
             PlainTcpStore(*where, limit=0.5)
         assert time.monotonic() - began < 5.0
+
+
+def test_large_answers_have_more_time_but_not_without_end(server: Server, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_wire, "LARGEST", 50_000)
+    server.connect().put_if(key, None, b"x" * 20_000)
+    with closing(PlainTcpStore(server.address, server.port, limit=30.0)) as store:
+        store._send(3 * tcp_wire.compare_set(key, b"?", b"?"))
+        began = store._until
+        more = [(store._value(), round((store._until - began) * tcp_wire.SLOWEST))[1] for _ in range(3)]
+    assert more == [20_000, 40_000, 50_000]
+
+
+@pytest.mark.parametrize("late", [-1.0, 30.0])
+def test_what_has_arrived_is_taken_after_the_limit_too(late: float) -> None:
+    """This process may have stood still. What has not arrived is not waited for."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(struct.pack("<Q", 100_000) + b"x" * 100_000)
+        assert tcp_wire.receive_value(ours, clock.now() + late) == b"x" * 100_000
+        theirs.sendall(struct.pack("<Q", 100_000) + b"x" * 99_999)
+        with pytest.raises(TimeoutError):
+            tcp_wire.receive_value(ours, clock.now() - 1.0)
 
 
 @contextmanager

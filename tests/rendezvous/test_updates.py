@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastirun.rendezvous import updates
-from elastirun.rendezvous.records import Broken, Cause, Verdict
-from tests.rendezvous.test_formation import after, view
+from elastirun.rendezvous.records import Broken, Cause, Status, Verdict
+from tests.rendezvous.test_formation import after, row, rows, view
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,15 @@ def test_what_is_written_raises_the_version_and_nothing_else() -> None:
     assert (succeeded.version, succeeded.round, succeeded.members, succeeded.broken) == (4, 1, record.members, None)
     assert closed and (closed.verdict, closed.by) == (Verdict.SUCCEEDED, "b")
     assert closed.reason == "all 4 workers of round 1 succeeded"
+
+
+def test_of_many_that_leave_at_once_one_names_the_others() -> None:
+    record = after("abcd", broken=Broken(Cause.LEAVE, "r", "a", ended=("a",)), host="d")
+    marked = updates.mark_over(record, row("b", done=1, status=Status.LEFT), {"a", "b", "c", "x"})
+    assert marked is not None and marked.broken and marked.broken.ended == ("a", "b", "c")
+
+
+def test_whose_end_the_record_names_is_no_candidate() -> None:
+    record = after("abc", broken=Broken(Cause.LEAVE, "r", "a", ended=("b",)))
+    present = rows(row(i, done=1) for i in "abc")
+    assert [found.id for found in view(record, present).candidates()] == ["a", "c"]

@@ -731,6 +731,8 @@ class World:
         except StoreError:
             return
         except StopIteration as done:
+            if done.value is False:
+                store_is_gone()
             if isinstance(record := done.value, RoundRecord):
                 node.when_running(partial(node.post, lambda now: FoundAtStart(now, record)))
             return

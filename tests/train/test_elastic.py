@@ -606,6 +606,94 @@ def test_a_dropped_step_moves_neither_loader_nor_scheduler() -> None:
     assert run(1, positions) == [[True, True, True]]
 
 
+def test_what_a_script_does_between_two_epochs_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, model = made(0)
+        training = elastic.Elastic(state)
+        for batch in training.batches():
+            step(state, model, batch)
+        state["scheduler"].step()
+        now = state["scheduler"].last_epoch
+        next(training.batches())
+        training._before.restore()
+        assert state["scheduler"].last_epoch == now and state["data"].epoch == 1
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("left", "failed", "same"), [(0, False, True), (0, True, False), (1, False, False)])
+def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: bool, same: bool) -> None:
+    """The others may be in an evaluation already, and wait for this rank there."""
+    training = object.__new__(elastic.Elastic)
+    training._model = SimpleNamespace(failed=failed)  # type: ignore[assignment]
+    training._loader, training.state = SimpleNamespace(left=left), SimpleNamespace(step=1)  # type: ignore[assignment]
+    training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, incomplete=0)  # type: ignore[assignment]
+    training._checkpoints, training._live = None, SimpleNamespace()  # type: ignore[assignment]
+    training._connection = SimpleNamespace(asked=True)  # type: ignore[assignment]
+
+    def enter(connection: Any) -> None:
+        training._worlds += 1
+
+    training._leave, training._enter = lambda connection: None, enter  # type: ignore[method-assign]
+    assert training._end_step() is same
+
+
+def weighed(rank: int, world: int) -> float:
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    model.give_no_weight(rank == 1)
+    model.set_samples(8)
+    model(torch.ones(1, 4)).sum().backward()
+    return model.agreement.samples
+
+
+def test_a_rank_with_a_part_of_the_state_has_no_weight_whatever_the_script_says() -> None:
+    assert run(2, weighed) == [8.0, 8.0]
+
+
+def skipping(rank: int, world: int) -> list[list[float]]:
+    """Rank 1 has no data in every other step. Rank 0's mask is another one in each."""
+    model, found = DistributedDataParallel(Masked()), []
+    for at in range(4):
+        if rank == 0:
+            model.module.mask.fill_(at)
+        if rank == 1 and at % 2:
+            model.skip()
+        else:
+            model(torch.ones(1, 4)).sum().backward()
+        found.append(model.module.mask.tolist())
+    return found
+
+
+def test_a_rank_without_data_takes_part_in_the_copy_of_the_buffers() -> None:
+    first, second = run(2, skipping)
+    assert first == second == [[float(at)] * 4 for at in range(4)]
+
+
+def test_a_hook_with_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, model = made(0)
+        model.register_comm_hook(dist.group.WORLD, lambda group, bucket: None)
+        with pytest.raises(TrainError, match="communication hook with a state"):
+            elastic.Elastic(state)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_learning_rates_that_are_tensors_and_schedulers_in_a_list_are_brought_back() -> None:
+    rate = torch.tensor(1.0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
+    loader, warmup = ElasticDataLoader(Numbers(), global_batch_size=BATCH), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    position = Position(TrainState(nn.Linear(1, 1), optimizer, data=loader, schedulers=[warmup]), loader)
+    optimizer.step()
+    warmup.step()
+    position.restore()
+    assert warmup.last_epoch == 0 and optimizer.param_groups[0]["lr"] is rate and rate.item() == 1.0
+
+
 def test_every_scheduler_is_brought_back_and_other_parts_are_known_to_have_changed() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     loader = ElasticDataLoader(Numbers(), global_batch_size=BATCH)

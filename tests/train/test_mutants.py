@@ -135,12 +135,12 @@ MUTANTS = (
     ),
     mutant(
         "what is left of the state comes with the last slice",
-        *("state_slices", " if done == slices - 1 and rest <= SLICE else (done,)", " if False else (done,)"),
+        *("state_slices", " if done == slices - 1 and together else (done,)", " if False else (done,)"),
         *("state_slices", "what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice"),
     ),
     mutant(
         "much that is left of the state comes by itself",
-        *("state_slices", " and rest <= SLICE else", " else"),
+        *("state_slices", " and together else", " else"),
         *("state_slices", "what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice"),
     ),
     mutant(
@@ -434,8 +434,68 @@ MUTANTS = (
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(
+        "what a script does between two epochs stays",
+        *("elastic", "        self._before.take()  # with what the script", "        pass  # with what the script"),
+        *("elastic", "what_a_script_does_between_two_epochs_is_not_undone"),
+    ),
+    mutant(
+        "what comes between two epochs is done in one world",
+        *("elastic", "connection.asked and self._loader.left == 0:", "connection.asked and False:"),
+        *("elastic", "what_comes_between_two_epochs_is_done_in_one_world[0-False-True]"),
+    ),
+    mutant(
+        "a rank with a part of the state has no weight",
+        *("control_words", "return self.samples if self.counts else 0.0", "return self.samples"),
+        *("elastic", "a_rank_with_a_part_of_the_state_has_no_weight_whatever_the_script_says"),
+    ),
+    mutant(
+        "a rank without data copies the buffers too",
+        *("ddp", "        if self._check_sync_bufs_pre_fwd() or self._check_sync_bufs_post_fwd():", "        if False:"),
+        *("elastic", "a_rank_without_data_takes_part_in_the_copy_of_the_buffers"),
+    ),
+    mutant(
+        "after a reduction without data the buffers are copied again",
+        *("ddp", "            self._sync_buffers()\n        self.require_forward_param_sync = True\n", "            self._sync_buffers()\n"),
+        *("elastic", "a_rank_without_data_takes_part_in_the_copy_of_the_buffers"),
+    ),
+    mutant(
+        "a hook with a state is refused",
+        *("elastic", "if model.hook_with_state:", "if False:"),
+        *("elastic", "a_hook_with_a_state_is_refused"),
+    ),
+    mutant(
+        "a learning rate that is a tensor is brought back",
+        *("position", "value.clone() if isinstance(value, torch.Tensor) else value", "value"),
+        *("elastic", "learning_rates_that_are_tensors_and_schedulers_in_a_list_are_brought_back"),
+    ),
+    mutant(
+        "a scheduler in a list is brought back",
+        *("position", "for part in _leaves(value) if hasattr", "for part in [value] if hasattr"),
+        *("elastic", "learning_rates_that_are_tensors_and_schedulers_in_a_list_are_brought_back"),
+    ),
+    mutant(
+        "what an optimizer keeps only later comes with all of its parameter",
+        *("state_slices", "(tensors.keys() - sliced) | grown", "tensors.keys() - sliced"),
+        *("state_slices", "what_an_optimizer_keeps_only_later_comes_with_the_rest"),
+    ),
+    mutant(
+        "what is left is what the others name",
+        *("state_slices", 'for name in told["rest"]:', "for name in _rest(self._state, self._wanted, self._slices):"),
+        *("state_slices", "what_an_optimizer_keeps_only_later_comes_with_the_rest"),
+    ),
+    mutant(
+        "a state with more than the script makes is a mismatch",
+        *("state_slices", "if missing := saved.keys() - self._wanted.keys():", "if missing := set():"),
+        *("state_slices", "a_state_that_has_more_than_the_script_makes_is_a_mismatch"),
+    ),
+    mutant(
+        "a view of a parameter does not stand for it",
+        *("state_slices", "return tensor.data_ptr(), tensor.numel()", "return tensor.data_ptr(), 0"),
+        *("state_slices", "a_view_of_a_parameter_does_not_stand_for_it"),
+    ),
+    mutant(
         "a dropped step does not move the learning rate",
-        *("position", "            group.update(options)\n", "            pass\n"),
+        *("position", "                    group[name] = value\n", "                    pass\n"),
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(

@@ -12,6 +12,7 @@ from torch import nn
 
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, state_slices
 from elastirun.train.checkpoints.tree import flatten
+from elastirun.train.errors import ModelMismatch
 from elastirun.train.state_slices import Receiver, Sender, belonging, cut
 from tests.support.worlds import run
 
@@ -108,6 +109,76 @@ def test_what_is_left_comes_with_the_last_slice_unless_it_is_more_than_a_slice()
 def test_a_state_comes_in_as_few_pieces_as_an_epoch_has_steps_left(pieces: int) -> None:
     (steps, first), second = run(2, transfers, "Adam", 47, pieces)
     assert second == (steps, first) and steps == pieces - 1  # the first one comes before a step
+
+
+class Experts(nn.Module):
+    """Of four linear layers one is used in each step, so the optimizer's state of the others comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.used = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.used += 1
+        found: torch.Tensor = self.experts[min(3, self.used // 3)](inputs)
+        return found
+
+
+def transfers_experts(rank: int, world: int) -> tuple[int, tuple[Any, ...]]:
+    def experts(seed: int, optimizer: str) -> tuple[TrainState, DistributedDataParallel]:
+        torch.manual_seed(seed)
+        model = DistributedDataParallel(Experts(), init_sync=False, check_replicas_every=0, find_unused_parameters=True)
+        model.module.used = 0 if rank == 0 else 2  # rank 1 makes two steps less before
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        return TrainState(
+            model=model,
+            optimizer=adam,
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(adam, 0.9),
+            data=ElasticDataLoader(Numbers(), global_batch_size=16),
+        ), model
+
+    global made
+    made = experts
+    return transfers(rank, world, "AdamW", 64)
+
+
+def test_what_an_optimizer_keeps_only_later_comes_with_the_rest() -> None:
+    (steps, first), second = run(2, transfers_experts)
+    assert second == (steps, first) and steps > 6
+
+
+def test_a_state_that_has_more_than_the_script_makes_is_a_mismatch() -> None:
+    assert run(2, grown) == ["", "ModelMismatch"]
+
+
+def grown(rank: int, world: int) -> str:
+    """Rank 0 has given its optimizer more parameters since."""
+    net, group = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), dist.group.WORLD
+    adam = torch.optim.Adam(net[0].parameters())
+    state = TrainState(model=net, optimizer=adam)
+    assert group is not None
+    if rank == 0:
+        adam.add_param_group({"params": net[1].parameters()})
+        net(torch.ones(1, 4)).sum().backward()
+        adam.step()
+        Sender(state, [1], group, [], 0.0, 100).finish()
+        return ""
+    try:
+        Receiver(state, 0, group)
+    except ModelMismatch as error:
+        return type(error).__name__
+    return "none"
+
+
+def test_a_view_of_a_parameter_does_not_stand_for_it() -> None:
+    param = nn.Parameter(torch.ones(4))
+    adam = torch.optim.Adam([param])
+    param.grad = torch.ones(4)
+    adam.step()
+    kept = {f"kept.{name}": tensor for name, tensor in adam.state[param].items() if tensor.numel() > 1}
+    together = belonging({"optimizer": adam}, {"weight": param.detach(), **kept, "view": param.detach()[:2]})
+    assert together == [["weight", "kept.exp_avg", "kept.exp_avg_sq"]]
 
 
 def without_room(rank: int, world: int) -> tuple[int, tuple[Any, ...]]:
