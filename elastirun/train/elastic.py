@@ -109,6 +109,7 @@ class Elastic:
     _whole = True  # this rank has the state of the others
     _rehearses = False  # the step under way is a rehearsal
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
+    _saved: int | None = None  # when the checkpointer of the last world began its last save
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
 
     def __init__(
@@ -290,6 +291,7 @@ class Elastic:
 
     def _close_checkpoints(self) -> None:
         if self._checkpoints is not None:
+            self._saved = self._checkpoints.begun
             self._checkpoints.close(0.0)
             self._checkpoints = None
 
@@ -422,6 +424,8 @@ class Elastic:
         if self._make_checkpoints is not None:
             begin_world()
             self._checkpoints = self._make_checkpoints()
+            if self._saved is not None:
+                self._checkpoints.continue_from(self._saved)  # or none would be due where worlds change more often
             if restores:
                 self._checkpoints.restore(self.state)
         self._model.check_replicas(gradually=True)

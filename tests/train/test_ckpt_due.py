@@ -114,3 +114,17 @@ def test_ranks_save_to_the_disk_by_the_clock_of_the_first(tmp_path: Path) -> Non
     first, second = run(2, save_by_time, str(tmp_path))
     on_disk = sorted(int(path.name[5:]) for path in tmp_path.glob("step-*"))
     assert first == second == sorted({*on_disk, 5, 10}) and 6 in on_disk and 2 <= len(on_disk) <= 4
+
+
+def test_a_period_goes_on_in_the_next_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no save would ever be due where worlds change more often than that."""
+    now, lockstep = 0.0, Lockstep()
+    ranks: Any = lockstep
+    monkeypatch.setattr(due, "_now", lambda: int(now * 1e6))
+    first = due.due(timedelta(seconds=PERIOD))
+    now = PERIOD - 1.0
+    following = due.due(timedelta(seconds=PERIOD))
+    following.continue_from(first.begun)
+    assert not following.is_due(1, ranks)
+    now = PERIOD
+    assert any(following.is_due(step, ranks) for step in range(2, 20))

@@ -434,6 +434,11 @@ MUTANTS = (
         *("elastic", "a_dropped_step_moves_neither_loader_nor_scheduler"),
     ),
     mutant(
+        "the time from one checkpoint to the next goes on in the next world",
+        *("checkpoints/due", "        self.begun = begun\n", "        pass\n"),
+        *("ckpt_due", "a_period_goes_on_in_the_next_world"),
+    ),
+    mutant(
         "what a script does between two epochs stays",
         *("elastic", "        self._before.take()  # with what the script", "        pass  # with what the script"),
         *("elastic", "what_a_script_does_between_two_epochs_is_not_undone"),

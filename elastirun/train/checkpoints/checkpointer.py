@@ -142,6 +142,15 @@ class Checkpointer:
             self._blocked.append(time.perf_counter() - begun)
         return True
 
+    @property
+    def begun(self) -> int:
+        """Return when this rank saw the last save to the disk begin, for ``continue_from``."""
+        return self._due.begun
+
+    def continue_from(self, begun: int) -> None:
+        """Count ``every``, if it is a time, from a save that an earlier checkpointer of this process has seen begin."""
+        self._due.continue_from(begun)
+
     def _check_use(self) -> None:
         """Raise TrainError where the writer is another process's, or has ended."""
         if os.getpid() != self.pid:

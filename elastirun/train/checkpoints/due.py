@@ -15,6 +15,8 @@ LOOK = 1_000_000  # microseconds from one exchange about the time to the next, a
 class EverySteps:
     """A save is due when its step is a multiple of ``steps``."""
 
+    begun = 0
+
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
@@ -24,6 +26,9 @@ class EverySteps:
 
     def begin(self) -> None:
         """Note that a save to the disk begins."""
+
+    def continue_from(self, begun: int) -> None:
+        """Count from an earlier save; steps need none."""
 
 
 class EveryPeriod:
@@ -36,7 +41,7 @@ class EveryPeriod:
 
     def __init__(self, period: timedelta) -> None:
         self._period = period // timedelta(microseconds=1)
-        self._begun = self._looked = _now()
+        self.begun = self._looked = _now()
         self._calls = 0  # since the last exchange
         self._pause = 1  # calls from the last exchange to the next one
 
@@ -46,7 +51,7 @@ class EveryPeriod:
         if self._calls < self._pause:
             return False
         now = _now()
-        passed, recent = ranks.gather([now - self._begun, now - self._looked])[0]
+        passed, recent = ranks.gather([now - self.begun, now - self._looked])[0]
         left = self._period - passed
         self._pause = max(1, min(min(left, LOOK) * self._calls // max(recent, 1), 2 * self._calls))
         self._looked, self._calls = now, 0
@@ -54,7 +59,11 @@ class EveryPeriod:
 
     def begin(self) -> None:
         """Note that a save to the disk begins."""
-        self._begun = _now()
+        self.begun = _now()
+
+    def continue_from(self, begun: int) -> None:
+        """Count from an earlier save, which another one of these saw begin."""
+        self.begun = begun
 
 
 def due(every: int | timedelta) -> EverySteps | EveryPeriod:
