@@ -75,7 +75,7 @@ def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:
     """A round that has ended because a member leaves, and that has lost no other one, is no early loss."""
     if new.losses <= old.losses or not world.only_deaths or old.broken is None or old.broken.cause is not Cause.LEAVE:
         return
-    gone = [node.id for node in world.nodes if not node.alive and old.index(node.id) is not None]
+    gone = [node.id for node in world.nodes if (not node.alive or node.machine.state is LEFT) and old.index(node.id) is not None]
     must(gone != [old.broken.by], "an early loss is counted, and nobody has died")
 
 
