@@ -31,8 +31,8 @@ _FIXED = _COUNTS + len(REQUESTS)
 class LocalReport:
     """The values that this rank reports to the others in its next reduction."""
 
-    samples: float = 1.0  # weight of its gradients, if they count
-    counts: bool = True
+    samples: float = 1.0  # weight of its gradients
+    counts: bool = True  # else its gradients have no weight, whatever ``samples`` is
     backwards: float = 1.0  # its gradients are sums of this many means, and are divided by the number
     more: bool = False  # this rank has data for the reduction after this one
     requests: set[str] = field(default_factory=set)

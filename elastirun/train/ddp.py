@@ -461,9 +461,9 @@ class DistributedDataParallel(TorchNames):
             raise TrainError(f"set_samples() takes a positive number of backwards, not {backwards}")
         self._reducer.local_report.weigh(float(samples), float(backwards))
 
-    def give_no_weight(self, none: bool) -> None:
-        """Give this rank's gradients no weight from now on, whatever ``set_samples`` says: it has a part of the others' state only."""
-        self._reducer.local_report.counts = not none
+    def count_samples(self, counts: bool) -> None:
+        """Let this rank's samples count from now on, or not, whatever ``set_samples`` says: not while it has a part of the state only."""
+        self._reducer.local_report.counts = counts
 
     def skip(self) -> None:
         """Take part in a reduction without data; the gradients are the mean over the other ranks."""

@@ -166,7 +166,7 @@ class Elastic:
         self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
         while self._loader.epoch == epoch:
             for batch in self._loader:
-                self._model.give_no_weight(not self._whole)
+                self._model.count_samples(self._whole)
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if self._whole else 0)
                 yield batch

@@ -642,7 +642,7 @@ def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: b
 
 def weighed(rank: int, world: int) -> float:
     model = DistributedDataParallel(nn.Linear(4, 2))
-    model.give_no_weight(rank == 1)
+    model.count_samples(rank == 0)
     model.set_samples(8)
     model(torch.ones(1, 4)).sum().backward()
     return model.agreement.samples
