@@ -254,7 +254,7 @@ class Directory:
             yield
         except OSError as error:
             if error.errno in GONE and not os.path.isdir(self._staging(claim)):
-                what = "another round or job has claimed this directory, or it is not the same one on every node"
+                what = "another round or job has claimed this directory, it was removed meanwhile, or it is not the same one on every node"
                 raise ClaimLost(f"{self.path}: {what}; nothing was published") from None
             raise
 
