@@ -34,10 +34,10 @@ from elastirun.agent.processes.process_tree import _make_room
 from elastirun.agent.store_access import EndpointAccess
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Change, Sync
+from elastirun.rendezvous.actions import Change, Put, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Member, Place, RoundRecord, Vote
+from elastirun.rendezvous.records import Member, NodeRow, Place, RoundRecord, Vote
 from elastirun.rendezvous.stores.tcp import ServedStore, tcp_store_class
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.sync import SyncProtocol, execute
@@ -489,9 +489,19 @@ def test_the_vote_of_a_member_is_for_a_store_that_cannot_be_reached(standbys: Ca
     stores, mine = standbys(1), {"kind": "tcp", "address": "127.0.0.1", "port": port}
     store = ServedStore(listening("127.0.0.1", port))
     notice = replace(stores.notice(), store=mine)
+    here = SyncProtocol(JOB, "n0", Codec(None), clock.now)
+    here.carry_out(store.connect(), Sync(put=Put(None, NodeRow("n0", "n0", "127.0.0.1", 1, 1))), 0.0)
     assert write(notice.encode(), clock.now()) and stores.told() == [()]
     store.close()
     assert write(notice.encode(), clock.now()) and stores.told() == [(Vote("n0", stores.record(), ("n0",)),)]
+
+
+def test_in_an_empty_store_nobody_waits(standbys: Callable[[int], Standbys], port: int) -> None:
+    stores, mine = standbys(1), {"kind": "tcp", "address": "127.0.0.1", "port": port}
+    store = ServedStore(listening("127.0.0.1", port))
+    assert write(replace(stores.notice(), store=mine).encode(), clock.now())
+    assert stores.told() == [(Vote("n0", stores.record(), ("n0",)),)]
+    store.close()
 
 
 def test_nothing_else_is_written(standbys: Callable[[int], Standbys]) -> None:

@@ -217,7 +217,7 @@ def test_a_lost_claim_is_said(tmp_path: Path) -> None:
         answer(commit_message(tmp_path, old, 1, 1, written["files"]), [], []),
         answer({"do": "write", "image": 0, "directory": str(tmp_path), "claim": old}, [], [image]),
     ):
-        what = "another round or job has claimed this directory, or it is not the same one on every node"
+        what = "another round or job has claimed this directory, it was removed meanwhile, or it is not the same one on every node"
         assert reply["error"] == f"{tmp_path}: {what}; nothing was published" and reply["lost"]
     assert entries(tmp_path) == [f".staging-{new}"]
     image.close()

@@ -74,6 +74,8 @@ def transfer(rank: int, world: int, what: str) -> tuple[str, float]:
 def test_a_wait_ends_that_gloo_forgets(what: str) -> None:
     for _ in range(TRIES):
         (said, seconds), lost = run(2, transfer, what, died=True)
+        if said == "it was complete":
+            continue  # before the peer stood still
         assert lost == Died(-signal.SIGKILL)
         assert "Timed out" not in said and seconds < TIMEOUT.total_seconds() / 2
         if "gloo does not end a wait" in said:
