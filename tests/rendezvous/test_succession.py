@@ -350,7 +350,7 @@ def undecided(me: str, at: str) -> Moves:
 
 
 def come(owner: Moves, ids: str, record: RoundRecord = RECORD) -> None:
-    """Let the owner of an undecided store read there that ``ids`` have come, which know ``record``, and ask at the start in vain."""
+    """Let the nodes ``ids``, which know ``record``, come to the undecided store of ``owner``. No other run answers at the start."""
     owner.answered(Sync(), answer(votes=tuple(Vote(i, record) for i in ids)), RECORD)
     owner.unanswered(None, 1.0)
 

@@ -31,16 +31,7 @@ def draw(seed: int) -> Plan:
     """Return the plan of ``seed``."""
     rng = random.Random(f"takeover {seed}")
     most, only_deaths = rng.randint(2, 4), rng.random() < 0.5
-    rules = Rules(
-        min_nodes=rng.choice([1, 1, 1, most - 1]),
-        max_nodes=most,
-        max_restarts=100,
-        last_call=1.0,
-        store_grace=rng.choice([15.0, 30.0]),
-        join_timeout=600.0,
-        store_succession="majority" if rng.random() < 0.5 else "proof",
-    )
-    clocks = tuple((rng.uniform(-1e6, 1e6), rng.uniform(0.9, 1.1)) for _ in range(64))
+    rules, clocks = _terms(rng, most, [15.0, 30.0], 0.5)
     stop_times = tuple(rng.choice([0.01, 0.1, 1.0] if only_deaths else [0.01, 0.1, 4.9]) for _ in range(64))
     nodes = most + rng.choice([0, 0, 1])
     weights = {kind: weight for kind, (weight, _) in (HOST_KINDS | WIDER_KINDS).items()} | dict.fromkeys(OTHERS, 1.0)
@@ -58,16 +49,7 @@ def torn(seed: int) -> Plan:
     rng = random.Random(f"torn {seed}")
     nodes = rng.choice([3, 4, 4, 4, 5, 6])
     most = nodes - rng.choice([0, 0, 0, 1])
-    rules = Rules(
-        min_nodes=rng.choice([1, 1, 1, most - 1]),
-        max_nodes=most,
-        max_restarts=100,
-        last_call=1.0,
-        store_grace=rng.choice([30.0, 60.0]),
-        join_timeout=600.0,
-        store_succession="majority" if rng.random() < 0.8 else "proof",
-    )
-    clocks = tuple((rng.uniform(-1e6, 1e6), rng.uniform(0.9, 1.1)) for _ in range(64))
+    rules, clocks = _terms(rng, most, [30.0, 60.0], 0.8)
     stop_times = tuple(rng.choice([0.01, 0.1, 1.0, 4.9]) for _ in range(64))
     weights, when, found = TEARS | BESIDE, rng.uniform(3.0, 8.0), []
     for kind in rng.choices(list(weights), list(weights.values()), k=rng.choice([2, 3, 3, 4, 5])):
@@ -77,6 +59,20 @@ def torn(seed: int) -> Plan:
         when = min(TORN_FOR - 10.0, when + rng.expovariate(rng.choice([0.1, 0.3, 1.0, 5.0])))
     plan = Plan(seed, rules, True, nodes, clocks, stop_times, tuple(found), trouble=TORN_FOR)
     return replace(plan, deaths=Deaths(1.0 if rng.random() < 0.7 else 0.5, ended_within=rng.choice([0.0, 0.3])))
+
+
+def _terms(rng: random.Random, most: int, graces: list[float], majority: float) -> tuple[Rules, tuple[tuple[float, float], ...]]:
+    """Return the settings of a job of ``most`` nodes and the nodes' clocks. ``majority``: the share of jobs in which one is enough."""
+    rules = Rules(
+        min_nodes=rng.choice([1, 1, 1, most - 1]),
+        max_nodes=most,
+        max_restarts=100,
+        last_call=1.0,
+        store_grace=rng.choice(graces),
+        join_timeout=600.0,
+        store_succession="majority" if rng.random() < majority else "proof",
+    )
+    return rules, tuple((rng.uniform(-1e6, 1e6), rng.uniform(0.9, 1.1)) for _ in range(64))
 
 
 def _faults(rng: random.Random, weights: Mapping[str, float], nodes: int) -> tuple[Fault, ...]:

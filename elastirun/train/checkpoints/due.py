@@ -15,7 +15,7 @@ LOOK = 1_000_000  # microseconds from one exchange about the time to the next, a
 class EverySteps:
     """A save is due when its step is a multiple of ``steps``."""
 
-    begun = 0
+    begun = 0  # nothing depends on it
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
