@@ -21,7 +21,7 @@ from tests.system.test_hostile import Trap
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, WITH_TORCH, LIVE = (ROOT / "examples" / name for name in ("train.py", "train_torch.py", "live.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir=logs")  # else it leaves a folder in TMPDIR
 ELASTIRUN = ("-m", "elastirun", "--standalone")
 
 
