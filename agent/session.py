@@ -141,14 +141,14 @@ class Session:
     def step(self, event: Event) -> list[Action]:
         """Give the machine an event. Returns what it asks for, in order: each is first offered to ``carry_out``."""
         reachable: list[Action] = []
-        place = self.machine.place
+        standby = self.machine.row.standby
         if isinstance(event, Synced) and self._is_reached_elsewhere():
             self.worker_store = self.worker_store or self.access.worker_store(self._worker_store_failed)
             reachable = self.machine.step(self._reachable(event.now, self.access.node_address.address, self.worker_store))
         actions = reachable + self.machine.step(event)
         self.access.newcomer = self.machine.round_known[0] == 0
         self.access.has_moved = self.machine.place is not None
-        if place is not None and place.id == self.machine.row.id and self.machine.place != place:
+        if standby and not self.machine.row.standby:
             self.access.renew_standby()
         if isinstance(event, Synced):
             self.access.forward(self.machine.forward, lambda record: self.post(FoundAtStart(self._now(), record)))

@@ -225,7 +225,10 @@ class Machine:
         found, all_rows = event.round, self._link.schedule.asked.rows is None
         self._moves.answered(self._link.schedule.asked, event, self.record)
         if self.record is not None and not self._moves.undecided and (why := rules.another_store(self.record, found)):
-            self._end(Outcome.STORE_LOST, why)
+            if self._was_in_no_round and not event.hosting:
+                self._begin_again()
+            else:
+                self._end(Outcome.STORE_LOST, why)
             return
         self._earlier = found if found and not self.record and earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None
         if self._earlier is not None and not self.rules.lasting:
@@ -296,6 +299,13 @@ class Machine:
         self._moves.turn_back(self._now + 2 * self.rules.expire)
         self._link = self._link.to_another_store(self._now)
         self._link.contact = Contact()
+
+    def _begin_again(self) -> None:
+        """Join the job that is in the store now, like an agent that has just been started. Nobody looks for this node where it was."""
+        self._say("the rendezvous store was replaced by another one; this node was in no round, and joins there")
+        self.record, self._moves = None, Moves(self.row.id, self.rules)
+        self.row = replace(self.row, standby=0)
+        self._link = self._link.to_another_store(self._now)
 
     def _begin_at(self, place: Place) -> None:
         """Begin anew in another store: nothing is known of its rows, and nothing of this node is there."""
@@ -553,6 +563,11 @@ class Machine:
     def _formed(self) -> bool:
         """Return whether a round of this job was seen, if only from beside it."""
         return self.record is not None and self.record.round > 0
+
+    @property
+    def _was_in_no_round(self) -> bool:
+        """Return whether this node has read of no round that names it, and uses the store that the job was started with."""
+        return not self.row.round and not self.row.done_round and self._moves.at is None
 
     def _own_round(self) -> RoundRecord | None:
         """Return the record while the round of this node is still on, else None."""

@@ -289,6 +289,21 @@ MUTANTS = (
         *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
     ),
     mutant(
+        "who was in no round joins the job that is in the store now",
+        *("machine", "if self._was_in_no_round and", "if False and"),
+        *("steps", "who_was_in_no_round_joins_the_job_that_is_in_the_store_now"),
+    ),
+    mutant(
+        "who was in a round does not",
+        *("machine", "if self._was_in_no_round and", "if True and"),
+        *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
+    ),
+    mutant(
+        "who begins again gives up its standby store",
+        *("machine", "        self.row = replace(self.row, standby=0)\n        self._link", "        self._link"),
+        *("succession", "who_waits_for_others_begins_again_with_the_host_and_nobody_finds_it_where_it_was"),
+    ),
+    mutant(
         "a node with other settings takes no part",
         *("machine", "(how := rules.disagreement(self.rules, found))", "(how := '')"),
         *("rules", "nodes_started_with_other_settings_are_told_so_and_change_nothing"),

@@ -332,6 +332,22 @@ def test_a_store_that_answers_with_another_id_is_another_rendezvous() -> None:
     assert stage.me.finish and "replaced by another one" in stage.me.finish.reason
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("found", [None, RoundRecord("another")])
+def test_who_was_in_no_round_joins_the_job_that_is_in_the_store_now(beside: bool, found: RoundRecord | None) -> None:
+    stage = beside_a_round(max_nodes=2) if beside else met()
+    stage.run(1)
+    stage.data.clear()
+    if found is not None:
+        stage.write(found)
+    stage.puppets.clear()
+    assert stage.run(3, lambda: f"job/node/{ME}" in stage.data) and stage.mine.status is Status.JOINING
+    assert any("joins there" in line for line in stage.me.said) and stage.record.store_id != "s"
+    stage.puppet("b")
+    stage.form("b", ME)
+    assert stage.run(3, lambda: stage.me.working is not None)
+
+
 def test_a_verdict_that_is_still_read_overrules_a_lost_store() -> None:
     stage = running("b", store_grace=10.0)
     stage.me.stop_time = 5.0

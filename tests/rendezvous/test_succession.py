@@ -247,6 +247,17 @@ def test_a_first_round_of_all_nodes_that_there_can_be_waits_for_no_word() -> Non
     assert world.t < 1.0
 
 
+def test_who_waits_for_others_begins_again_with_the_host_and_nobody_finds_it_where_it_was() -> None:
+    world = World(hosted=True, store_succession="proof", min_nodes=3, max_nodes=3)
+    host, waits = world.add(), world.add()
+    world.run(5)
+    before = waits.machine.row.standby
+    host.crash()
+    again, third = world.add("n0"), world.add("n2")
+    goes_on(world, waits, again, third)
+    assert before and waits.machine.row.standby not in (0, before)
+
+
 # -- the rules ---------------------------------------------------------------------------------------------------------------------
 
 

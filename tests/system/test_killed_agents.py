@@ -61,6 +61,17 @@ def test_a_spare_takes_the_place_of_a_single_killed_node_at_once(nodes: Cluster,
     assert nodes.ends(second) == 0
 
 
+def test_who_waits_for_others_waits_on_when_the_first_node_is_started_again(nodes: Cluster) -> None:
+    first, waits = (nodes.agent(i, "--last-call=0.5", nnodes="3") for i in (1, 2))
+    nodes.says(2, "2 of 3 nodes")
+    kill(first)
+    agents = [waits, *(nodes.agent(i, "--last-call=0.5", nnodes="3") for i in (1, 3))]
+    for worker in nodes.round(3):
+        worker.tell("exit 0")
+    assert [nodes.ends(agent) for agent in agents] == [0, 0, 0]
+    assert "this node was in no round, and joins there" in nodes.out(2)
+
+
 def test_a_killed_agent_leaves_no_folder(nodes: Cluster) -> None:
     folder = nodes.tmp_path / "temporary"
     folder.mkdir()
