@@ -28,6 +28,14 @@ def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
     return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
 
 
+def late(places: Sequence[tuple[int, bool]]) -> list[int]:
+    """Return the ranks that have not come as far in the script as another one.
+
+    ``places``: by rank, its epoch, and whether it is in that epoch; else it saves the last step of the one before.
+    """
+    return [rank for rank, place in enumerate(places) if place < max(places)]
+
+
 def furthest(everyone: Sequence[tuple[int, ...]]) -> tuple[int, list[int]]:
     """Return the rank whose state all ranks go on with, and the ranks that are to copy that state.
 

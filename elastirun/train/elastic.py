@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_connection import LiveConnection
 from elastirun.live_messages import VARIABLE
-from elastirun.live_worlds import World, furthest
+from elastirun.live_worlds import World, furthest, late
 from elastirun.progress import begin_round, saving
 
 from .checkpoints.checkpointer import Checkpointer
@@ -108,6 +108,8 @@ class Elastic:
     _worlds = 0  # that this rank has begun, or begun to join
     _whole = True  # this rank has the state of the others
     _rehearses = False  # the step under way is a rehearsal
+    _saves = False  # this rank is in ``save``
+    _late = False  # others have gone on to the next epoch while this rank was in the one before, or in ``save``; they wait for it
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
     _saved: int | None = None  # when the checkpointer of the last world began its last save
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
@@ -162,6 +164,7 @@ class Elastic:
         A batch is None where this rank has no sample of it: call ``model.skip()`` in place of forward and backward. If the world changes,
         the gradients of the step under way are None, which optimizers leave out; the step does not count, and its batch comes again.
         """
+        self._catch_up()
         epoch = self._loader.epoch
         self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
         while self._loader.epoch == epoch:
@@ -246,11 +249,20 @@ class Elastic:
 
         Raises CheckpointError if the state cannot be saved, or is not published: the disk is full, for example.
         """
+        self._saves = True
+        try:
+            self._catch_up()
+            self._save_together()
+        finally:
+            self._saves = False
+
+    def _save_together(self) -> None:
+        """Publish the last step with the ranks that are left, unless these have seen it published, and have gone on."""
         connection = self._connection
         if connection is None or self._live is None:
             self._publish()
             return
-        while not self._attempted(connection, self._publish):
+        while not self._late and not self._attempted(connection, self._publish):
             self._enter(connection)
             if not self._whole:  # this worker was cut off for long: it would leave the script with a part of the others' state
                 raise TrainError("other workers have gone on without this one, so its last step is not saved; it has to begin anew")
@@ -395,9 +407,43 @@ class Elastic:
         with connecting(live.world):
             init_default_group(_backend, live.store(live.world), live.rank, live.size, _timeout)
             self._model.set_group(init_sync=False)
-        self._settle()
-        connections.end()
-        self._wait_for_others(live)
+        are_late = self._settle()
+        if live.rank in are_late:
+            self._be_late()
+        elif are_late:
+            live.repeat()
+            self._make_world(live)
+        else:
+            connections.end()
+            self._wait_for_others(live)
+
+    def _be_late(self) -> None:
+        """Let the script do what is left until the next batch, or the next ``save``. The others have done it: collectives fail until then.
+
+        What it changes in the state is not kept, as the others have that change already.
+        """
+        self._late, self._tried = True, self._tried + 1
+        self._worlds += 1
+        connections.cut()
+        self._model.interrupt("the other ranks are in the next epoch")
+        abort_groups()
+
+    def _catch_up(self) -> None:
+        """Go on with the others, in the next world, if they wait there for this rank."""
+        connection = self._connection
+        if self._late and connection is not None:
+            self._late = False
+            if not self._attempted(connection, self._enter_next):
+                self._enter(connection)
+
+    def _enter_next(self) -> None:
+        """Take part in the next world of the round. The connection to its store was cut with those of the groups."""
+        connections.forget()
+        connections.begin()
+        assert self._live is not None
+        self._live.reconnect()
+        self._live.repeat()
+        self._make_world(self._live)
 
     def _wait_for_others(self, live: LiveRound) -> None:
         """Take the other workers of the round in when they are ready; tell the agent if none is missing."""
@@ -405,19 +451,26 @@ class Elastic:
         if live.whole and self._connection is not None:
             self._connection.gathered()
 
-    def _settle(self) -> None:
-        """Give all ranks the state of the furthest one; where nobody has trained, that of the newest checkpoint, or rank 0's."""
+    def _settle(self) -> list[int]:
+        """Give all ranks the state of the furthest one; where nobody has trained, that of the newest checkpoint, or rank 0's.
+
+        Return the ranks that are late in the script: all have to meet again, in another world, when these have come as far as the others.
+        """
         world = dist.group.WORLD
         assert world is not None
-        rank, mine = dist.get_rank(), [self._settled, self.state.step, -self._tried]
-        source, behind = furthest(everyone := [tuple(theirs) for theirs in gather(mine, world, CPU)])
+        rank, mine = dist.get_rank(), [self._settled, self.state.step, -self._tried, self._loader.epoch, not self._saves]
+        told = gather(mine, world, CPU)
+        source, behind = furthest(everyone := [tuple(theirs[:3]) for theirs in told])
         begins_anew = everyone[source][0] == 0
         self._loader.set_world(rank, len(everyone))
         if begins_anew and self._rehearsal is not None:
             self._rehearsal.forget()
         if behind:
             copy_state(self.state, source, rank in behind, world)
-        self._begin(restores=begins_anew)
+        are_late = [] if begins_anew else late([(epoch, bool(within)) for *_, epoch, within in told])
+        if not are_late:
+            self._begin(restores=begins_anew)
+        return are_late
 
     def _begin(self, restores: bool = True) -> None:
         """Begin to train in this world. ``restores``: from the newest checkpoint, if there is one."""

@@ -9,7 +9,7 @@ The workers agree by the store of the round. The keys, after a prefix for the ro
     here/WORLD       how many ranks have come to a world
     ready/RANK       a rank that is in no world yet has a model, and waits
     ready            how many of them there are
-    world/WORLD      the ranks of a world after the first, from rank 0 of the one before
+    world/WORLD      the ranks of a world after the first, from rank 0 of the one before; or from each rank, where they are the same
     switched/WORLD   its ranks have left the one before
     over             training has ended without those that wait
 """
@@ -117,6 +117,18 @@ class LiveRound:
         found = self._wait(lambda: self._world_after(number))
         self._come(found)
         return found
+
+    def reconnect(self) -> None:
+        """Connect to the store again, after the connections of this process were cut."""
+        self._store = self._connect()
+
+    def repeat(self) -> None:
+        """Be in the next world, which has the same ranks, when all of them have come. All of them call it, at any time."""
+        assert self.world is not None
+        world = World(self.world.number + 1, self.world.ranks)
+        self._store.compare_set(f"world/{world.number}", "", json.dumps(world.ranks))
+        self._come(world)
+        self.begin(world)
 
     def say_switched(self, world: World) -> None:
         """Tell the new ranks of ``world`` that the others have left the one before."""

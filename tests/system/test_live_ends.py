@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastirun.train import Checkpointer, DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+from elastirun.train.errors import ReductionFailed
 
 EPOCHS = 2
 folder, dies = sys.argv[1:]
@@ -34,12 +35,23 @@ folder, dies = sys.argv[1:]
 def die(at, rank):
     """Kill this process if ``at`` and its rank are those of the test, and no other process has died.
 
-    In an evaluation once another rank is there, too: else that one may lose its peer in the last step of the epoch.
+    Between two epochs once another rank is in the evaluation: else that one may lose its peer before.
     """
     if (at, rank) == (dies[:-2], int(dies[-1])) and os.environ["ELASTIRUN_ROUND"] == "1":
-        while at.startswith("evaluation") and not os.path.exists(f"{folder}.{at}"):
+        while at.startswith(("evaluation", "published")) and not os.path.exists(f"{folder}.evaluation {loader.epoch}"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_late(what):
+    """Let rank 2 lose its peer in ``what``, as if alone."""
+    if dies.startswith(what) and os.environ["ELASTIRUN_ROUND"] == "1" and dist.get_rank() == 2:
+        if what == "reduction":
+            model._reducer._broken = ReductionFailed("it has failed here alone")
+            return
+        while not run._connection.asked:
+            time.sleep(0.01)
+        raise RuntimeError("a peer is lost")
 
 
 def say(*words):
@@ -51,16 +63,26 @@ elastic.init_process_group()
 model = DistributedDataParallel(nn.Linear(4, 2))
 optimizer = torch.optim.Adam(model.parameters())
 loader = ElasticDataLoader(torch.utils.data.TensorDataset(torch.randn(40, 4)), global_batch_size=8)
-run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader), lambda: Checkpointer(folder, every=3))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+state = TrainState(model=model, optimizer=optimizer, data=loader, scheduler=scheduler)
+run = elastic.Elastic(state, lambda: Checkpointer(folder, every=3))
 wait = Checkpointer.wait
-Checkpointer.wait = lambda self, limit: (die("wait", dist.get_rank()), wait(self, limit))
+Checkpointer.wait = lambda self, limit: (die("wait", dist.get_rank()), wait(self, limit), be_late("published"))
 while loader.epoch < EPOCHS:
     for (inputs,) in run.batches():
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         if run.step == EPOCHS * 5 - 1:
             die("step", dist.get_rank())
+        if run.step % 5 == 4:
+            die(f"reduction {run.step // 5 + 1}", dist.get_rank())
+        if f"reduction {run.step // 5 + 1} 1" == dies and run.step % 5 == 4:
+            be_late("reduction")
         optimizer.step()
+    scheduler.step()
+    if dies.startswith("published"):
+        run.save()
+        die(f"published {loader.epoch}", dist.get_rank())
     total = torch.ones(1)
     die(f"evaluation {loader.epoch}", dist.get_rank())
     open(f"{folder}.evaluation {loader.epoch}", "w").close()
@@ -71,7 +93,7 @@ while loader.epoch < EPOCHS:
         say("no evaluation", loader.epoch, lost)
 die("save", dist.get_rank())
 run.save()
-say("saved", run.step, "of", sorted(name for name in os.listdir(folder) if name.startswith("step-"))[-1])
+say("saved", run.step, "at", scheduler.last_epoch, "of", sorted(name for name in os.listdir(folder) if name.startswith("step-"))[-1])
 dist.destroy_process_group()
 '''
 
@@ -108,7 +130,7 @@ def test_the_others_of_a_worker_that_is_killed_at_the_end_save_the_last_step(tmp
     job = end(launch(tmp_path, "--standalone", dies=dies))
     saved = job.lines("saved")
     assert job.code == 0 and len(saved) >= 2, job.said
-    assert all(line.startswith(f"saved {2 * STEPS} of step-{2 * STEPS:08}") for line in saved.values()), job.said
+    assert all(line.startswith(f"saved {2 * STEPS} at 2 of step-{2 * STEPS:08}") for line in saved.values()), job.said
     assert len(saved.keys() & job.lines("evaluated 1").keys()) == 2, job.said  # they were there before
 
 
@@ -127,6 +149,20 @@ def test_who_catches_the_loss_of_a_peer_in_an_evaluation_keeps_its_state(tmp_pat
     without = job.lines(f"no evaluation {epoch}")
     assert len(without) == 1, job.said
     (survivor,) = without
-    assert job.code == 0 and job.lines("saved")[survivor].startswith(f"saved {2 * STEPS} of step-{2 * STEPS:08}"), job.said
+    assert job.code == 0 and job.lines("saved")[survivor].startswith(f"saved {2 * STEPS} at 2 of step-{2 * STEPS:08}"), job.said
     if epoch == 1:
         assert job.lines("evaluated 2")[survivor].endswith(f"after step {2 * STEPS}"), job.said
+
+
+@pytest.mark.parametrize("dies", ["reduction 1 1", "reduction 2 1", "published 1 1"])
+def test_who_is_late_at_the_end_of_an_epoch_comes_to_the_next_batch_without_the_others_evaluation(tmp_path: Path, dies: str) -> None:
+    """The last reduction of the epoch fails on rank 2 alone, or it loses its peer when the others have seen the checkpoint published.
+
+    Its ``all_reduce`` would be one with the next reduction of the others, for ever.
+    """
+    job = end(launch(tmp_path, "--standalone", dies=dies))
+    epoch, without = int(dies.split()[1]), job.lines("no evaluation")
+    assert job.code == 0 and len(without) == 2 and all(line.startswith(f"no evaluation {epoch}") for line in without.values()), job.said
+    saved = job.lines("saved")
+    assert without.keys() <= saved.keys(), job.said
+    assert all(line.startswith(f"saved {2 * STEPS} at 2 of step-{2 * STEPS:08}") for line in saved.values()), job.said

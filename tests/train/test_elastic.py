@@ -482,7 +482,7 @@ def asks(rank: int, world: int) -> tuple[list[str], bool]:
     """Rank 0 has asked for the next world of a round that then came to its end."""
     state, model = made(0)
     training = object.__new__(elastic.Elastic)
-    training._model, training._settle = model, lambda: None  # type: ignore[method-assign]
+    training._model, training._settle = model, list  # type: ignore[method-assign]
     model.request(ADMIT)
     store = dist.HashStore()  # type: ignore[attr-defined]
     live = SimpleNamespace(rank=0, size=1, whole=False, world=World(0, (0,)), store=lambda world: store, look_for_ready=lambda ask: None)
@@ -744,8 +744,10 @@ def test_a_rehearsal_that_makes_buffers_is_undone_but_for_these() -> None:
     assert (len(model.cache), len(model.made), model.kept.item()) == (3, 2, 0.0)
 
 
-def settles(rank: int, world: int, histories: list[tuple[int, ...]]) -> tuple[dict[str, Any], int, int]:
-    """Settle ranks whose state is of (round, step) ``histories[rank]``, after so many dropped steps that have left something in it."""
+def settling(rank: int, histories: list[tuple[int, ...]]) -> elastic.Elastic:
+    """Return ranks that are to settle, whose state is of (round, step) ``histories[rank]``, after so many dropped steps that have left
+    something in it.
+    """
     for name in (VARIABLE, "RANK"):
         os.environ.pop(name, None)
     state, model = made(rank, init_sync=False)
@@ -757,8 +759,24 @@ def settles(rank: int, world: int, histories: list[tuple[int, ...]]) -> tuple[di
     training._tried = sum(tried)
     with torch.no_grad():
         next(iter(model.parameters())).fill_(float(rank))
-    training._settle()
-    return values(state), state.step, round(float(next(iter(model.parameters()))[0, 0]))
+    return training
+
+
+def settles(rank: int, world: int, histories: list[tuple[int, ...]]) -> tuple[dict[str, Any], int, int]:
+    training = settling(rank, histories)
+    assert training._settle() == []
+    return values(training.state), training.state.step, round(float(next(iter(training._model.parameters()))[0, 0]))
+
+
+def come(rank: int, world: int, settled: int, places: list[tuple[int, bool]]) -> tuple[list[int], bool]:
+    """Settle ranks that are at ``places``: the epoch, and whether they are in ``save``. Return who is late, and if training begins."""
+    training = settling(rank, [(settled, 7)] * world)
+    (epoch, training._saves), begun = places[rank], training._settled
+    for _ in range(epoch):
+        list(training._loader)
+    assert training._loader.epoch == epoch
+    training._settled = begun
+    return training._settle(), training._settled > begun
 
 
 @pytest.mark.parametrize(
@@ -777,6 +795,66 @@ def test_the_furthest_of_the_newest_round_wins(histories: tuple[tuple[int, ...],
     found = run(3, settles, list(histories))
     assert found[0] == found[1] == found[2]
     assert found[0][1:] == (histories[winner][1], winner)
+
+
+@pytest.mark.parametrize(
+    ("settled", "places", "expected"),
+    [
+        (3, [(1, False), (0, False), (1, False)], [1]),
+        (3, [(1, False), (1, True), (1, False)], [1]),
+        (3, [(0, False), (1, True), (1, True)], [0]),
+        (3, [(1, True), (1, True), (1, True)], []),
+        (0, [(1, False), (0, False), (0, True)], []),
+    ],
+    ids=["an_older_epoch", "a_save", "an_older_epoch_than_that_of_a_save", "all_save", "no_state"],
+)
+def test_who_has_not_come_as_far_in_the_script_as_others_is_late(
+    settled: int, places: list[tuple[int, bool]], expected: list[int]
+) -> None:
+    assert run(3, come, settled, places) == [(expected, not expected)] * 3
+
+
+def late() -> tuple[elastic.Elastic, list[str]]:
+    """Return a rank that is late, and what it does. The next time it enters a world all are there."""
+    training, done = object.__new__(elastic.Elastic), []
+    training._model = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
+    training._tried = 2
+    training._be_late()
+    training._connection, training._live = SimpleNamespace(), SimpleNamespace()  # type: ignore[assignment]
+    training._enter_next = lambda: done.append(f"enters, saves: {training._saves}")  # type: ignore[method-assign]
+    return training, done
+
+
+def test_what_comes_until_the_next_batch_does_not_count_for_one_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[bool] = []
+    monkeypatch.setattr(connections, "cut", lambda: cut.append(True))
+    training, done = late()
+    assert (training._late, training._tried, training._worlds, cut, done) == (True, 3, 1, [True], ["interrupted"])
+    training._catch_up()
+    training._catch_up()
+    assert done == ["interrupted", "enters, saves: False"] and not training._late
+
+
+def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time() -> None:
+    training, done = late()
+    published: list[bool] = []
+
+    def lose() -> None:
+        """Lose a peer in the first attempt; be late in the next round."""
+        if not published:
+            training._late = True
+        published.append(training._saves)
+
+    def attempted(connection: Any, step: Any) -> bool:
+        step()
+        return len(published) != 1
+
+    training._attempted, training._enter = attempted, lambda connection: None  # type: ignore[method-assign]
+    training._publish = lose  # type: ignore[method-assign]
+    training.save()
+    assert published == [True] and training._late and done == ["interrupted", "enters, saves: True"]
+    training.save()
+    assert published == [True, True] and not training._late and not training._saves
 
 
 def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

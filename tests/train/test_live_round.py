@@ -148,6 +148,27 @@ def test_those_with_a_state_go_on_and_a_new_one_is_taken_in_when_it_is_ready(mak
     assert new.world == World(1, (0, 2, 1))
 
 
+def test_the_same_ranks_meet_again_in_another_world_and_new_ones_find_the_one_after_it(make: Callable[..., Round]) -> None:
+    job = make(4)
+    job.tell((0, 5), (2, 5))
+    first, late = job.worker(0), job.worker(2)
+    for waits in [job.enter(first), job.enter(late)]:
+        waits.result(PATIENCE)
+    again = job.threads.submit(first.repeat)
+    late.reconnect()  # what it knows of the round stays, and is not in the environment any more
+    late.repeat()
+    again.result(PATIENCE)
+    assert first.world == late.world == World(1, (0, 2)) and (late.rank, late.size, late.whole) == (1, 2, False)
+    new = [job.worker(rank) for rank in (1, 3)]
+    asked = threading.Event()
+    comes = [job.enter(one) for one in new]
+    first.look_for_ready(asked.set)
+    assert asked.wait(PATIENCE)
+    for waits in [job.goes_on(first), job.goes_on(late), *comes]:
+        waits.result(PATIENCE)
+    assert {one.world for one in (first, late, *new)} == {World(2, (0, 2, 1, 3))}
+
+
 def test_several_that_are_ready_are_taken_in_together(make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
     here = make(3)
     here.tell((1, 1))

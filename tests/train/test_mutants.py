@@ -210,13 +210,48 @@ MUTANTS = (
     ),
     mutant(
         "a state of an older round does not count",
-        *("elastic", "[self._settled, self.state.step, -self._tried]", "[min(self._settled, 1), self.state.step, -self._tried]"),
+        *("elastic", "mine = dist.get_rank(), [self._settled, ", "mine = dist.get_rank(), [min(self._settled, 1), "),
         *("elastic", "the_furthest_of_the_newest_round_wins[an_older_history_does_not_count]"),
     ),
     of_steps(
         "steps without a state make no rank the furthest",
         *("live_worlds", "    if best[0] == 0:\n", "    if False:\n"),
         *("elastic", "the_furthest_of_the_newest_round_wins[steps_without_a_state]"),
+    ),
+    mutant(
+        "who is in an older epoch than others is late",
+        *("elastic", "[(epoch, bool(within)) for", "[(0, bool(within)) for"),
+        *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[an_older_epoch]"),
+    ),
+    mutant(
+        "who saves while others train is late",
+        *("elastic", "[(epoch, bool(within)) for", "[(epoch, True) for"),
+        *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[a_save]"),
+    ),
+    mutant(
+        "where nobody has a state nobody is late",
+        *("elastic", "are_late = [] if begins_anew else late(", "are_late = late("),
+        *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[no_state]"),
+    ),
+    mutant(
+        "what one who is late does to its state is not kept",
+        *("elastic", "self._late, self._tried = True, self._tried + 1", "self._late = True"),
+        *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
+    ),
+    mutant(
+        "the collectives of one who is late fail",
+        *("elastic", "        self._worlds += 1\n        connections.cut()\n", "        self._worlds += 1\n"),
+        *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
+    ),
+    mutant(
+        "the others of a round find the world after the one in which its ranks meet again",
+        *("live_round", 'self._store.compare_set(f"world/{world.number}", ""', 'self._store.compare_set(f"world/{world.number + 9}", ""'),
+        *("live_round", "the_same_ranks_meet_again_in_another_world_and_new_ones_find_the_one_after_it"),
+    ),
+    mutant(
+        "who is late when it saves has nothing to save",
+        *("elastic", "while not self._late and not self._attempted", "while not self._attempted"),
+        *("elastic", "who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time"),
     ),
     mutant(
         "a state that is being overwritten counts as none",
@@ -300,7 +335,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank without traces of a dropped step is further",
-        *("elastic", ", -self._tried]", ", 0]"),
+        *("elastic", ", -self._tried, ", ", 0, "),
         *("elastic", "the_furthest_of_the_newest_round_wins[dropped_steps]"),
     ),
     mutant(
