@@ -112,6 +112,7 @@ class Moves:
     _word: Vote | None = None  # the newest that the guard of a dead host has brought: no later round of that host has started
     _claims: bool = False  # this node would take over, if no other run of the job has begun where it was started
     _start_is_clear: bool = False  # no other run of the job can form a round there any more, as far as it answers
+    _was_suspended: bool = False  # since the last look began: what that has found may not be so any more
     _overruled: tuple[str, float, float] | None = None  # another run whose word stands where this one's should; found since, and last, when
     _is_replaced: bool = False  # a store without this job answers where the store in use was
     _silent_since: dict[str, float] = field(default_factory=dict)  # by the name of a store: since when it has not answered
@@ -152,6 +153,7 @@ class Moves:
             since = getattr(self, name)
             setattr(self, name, None if since is None else min(now, since + seconds))
         self._silent_since, self._overruled = {}, None
+        self._was_suspended, self._start_is_clear = True, False  # another run may have begun there meanwhile
 
     # -- the search -----------------------------------------------------------------------------------------------------
 
@@ -206,6 +208,7 @@ class Moves:
         self._looked_at[place.name if place else ""] = now
         quickest = QUICKEST_LOOK + PER_NODE * len(record.members)
         self._due = now + min(max(quickest, LOOKS_OF_WAIT * (now - self._searching_since)), max(quickest, self.rules.beat))
+        self._was_suspended = False
         if place is None:
             start = self._start
             if self._claims and start is not None and start.round == 0 and start.moved != self.at:
@@ -240,14 +243,15 @@ class Moves:
     def unanswered(self, place: Place | None, now: float) -> None:
         """Note that a store was asked and did not answer; None: that where the job was started."""
         if place is None:
-            self._start_is_clear = True
+            self._start_is_clear = not self._was_suspended
         else:
             self._silent_since = {place.name: now, **self._silent_since}
 
     def heard_from_start(self, answer: Synced, record: RoundRecord) -> str:
         """Take in what a store says where the job was started. Returns why this node gives up; empty: it does not."""
         self._start = found = answer.round
-        self._start_is_clear = found is None or found.moved == self.at or found.store_id == record.store_id
+        clear = found is None or found.moved == self.at or found.store_id == record.store_id
+        self._start_is_clear = clear and not self._was_suspended
         return another_run(found, record)
 
     def closed(self, record: RoundRecord) -> RoundRecord | None:

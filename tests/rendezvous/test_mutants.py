@@ -1206,6 +1206,21 @@ MUTANTS = (
         *("majority", "nodes_that_were_suspended_together_go_on"),
     ),
     mutant(
+        "what an owner has found at the start may not be so any more when it was suspended",
+        *("succession", "self._was_suspended, self._start_is_clear = True, False", "self._was_suspended = True"),
+        *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
+    ),
+    mutant(
+        "nor what it finds by a look that was under way",
+        *("succession", "self._was_suspended, self._start_is_clear = True, False", "self._start_is_clear = False"),
+        *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
+    ),
+    mutant(
+        "nor from the answer to such a look",
+        *("succession", "self._start_is_clear = clear and not self._was_suspended", "self._start_is_clear = clear"),
+        *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
+    ),
+    mutant(
         "two owners never take over with the same term",
         *("succession", "term=record.term + turn", "term=record.term + 1"),
         *("majority", "two_owners_never_take_over_with_the_same_term"),

@@ -366,6 +366,28 @@ def come(owner: Moves, ids: str, record: RoundRecord = RECORD) -> None:
     owner.unanswered(None, 1.0)
 
 
+@pytest.mark.parametrize("answers", [False, True], ids=["refused", "an_answer"])
+@pytest.mark.parametrize("when", ["while it looks", "when it has looked"])
+def test_what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended(when: str, answers: bool) -> None:
+    owner = undecided("b", "b")
+    owner.answered(Sync(), answer(votes=tuple(Vote(i, RECORD) for i in "abc")), RECORD)
+
+    def look(suspended: str) -> bool:
+        """Look where the job was started. Return whether the owner may take over then."""
+        assert owner.search(RECORD, None, rows("abc"), 1.0) == 1.0 and owner.look(RECORD, 1.0).at is None
+        if suspended == "while it looks":
+            owner.stood_still(9.0, 8.0)
+        if answers:
+            owner.heard_from_start(Synced(1.0, 1.0, None, {}), RECORD)
+        else:
+            owner.unanswered(None, 1.0)
+        if suspended == "when it has looked":
+            owner.stood_still(9.0, 8.0)
+        return owner.take_over(rows("abc"), 9.0) is not None
+
+    assert not look(when) and look("")
+
+
 def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
     assert undecided("b", "b").should_follow(PLACES[1], answer("a"), RECORD)
     assert not undecided("b", "b").should_follow(PLACES[3], answer("c"), RECORD)
