@@ -28,20 +28,17 @@ def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
     return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
 
 
-def late(places: Sequence[tuple[int, bool]]) -> list[int]:
-    """Return the ranks that have not come as far in the script as another one.
-
-    ``places``: by rank, its epoch, and whether it is in that epoch; else it saves the last step of the one before.
-    """
+def late(places: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the ranks that have not come as far in the script as another one. ``places``: by rank, how far it has come."""
     return [rank for rank, place in enumerate(places) if place < max(places)]
 
 
 def furthest(everyone: Sequence[tuple[int, ...]]) -> tuple[int, list[int]]:
     """Return the rank whose state all ranks go on with, and the ranks that are to copy that state.
 
-    ``everyone``: by rank, the round in which its state was agreed upon, its finished steps, and minus the number of dropped steps that
-    have left something in its state. Where no rank has a state (round 0), all begin with that of rank 0, whatever steps a rank has made on
-    the way to a state that did not come whole.
+    ``everyone``: by rank, the round in which its state was agreed upon, its finished steps, its place in the script, and minus the number
+    of dropped steps that have left something in its state. Where no rank has a state (round 0), all begin with that of rank 0, whatever
+    steps a rank has made on the way to a state that did not come whole.
     """
     best = max(everyone)
     if best[0] == 0:

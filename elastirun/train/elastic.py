@@ -109,6 +109,7 @@ class Elastic:
     _whole = True  # this rank has the state of the others
     _rehearses = False  # the step under way is a rehearsal
     _saves = False  # this rank is in ``save``
+    _saves_done = 0  # calls of ``save`` since the last epoch ended
     _late = False  # others have gone on to the next epoch while this rank was in the one before, or in ``save``; they wait for it
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
     _saved: int | None = None  # when the checkpointer of the last world began its last save
@@ -164,6 +165,7 @@ class Elastic:
         A batch is None where this rank has no sample of it: call ``model.skip()`` in place of forward and backward. If the world changes,
         the gradients of the step under way are None, which optimizers leave out; the step does not count, and its batch comes again.
         """
+        self._saves_done = 0
         self._catch_up()
         epoch = self._loader.epoch
         self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
@@ -251,10 +253,12 @@ class Elastic:
         """
         self._saves = True
         try:
-            self._catch_up()
+            if self._late:
+                self._catch_up()
+                self._must_be_whole()
             self._save_together()
         finally:
-            self._saves = False
+            self._saves, self._saves_done = False, self._saves_done + 1
 
     def _save_together(self) -> None:
         """Publish the last step with the ranks that are left, unless these have seen it published, and have gone on."""
@@ -264,8 +268,12 @@ class Elastic:
             return
         while not self._late and not self._attempted(connection, self._publish):
             self._enter(connection)
-            if not self._whole:  # this worker was cut off for long: it would leave the script with a part of the others' state
-                raise TrainError("other workers have gone on without this one, so its last step is not saved; it has to begin anew")
+            self._must_be_whole()
+
+    def _must_be_whole(self) -> None:
+        """Raise TrainError if this worker, which was cut off for long, would leave the script with a part of the others' state."""
+        if not self._whole:
+            raise TrainError("other workers have gone on without this one, so its last step is not saved; it has to begin anew")
 
     def _publish(self) -> None:
         """Save the state of the last step, unless it comes from the newest checkpoint, and wait until it is published."""
@@ -295,6 +303,7 @@ class Elastic:
         if self._live is not None:
             self._live.leave()
             self._live = None
+        connections.cut()  # the agent may not have heard yet, and groups of the script's own have other peers than the lost one
         connections.forget()
         connection.leave(self.state.step, self._settled)
         groups = leave_groups()
@@ -420,10 +429,12 @@ class Elastic:
     def _be_late(self) -> None:
         """Let the script do what is left until the next batch, or the next ``save``. The others have done it: collectives fail until then.
 
-        What it changes in the state is not kept, as the others have that change already.
+        What it changes in the state is not kept: that is the state of the others, who have made that change.
         """
-        self._late, self._tried = True, self._tried + 1
+        self._late = True
+        self._before.take()
         self._worlds += 1
+        connections.end()  # those of the script, from now on, are not cut
         connections.cut()
         self._model.interrupt("the other ranks are in the next epoch")
         abort_groups()
@@ -433,6 +444,7 @@ class Elastic:
         connection = self._connection
         if self._late and connection is not None:
             self._late = False
+            self._before.restore()
             if not self._attempted(connection, self._enter_next):
                 self._enter(connection)
 
@@ -458,19 +470,24 @@ class Elastic:
         """
         world = dist.group.WORLD
         assert world is not None
-        rank, mine = dist.get_rank(), [self._settled, self.state.step, -self._tried, self._loader.epoch, not self._saves]
-        told = gather(mine, world, CPU)
-        source, behind = furthest(everyone := [tuple(theirs[:3]) for theirs in told])
+        rank, mine = dist.get_rank(), [self._settled, self.state.step, *self._place(), -self._tried]
+        source, behind = furthest(everyone := [tuple(theirs) for theirs in gather(mine, world, CPU)])
         begins_anew = everyone[source][0] == 0
         self._loader.set_world(rank, len(everyone))
         if begins_anew and self._rehearsal is not None:
             self._rehearsal.forget()
         if behind:
             copy_state(self.state, source, rank in behind, world)
-        are_late = [] if begins_anew else late([(epoch, bool(within)) for *_, epoch, within in told])
+        are_late = [] if begins_anew else late([theirs[2:-1] for theirs in everyone])
         if not are_late:
             self._begin(restores=begins_anew)
+        elif rank in are_late:
+            self._tried = 1 + max(-theirs[-1] for theirs in everyone)  # it gets the state once more when all meet
         return are_late
+
+    def _place(self) -> tuple[int, bool, int]:
+        """Return how far this rank is in the script: its epoch, whether it is within that, and calls of ``save`` since the one before."""
+        return self._loader.epoch, not self._saves, self._saves_done
 
     def _begin(self, restores: bool = True) -> None:
         """Begin to train in this world. ``restores``: from the newest checkpoint, if there is one."""

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, cycle, islice, pairwise
 from pathlib import Path
 
@@ -88,11 +89,11 @@ def traps_of(running: Job) -> Path:
 
 def sprung(running: Job, since: float, number: int = 1) -> list[live_log.Line]:
     """Wait until so many traps were sprung since the moment ``since``. Return their lines."""
+    return sprung_since(running.wait(lambda lines: len(sprung_since(lines, since)) >= number), since)
 
-    def found(lines: Sequence[live_log.Line]) -> list[live_log.Line]:
-        return [line for line in live_log.of(lines[-RECENT:], "sprung") if line["at"] > since]
 
-    return found(running.wait(lambda lines: len(found(lines)) >= number))
+def sprung_since(lines: Sequence[live_log.Line], since: float) -> list[live_log.Line]:
+    return [line for line in live_log.of(lines[-RECENT:], "sprung") if line["at"] > since]
 
 
 def in_switch(point: str, signum: int, of: int | None = None) -> Callable[[Job, list[live_log.Line]], Done]:
@@ -103,9 +104,26 @@ def in_switch(point: str, signum: int, of: int | None = None) -> Callable[[Job, 
         since = time.monotonic()
         set_trap(traps_of(running), point, signum, by=0 if of is None else others[of])
         os.kill(victim, signal.SIGKILL)
+        until_sprung(running, before, point, since)
         return done(running, before, victim, since)
 
     return disturb
+
+
+def until_sprung(running: Job, before: list[live_log.Line], point: str, since: float) -> None:
+    """Kill the new worker again and again until the trap at ``point`` is sprung. Near the end of an epoch the state comes in few slices."""
+    killed = {before[-1]["pid"]}
+    while point.startswith(("sends", "sent", "takes", "took")):
+        lines = running.wait(partial(is_sprung_or_whole, since, len(before), frozenset(killed)))
+        if sprung_since(lines, since):
+            return
+        [new] = pids_of(live_log.newest_round(lines)[0]) - pids_of(before)
+        killed.add(new)
+        os.kill(new, signal.SIGKILL)
+
+
+def is_sprung_or_whole(since: float, size: int, killed: frozenset[int], lines: Sequence[live_log.Line]) -> bool:
+    return bool(sprung_since(lines, since)) or is_whole(lines, size, 0, set(killed))
 
 
 def both_in_switch(point: str) -> Callable[[Job, list[live_log.Line]], Done]:
@@ -173,6 +191,7 @@ def store_host_at(point: str) -> Callable[[Job, list[live_log.Line]], Done]:
         others = [pid for pid in children(agent) if is_worker(pid) and pid != first]
         set_trap(traps_of(running), point, signal.SIGKILL, by=first, pids=[agent, *others, 0])
         os.kill(before[-1]["pid"], signal.SIGKILL)
+        until_sprung(running, before, point, since)
         found = done(running, before, before[-1]["pid"], since)
         running.agents.pop(host).wait()
         return Done(found.survivors, found.disturbed, found.at, found.round, (host,))
@@ -267,13 +286,14 @@ def whole(running: Job, size: int, after: int, without: set[int], steps: int = 1
     ``steps``: 0: until it has begun.
     """
 
-    def trains(lines: list[live_log.Line]) -> bool:
-        here, made = live_log.newest_round(lines)
-        pids = pids_of(here)
-        return bool(here) and here[0]["round"] > after and len(here) == size and not pids & without and (made >= pids or not steps)
-
-    here, _ = live_log.newest_round(running.wait(trains))
+    here, _ = live_log.newest_round(running.wait(lambda lines: is_whole(lines, size, after, without, steps)))
     return sorted(here, key=lambda line: int(line["rank"]))
+
+
+def is_whole(lines: Sequence[live_log.Line], size: int, after: int, without: set[int], steps: int = 1) -> bool:
+    here, made = live_log.newest_round(lines)
+    pids = pids_of(here)
+    return bool(here) and here[0]["round"] > after and len(here) == size and not pids & without and (made >= pids or not steps)
 
 
 def further(lines: Sequence[live_log.Line], step: int, after: int) -> bool:

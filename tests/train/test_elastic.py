@@ -768,15 +768,19 @@ def settles(rank: int, world: int, histories: list[tuple[int, ...]]) -> tuple[di
     return values(training.state), training.state.step, round(float(next(iter(training._model.parameters()))[0, 0]))
 
 
-def come(rank: int, world: int, settled: int, places: list[tuple[int, bool]]) -> tuple[list[int], bool]:
-    """Settle ranks that are at ``places``: the epoch, and whether they are in ``save``. Return who is late, and if training begins."""
-    training = settling(rank, [(settled, 7)] * world)
-    (epoch, training._saves), begun = places[rank], training._settled
+def come(rank: int, world: int, settled: int, places: list[tuple[int, bool, int]]) -> tuple[list[int], bool, float, int]:
+    """Settle ranks that are at ``places``: the epoch, whether they are in ``save``, and for how many times they have been.
+
+    Rank 2 has traces of a dropped step. Return who is late, if training begins, whose state they have, and what counts against it.
+    """
+    training = settling(rank, [(settled, 7, int(r == 2)) for r in range(world)])
+    (epoch, training._saves, training._saves_done), begun = places[rank], training._settled
     for _ in range(epoch):
         list(training._loader)
     assert training._loader.epoch == epoch
     training._settled = begun
-    return training._settle(), training._settled > begun
+    are_late = training._settle()
+    return are_late, training._settled > begun, next(iter(training._model.parameters()))[0, 0].item(), training._tried
 
 
 @pytest.mark.parametrize(
@@ -800,25 +804,33 @@ def test_the_furthest_of_the_newest_round_wins(histories: tuple[tuple[int, ...],
 @pytest.mark.parametrize(
     ("settled", "places", "expected"),
     [
-        (3, [(1, False), (0, False), (1, False)], [1]),
-        (3, [(1, False), (1, True), (1, False)], [1]),
-        (3, [(0, False), (1, True), (1, True)], [0]),
-        (3, [(1, True), (1, True), (1, True)], []),
-        (0, [(1, False), (0, False), (0, True)], []),
+        (3, [(0, False, 0), (0, False, 0), (1, False, 0)], [0, 1]),
+        (3, [(1, True, 0), (1, True, 1), (1, False, 0)], [0, 1]),
+        (3, [(1, False, 0), (0, False, 0), (1, True, 0)], [1, 2]),
+        (3, [(1, True, 0), (1, True, 1), (1, True, 1)], [0]),
+        (3, [(1, True, 0), (1, True, 0), (1, True, 0)], []),
+        (0, [(1, False, 0), (0, False, 0), (0, True, 0)], []),
     ],
-    ids=["an_older_epoch", "a_save", "an_older_epoch_than_that_of_a_save", "all_save", "no_state"],
+    ids=["an_older_epoch", "a_save", "an_older_epoch_than_that_of_a_save", "the_save_before", "all_save", "no_state"],
 )
 def test_who_has_not_come_as_far_in_the_script_as_others_is_late(
-    settled: int, places: list[tuple[int, bool]], expected: list[int]
+    settled: int, places: list[tuple[int, bool, int]], expected: list[int]
 ) -> None:
-    assert run(3, come, settled, places) == [(expected, not expected)] * 3
+    """And has the state of the one that has come furthest, which counts for more, whatever has happened to it on the way."""
+    found = run(3, come, settled, places)
+    assert [(are_late, begins) for are_late, begins, _, _ in found] == [(expected, not expected)] * 3
+    states, tried = [state for _, _, state, _ in found], [against for *_, against in found]
+    first = max(range(3), key=lambda rank: (places[rank][0], not places[rank][1], places[rank][2], -rank))
+    assert {states[rank] for rank in expected} <= {float(first)}
+    assert all(tried[rank] > max(against for other, against in enumerate(tried) if other not in expected) for rank in expected)
 
 
 def late() -> tuple[elastic.Elastic, list[str]]:
     """Return a rank that is late, and what it does. The next time it enters a world all are there."""
     training, done = object.__new__(elastic.Elastic), []
     training._model = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
-    training._tried = 2
+    training._before = SimpleNamespace(take=lambda: done.append("notes"), restore=lambda: done.append("restores"))  # type: ignore[assignment]
+    connections.begin()
     training._be_late()
     training._connection, training._live = SimpleNamespace(), SimpleNamespace()  # type: ignore[assignment]
     training._enter_next = lambda: done.append(f"enters, saves: {training._saves}")  # type: ignore[method-assign]
@@ -829,10 +841,11 @@ def test_what_comes_until_the_next_batch_does_not_count_for_one_who_is_late(monk
     cut: list[bool] = []
     monkeypatch.setattr(connections, "cut", lambda: cut.append(True))
     training, done = late()
-    assert (training._late, training._tried, training._worlds, cut, done) == (True, 3, 1, [True], ["interrupted"])
+    assert (training._late, training._worlds, cut, done) == (True, 1, [True], ["notes", "interrupted"])
     training._catch_up()
     training._catch_up()
-    assert done == ["interrupted", "enters, saves: False"] and not training._late
+    assert done[2:] == ["restores", "enters, saves: False"] and not training._late
+    connections.forget()
 
 
 def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time() -> None:
@@ -852,9 +865,10 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     training._attempted, training._enter = attempted, lambda connection: None  # type: ignore[method-assign]
     training._publish = lose  # type: ignore[method-assign]
     training.save()
-    assert published == [True] and training._late and done == ["interrupted", "enters, saves: True"]
+    assert published == [True] and training._late and done[2:] == ["restores", "enters, saves: True"]
     training.save()
-    assert published == [True, True] and not training._late and not training._saves
+    assert published == [True, True] and (training._late, training._saves, training._saves_done) == (False, False, 2)
+    connections.forget()
 
 
 def test_a_worker_that_is_being_given_the_state_of_the_others_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,12 +220,12 @@ MUTANTS = (
     ),
     mutant(
         "who is in an older epoch than others is late",
-        *("elastic", "[(epoch, bool(within)) for", "[(0, bool(within)) for"),
+        *("elastic", "return self._loader.epoch, not", "return 0, not"),
         *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[an_older_epoch]"),
     ),
     mutant(
         "who saves while others train is late",
-        *("elastic", "[(epoch, bool(within)) for", "[(epoch, True) for"),
+        *("elastic", "return self._loader.epoch, not self._saves,", "return self._loader.epoch, True,"),
         *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[a_save]"),
     ),
     mutant(
@@ -235,12 +235,27 @@ MUTANTS = (
     ),
     mutant(
         "what one who is late does to its state is not kept",
-        *("elastic", "self._late, self._tried = True, self._tried + 1", "self._late = True"),
+        *("elastic", "            self._tried = 1 + max(-theirs[-1] for theirs in everyone)", "            pass"),
+        *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[a_save]"),
+    ),
+    mutant(
+        "nor where all others are lost meanwhile",
+        *("elastic", "            self._late = False\n            self._before.restore()\n", "            self._late = False\n"),
         *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
     ),
     mutant(
+        "who is in an earlier save than others is late",
+        *("elastic", "not self._saves, self._saves_done\n", "not self._saves, 0\n"),
+        *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[the_save_before]"),
+    ),
+    mutant(
+        "the state is that of the one that has come furthest in the script",
+        *("elastic", "*self._place(), -self._tried]", "-self._tried, *self._place()]"),
+        *("elastic", "who_has_not_come_as_far_in_the_script_as_others_is_late[a_save]"),
+    ),
+    mutant(
         "the collectives of one who is late fail",
-        *("elastic", "        self._worlds += 1\n        connections.cut()\n", "        self._worlds += 1\n"),
+        *("elastic", "are not cut\n        connections.cut()\n", "are not cut\n"),
         *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
     ),
     mutant(
@@ -335,7 +350,7 @@ MUTANTS = (
     ),
     mutant(
         "a rank without traces of a dropped step is further",
-        *("elastic", ", -self._tried, ", ", 0, "),
+        *("elastic", "*self._place(), -self._tried]", "*self._place(), 0]"),
         *("elastic", "the_furthest_of_the_newest_round_wins[dropped_steps]"),
     ),
     mutant(
@@ -435,7 +450,7 @@ MUTANTS = (
     ),
     mutant(
         "a worker that has lost its state in a save does not end well",
-        *("elastic", "            if not self._whole:  # this worker", "            if False:  # this worker"),
+        *("elastic", "            self._enter(connection)\n            self._must_be_whole()\n", "            self._enter(connection)\n"),
         *("elastic", "a_worker_without_whom_the_others_have_gone_on_does_not_end_as_if_it_had_saved"),
     ),
     mutant(
