@@ -384,7 +384,8 @@ class History:
             return
         if gave_up:
             raise Violation(f"{gave_up} gave up: {self._state()}")
-        if self._waits_for_nodes() or not any(n.alive and n.began for n in world.nodes):
+        held = world.record is not None and hold(world.record) > 0  # newcomers wait, after many early losses
+        if held or self._waits_for_nodes() or not any(n.alive and n.began for n in world.nodes):
             return
         joining = world.record is not None and world.record.broken is not None and world.record.broken.cause is Cause.JOIN
         late = world.t >= self._lost_at + self.plan.goes_on_within and self._formed() == self._formed_then
