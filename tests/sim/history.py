@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from elastirun.rendezvous import polling
 from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.records import Blame, Cause, RoundRecord
-from elastirun.rendezvous.rules import Rules, hold
+from elastirun.rendezvous.rules import FREE_LOSSES, Rules, hold
 from elastirun.rendezvous.transitions import LEFT
 from tests.sim import invariants
 from tests.sim.live import Live, Switching, draw_switching
@@ -384,7 +384,7 @@ class History:
             return
         if gave_up:
             raise Violation(f"{gave_up} gave up: {self._state()}")
-        held = world.record is not None and hold(world.record) > 0  # newcomers wait, after many early losses
+        held = world.record is not None and world.record.losses >= FREE_LOSSES  # newcomers wait after one more, which may be this one
         if held or self._waits_for_nodes() or not any(n.alive and n.began for n in world.nodes):
             return
         joining = world.record is not None and world.record.broken is not None and world.record.broken.cause is Cause.JOIN
