@@ -6,6 +6,7 @@ The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's st
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -225,8 +226,8 @@ class Machine:
         found, all_rows = event.round, self._link.schedule.asked.rows is None
         self._moves.answered(self._link.schedule.asked, event, self.record)
         if self.record is not None and not self._moves.undecided and (why := rules.another_store(self.record, found)):
-            if self._was_in_no_round and not event.hosting:
-                self._begin_again()
+            if self._may_begin_again(self.record, event):
+                self._begin_again(self.record)
             else:
                 self._end(Outcome.STORE_LOST, why)
             return
@@ -290,6 +291,7 @@ class Machine:
     def _follow(self, place: Place) -> None:
         """Join the job where its store is now. This node has read of no round, so it has taken part in none."""
         self.record = None
+        self._take_another_store_id()
         self._moves.at = place
         self._say(f"the store of this job has moved to {place.address}")
         self._begin_at(place)
@@ -300,12 +302,26 @@ class Machine:
         self._link = self._link.to_another_store(self._now)
         self._link.contact = Contact()
 
-    def _begin_again(self) -> None:
-        """Join the job that is in the store now, like an agent that has just been started. Nobody looks for this node where it was."""
+    def _may_begin_again(self, record: RoundRecord, event: events.Synced) -> bool:
+        """Return whether this node may join the job in another store: it was in no round, and that of ``record`` has lost its store."""
+        in_no_round = not self.row.round and not self.row.done_round and self._moves.at is None
+        is_over = record.round == 0 or bool(record.host) or event.round is not None
+        return in_no_round and is_over and not event.hosting and self._outcome is None and not self._closing
+
+    def _begin_again(self, record: RoundRecord) -> None:
+        """Join the job that is in the store now, like an agent that has just been started."""
         self._say("the rendezvous store was replaced by another one; this node was in no round, and joins there")
+        if record.round:  # a round may name this node by now: nobody is to look for it where it was
+            self.row = replace(self.row, standby=0)
+            self._actions.append(Reconnect())  # another standby store is served with the next connection
         self.record, self._moves = None, Moves(self.row.id, self.rules)
-        self.row = replace(self.row, standby=0)
+        self._take_another_store_id()
         self._link = self._link.to_another_store(self._now)
+
+    def _take_another_store_id(self) -> None:
+        """Offer no id to a second store: nobody could tell the two stores apart if both accept it."""
+        new = hashlib.sha256(self.rules.new_store_id.encode()).hexdigest()[:16]
+        self.rules = self._link.rules = self._link.plan.rules = replace(self.rules, new_store_id=new)
 
     def _begin_at(self, place: Place) -> None:
         """Begin anew in another store: nothing is known of its rows, and nothing of this node is there."""
@@ -334,6 +350,8 @@ class Machine:
         if (place := self._moves.is_sent(told, event.now)) is not None:
             self._follow(place)
             return
+        if self._link.schedule.asked.change is not None and self.record is None:
+            self._take_another_store_id()  # the store may have accepted the first one
         self._link.failed(event, newcomer=self.record is None)
         if self._moves.at is not None and self.record is None and event.now - (self._link.contact.last or 0.0) >= self.rules.expire:
             self._turn_back()
@@ -563,11 +581,6 @@ class Machine:
     def _formed(self) -> bool:
         """Return whether a round of this job was seen, if only from beside it."""
         return self.record is not None and self.record.round > 0
-
-    @property
-    def _was_in_no_round(self) -> bool:
-        """Return whether this node has read of no round that names it, and uses the store that the job was started with."""
-        return not self.row.round and not self.row.done_round and self._moves.at is None
 
     def _own_round(self) -> RoundRecord | None:
         """Return the record while the round of this node is still on, else None."""

@@ -290,18 +290,43 @@ MUTANTS = (
     ),
     mutant(
         "who was in no round joins the job that is in the store now",
-        *("machine", "if self._was_in_no_round and", "if False and"),
+        *("machine", "if self._may_begin_again(self.record, event):", "if False:"),
         *("steps", "who_was_in_no_round_joins_the_job_that_is_in_the_store_now"),
     ),
     mutant(
         "who was in a round does not",
-        *("machine", "if self._was_in_no_round and", "if True and"),
+        *("machine", "return in_no_round and is_over", "return is_over"),
         *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
     ),
     mutant(
-        "who begins again gives up its standby store",
-        *("machine", "        self.row = replace(self.row, standby=0)\n        self._link", "        self._link"),
-        *("succession", "who_waits_for_others_begins_again_with_the_host_and_nobody_finds_it_where_it_was"),
+        "nor who has read of a round that may go on",
+        *("machine", "return in_no_round and is_over", "return in_no_round"),
+        *("steps", "who_may_not_join_another_store_ends"),
+    ),
+    mutant(
+        "nor who leaves",
+        *("machine", "and self._outcome is None and not self._closing", "and not self._closing"),
+        *("steps", "who_may_not_join_another_store_ends"),
+    ),
+    mutant(
+        "a node offers each id to one store",
+        *("machine", "        self._take_another_store_id()\n        self._link = self._link", "        self._link = self._link"),
+        *("steps", "a_node_offers_each_id_to_one_store"),
+    ),
+    mutant(
+        "also where it has not heard whether the store has it",
+        *("machine", "            self._take_another_store_id()  # the store may", "            pass  # the store may"),
+        *("steps", "a_node_offers_each_id_to_one_store"),
+    ),
+    mutant(
+        "a spare that begins again gives up its standby store",
+        *("machine", "            self.row = replace(self.row, standby=0)\n            self._actions", "            self._actions"),
+        *("succession", "nobody_finds_a_spare_that_has_begun_again_where_it_was"),
+    ),
+    mutant(
+        "and connects again, to serve another one",
+        *("machine", "            self._actions.append(Reconnect())  # another", "            pass  # another"),
+        *("succession", "nobody_finds_a_spare_that_has_begun_again_where_it_was"),
     ),
     mutant(
         "a node with other settings takes no part",
@@ -1026,7 +1051,7 @@ MUTANTS = (
     ),
     mutant(
         "what was found before this agent stood still does not count",
-        *("succession", "self._overruled = {}, None\n\n    # -- the", "self._overruled = {}, self._overruled\n\n    # -- the"),
+        *("succession", "self._overruled = {}, None\n        self._was", "self._overruled = {}, self._overruled\n        self._was"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(

@@ -332,8 +332,7 @@ def test_a_store_that_answers_with_another_id_is_another_rendezvous() -> None:
     assert stage.me.finish and "replaced by another one" in stage.me.finish.reason
 
 
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("found", [None, RoundRecord("another")])
+@pytest.mark.parametrize(("beside", "found"), [(False, None), (False, RoundRecord("another")), (True, RoundRecord("another"))])
 def test_who_was_in_no_round_joins_the_job_that_is_in_the_store_now(beside: bool, found: RoundRecord | None) -> None:
     stage = beside_a_round(max_nodes=2) if beside else met()
     stage.run(1)
@@ -346,6 +345,41 @@ def test_who_was_in_no_round_joins_the_job_that_is_in_the_store_now(beside: bool
     stage.puppet("b")
     stage.form("b", ME)
     assert stage.run(3, lambda: stage.me.working is not None)
+
+
+@pytest.mark.parametrize("how", ["a round may go on without its keys", "it leaves"])
+def test_who_may_not_join_another_store_ends(how: str) -> None:
+    stage = beside_a_round(max_nodes=2) if "round" in how else met()
+    stage.run(1)
+    if how == "it leaves":
+        stage.me.leave()
+    stage.data.clear()
+    stage.puppets.clear()
+    assert stage.run(3, lambda: stage.me.outcome is (Outcome.LEFT if how == "it leaves" else Outcome.STORE_LOST))
+    assert not any("joins there" in line for line in stage.me.said) and "job/round" not in stage.data
+
+
+@pytest.mark.parametrize("how", ["replaced", "answer lost"])
+def test_a_node_offers_each_id_to_one_store(how: str) -> None:
+    stage = Stage()
+    offered: list[str] = []
+    begin = stage.begin
+
+    def watched(node: Any, sync: Sync) -> None:
+        if sync.change is not None and sync.change.record.round == 0:
+            offered.append(sync.change.record.store_id)
+            if how == "answer lost" and len(offered) == 1:
+                stage.at(0.01, lambda: node.feed(lambda now: SyncFailed(now, "lost")))
+                return
+        begin(node, sync)
+
+    stage.begin = watched  # type: ignore[method-assign]
+    stage.enter()
+    if how == "replaced":
+        assert stage.run(2, lambda: f"job/node/{ME}" in stage.data)
+        stage.data.clear()
+    assert stage.run(5, lambda: len(offered) > 1) and offered[0] != offered[1]
+    assert stage.run(20, lambda: stage.me.working is not None) and stage.record.store_id in offered[1:]
 
 
 def test_a_verdict_that_is_still_read_overrules_a_lost_store() -> None:

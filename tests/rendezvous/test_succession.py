@@ -247,7 +247,7 @@ def test_a_first_round_of_all_nodes_that_there_can_be_waits_for_no_word() -> Non
     assert world.t < 1.0
 
 
-def test_who_waits_for_others_begins_again_with_the_host_and_nobody_finds_it_where_it_was() -> None:
+def test_who_waits_for_others_begins_again_with_the_host_at_its_own_endpoint() -> None:
     world = World(hosted=True, store_succession="proof", min_nodes=3, max_nodes=3)
     host, waits = world.add(), world.add()
     world.run(5)
@@ -255,7 +255,23 @@ def test_who_waits_for_others_begins_again_with_the_host_and_nobody_finds_it_whe
     host.crash()
     again, third = world.add("n0"), world.add("n2")
     goes_on(world, waits, again, third)
-    assert before and waits.machine.row.standby not in (0, before)
+    assert before and waits.machine.row.standby == before
+
+
+def test_nobody_finds_a_spare_that_has_begun_again_where_it_was() -> None:
+    """The round of which it has read may have been followed by one that names it, and the others would wait for it to take over."""
+    world = World(hosted=True, store_succession="proof", min_nodes=1, max_nodes=1)
+    host, spare = world.add(), world.add()
+    assert world.run(9, world.running(host))
+    world.run(2)
+    before, connects = spare.machine.row.standby, []
+    reconnect = spare.session._exchanges.reconnect
+    spare.session._exchanges.reconnect = lambda: (connects.append(True), reconnect())  # type: ignore[method-assign]
+    host.crash()
+    again = world.add("n0")
+    goes_on(world, again)
+    assert world.run(5, lambda: spare.machine.row.standby not in (0, before))
+    assert before and connects, "another one is served with a new connection"
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------------------

@@ -330,7 +330,10 @@ def publish(path: Path, step: int) -> Directory:
 
 def used() -> tuple[set[int], list[str], set[str]]:
     """The children, the descriptors of memory and of the sockets, and the threads of this process."""
-    children = {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    children: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile; its children are another thread's now
+            children |= set(map(int, (task / "children").read_text().split()))
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
