@@ -536,7 +536,7 @@ MUTANTS = (
     ),
     mutant(
         "who has given up its standby store serves another one",
-        *("machine", "            self.row = replace(self.row, standby=0)  # who", "            pass"),
+        *("machine", "            self.row = replace(self.row, standby=0)  # who", "            pass  # who"),
         *("majority", "who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_next_one"),
     ),
     mutant(
