@@ -303,7 +303,11 @@ class Machine:
         self._link.contact = Contact()
 
     def _may_begin_again(self, record: RoundRecord, event: events.Synced) -> bool:
-        """Return whether this node may join the job in another store: it was in no round, and that of ``record`` has lost its store."""
+        """Return whether this node may join the job that is in the store now.
+
+        No round that it has read names it, and the round of ``record`` cannot go on: its store has ended with the node that hosted it, or
+        another job is in the store already.
+        """
         in_no_round = not self.row.round and not self.row.done_round and self._moves.at is None
         is_over = record.round == 0 or bool(record.host) or event.round is not None
         return in_no_round and is_over and not event.hosting and self._outcome is None and not self._closing
@@ -311,7 +315,7 @@ class Machine:
     def _begin_again(self, record: RoundRecord) -> None:
         """Join the job that is in the store now, like an agent that has just been started."""
         self._say("the rendezvous store was replaced by another one; this node was in no round, and joins there")
-        if record.round:  # a round may name this node by now: nobody is to look for it where it was
+        if record.round:  # a later round may name this node: the others must not wait for it to take over in its old standby store
             self.row = replace(self.row, standby=0)
             self._actions.append(Reconnect())  # another standby store is served with the next connection
         self.record, self._moves = None, Moves(self.row.id, self.rules)
@@ -319,7 +323,7 @@ class Machine:
         self._link = self._link.to_another_store(self._now)
 
     def _take_another_store_id(self) -> None:
-        """Offer no id to a second store: nobody could tell the two stores apart if both accept it."""
+        """Offer another store id from now on. Two stores with one id could not be told apart."""
         new = hashlib.sha256(self.rules.new_store_id.encode()).hexdigest()[:16]
         self.rules = self._link.rules = self._link.plan.rules = replace(self.rules, new_store_id=new)
 

@@ -247,9 +247,10 @@ class Elastic:
 
         Every rank calls it after the loop, or between two epochs. A step that was restored from the newest checkpoint, or whose checkpoint
         was published already, is not saved again. If a peer is lost meanwhile, this rank goes on in the next round, and the ranks that are
-        left save there. Does nothing without ``checkpoints``.
+        left save there; if these have seen it published and have gone on, this call returns. Does nothing without ``checkpoints``.
 
-        Raises CheckpointError if the state cannot be saved, or is not published: the disk is full, for example.
+        Raises CheckpointError if the state cannot be saved, or is not published: the disk is full, for example. Raises TrainError if
+        the others have gone on without this worker, which was cut off for long.
         """
         self._saves = True
         try:
