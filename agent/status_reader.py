@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,8 +112,8 @@ class StatusReader:
         target, problems = self._target, list[str]()
         starts = self._addresses(problems)[:MOST_ASKED]
         starts += [at_etcd(target.etcd)] if target.etcd is not None else []
-        questions = [partial(self._follow, at, target.job) for at in starts]
-        questions += [partial(self._ask_agent, path) for path in self._find_agents()]
+        questions = {str(at): partial(self._follow, at, target.job) for at in starts}
+        questions |= {f"the agent at {path}": partial(self._ask_agent, path) for path in self._find_agents()}
         best: dict[str, _Sight] = {}
         unreadable, others, steps, live = list[str](), list[str](), list[tuple[str, WorkerSteps]](), list[tuple[str, int]]()
         for answer in _answers(questions, LOOK_LIMIT if target.job is None else LATER_LIMIT):
@@ -276,18 +276,25 @@ def _listed(store: Any) -> list[str]:
     return [urllib.parse.unquote(key.rpartition("/")[2]) for key in sorted(store.under(shared_store.LIST))[:MOST_JOBS]]
 
 
-def _answers(questions: Sequence[Callable[[], _Answer]], later: float) -> Iterator[_Answer]:
-    """Yield the answers as they come, until all have. ``later``: the most seconds to wait after the first one that shows a job."""
-    results: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-    for question in questions:
-        thread = threading.Thread(target=lambda question=question: results.put(question()), name="status", daemon=True)
+def _answers(questions: Mapping[str, Callable[[], _Answer]], later: float) -> Iterator[_Answer]:
+    """Yield the answers as they come, until all have, and then a word on those that did not come within LOOK_LIMIT.
+
+    ``later``: the most seconds to wait after the first answer that shows a job.
+    """
+    results: queue.SimpleQueue[tuple[str, _Answer]] = queue.SimpleQueue()
+    for name in questions:
+        thread = threading.Thread(target=lambda name=name: results.put((name, questions[name]())), name="status", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # the limit of processes is reached
             thread.run()
-    until = clock.now() + LOOK_LIMIT
+    until = limit = clock.now() + LOOK_LIMIT
+    waiting = dict.fromkeys(questions)
     with suppress(queue.Empty):
-        for _ in questions:
-            answer = results.get(timeout=max(0.001, until - clock.now()))
+        while waiting:
+            name, answer = results.get(timeout=max(0.001, until - clock.now()))
+            del waiting[name]
             until = min(until, clock.now() + later) if answer.sights else until
             yield answer
+    if until == limit:
+        yield _Answer(problems=[f"{name}: no complete answer within {LOOK_LIMIT:g} s" for name in waiting])

@@ -102,6 +102,16 @@ MUTANTS = (
         *("status_reader", "stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_none"),
     ),
     mutant(
+        "a store that has not finished its answer is named",
+        *("status_reader", "        yield _Answer(problems=[f\"{name}: no complete", "        _Answer(problems=[f\"{name}: no complete"),
+        *("status_reader", "a_store_that_has_not_finished_its_answer_is_named"),
+    ),
+    mutant(
+        "who was not waited for is no problem",
+        *("status_reader", "    if until == limit:\n", "    if True:\n"),
+        *("status_reader", "stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_none"),
+    ),
+    mutant(
         "a status keeps its connections",
         *("status_reader", "            if self._store is None:\n", "            if True:\n"),
         *("status_reader", "one_connection_serves_all_looks_unless_it_is_lost"),

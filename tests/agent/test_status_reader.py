@@ -201,12 +201,25 @@ def test_stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_n
     with socket.create_server(("127.0.0.1", 0)) as mute:
         silent = Endpoint(*mute.getsockname())
         began = time.monotonic()
-        assert len(look(silent, endpoint(servers[0]), job="job").jobs) == 1
+        found = look(silent, endpoint(servers[0]), job="job")
+        assert len(found.jobs) == 1 and found.problems == ()
         assert time.monotonic() - began < status_stores.ASK_LIMIT, "the silent one was not waited for"
         found = look(silent)
     assert found.jobs == () and str(silent) in found.problems[0] and "no answer" in found.problems[0]
     assert "refused" in look(Endpoint("127.0.0.1", 1)).problems[0]
     assert look(Endpoint("no-such-host.invalid", 1)).problems == ("no-such-host.invalid does not resolve",)
+
+
+def test_a_store_that_has_not_finished_its_answer_is_named(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(servers[0], "job", rows(2))
+    monkeypatch.setattr(status_reader, "LOOK_LIMIT", 0.3)
+    done = threading.Event()
+    read = status_reader._read_job
+    monkeypatch.setattr(status_reader, "_read_job", lambda *args: done.wait(30.0) and read(*args))
+    slow = endpoint(servers[0])
+    assert look(slow) == Found(problems=(f"{slow}: no complete answer within 0.3 s",))
+    done.set()
+    assert len(look(slow).jobs) == 1
 
 
 def test_one_connection_serves_all_looks_unless_it_is_lost(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
