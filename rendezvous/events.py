@@ -41,6 +41,7 @@ class SyncFailed(Event):
     refused: bool = False  # the store denies access: waiting does not help
     unreadable: bool = False  # there is a round record, but this node cannot read it
     moved: Place | None = None  # where the store of this job is, which was looked for where the job was started
+    overtaken: bool = False  # the round record was replaced while it was read: the store answers, and its next answer counts
 
 
 class Changed(Event):

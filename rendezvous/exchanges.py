@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from elastirun.errors import ElastirunError, StoreMoved, StoreRefused, UnreadableRound
+from elastirun.errors import ElastirunError, StoreMoved, StoreRefused, UnreadableMembers, UnreadableRound
 from elastirun.rendezvous.actions import Sync
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Synced, SyncFailed
@@ -116,4 +116,5 @@ def failure(error: Exception, now: float) -> SyncFailed:
     """Return the answer to an exchange that has failed with ``error``, whatever it was."""
     why = str(error) if isinstance(error, ElastirunError) else f"{type(error).__name__}: {error}"
     moved = error.place if isinstance(error, StoreMoved) else None
-    return SyncFailed(now, clip(why), isinstance(error, StoreRefused), isinstance(error, UnreadableRound), moved)
+    refused, unreadable, overtaken = (isinstance(error, kind) for kind in (StoreRefused, UnreadableRound, UnreadableMembers))
+    return SyncFailed(now, clip(why), refused, unreadable, moved, overtaken)

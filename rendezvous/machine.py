@@ -348,7 +348,8 @@ class Machine:
     def _on_sync_failed(self, event: events.SyncFailed) -> None:
         self._link.schedule.under_way = False
         if (place := self._link.schedule.asked.at) != self._moves.at:
-            self._moves.unanswered(place, event.now)
+            if not event.overtaken:
+                self._moves.unanswered(place, event.now)
             return
         told = RoundRecord("", moved=event.moved) if event.moved is not None and place is None and not self._formed else None
         if (place := self._moves.is_sent(told, event.now)) is not None:

@@ -1246,6 +1246,16 @@ MUTANTS = (
         *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
     ),
     mutant(
+        "a record that is replaced while an owner reads it is no silence",
+        *("machine", "            if not event.overtaken:\n", "            if True:\n"),
+        *("succession", "a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence"),
+    ),
+    mutant(
+        "the two are told apart",
+        *("exchanges", "(StoreRefused, UnreadableRound, UnreadableMembers)", "(StoreRefused, UnreadableRound, StoreMoved)"),
+        *("succession", "a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence"),
+    ),
+    mutant(
         "two owners never take over with the same term",
         *("succession", "term=record.term + turn", "term=record.term + 1"),
         *("majority", "two_owners_never_take_over_with_the_same_term"),

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from elastirun.errors import StoreError
-from elastirun.rendezvous import quorum, succession
+from elastirun.errors import StoreError, UnreadableMembers
+from elastirun.rendezvous import exchanges, quorum, succession
 from elastirun.rendezvous.actions import Outcome, Say, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import FoundAtStart, Synced, SyncFailed, Tick
@@ -402,6 +402,16 @@ def test_what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspen
         return owner.take_over(rows("abc"), 9.0) is not None
 
     assert not look(when) and look("")
+
+
+@pytest.mark.parametrize(("error", "clear"), [(StoreError("no answer for 3 s"), True), (UnreadableMembers("others are there"), False)])
+def test_a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence(error: StoreError, clear: bool) -> None:
+    """Another run may be forming its rounds there."""
+    machine = Machine(PROOF, NodeRow("b", "b", "", 0, 2), 0.0)
+    machine.record, machine._moves = RECORD, undecided("b", "b")
+    machine._link.schedule.asked = Sync(rows=(), look=True)  # where the job was started
+    machine.step(exchanges.failure(error, 0.1))
+    assert machine._moves._start_is_clear is clear
 
 
 def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
