@@ -39,7 +39,6 @@ from elastirun.config import Command, Endpoint, LaunchConfig
 from elastirun.rendezvous.actions import Finish, Start, Stop
 from elastirun.rendezvous.events import WorkersStopped
 from elastirun.rendezvous.stores import torch_class
-from elastirun.rendezvous.succession import DOUBT
 from elastirun.rendezvous.timing import Timing
 from tests.support.cluster import free_port
 
@@ -258,7 +257,7 @@ HEAD += ["after 2 x expire, s", "rounds", "CPU, s", "lag, s", "load"]
 
 
 def row(nodes: int, how: str, found: Measured, load: float) -> list[str]:
-    late = None if found.reformed is None or how == "killed" else found.reformed - DOUBT * Timing.expire
+    late = None if found.reformed is None or how == "killed" else found.reformed - Timing().doubt
     times = (found.formed, found.told, found.first_moved, found.last_moved, found.taken, found.reformed, late)
     cells = ["-" if seconds is None else f"{seconds:.2f}" for seconds in times]
     return [str(nodes), how, *cells, str(found.rounds), f"{found.cpu:.1f}", f"{found.lag:.2f}", f"{load:.1f}"]

@@ -22,7 +22,7 @@ from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.ranks import own_rank
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.succession import DOUBT, Moves, lost_host, standbys
+from elastirun.rendezvous.succession import Moves, lost_host, standbys
 from elastirun.rendezvous.timing import GOODBYE, JUST_AFTER, MARKING
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 from elastirun.rendezvous.view import View
@@ -679,7 +679,7 @@ class Machine:
         silent_since = contact.last if contact.trouble and self.state is not LEFT else None
         due = self._moves.search(self.record, silent_since, self.rows, self._now, stays=self._outcome is None)
         if silent_since is not None and self.rules.majority:
-            self._wake_at(silent_since + DOUBT * self.rules.expire)
+            self._wake_at(silent_since + self.rules.doubt)
         if silent_since is not None and self._moves.doubts and not doubted:
             schedule.due = self._now + ASK_AGAIN
             if schedule.under_way:

@@ -30,7 +30,6 @@ LOOKS_OF_WAIT = 0.1  # of the time since then, up to a beat
 CLAIM_AGAIN = 0.3  # seconds between two looks where the job was started, while an owner waits for those that are about to come
 OVERRULED_AGAIN = 5.0  # seconds at most from one word of another run to the next, of those that count together
 SILENT_AGAIN = 2.0  # seconds between two looks at a store that did not answer: such a look may hang for a second
-DOUBT = 2.0  # of ``expire``: how long the store is silent before its members doubt that its host lives
 
 
 def standbys(record: RoundRecord | None) -> tuple[Place, ...]:
@@ -186,7 +185,7 @@ class Moves:
             return None
         if self._searching_since is None:
             self._searching_since, self._due, self._turn = now, now + self.undecided * PATIENCE, 0
-        patience = self.rules.expire * (0.0 if self._is_replaced else DOUBT if silent_since is not None else 1.0)
+        patience = 0.0 if self._is_replaced else self.rules.doubt if silent_since is not None else self.rules.expire
         doubted, self.doubts = self.doubts, self.rules.majority and since is not None and now - since >= patience
         if self.doubts and not doubted:
             self._searching_since, self._due, self._turn = now, now, 0  # the others look now, too

@@ -116,6 +116,11 @@ class Timing:
         return max(SHORTEST_GUARD_LEASE, 2 * self.expire)
 
     @property
+    def doubt(self) -> float:
+        """Silence of the store after which its members doubt that its host lives, and a majority may go on without it."""
+        return 2 * self.expire
+
+    @property
     def replacement(self) -> float:
         """Age of a round before which no newcomer is excluded whose fixed rank is taken: it may replace a node that is not missed yet."""
         return 2 * self.expire

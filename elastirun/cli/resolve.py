@@ -21,6 +21,7 @@ STATIC_JOIN_TIMEOUT = 900.0  # seconds; torchrun's default for its static backen
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's variable for --shutdown-timeout
 MOST_WORKERS = 4096  # on one node; far above any machine's devices, so more is a typing mistake
 LEAST_LOG_LIMIT = 1 << 16  # bytes; the longest line that is kept in one piece
+MOVE = 3.0  # seconds within which the rendezvous store has moved, once its host is given up
 SHORTEST_EXPIRE = 1.0  # seconds; below this a busy node is taken for a lost one
 
 
@@ -30,6 +31,10 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
     conf = options.read("rdzv_conf", parse.rdzv_conf)
     rendezvous = resolve_rendezvous(options, conf, facts)
     timing = _timing(options, conf, rendezvous.fixed_ranks)
+    if rendezvous.store_succession == "majority" and rendezvous.max_nodes > 2 and timing.store_grace <= timing.doubt + MOVE:
+        given = f"{options.label('store_grace')}={timing.store_grace:g}"
+        why = f"a silent host of the store is given up only after twice --expire ({timing.doubt:g} s)"
+        options.warn(f"{given} is too short: {why}, and the nodes end before that; make it longer")
     logs = _logs(options)
     options.read("monitor_interval", parse.seconds(0.0, above=True))
     options.read("start_method", parse.choice("spawn", "fork", "forkserver"))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastirun.rendezvous.succession import DOUBT
+from elastirun.rendezvous.timing import Timing
 from tests.chaos.job import Job, Terms
 
 MINUTE = {"kill": 0.0, "worker": 0.0, "term": 0.0}  # these are over as soon as they are done
@@ -38,7 +38,7 @@ class Fault:
         if self.kind in ("worker", "term"):
             return set()
         network = self.kind in ("cut", "mute", "deaf", "noise") and (self.node == 0 or terms.succession != "off")
-        moves = terms.succession == "majority" and self.seconds >= DOUBT * terms.expire
+        moves = terms.succession == "majority" and self.seconds >= Timing(expire=terms.expire).doubt
         return set(range(nodes)) if network or moves else {self.node}
 
 

@@ -367,6 +367,15 @@ def test_warnings_are_one_line_each(elastirun: Elastirun) -> None:
     assert elastirun("--show=3", "t.py").err.endswith("there is no rank 3 among 1 worker\n")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "arguments", "warned"),
+    [(3, "--expire=30", True), (3, "--expire=28", False), (2, "--expire=30", False), (3, "--expire=30 --store-succession=proof", False)],
+)
+def test_a_store_grace_in_which_the_store_cannot_move_is_warned_of(elastirun: Elastirun, nodes: int, arguments: str, warned: bool) -> None:
+    result = elastirun(f"--nnodes={nodes}", "--rdzv-endpoint=127.0.0.1:29400", *arguments.split(), "--log-dir=/dev/null", "t.py")
+    assert ("--store-grace=60 is too short" in result.err) is warned, result.err
+
+
 def test_programs_folders_and_per_rank_names_are_found(elastirun: Elastirun, tmp_path: Path) -> None:
     assert elastirun("--no-python", "sh", "-c", "true").config.command == Command("sh", ("-c", "true"), no_python=True)
     (tmp_path / "app").mkdir()
