@@ -34,7 +34,7 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
     for check in (_version_rises, _rounds, _members, _closing, _expulsion, _newcomers):
         check(world, node, old, new)
     if old is None or new.round > old.round:
-        world.formed_at[new.fence] = world.t
+        world.formed_at[new.fence, world.writes_to] = world.t
 
 
 def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
@@ -139,7 +139,7 @@ def _newcomers(world: World, node: Node, old: RoundRecord | None, new: RoundReco
         return
     broken, members, wait = new.broken, {m.id for m in old.members}, hold(old)
     if broken is not None and broken.cause is Cause.JOIN and old.broken is None:
-        ran = world.t - world.formed_at[new.fence]
+        ran = world.t - world.formed_at[new.fence, world.writes_to]  # two stores may form rounds of one number, of which one never starts
         must(ran >= wait / RATES - SLACK, f"newcomers ended a round after {ran:.1f} s, and are to wait {wait:g} s")
     if new.round > old.round and old.broken is not None and old.broken.cause is not Cause.JOIN:
         stayed = [m for m in new.members if m.id in members]
