@@ -500,7 +500,7 @@ class World:
         self.succeeded: set[tuple[str, int]] = set()  # (node, round): all workers of the node succeeded in the round
         self.written_at: dict[tuple[str, str], list[float]] = {}  # by node and store (see ``writes_to``): when the row changed
         self.writes_to = ""  # the owner of the store that is written to now; empty: where the job was started
-        self.formed_at: dict[tuple[str, str], float] = {}  # by fence and store (see ``writes_to``): when the record of the round was written
+        self.formed_at: dict[tuple[str, str], float] = {}  # by fence and store: when the record of the round was written
         self.watch: list[Callable[[World, Node, RoundRecord | None, RoundRecord], None]] = []  # of each write of the round record
         self.on_starting: list[Callable[[World, Node, Start], None]] = []
         self.on_progress: list[Callable[[World], None]] = []  # called after each event that changed which nodes' workers can take a step
