@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 
 from . import autograd_engine
 from .at_exit import release_at_exit
@@ -325,6 +326,11 @@ class DistributedDataParallel(TorchNames):
         return self._reducer.broken
 
     @property
+    def completed(self) -> int:
+        """Return the number of reductions since the last ``set_group`` whose gradients could be used."""
+        return self._reducer.completed
+
+    @property
     def steps_in_backward(self) -> bool:
         """Return whether an optimizer steps in the backward."""
         return self._reducer.steps_in_backward
@@ -385,6 +391,7 @@ class DistributedDataParallel(TorchNames):
     def _prepare(self) -> bool:
         """Prepare a forward; return whether a backward that accumulates gradients may follow."""
         if self._without_reducer:
+            self._follow_default_group()
             return torch.is_grad_enabled() and any(param.requires_grad for _, param in self._named)
         self._reducer.before_forward()
         if self._reducer.trained.changed:
@@ -580,6 +587,8 @@ class DistributedDataParallel(TorchNames):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for ``copy.deepcopy`` and pickles; only for a module of the default group, as in torch."""
+        if self._without_reducer:
+            self._follow_default_group()
         self._check_default_group()  # type: ignore[no-untyped-call]
         return {name: value for name, value in self.__dict__.items() if name not in TIED}
 
@@ -590,6 +599,11 @@ class DistributedDataParallel(TorchNames):
         self._first_backward = FirstBackward(self)
         self._list_parameters()
         release_at_exit(self)
+
+    def _follow_default_group(self) -> None:
+        """Belong to the default group of now: the one that this copy was made in may have ended, as in a live job."""
+        if self.process_group not in c10d._world.pg_map:
+            self.process_group = find_group(None)
 
     @property
     def _without_reducer(self) -> bool:

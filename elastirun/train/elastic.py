@@ -27,14 +27,15 @@ from .collectives import backends_of, gather
 from .control_words import ADMIT, SWITCH, WHOLE
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
-from .errors import ModelMismatch, TrainError
+from .errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError
 from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
 from .process_groups import abort_groups, end_beside, init_default_group, leave_groups
 from .rank_prefix import one_prefix
-from .state_copy import copy_state
+from .state_copy import StateKept, copy_state
 from .train_state import TrainState
+from .under_way import settle
 from .world_change import WorldChange, connecting
 
 CPU = torch.device("cpu")
@@ -110,10 +111,14 @@ class Elastic:
     _rehearses = False  # the step under way is a rehearsal
     _saves = False  # this rank is in ``save``
     _saves_done = 0  # calls of ``save`` since the last epoch ended
-    _late = False  # others have gone on to the next epoch while this rank was in the one before, or in ``save``; they wait for it
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
     _saved: int | None = None  # when the checkpointer of the last world began its last save
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
+    _completed = 0  # reductions that were completed before the batch under way
+    _save_failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
+    # What the script may change until this rank has caught up, as it was before. None: it is not late. Else the others have gone on to the
+    # next epoch while it was in the one before, or in ``save``; they wait for it.
+    _late: StateKept | None = None
 
     def __init__(
         self,
@@ -152,7 +157,12 @@ class Elastic:
     @property
     def counts(self) -> bool:
         """Return whether the step under way counts: not if its reduction failed, nor while this worker has no state."""
-        return self._whole and not self._rehearses and not self._model.failed
+        return self._whole and not self._rehearses and not self._is_dropped
+
+    @property
+    def _is_dropped(self) -> bool:
+        """Return whether the step under way has no gradients, as its reduction failed: not, if a peer was lost after that."""
+        return self._model.failed and self._model.completed == self._completed
 
     @property
     def checkpoints(self) -> Checkpointer | None:
@@ -174,17 +184,34 @@ class Elastic:
                 self._model.count_samples(self._whole)
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if self._whole else 0)
-                yield batch
+                self._completed = self._model.completed
+                try:
+                    yield batch
+                except GeneratorExit:  # the script has left the loop
+                    self._end_loop()
+                    raise
                 trains = self._whole and not self._rehearses
                 if not self._end_step():
-                    epoch = epoch if trains else self._loader.epoch  # a new worker is in that of the others now
+                    if not (trains and self._whole):
+                        epoch = self._loader.epoch  # a new worker is in that of the others now
                     break
+
+    def _end_loop(self) -> None:
+        """Count the step in which the script has left the loop if its reduction was made; else its batch comes again."""
+        settle()
+        if self._model.completed > self._completed and not self._rehearses:
+            self.state.step += 1
+            self._before.take()
+        else:
+            self._before.restore()
 
     def _end_step(self) -> bool:
         """Count the step, unless its reduction failed. Return whether the world is still the same: else what was loaded ahead is wrong."""
-        if self._model.failed or self._rehearses:
+        settle()  # the others wait for what an exception has interrupted, before they come to the collectives of a checkpoint
+        dropped = self._is_dropped
+        if dropped or self._rehearses:
             self._before.restore()
-            self._tried += self._before.incomplete
+            self._tried += bool(self._before.others)
         else:
             self.state.step += 1
             self._before.take()
@@ -196,12 +223,12 @@ class Elastic:
             return False
         if connection is None or self._live is None:
             return True
-        number = self._worlds
+        number, ends = self._worlds, self._model.failed or connection.asked
         if self._model.failed and not self._whole:
             self._live.end_if_over(OVER)
-        if self._whole and not self._model.failed and connection.asked and self._loader.left == 0:
+        if ends and self._whole and not dropped and self._loader.left == 0 and self._live.size > 1:
             return True  # the others do what comes between two epochs already, in this world: this rank must not do it alone in the next
-        if self._model.failed or connection.asked:
+        if ends:
             self._leave(connection)
             self._enter(connection)
         elif not self._attempted(connection, partial(self._go_on, self._live)):
@@ -228,7 +255,8 @@ class Elastic:
         live.begin(world)
         self._loader.set_world(live.rank, live.size)
         connections.begin()  # the checkpoints make a group of their own
-        self._begin(restores=False)
+        with connecting(world):
+            self._begin(restores=False)
         connections.end()
         self._wait_for_others(live)
 
@@ -237,9 +265,10 @@ class Elastic:
         if self._checkpoints is None:
             return
         try:
-            self._checkpoints.save(self.state.step, self.state)
+            if self._checkpoints.save(self.state.step, self.state):
+                self._save_failed = False
         except RuntimeError as error:
-            if self._connection is None or not self._is_asked(self._connection, error):
+            if self._connection is None or self._fails_again(error) or not self._is_asked(self._connection, error):
                 raise
 
     def save(self) -> None:
@@ -254,7 +283,7 @@ class Elastic:
         """
         self._saves = True
         try:
-            if self._late:
+            if self._late is not None:
                 self._catch_up()
                 self._must_be_whole()
             self._save_together()
@@ -267,7 +296,7 @@ class Elastic:
         if connection is None or self._live is None:
             self._publish()
             return
-        while not self._late and not self._attempted(connection, self._publish):
+        while self._late is None and not self._attempted(connection, self._publish):
             self._enter(connection)
             self._must_be_whole()
 
@@ -281,9 +310,12 @@ class Elastic:
         checkpoints = self._checkpoints
         if checkpoints is None or checkpoints.restored == self.state.step:
             return
+        if self._model.failed:  # others may have completed a step that this rank has not
+            raise ReductionFailed("a peer was lost in the last step")
         checkpoints.save(self.state.step, self.state, now=True)
         with saving():
             checkpoints.wait(LAST_SAVE)
+        self._save_failed = False
 
     # -- changes of the world -----------------------------------------------------------------------------------------
 
@@ -333,10 +365,17 @@ class Elastic:
             step()
             return True
         except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
-            if isinstance(error, ModelMismatch) or not self._is_asked(connection, error):
+            if isinstance(error, ModelMismatch) or self._fails_again(error) or not self._is_asked(connection, error):
                 raise
             self._leave(connection)
             return False
+
+    def _fails_again(self, error: Exception) -> bool:
+        """Return whether a save cannot be made for the second time in a row, and no peer is lost: another round would change nothing."""
+        if not isinstance(error, CheckpointError) or connections.is_cut or (self._connection is not None and self._connection.asked):
+            return False
+        again, self._save_failed = self._save_failed, True
+        return again
 
     def _is_asked(self, connection: LiveConnection, error: Exception) -> bool:
         """Return whether the agent asks this worker to leave its round, so that ``error`` comes from a lost peer."""
@@ -417,7 +456,7 @@ class Elastic:
         with connecting(live.world):
             init_default_group(_backend, live.store(live.world), live.rank, live.size, _timeout)
             self._model.set_group(init_sync=False)
-        are_late = self._settle()
+            are_late = self._settle()
         if live.rank in are_late:
             self._be_late()
         elif are_late:
@@ -432,8 +471,8 @@ class Elastic:
 
         What it changes in the state is not kept: that is the state of the others, who have made that change.
         """
-        self._late = True
         self._before.take()
+        self._late = StateKept(self.state, self._before.others)
         self._worlds += 1
         connections.end()  # those of the script, from now on, are not cut
         connections.cut()
@@ -443,9 +482,10 @@ class Elastic:
     def _catch_up(self) -> None:
         """Go on with the others, in the next world, if they wait there for this rank."""
         connection = self._connection
-        if self._late and connection is not None:
-            self._late = False
+        if self._late is not None and connection is not None:
             self._before.restore()
+            self._late.put_back(self.state)
+            self._late = None
             if not self._attempted(connection, self._enter_next):
                 self._enter(connection)
 

@@ -12,13 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .checkpoints.per_rank import PerRank
 from .data import ElasticDataLoader
+from .state_copy import StateKept
 from .train_state import TrainState
 
 
 class Position:
     """The state at the last finished step, of what a step changes that has no gradients in the end: the loader, and schedulers.
 
-    ``incomplete``: the state has other parts that such a step may change, such as averages of the parameters.
+    ``others``: the names of other parts that such a step may change, such as averages of the parameters.
     """
 
     def __init__(self, state: TrainState, loader: ElasticDataLoader) -> None:
@@ -27,8 +28,8 @@ class Position:
         named = [(name, part) for name, value in state.items() for part in _leaves(value) if hasattr(part, "state_dict")]
         self._schedulers = [part for name, part in named if name == "scheduler" or isinstance(part, LRScheduler)]
         kept = {id(part) for part in (loader, *self._optimizers, *self._schedulers)}
-        others = [part for name, part in state.items() if name not in ("step", "model") and id(part) not in kept]
-        self.incomplete = any(not isinstance(part, PerRank) for part in others)
+        others = [name for name, part in state.items() if name not in ("step", "model") and id(part) not in kept]
+        self.others = [name for name in others if not isinstance(state[name], PerRank)]
         self.take()
 
     def take(self) -> None:
@@ -75,6 +76,7 @@ class Rehearsal:
         self._state, self._model = state, model
         self._position = Position(state, loader)
         self._step = state.step
+        self._others = StateKept(state, self._position.others)
         self._trained = [param.requires_grad for param in model.parameters()]
         self._tensors = {name: tensor.detach().clone() for name, tensor in self._here()}
 
@@ -99,6 +101,7 @@ class Rehearsal:
     def forget(self) -> None:
         """Bring all back, and the optimizers as they were before their first step: this worker begins a run, with others like it."""
         self.undo()
+        self._others.put_back(self._state)
         for part in (leaf for value in self._state.values() for leaf in _leaves(value)):
             if isinstance(part, Optimizer):
                 part.state.clear()

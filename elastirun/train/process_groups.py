@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from .collectives import backends_of, broadcast
+from .collectives import backends_of, broadcast, gather
 from .errors import TrainError
 from .rank_prefix import one_prefix
 
@@ -29,6 +29,7 @@ OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
 ALONE = 2  # references to what only a list has, while ``sys.getrefcount`` looks at it
 GLOO_WAITS = 5  # times its timeout gloo waits for a connection (its tcp/pair.cc), but once for a peer's address in the store
 
+CPU = torch.device("cpu")
 JOIN = 5.0  # seconds for aborts at the end of the process
 
 _retired: list[dist.ProcessGroup] = []  # groups over NCCL that are replaced, and that other ranks may still use
@@ -229,6 +230,17 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     )[0]
     connected(_backends(made), timeout)
     c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(members)}
+    return made
+
+
+def make_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group over gloo of the same ranks for the caller alone; every rank of ``group`` calls it at the same point."""
+    if _connect_limit is not None:
+        gather([0], group, CPU)  # until all have come: the loss of a peer, or a cut, ends this wait, and not that of ``new_group``
+    timeout = c10d.default_pg_timeout
+    members, apart = dist.get_process_group_ranks(group), group is not dist.group.WORLD
+    made: dist.ProcessGroup = dist.new_group(members, connect_limit(timeout), "gloo", use_local_synchronization=apart)
+    connected(_backends(made), timeout)
     return made
 
 

@@ -98,6 +98,7 @@ class Reducer:
         self._group, self._options = group, options
         self._backward: Backward | None = None  # the one under way
         self._broken: ReductionFailed | None = None  # why the module cannot be used until set_group()
+        self.completed = 0  # reductions whose gradients could be used
         self.drops_failed_steps = False  # a failed reduction ends its backward without gradients, and raises nothing: see ``elastic``
         self.expected_samples = float(self.world)  # of all ranks, for which gradients are scaled: those of the last step
         self._install_hooks()
@@ -204,6 +205,7 @@ class Reducer:
         self.keep_requests(old)
         self.schedule.backwards, self.planner.held = old.schedule.backwards, old.planner.held
         self.step, self.expected_samples, self.last_times = old.step, old.expected_samples, old.last_times
+        self.completed = old.completed
         self.conclusion.continue_from(old.conclusion)
         self._extensions.continue_from(old._extensions)
         self.running_stats.continue_from(old.running_stats)
@@ -460,6 +462,7 @@ class Reducer:
             self._backward = None  # further backwards of a dropped step begin anew
         elif not self.conclusion.defers:
             self._conclude(drained)
+        self.completed += self._broken is None
 
     def _install_new_plan(self) -> None:
         """Install the new plan, if there is one. All ranks call this before the first bucket of the same reduction."""

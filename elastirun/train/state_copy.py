@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -38,13 +39,32 @@ def copy_state(state: TrainState, source: int, receives: bool, group: dist.Proce
         tensors = [torch.empty(shape, dtype=DTYPES[dtype], device=CPU) for _, dtype, shape in told["tensors"]]
     copy_from(source, tensors, group)
     if receives:
-        tree = decode_values(told["values"].encode("ascii"))
         came = {name: tensor for (name, _, _), tensor in zip(told["tensors"], tensors, strict=True)}
-        wanted = targets(shared, tree, came, rank)
-        with torch.no_grad():
-            for name, tensor in wanted.items():
-                tensor.copy_(came[name])
-        state.update(load(shared, tree, wanted, rank))
+        _put(state, shared, told["values"].encode("ascii"), came, rank)
+
+
+class StateKept:
+    """A copy, in this process, of the parts ``names`` of a state, to be put back."""
+
+    def __init__(self, state: TrainState, names: Collection[str]) -> None:
+        self._names = names
+        flat = flatten({name: state[name] for name in names})
+        self._values = encode_values(flat.tree)
+        self._tensors = {name: tensor.detach().clone() for name, tensor in flat.tensors.items()}
+
+    def put_back(self, state: TrainState) -> None:
+        """Bring the parts back to what they were."""
+        _put(state, {name: state[name] for name in self._names}, self._values, self._tensors, 0)
+
+
+def _put(state: TrainState, parts: dict[str, Any], values: bytes, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Put ``values`` and ``tensors``, as ``flatten`` has taken them apart, into ``parts`` of ``state``."""
+    tree = decode_values(values)
+    wanted = targets(parts, tree, tensors, rank)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(tensors[name])
+    state.update(load(parts, tree, wanted, rank))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -42,7 +42,7 @@ from elastirun.train.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.train.group_connections import _sockets, connections
 from elastirun.train.live_round import LiveRound
 from elastirun.train.position import Position, Rehearsal
-from elastirun.train.state_copy import copy_state
+from elastirun.train.state_copy import StateKept, copy_state
 from elastirun.train.world_change import WorldChange
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
@@ -430,7 +430,8 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
         training._checkpoints, training._whole = checkpoints("second", lambda limit: None), whole
 
     training.state, training._live = SimpleNamespace(step=7), SimpleNamespace()  # type: ignore[assignment]
-    training._connection = SimpleNamespace(wait_until_asked=lambda *given: True)  # type: ignore[assignment]
+    training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
+    training._model = SimpleNamespace(failed=False)  # type: ignore[assignment]
     training._checkpoints = checkpoints("first", lose)
     training._leave, training._enter = lambda connection: done.append("leaves"), enter  # type: ignore[method-assign]
     training.save()
@@ -627,10 +628,10 @@ def test_what_a_script_does_between_two_epochs_is_not_undone(monkeypatch: pytest
 def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: bool, same: bool) -> None:
     """The others may be in an evaluation already, and wait for this rank there."""
     training = object.__new__(elastic.Elastic)
-    training._model = SimpleNamespace(failed=failed)  # type: ignore[assignment]
+    training._model = SimpleNamespace(failed=failed, completed=0)  # type: ignore[assignment]
     training._loader, training.state = SimpleNamespace(left=left), SimpleNamespace(step=1)  # type: ignore[assignment]
-    training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, incomplete=0)  # type: ignore[assignment]
-    training._checkpoints, training._live = None, SimpleNamespace()  # type: ignore[assignment]
+    training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[])  # type: ignore[assignment]
+    training._checkpoints, training._live = None, SimpleNamespace(size=2)  # type: ignore[assignment]
     training._connection = SimpleNamespace(asked=True)  # type: ignore[assignment]
 
     def enter(connection: Any) -> None:
@@ -705,9 +706,9 @@ def test_every_scheduler_is_brought_back_and_other_parts_are_known_to_have_chang
     optimizer.step()
     state["warmup"].step()
     position.restore()
-    assert (state["warmup"].last_epoch, optimizer.param_groups[0]["lr"], position.incomplete) == (0, 1.0, False)
+    assert (state["warmup"].last_epoch, optimizer.param_groups[0]["lr"], position.others) == (0, 1.0, [])
     state["average"] = nn.Linear(1, 1)
-    assert Position(state, loader).incomplete
+    assert Position(state, loader).others == ["average"]
 
 
 class Caching(nn.Module):
@@ -829,7 +830,8 @@ def late() -> tuple[elastic.Elastic, list[str]]:
     """Return a rank that is late, and what it does. The next time it enters a world all are there."""
     training, done = object.__new__(elastic.Elastic), []
     training._model = SimpleNamespace(interrupt=lambda why: done.append("interrupted"))  # type: ignore[assignment]
-    training._before = SimpleNamespace(take=lambda: done.append("notes"), restore=lambda: done.append("restores"))  # type: ignore[assignment]
+    training._before = SimpleNamespace(take=lambda: done.append("notes"), restore=lambda: done.append("restores"), others=[])  # type: ignore[assignment]
+    training.state = SimpleNamespace(update=lambda parts: None)  # type: ignore[assignment]
     connections.begin()
     training._be_late()
     training._connection, training._live = SimpleNamespace(), SimpleNamespace()  # type: ignore[assignment]
@@ -841,7 +843,7 @@ def test_what_comes_until_the_next_batch_does_not_count_for_one_who_is_late(monk
     cut: list[bool] = []
     monkeypatch.setattr(connections, "cut", lambda: cut.append(True))
     training, done = late()
-    assert (training._late, training._worlds, cut, done) == (True, 1, [True], ["notes", "interrupted"])
+    assert (training._late is not None, training._worlds, cut, done) == (True, 1, [True], ["notes", "interrupted"])
     training._catch_up()
     training._catch_up()
     assert done[2:] == ["restores", "enters, saves: False"] and not training._late
@@ -855,7 +857,7 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     def lose() -> None:
         """Lose a peer in the first attempt; be late in the next round."""
         if not published:
-            training._late = True
+            training._late = StateKept(training.state, ())
         published.append(training._saves)
 
     def attempted(connection: Any, step: Any) -> bool:
@@ -867,7 +869,7 @@ def test_who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time()
     training.save()
     assert published == [True] and training._late and done[2:] == ["restores", "enters, saves: True"]
     training.save()
-    assert published == [True, True] and (training._late, training._saves, training._saves_done) == (False, False, 2)
+    assert published == [True, True] and (training._late, training._saves, training._saves_done) == (None, False, 2)
     connections.forget()
 
 

@@ -240,8 +240,93 @@ MUTANTS = (
     ),
     mutant(
         "nor where all others are lost meanwhile",
-        *("elastic", "            self._late = False\n            self._before.restore()\n", "            self._late = False\n"),
+        *("elastic", "            self._before.restore()\n            self._late.put_back", "            self._late.put_back"),
         *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
+    ),
+    mutant(
+        "nor in its averages",
+        *("elastic", "            self._late.put_back(self.state)\n", ""),
+        *("live_loop", "what_a_late_rank_changes_until_it_has_caught_up_is_not_kept"),
+    ),
+    mutant(
+        "a worker whose older state does not count stays in the loop",
+        *("elastic", "                    if not (trains and self._whole):\n", "                    if not trains:\n"),
+        *("live_loop", "a_worker_whose_older_state_does_not_count_stays_in_the_loop"),
+    ),
+    mutant(
+        "a worker alone leaves its round",
+        *("elastic", "self._loader.left == 0 and self._live.size > 1:", "self._loader.left == 0:"),
+        *("live_loop", "a_worker_alone_leaves_its_round_also_where_each_step_is_the_last_of_an_epoch"),
+    ),
+    mutant(
+        "the step in which the script leaves the loop counts",
+        *("elastic", "if self._model.completed > self._completed and not self._rehearses:", "if False:"),
+        *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[False]"),
+    ),
+    mutant(
+        "but not if its reduction failed",
+        *("elastic", "if self._model.completed > self._completed and not self._rehearses:", "if True:"),
+        *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[True]"),
+    ),
+    mutant(
+        "a batch that the script has left comes again",
+        *("elastic", "                    self._end_loop()\n", "                    pass\n"),
+        *("live_loop", "a_script_that_leaves_the_loop_before_its_step_gets_the_batch_again"),
+    ),
+    mutant(
+        "a step counts whose gradients were used before a peer was lost",
+        *("elastic", "return self._model.failed and self._model.completed == self._completed", "return self._model.failed"),
+        *("live_loop", "a_step_counts_whose_gradients_were_used_before_a_peer_was_lost"),
+    ),
+    mutant(
+        "what an exception has interrupted is made before a save",
+        *("elastic", "        settle()  # the others wait", "        #"),
+        *("live_loop", "a_backward_that_an_exception_has_interrupted_is_made_before_a_save"),
+    ),
+    mutant(
+        "a save that fails twice in a row ends the worker",
+        *("elastic", "again, self._save_failed = self._save_failed, True", "again = False"),
+        *("live_loop", "a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[fail fail-True]"),
+    ),
+    mutant(
+        "a save that was made in between is no failure",
+        *("elastic", "                self._save_failed = False\n", "                pass\n"),
+        *("live_loop", "a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[fail fine fail-False]"),
+    ),
+    mutant(
+        "a lost peer is no failure of a save",
+        *("elastic", "if not isinstance(error, CheckpointError) or", "if"),
+        *("live_loop", "a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error[lost lost-False]"),
+    ),
+    mutant(
+        "a last save waits for a step that this rank has lost",
+        *("elastic", "        if self._model.failed:  # others", "        if False:  # others"),
+        *("live_loop", "a_last_save_waits_for_a_step_that_this_rank_has_lost"),
+    ),
+    mutant(
+        "what a rehearsal has changed beside the model is brought back",
+        *("position", "        self._others.put_back(self._state)\n", ""),
+        *("live_loop", "what_a_rehearsal_has_changed_beside_the_model_is_brought_back_for_a_run_that_begins"),
+    ),
+    mutant(
+        "an average of the model is used in another world",
+        *("ddp", "            self._follow_default_group()\n            return", "            return"),
+        *("live_loop", "an_average_of_the_model_is_used_in_another_world_than_it_was_made_in"),
+    ),
+    mutant(
+        "a peer that never comes to the group of the checkpoints is not waited for",
+        *("process_groups", "        gather([0], group, CPU)  #", "        pass  #"),
+        *("live_loop", "a_peer_that_never_comes_to_the_group_of_the_checkpoints_is_not_waited_for"),
+    ),
+    mutant(
+        "the group of the checkpoints has the time limit of any group",
+        *("process_groups", "    connected(_backends(made), timeout)\n    return made\n", "    return made\n"),
+        *("live_loop", "the_group_of_the_checkpoints_has_the_time_limit_of_any_group"),
+    ),
+    mutant(
+        "who leaves does not wait until all pages are mapped",
+        *("checkpoints/staging", "if self.images[which] is not image or self._stopped:", "if self.images[which] is not image:"),
+        *("ckpt_staging", "who_leaves_does_not_wait_until_all_pages_are_mapped"),
     ),
     mutant(
         "who is in an earlier save than others is late",
@@ -265,7 +350,7 @@ MUTANTS = (
     ),
     mutant(
         "who is late when it saves has nothing to save",
-        *("elastic", "while not self._late and not self._attempted", "while not self._attempted"),
+        *("elastic", "while self._late is None and not self._attempted", "while not self._attempted"),
         *("elastic", "who_is_late_when_it_saves_has_nothing_to_save_and_saves_the_next_time"),
     ),
     mutant(
@@ -495,7 +580,7 @@ MUTANTS = (
     ),
     mutant(
         "what comes between two epochs is done in one world",
-        *("elastic", "connection.asked and self._loader.left == 0:", "connection.asked and False:"),
+        *("elastic", "not dropped and self._loader.left == 0", "not dropped and False"),
         *("elastic", "what_comes_between_two_epochs_is_done_in_one_world[0-False-True]"),
     ),
     mutant(
@@ -1484,7 +1569,7 @@ MUTANTS = (
     ),
     mutant(
         "memory that was replaced is left alone",
-        *("checkpoints/staging", "                if self.images[which] is not image:\n                    return\n", ""),
+        *("checkpoints/staging", "if self.images[which] is not image or self._stopped:", "if self._stopped:"),
         *("ckpt_staging", "the_memory_of_an_image_that_was_replaced_is_left_alone"),
     ),
     mutant(

@@ -67,6 +67,8 @@ class Opened:
         self._ending.start()
 
     def _end(self, timeout: float) -> None:
+        if not timeout:
+            self._staging.stop()
         if self.publisher is not None:
             self.publisher.close(timeout)
             self._published, self.publisher = self.published, None

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastirun.train.collectives import gather
 from elastirun.train.group_waits import finish
-from elastirun.train.process_groups import find_group
+from elastirun.train.process_groups import find_group, make_gloo_group
 
 from .waiting import Waiting
 
@@ -48,8 +48,7 @@ class Ranks:
             found = find_group(group)
             self.rank, self.world_size = dist.get_rank(found), dist.get_world_size(found)
             if self.world_size > 1:
-                everyone = dist.get_process_group_ranks(found)
-                self._group = dist.new_group(everyone, backend="gloo", use_local_synchronization=found is not dist.group.WORLD)
+                self._group = make_gloo_group(found)
                 self._waiting = Waiting(self.rank, self.world_size, self.board)
 
     def begin(self, what: str) -> None:

@@ -49,6 +49,7 @@ class Staging:
         self._may_map = [threading.Event() for _ in range(IMAGES)]
         for each in self._may_map:
             each.set()
+        self._stopped = False  # no page is mapped ahead any more
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +125,7 @@ class Staging:
         first. While ``fill`` copies into one image no page is mapped beside it; what has none then is written.
         """
         for which, image in enumerate(self.images):
-            if image is None:
+            if image is None or self._stopped:
                 continue
             with suppress(OSError, ValueError):
                 self._map(which, image)
@@ -132,6 +133,10 @@ class Staging:
                     with torch.cuda.device(self._gpu):
                         torch.cuda.cudart().cudaHostRegister(_address(image), image.size, _PORTABLE)  # type: ignore[no-untyped-call]
                     self._pinned[which] = True
+
+    def stop(self) -> None:
+        """Let ``make_resident`` end soon, for somebody who waits for its thread. May be called in any thread."""
+        self._stopped = True
 
     def _map(self, which: int, image: Image) -> None:
         """Map every page of an image, piece by piece. Raises OSError where memory does not suffice; ``fill`` finds out, too."""
@@ -141,7 +146,7 @@ class Staging:
             self._may_map[which].wait()
             where, size = ctypes.c_void_p(ctypes.addressof(begin) + at), min(AT_ONCE, image.size - at)
             with self._in_use:
-                if self.images[which] is not image:
+                if self.images[which] is not image or self._stopped:
                     return
                 os.posix_fallocate(image.fd, at, size)  # quicker than page by page, and other threads can get memory meanwhile
                 if madvise(where, ctypes.c_size_t(size), _POPULATE_WRITE):

@@ -1,0 +1,311 @@
+"""What counts in the loop of a live worker when a peer is lost, a save fails, or the script leaves the loop."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from elastirun.errors import CheckpointError
+from elastirun.live_worlds import World
+from elastirun.train import DistributedDataParallel, ReductionFailed, elastic, process_groups
+from elastirun.train.group_connections import connections
+from elastirun.train.position import Rehearsal
+from elastirun.train.process_groups import end_beside, init_default_group, leave_groups
+from elastirun.train.state_copy import StateKept
+from tests.support.mutants import PATIENCE
+from tests.support.worlds import run
+from tests.train.test_elastic import Masked, alone, made, step
+
+Make = Callable[..., tuple[elastic.Elastic, "Peers"]]
+
+
+class Peers:
+    """The agent and the other ranks of a worker, as far as the loop asks. ``left``: the steps after which the worker has left its round."""
+
+    def __init__(self, training: elastic.Elastic, size: int) -> None:
+        self.asked, self.left = False, list[int]()
+        self.wait_until_asked = lambda *given: True
+        training._connection, training._live = self, SimpleNamespace(size=size, end_if_over=lambda limit: None)  # type: ignore[assignment]
+        training._model.drop_failed_steps()
+        training._go_on = lambda live: None  # type: ignore[method-assign]
+        training._leave = lambda connection: self.left.append(training.step)  # type: ignore[method-assign]
+        training._enter = lambda connection: self.enter(training)  # type: ignore[method-assign]
+
+    def enter(self, training: elastic.Elastic) -> None:
+        training._model.set_group(init_sync=False)
+        training._worlds += 1
+        self.asked = False
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make a live worker whose peers are pretended."""
+    alone(monkeypatch)
+    elastic.init_process_group()
+
+    def make(size: int = 2, module: nn.Module | None = None, checkpoints: Any = None, **loading: Any) -> tuple[elastic.Elastic, Peers]:
+        state, model = made(0)
+        if module is not None:
+            state["model"] = model = DistributedDataParallel(module)
+            state["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+            state["scheduler"] = torch.optim.lr_scheduler.ConstantLR(state["optimizer"])
+        training = elastic.Elastic(state, checkpoints)
+        return training, Peers(training, size)
+
+    yield make
+    dist.destroy_process_group()
+
+
+def lose_a_peer(training: elastic.Elastic) -> None:
+    """Let the next backwards end without gradients."""
+    training._model._reducer.drop_step(ReductionFailed("a peer was lost"))
+
+
+def test_a_worker_whose_older_state_does_not_count_stays_in_the_loop(live: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back when the others are in a later epoch, and gets their state in the next steps."""
+    training, peers = live()
+    loader = training._loader
+
+    def change(*given: Any) -> Any:
+        loader.load_state_dict({**loader.state_dict(), "epoch": 2, "consumed": 16})
+        return SimpleNamespace(sharing=1)
+
+    def enter(training: elastic.Elastic) -> None:
+        training._model.set_group(init_sync=False)
+        training._join(training._live, World(1, (0, 1)))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(elastic, "WorldChange", change)
+    training._be_alone = lambda: None  # type: ignore[method-assign]
+    peers.enter = enter  # type: ignore[method-assign]
+    epochs = []
+    for at, batch in enumerate(training.batches()):
+        epochs.append(loader.epoch)
+        if at == 1:
+            lose_a_peer(training)
+        step(training.state, training._model, batch)
+    assert epochs == [0, 0, 2, 2, 2][: len(epochs)] and len(epochs) > 2 and not training._whole
+
+
+def test_a_worker_alone_leaves_its_round_also_where_each_step_is_the_last_of_an_epoch(live: Make) -> None:
+    training, peers = live(size=1)
+    training._loader.load_state_dict({**training._loader.state_dict(), "consumed": 32})
+    for batch in training.batches():
+        step(training.state, training._model, batch)
+        peers.asked = True
+    assert peers.left == [1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made(live: Make, fails: bool) -> None:
+    training, _ = live()
+    seen = []
+    for batch in training.batches():
+        seen.append(batch[0].tolist())
+        if fails and training.step == 1:
+            lose_a_peer(training)
+        step(training.state, training._model, batch)
+        if training.step == 1:
+            break
+    assert training.step == (1 if fails else 2)
+    again = next(training.batches())[0].tolist()
+    assert (again == seen[1]) is fails
+
+
+def test_a_script_that_leaves_the_loop_before_its_step_gets_the_batch_again(live: Make) -> None:
+    training, _ = live()
+    first = next(iter([batch[0].tolist() for batch in [next(training.batches())]]))
+    assert training.step == 0 and next(training.batches())[0].tolist() == first
+
+
+def test_a_step_counts_whose_gradients_were_used_before_a_peer_was_lost(live: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was lost in an evaluation within the loop, which copies the buffers."""
+    training, peers = live(module=Masked())
+    model, seen, counted = training._model, [], []
+
+    def lose(*given: Any, **more: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    for batch in training.batches():
+        seen.append(batch[0].tolist())
+        step(training.state, model, batch)
+        if len(seen) == 2:
+            with monkeypatch.context() as patch, torch.no_grad():
+                patch.setattr(model, "_distributed_broadcast_coalesced", lose)
+                model(batch[1])
+            assert model.failed
+            counted.append(training.counts)
+    assert peers.left == [2] and counted == [True] and training.step == len(seen) == 5
+    assert len({number for numbers in seen for number in numbers}) == 40, "each sample once"
+
+
+def test_a_backward_that_an_exception_has_interrupted_is_made_before_a_save(live: Make) -> None:
+    """The others wait for it there, and come to the collectives of the save only then."""
+    found: list[bool] = []
+    training, _ = live()
+    model = training._model
+
+    def save(number: int, state: Any) -> bool:
+        found.append(model._reducer.interrupted)
+        return True
+
+    training._checkpoints = SimpleNamespace(save=save)  # type: ignore[assignment]
+    for batch in training.batches():
+        with model.module.weight.register_hook(_raises), pytest.raises(ValueError, match="of the script"):
+            step(training.state, model, batch)
+        if training.step == 1:
+            break
+    assert found == [False]
+
+
+def _raises(*given: Any) -> None:
+    raise ValueError("of the script")
+
+
+@pytest.mark.parametrize(("errors", "ends"), [("fail fail", True), ("fail fine fail", False), ("lost lost", False)])
+def test_a_save_that_fails_twice_in_a_row_ends_the_worker_with_its_error(live: Make, errors: str, ends: bool) -> None:
+    """Else each attempt costs a round and a failure, and nobody ever sees why."""
+    training, _ = live()
+    outcomes = iter(errors.split())
+
+    def save(number: int, state: Any) -> bool:
+        if (outcome := next(outcomes, "fine")) == "fine":
+            return True
+        raise CheckpointError("the state has a socket") if outcome == "fail" else RuntimeError("Connection closed by peer")
+
+    training._checkpoints = SimpleNamespace(save=save)  # type: ignore[assignment]
+
+    def train() -> None:
+        for batch in training.batches():
+            step(training.state, training._model, batch)
+
+    if ends:
+        with pytest.raises(CheckpointError, match="socket"):
+            train()
+    else:
+        train()
+        assert training.step == 5
+
+
+def test_a_last_save_waits_for_a_step_that_this_rank_has_lost(live: Make) -> None:
+    """Others may have completed it: each rank would write its part of another step."""
+    training, peers = live()
+    done = []
+
+    def checkpoints(name: str) -> Any:
+        return SimpleNamespace(restored=None, save=lambda number, state, now: done.append(name), wait=lambda limit: None)
+
+    def enter(training: elastic.Elastic) -> None:
+        Peers.enter(peers, training)
+        training._checkpoints = checkpoints("after")
+
+    training._checkpoints, peers.enter = checkpoints("before"), enter  # type: ignore[method-assign]
+    lose_a_peer(training)
+    training.save()
+    assert done == ["after"] and peers.left == [0]
+
+
+# -- the state
+
+
+def average(state: Any) -> AveragedModel:
+    state["average"] = AveragedModel(nn.Linear(4, 2))
+    found: AveragedModel = state["average"]
+    return found
+
+
+def test_what_a_rehearsal_has_changed_beside_the_model_is_brought_back_for_a_run_that_begins(live: Make) -> None:
+    training, _ = live()
+    state = training.state
+    averaged, state["seen"] = average(state), 0
+    rehearsal = Rehearsal(state, training._model, training._loader)
+    averaged.update_parameters(nn.Linear(4, 2))
+    state["seen"] = 8
+    rehearsal.undo()
+    rehearsal.forget()
+    assert (averaged.n_averaged.item(), state["seen"]) == (0, 0)
+
+
+def test_what_a_late_rank_changes_until_it_has_caught_up_is_not_kept(live: Make) -> None:
+    """All others may be lost just then."""
+    training, _ = live()
+    averaged = average(training.state)
+    training._before = elastic.Position(training.state, training._loader)
+    connections.begin()
+    training._be_late()
+    averaged.update_parameters(nn.Linear(4, 2))
+    training._enter_next = lambda: None  # type: ignore[method-assign]
+    training._catch_up()
+    connections.forget()
+    assert averaged.n_averaged.item() == 0
+
+
+def test_parts_of_a_state_are_put_back_in_place(live: Make) -> None:
+    training, _ = live()
+    state, weight = training.state, next(iter(average(training.state).parameters()))
+    state["numbers"] = {"seen": 3, "mean": torch.ones(2)}
+    mean, before = state["numbers"]["mean"], weight.detach().clone()
+    kept = StateKept(state, ["average", "numbers"])
+    with torch.no_grad():
+        weight.zero_()
+        mean.zero_()
+    state["numbers"]["seen"] = 4
+    kept.put_back(state)
+    assert torch.equal(weight, before) and mean.tolist() == [1.0, 1.0] and state["numbers"]["seen"] == 3
+
+
+def test_an_average_of_the_model_is_used_in_another_world_than_it_was_made_in(live: Make) -> None:
+    training, _ = live(module=Masked())
+    model = training._model
+    averaged = AveragedModel(model)
+    end_beside(leave_groups())
+    init_default_group("gloo", dist.HashStore(), 0, 1, None)  # type: ignore[attr-defined]
+    model.set_group(init_sync=False)
+    with torch.no_grad():
+        assert averaged.eval()(torch.ones(1, 4)).shape == (1, 2)
+    averaged.update_parameters(model)
+    copy.deepcopy(averaged)
+
+
+# -- the group of the checkpoints
+
+
+def waits(rank: int, world: int, comes: bool) -> tuple[float, float]:
+    """Make the group of the checkpoints. Rank 1 comes, or it does not, and the connections of rank 0 are cut meanwhile."""
+    default = dist.group.WORLD
+    assert default is not None
+    connections.begin()
+    group = process_groups.make_own_group(default, torch.device("cpu"))  # its connections can be cut
+    connections.end()
+    begun, limit = time.monotonic(), 0.0
+    with process_groups.connects_within(timedelta(seconds=PATIENCE)):
+        if comes:
+            limit = process_groups.make_gloo_group(group)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        elif rank == 0:
+            cuts = threading.Timer(0.1, connections.cut)
+            cuts.start()
+            with pytest.raises(RuntimeError):
+                process_groups.make_gloo_group(group)
+            cuts.join()
+    took = time.monotonic() - begun
+    dist.barrier()
+    return took, limit
+
+
+def test_a_peer_that_never_comes_to_the_group_of_the_checkpoints_is_not_waited_for() -> None:
+    (took, _), _ = run(2, waits, False)
+    assert took < PATIENCE / 2
+
+
+def test_the_group_of_the_checkpoints_has_the_time_limit_of_any_group() -> None:
+    assert [limit for _, limit in run(2, waits, True)] == [1800.0] * 2
