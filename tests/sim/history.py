@@ -378,7 +378,8 @@ class History:
         """
         world = self.world
         members = [n for n in world.nodes if n.machine.record is not None and n.machine.record.round > 0]  # before, nobody takes over
-        gave_up = [n.id for n in members if n.outcome in (Outcome.STORE_LOST, Outcome.TIMEOUT, Outcome.DISAGREES)]
+        given_up = (Outcome.STORE_LOST, Outcome.TIMEOUT, Outcome.DISAGREES)  # who waits beside a round may: see docs/rendezvous.md
+        gave_up = [n.id for n in members if n.outcome in given_up and (n.machine.row.round or n.machine.row.done_round)]
         runs = {n.machine.record.store_id for n in members if n.machine.record is not None}
         if world.succeeded or len(runs) > 1:
             return
