@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+SHOWN = 80  # characters of a value that does not parse
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,20 @@ def first_world(told: Sequence[Sequence[Sequence[int]]], size: int) -> World:
     having = [(rank, settled) for node in told for rank, settled in node]
     newest = max((settled for _, settled in having), default=0)
     return World(0, tuple(sorted(rank for rank, settled in having if settled == newest)) or tuple(range(size)))
+
+
+def parse_states(value: Any, workers: int) -> list[tuple[int, int]]:
+    """Return the ranks of a node that have a state, each with its round, from what the store says. Raises ValueError for anything else."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 and type(pair[1]) is int for pair in value):
+        raise ValueError(f"no list of ranks and rounds: {str(value)[:SHOWN]!r}")
+    return list(zip(parse_ranks([rank for rank, _ in value], workers), [settled for _, settled in value], strict=True))
+
+
+def parse_ranks(value: Any, workers: int) -> tuple[int, ...]:
+    """Return different ranks of a round of ``workers`` from what the store says. Raises ValueError for anything else."""
+    if not isinstance(value, list) or not all(type(rank) is int and 0 <= rank < workers for rank in value) or len({*value}) < len(value):
+        raise ValueError(f"no list of ranks below {workers}: {str(value)[:SHOWN]!r}")
+    return tuple(value)
 
 
 def late(places: Sequence[tuple[int, ...]]) -> list[int]:

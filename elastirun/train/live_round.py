@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_messages import store_prefix
-from elastirun.live_worlds import World, first_world
+from elastirun.live_worlds import World, first_world, parse_ranks, parse_states
 
 T = TypeVar("T")
 
@@ -86,7 +86,8 @@ class LiveRound:
 
     def find_first(self) -> World:
         """Return world 0 of the round, which this worker need not be in. It is the same for every worker of the round."""
-        told = [self._wait(partial(self._read, f"node/{node}")) for node in range(self._nodes)] if self._number > 1 else []
+        read = [self._wait(partial(self._read, f"node/{node}")) for node in range(self._nodes)] if self._number > 1 else []
+        told = [parse_states(value, self._workers) for value in read]
         world = first_world(told, self._workers)
         self._first, self._known = len(world.ranks), any(told)
         return world
@@ -247,7 +248,7 @@ class LiveRound:
         found = None
         while (ranks := self._read(f"world/{number + 1}")) is not None:
             number += 1
-            found = World(number, tuple(ranks))
+            found = World(number, parse_ranks(ranks, self._workers))
         return found if found is not None and self._rank in found.ranks else None
 
     def _look(self, world: World, ask: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from elastirun.live_messages import store_prefix
-from elastirun.live_worlds import World, first_world
+from elastirun.live_worlds import World, first_world, parse_ranks, parse_states
 from elastirun.train import live_round
 from elastirun.train.live_round import LiveRound, RoundOver
 from tests.support.mutants import PATIENCE
@@ -38,6 +38,22 @@ NAMES = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )
 def test_those_with_the_newest_state_begin(told: list[list[list[int]]], ranks: tuple[int, ...]) -> None:
     assert first_world(told, 4) == World(0, ranks)
+
+
+@pytest.mark.parametrize("value", [None, 3, {"0": 1}, ["0"], [True], [-1], [4], [0, 0], [[0]]], ids=str)
+def test_what_a_stranger_writes_in_place_of_ranks_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="no list of ranks below 4"):
+        parse_ranks(value, 4)
+
+
+@pytest.mark.parametrize("value", [None, [0, 5], [[0]], [[0, "5"]], [[0, 5, 5]], [[4, 5]], [[0, 5], [0, 6]]], ids=str)
+def test_what_a_stranger_writes_in_place_of_states_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="no list of ranks"):
+        parse_states(value, 4)
+
+
+def test_ranks_and_states_are_parsed() -> None:
+    assert (parse_ranks([1, 0], 4), parse_states([[3, 5], [0, 4]], 4)) == ((1, 0), [(3, 5), (0, 4)])
 
 
 @dataclass
