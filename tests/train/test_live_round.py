@@ -164,6 +164,15 @@ def test_those_with_a_state_go_on_and_a_new_one_is_taken_in_when_it_is_ready(mak
     assert new.world == World(1, (0, 2, 1))
 
 
+def test_a_world_that_a_stranger_has_written_is_no_world(make: Callable[..., Round]) -> None:
+    here = make(2)
+    here.tell((0, 1))
+    here.store.set(f"{store_prefix(2)}/world/1", "[0, [1]]")
+    new = here.worker(1)
+    with pytest.raises(ValueError, match="no list of ranks below 2"):
+        here.enter(new).result(PATIENCE)
+
+
 def test_the_same_ranks_meet_again_in_another_world_and_new_ones_find_the_one_after_it(make: Callable[..., Round]) -> None:
     job = make(4)
     job.tell((0, 5), (2, 5))

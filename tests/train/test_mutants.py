@@ -344,6 +344,11 @@ MUTANTS = (
         *("elastic", "what_comes_until_the_next_batch_does_not_count_for_one_who_is_late"),
     ),
     mutant(
+        "what a stranger writes in place of ranks is refused",
+        *("live_round", "found = World(number, parse_ranks(ranks, self._workers))", "found = World(number, tuple(ranks))"),
+        *("live_round", "a_world_that_a_stranger_has_written_is_no_world"),
+    ),
+    mutant(
         "the others of a round find the world after the one in which its ranks meet again",
         *("live_round", 'self._store.compare_set(f"world/{world.number}", ""', 'self._store.compare_set(f"world/{world.number + 9}", ""'),
         *("live_round", "the_same_ranks_meet_again_in_another_world_and_new_ones_find_the_one_after_it"),
