@@ -28,7 +28,7 @@ from torch import nn
 from elastirun.train import Checkpointer, DistributedDataParallel, ElasticDataLoader, TrainState, elastic
 from elastirun.train.errors import ReductionFailed
 
-EPOCHS = 2
+EPOCHS, LEFT_AT = 2, 8
 folder, dies = sys.argv[1:]
 
 
@@ -74,11 +74,17 @@ while loader.epoch < EPOCHS:
         model(inputs).square().mean().backward()
         if run.step == EPOCHS * 5 - 1:
             die("step", dist.get_rank())
+        if run.step == LEFT_AT - 1:
+            die("break", dist.get_rank())
         if run.step % 5 == 4:
             die(f"reduction {run.step // 5 + 1}", dist.get_rank())
         if f"reduction {run.step // 5 + 1} 1" == dies and run.step % 5 == 4:
             be_late("reduction")
         optimizer.step()
+        if dies.startswith("break") and run.step == LEFT_AT - 1:
+            break
+    if dies.startswith("break") and run.step >= LEFT_AT - 1:
+        break
     scheduler.step()
     if dies.startswith("published"):
         run.save()
@@ -132,6 +138,15 @@ def test_the_others_of_a_worker_that_is_killed_at_the_end_save_the_last_step(tmp
     assert job.code == 0 and len(saved) >= 2, job.said
     assert all(line.startswith(f"saved {2 * STEPS} at 2 of step-{2 * STEPS:08}") for line in saved.values()), job.said
     assert len(saved.keys() & job.lines("evaluated 1").keys()) == 2, job.said  # they were there before
+
+
+@pytest.mark.parametrize("dies", ["break 0", "break 1", "break 2"])
+def test_where_the_script_leaves_the_loop_as_a_worker_is_killed_the_others_save_one_state(tmp_path: Path, dies: str) -> None:
+    """Some may have completed that step, and others not."""
+    job = end(launch(tmp_path, "--standalone", dies=dies))
+    saved = [line.removeprefix("saved ").split() for line in job.lines("saved").values()]
+    assert job.code == 0 and len(saved) >= 2 and len({words[0] for words in saved}) == 1, job.said
+    assert all(int(words[0]) in (7, 8) and words[-1] == f"step-{int(words[0]):08}" for words in saved), job.said
 
 
 def test_of_two_nodes_none_ends_before_the_last_step_is_published_although_a_worker_is_killed(tmp_path: Path) -> None:
