@@ -55,7 +55,7 @@ class Link:
     def failed(self, event: SyncFailed, newcomer: bool) -> None:
         """Note that an exchange has failed, and when the next one is due. ``newcomer``: this node has not read the round record yet."""
         self.contact = self.contact.failed(event.now, event.why, event.unreadable and newcomer)
-        self.schedule.due = self.contact.retry_at(event.now, self.rules.beat, self.rules.store_grace)
+        self.schedule.retry_at(self.contact.retry_at(event.now, self.rules.beat, self.rules.store_grace))
 
     def current(self, event: Synced) -> tuple[dict[str, NodeRow], list[str]]:
         """Return the rows that are not old, and a line about each old one."""
@@ -68,7 +68,8 @@ class Link:
         """
         asked = self.schedule.asked
         self.own = self.own.read(event, asked, self.rules.lasting)
-        self.schedule.urgent = self.schedule.urgent or self.own.doubts in (1, 2)  # at once, but not again and again
+        if self.own.doubts in (1, 2):  # at once, but not again and again
+            self.schedule.soon()
         self.rows = rows
         self.plan.answered(asked.rows, len(rows))
         members = event.round.ids if event.round else ()

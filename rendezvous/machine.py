@@ -17,7 +17,6 @@ from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Reconn
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.contact import Contact
 from elastirun.rendezvous.link import Link
-from elastirun.rendezvous.polling import Schedule
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.ranks import own_rank
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
@@ -158,11 +157,11 @@ class Machine:
         return self._actions
 
     def _on_changed(self, event: events.Changed) -> None:
-        self._link.schedule.urgent = True
+        self._link.schedule.soon()
 
     def _on_reachable(self, event: events.Reachable) -> None:
         self.row = replace(self.row, address=event.address, port=event.port, standby=event.standby or self.row.standby)
-        self._link.schedule.urgent = True
+        self._link.schedule.soon()
 
     def _on_found_at_start(self, event: events.FoundAtStart) -> None:
         waits = self.state is JOINING and self.record is not None and not self.record.open
@@ -177,7 +176,7 @@ class Machine:
 
     def _on_close(self, event: events.Close) -> None:
         self._closing = True
-        self._link.schedule.urgent = True
+        self._link.schedule.soon()
 
     def _on_succeeded(self, event: events.WorkersSucceeded) -> None:
         if self.state is RUNNING:
@@ -192,14 +191,14 @@ class Machine:
     def _on_sits_out(self, event: events.SitsOut) -> None:
         if self.state is DRAINING:
             self.row = replace(self.row, done_round=self.row.round, failures=event.failures, note=clip(event.why))
-            self._link.schedule.urgent = True
+            self._link.schedule.soon()
 
     def _on_gathered(self, event: events.Gathered) -> None:
         if event.round == self.row.round and self.state in (RUNNING, DRAINING):
             self._gathered = True
 
     def _on_synced(self, event: events.Synced) -> None:
-        self._link.schedule.under_way = False
+        self._link.schedule.done()
         if self._link.schedule.asked.at != self._moves.at:
             self._on_looked(event)
             return
@@ -240,7 +239,7 @@ class Machine:
         if verdict is not None:
             if not (self._link.plan.sees_all or self._link.plan.wide) and self._may_have_lost_more():
                 verdict = event.now  # to watch the other rows, too
-            self._link.schedule.due = min(self._link.schedule.due, max(verdict, event.now) + JUST_AFTER)
+            self._link.schedule.not_after(max(verdict, event.now) + JUST_AFTER)
 
     def _note_contact(self, event: events.Synced) -> None:
         """Note that the store has answered, and whether this agent hosts it."""
@@ -341,12 +340,11 @@ class Machine:
         verdict = record.closed.verdict.value if record.closed else ""
         trouble = f"it still belongs to an earlier run of this job, which {verdict}"
         self._link.contact = replace(self._link.contact, last=None, trouble=trouble)
-        self._link.schedule.due = self._now + self.rules.beat
-        self._link.schedule.urgent = False
+        self._link.schedule.pause_until(self._now + self.rules.beat)
         self._actions.append(Reconnect())
 
     def _on_sync_failed(self, event: events.SyncFailed) -> None:
-        self._link.schedule.under_way = False
+        self._link.schedule.done()
         if (place := self._link.schedule.asked.at) != self._moves.at:
             if not event.overtaken:
                 self._moves.unanswered(place, event.now)
@@ -435,7 +433,7 @@ class Machine:
         else:
             if record.index(self.row.id) is not None and self.row.done_round < record.round:
                 self.row = replace(self.row, done_round=record.round)  # the round was over before this node read it
-                self._link.schedule.urgent = True
+                self._link.schedule.soon()
             if self._link.plan.sees_all:
                 self._form(record)
 
@@ -625,7 +623,7 @@ class Machine:
         state = following(self.state, trigger, "; ".join((*self._history, event)))
         self._history = (*self._history[1 - REMEMBERED :], f"{event}: {trigger.value}")
         self.row = replace(self.row, status=state, **fields)  # type: ignore[arg-type]
-        self._link.schedule.urgent = True
+        self._link.schedule.soon()
         self._waiting.restart(self._now)
 
     def _check_store_grace(self) -> None:
@@ -667,7 +665,7 @@ class Machine:
         put = self._link.put(self.record, self.row, self._now)
         sync = Sync(put, change, asked, keep_alive=self.rules.lasting and self._link.own.introduced)
         sync = self._moves.complete(sync, self.record, self.rows)
-        self._link.schedule = Schedule(due, urgent=False, under_way=True, asked=sync)
+        schedule.begin(sync, due)
         self._actions.append(sync)
 
     def _search(self) -> float | None:
@@ -681,16 +679,16 @@ class Machine:
         if silent_since is not None and self.rules.majority:
             self._wake_at(silent_since + self.rules.doubt)
         if silent_since is not None and self._moves.doubts and not doubted:
-            schedule.due = self._now + ASK_AGAIN
+            schedule.retry_at(self._now + ASK_AGAIN)
             if schedule.under_way:
-                schedule.under_way = False
+                schedule.done()
                 self._actions.append(Reconnect())
         return due
 
     def _look(self, record: RoundRecord) -> None:
         """Look at another store."""
-        self._link.schedule.under_way, self._link.schedule.asked = True, self._moves.look(record, self._now)
-        self._actions.append(self._link.schedule.asked)
+        self._link.schedule.begin_look(sync := self._moves.look(record, self._now))
+        self._actions.append(sync)
 
     def _change(self) -> Change | None:
         """Return the write of the round record that is due; None before the store was read and while it is in trouble."""

@@ -42,6 +42,34 @@ class Schedule:
     under_way: bool = False  # the last one is not answered yet; there is never a second one beside it
     asked: Sync = Sync()
 
+    def soon(self) -> None:
+        """Make the next exchange as soon as none is under way."""
+        self.urgent = True
+
+    def not_after(self, due: float) -> None:
+        """Make the next exchange at ``due`` if it would come later."""
+        self.due = min(self.due, due)
+
+    def retry_at(self, due: float) -> None:
+        """Make the next exchange at ``due``, or sooner when something is urgent."""
+        self.due = due
+
+    def pause_until(self, due: float) -> None:
+        """Make the next exchange at ``due``, whatever was urgent until now."""
+        self.due, self.urgent = due, False
+
+    def begin(self, asked: Sync, next_due: float) -> None:
+        """Note that the exchange ``asked`` is under way. The one after it is made at ``next_due``."""
+        self.due, self.urgent, self.under_way, self.asked = next_due, False, True, asked
+
+    def begin_look(self, asked: Sync) -> None:
+        """Note that a look at another store is under way. It changes nothing about when the store in use is asked."""
+        self.under_way, self.asked = True, asked
+
+    def done(self) -> None:
+        """Note that no exchange is under way any more: it was answered, has failed, or was given up."""
+        self.under_way = False
+
 
 @dataclass
 class PollPlan:
