@@ -37,12 +37,11 @@ def names(rows: Sequence[NodeRow | Member]) -> str:
     return ", ".join(shown) + (f", and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else "")
 
 
-def form(rules: Rules, view: View, unchanged_since: float, over_since: float, told_since: float | None = None) -> Forming:
+def form(rules: Rules, view: View, unchanged_since: float, over_since: float, redirected_since: float | None = None) -> Forming:
     """Decide on the round after that of ``view``, which is broken or the empty round 0.
 
     ``unchanged_since``: when this node last saw the set of candidates change; ``over_since``: when it first saw that
-    the round is over; ``told_since``: since when it has known that the job has moved to a place where nobody answers. Seconds of its own
-    clock.
+    the round is over; ``redirected_since``: since when the record has sent it to a place where nobody answers. Seconds of its own clock.
     """
     record, now = view.record, view.now
     active = [m for m in record.members if not view.is_over(m)]
@@ -69,7 +68,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, to
     if now < over_since + pause:
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
         return Forming(None, f"{why}; the next one starts after {pause:.1f} s", check_again=over_since + pause, news=True)
-    early = _too_early(rules, view, chosen, unchanged_since, over_since, told_since) if record.round == 0 else None
+    early = _too_early(rules, view, chosen, unchanged_since, over_since, redirected_since) if record.round == 0 else None
     if early is not None:
         return early
     host = record.host if record.term else next((row.id for row in chosen if row.hosts), "")
@@ -88,15 +87,15 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, to
 
 
 def _too_early(
-    rules: Rules, view: View, chosen: list[NodeRow], unchanged_since: float, over_since: float, told_since: float | None
+    rules: Rules, view: View, chosen: list[NodeRow], unchanged_since: float, over_since: float, redirected_since: float | None
 ) -> Forming | None:
     """Return the decision to wait before the first round: for more nodes, or because this job may run elsewhere. None: do not wait."""
     now = view.now
     others_could_run = rules.min_nodes < rules.max_nodes  # else they wait for one of these nodes, and end when they hear of this round
     place = view.record.moved
-    if place is not None and told_since is not None and others_could_run and now < told_since + rules.longest_alone:
+    if place is not None and redirected_since is not None and others_could_run and now < redirected_since + rules.longest_alone:
         reason = f"this job has moved to {place.address}, where nobody answers; a new run begins after {rules.longest_alone:.0f} s of that"
-        return Forming(None, reason, check_again=told_since + rules.longest_alone, news=True)
+        return Forming(None, reason, check_again=redirected_since + rules.longest_alone, news=True)
     until = unchanged_since + rules.last_call
     if len(chosen) < rules.max_nodes and now < until:
         reason = f"{len(chosen)} of at most {rules.max_nodes} nodes joined ({names(chosen)}); last call for more"

@@ -54,7 +54,7 @@ class Machine:
         self._closing = False  # the job is to be closed, whatever else would be written
         self._wanted: Change | None = None  # what this node would write into the round record now
         self._outcome: tuple[Outcome, str] | None = None  # how this node ends, and why
-        self._hurried = 0  # the round whose workers were told to stop at once
+        self._hurried = 0  # the round whose workers have got a ``Stop`` with the short grace of a node that is cut off
         self._waiting = Wait(now)  # for a round, or for the end of the goodbye
         self._moves = Moves(row.id, rules)
         self._prepares = False  # workers cannot start here yet
@@ -213,8 +213,8 @@ class Machine:
             else:
                 self._follow(place)
             return
-        if event.round is not None and (lie := rules.untrue(self.rules, event.round, self.row)):
-            self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {lie}"))
+        if event.round is not None and (why := rules.untrue(self.rules, event.round, self.row)):
+            self._on_sync_failed(events.SyncFailed(event.now, f"the round record is not true: {why}"))
             return
         self._handle_answer(event)
 
@@ -262,7 +262,7 @@ class Machine:
         place, record = self._link.schedule.asked.at, self.record
         assert record is not None
         if place is None:
-            if why := self._moves.heard_from_start(event, record):
+            if why := self._moves.looked_at_start(event, record):
                 self._end(Outcome.STORE_LOST, why)
             return
         follows = self._moves.should_follow(place, event, record)
@@ -275,14 +275,12 @@ class Machine:
         """Give up the store in use for the standby store ``place``. The round is over here: its host has died, or is cut off."""
         if self.place is not None and self.place.id == self.row.id:
             self.row = replace(self.row, standby=0)  # who has given up its own standby store serves another one, see ``Session.step``
-        if record.open:
-            self._moves.ran = record.fence, self._ran
-        known = self._moves.move(place, record, self.rows, decided, self._now)
+        known = self._moves.move(place, record, self.rows, decided, self._now, self._ran)
         known = known if known.fence == record.fence else record
         reason = lost_host(known)
         if record.open:
             # the host may have said why before its store was gone
-            broken = known.broken or Broken(Cause.LOST, reason, self.row.id, ran=self._moves.ran[1])
+            broken = known.broken or Broken(Cause.LOST, reason, self.row.id, ran=self._ran)
             self.record = replace(record, broken=replace(broken, lost=tuple(dict.fromkeys((*broken.lost, record.host))), over=True))
         self._say(f"{reason}; the store moves to {place.address}")
         self._begin_at(place)
@@ -349,8 +347,8 @@ class Machine:
             if not event.overtaken:
                 self._moves.unanswered(place, event.now)
             return
-        told = RoundRecord("", moved=event.moved) if event.moved is not None and place is None and not self._formed else None
-        if (place := self._moves.is_sent(told, event.now)) is not None:
+        sent = RoundRecord("", moved=event.moved) if event.moved is not None and place is None and not self._formed else None
+        if (place := self._moves.is_sent(sent, event.now)) is not None:
             self._follow(place)
             return
         if self._link.schedule.asked.change is not None and self.record is None:
@@ -474,8 +472,8 @@ class Machine:
             self._wake_at(self._now + self.rules.beat)
             return
         over = self._link.same.over.see(record.round, self._now)
-        told = self._moves.told_since(record)
-        decision = formation.form(self.rules, view.trusted(self.row), self._link.same.candidates.since, over, told)
+        redirected = self._moves.redirected_since(record)
+        decision = formation.form(self.rules, view.trusted(self.row), self._link.same.candidates.since, over, redirected)
         self._moves.note_minority(decision.minority, self._now)
         can_form = self._link.same.formable.see(decision.record is not None, self._now)
         if decision.record is None:
@@ -669,9 +667,9 @@ class Machine:
         self._actions.append(sync)
 
     def _search(self) -> float | None:
-        """Return the time of the next look at another store; None: none is needed.
+        """Begin, go on with or end the search for another store. Return the time of the next look at one; None: none is needed.
 
-        A node that begins to doubt that the host lives waits for no answer of it any more: the others look now, too.
+        A node that begins to doubt that the host lives gives up the exchange with the host: the others look now, too.
         """
         contact, schedule, doubted = self._link.contact, self._link.schedule, self._moves.doubts
         silent_since = contact.last if contact.trouble and self.state is not LEFT else None

@@ -1,7 +1,7 @@
 """The rendezvous store survives its host: which standby store takes over when the host has died, and when it may. Pure.
 
-Every agent serves a standby store, empty until the host of the store in use has died and its guard has told the others (``Vote``), or,
-with ``--store-succession=majority``, until more than half of the members have not heard of the host for a while. Then they go to the
+Every agent serves a standby store, empty until the host of the store in use has died and its guard has sent the others a ``Vote``, or,
+with ``--store-succession=majority``, until the host has not answered more than half of the members for a while. Then they go to the
 standby store of the first member in rank order whose owner is there itself. The owner writes the round record anew when enough of the
 members have come. See docs/decisions/0020 for the argument why no two stores can ever have running rounds.
 """
@@ -22,7 +22,7 @@ from elastirun.rendezvous.polling import PER_NODE
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, Quorum, RoundRecord, Vote
 from elastirun.rendezvous.rules import Rules
 
-IN_LINE = 8  # standby stores that may take over: the guard tells these, and so many do not all die at once
+IN_LINE = 8  # standby stores that may take over: the guard writes into these, and so many do not all die at once
 QUICKEST_LOOK = 0.02  # seconds between two looks at standby stores, just after the store was lost: a guard needs about 0.1 s
 LATE = 1.0  # seconds for which an owner without a guard's word waits for more nodes: the others doubt at about the same time
 PATIENCE = 2.0  # seconds in an undecided store before its nodes look elsewhere, which may hang for a second
@@ -97,10 +97,10 @@ class Moves:
     votes: tuple[Vote, ...] = ()  # to be written into the store in use; empty: none is, or they are there
     undecided_since: float | None = None  # since when this node waits in a standby store that has no round record yet
     _minority_since: float | None = None  # since when too few members of an earlier round are here to form the next one
-    _vain: tuple[Place | None, float] = (None, 0.0)  # where this newcomer was sent, and nobody answered; until when it does not try again
-    _told: Since = field(default_factory=lambda: Since(-math.inf))  # where this newcomer was told that the job is
+    _unreachable_until: tuple[Place | None, float] = (None, 0.0)  # where nobody answered this newcomer; until when it does not try again
+    _redirected: Since = field(default_factory=lambda: Since(-math.inf))  # where the record sends this newcomer
     _searching_since: float | None = None
-    ran: tuple[str, float] = ("", 0.0)  # the round that this node has given up, by its token, and for how many seconds it had known that
+    _ran: tuple[str, float] = ("", 0.0)  # of the round that this node has given up: the fence token, and for how many seconds it was known
     doubts: bool = False  # this node would give up the store without proof that its host has died
     _due: float = -math.inf  # the time of the next look, seconds of this node's clock
     _turn: int = 0
@@ -148,9 +148,13 @@ class Moves:
 
     def stood_still(self, now: float, seconds: float) -> None:
         """Note that this agent was suspended: that time is no time of waiting, and other stores may have stood still as well."""
-        for name in ("undecided_since", "_minority_since", "_searching_since"):
-            since = getattr(self, name)
-            setattr(self, name, None if since is None else min(now, since + seconds))
+
+        def later(since: float | None) -> float | None:
+            return None if since is None else min(now, since + seconds)
+
+        self.undecided_since = later(self.undecided_since)
+        self._minority_since = later(self._minority_since)
+        self._searching_since = later(self._searching_since)
         self._silent_since, self._overruled = {}, None
         self._was_suspended, self._start_is_clear = True, False  # another run may have begun there meanwhile
 
@@ -174,7 +178,7 @@ class Moves:
     def search(
         self, record: RoundRecord | None, silent_since: float | None, rows: Mapping[str, NodeRow], now: float, stays: bool = True
     ) -> float | None:
-        """Return the time of the next look at another store; None: none is needed.
+        """Begin the search for another store, go on with it, or end it. Return the time of the next look; None: none is needed.
 
         ``silent_since``: when the store in use answered last; None: it answers. ``rows``: as they were read last there. ``stays``: this
         node is not about to leave. One that is, and that is alone, sends no newcomer to its store: it takes none over.
@@ -246,8 +250,8 @@ class Moves:
         else:
             self._silent_since = {place.name: now, **self._silent_since}
 
-    def heard_from_start(self, answer: Synced, record: RoundRecord) -> str:
-        """Take in what a store says where the job was started. Returns why this node gives up; empty: it does not."""
+    def looked_at_start(self, answer: Synced, record: RoundRecord) -> str:
+        """Take in the answer to a look where the job was started. Return why this node gives up; empty: it does not."""
         self._start = found = answer.round
         clear = found is None or found.moved == self.at or found.store_id == record.store_id
         self._start_is_clear = clear and not self._was_suspended
@@ -267,7 +271,7 @@ class Moves:
         when its owner has.
         """
         self._silent_since = {name: since for name, since in self._silent_since.items() if name != place.name}
-        self._hear(answer.votes, record)
+        self._take_votes(answer.votes, record)
         found = answer.round
         if found is not None:
             return found.store_id == record.store_id and found.term > record.term
@@ -299,7 +303,7 @@ class Moves:
         same = {vote.id for vote in recent} | {self.me}
         return bool(record.quorums) and all(quorum.is_met(q, same, self.gone) for q in record.quorums[-1:])
 
-    def _hear(self, found: tuple[Vote, ...], record: RoundRecord | None) -> None:
+    def _take_votes(self, found: tuple[Vote, ...], record: RoundRecord | None) -> None:
         """Take in votes about the job of ``record``, and none of another run of it.
 
         Who says that a host has died knows the newest record that this host knew: its guard's word brings both.
@@ -342,11 +346,15 @@ class Moves:
 
     # -- in a standby store -----------------------------------------------------------------------------------------------
 
-    def move(self, place: Place, record: RoundRecord, rows: Mapping[str, NodeRow], decided: bool, now: float) -> RoundRecord:
-        """Give up the store in use for that of ``place``. ``record``, ``rows``: what this node has read last in the store in use.
+    def move(
+        self, place: Place, record: RoundRecord, rows: Mapping[str, NodeRow], decided: bool, now: float, ran: float = 0.0
+    ) -> RoundRecord:
+        """Give up the store in use for that of ``place``. Return the newest record that was read anywhere.
 
-        Return the newest record that was read anywhere.
+        ``record``, ``rows``: as this node has read them last in the store in use. ``ran``: seconds for which it has known the round.
         """
+        if record.open:
+            self._ran = record.fence, ran
         self.gone |= quorum.left(rows.values())
         if not self.undecided or self._known is None:  # else ``record`` is not what stood in a store
             self._known = newest(record, self._known)
@@ -360,13 +368,13 @@ class Moves:
         return self._known
 
     def _words(self, known: RoundRecord) -> tuple[Vote, ...]:
-        """Return what this node says in an undecided store, now that ``known`` is the newest record: it is there, and what it has heard."""
+        """Return what this node writes into an undecided store: a vote with the newest record, ``known``, and the word of the guard."""
         own = vote(self.me, known, self.gone)
         return (own,) if self._word is None else (self._word, own)
 
     def turn_back(self, until: float) -> None:
         """Ask again where the job was started: there is no job where this newcomer was sent. ``until``: when it may be sent there again."""
-        self.at, self._vain = None, (self.at, until)
+        self.at, self._unreachable_until = None, (self.at, until)
 
     def is_sent(self, found: RoundRecord | None, now: float) -> Place | None:
         """Return where the record ``found``, read where the job was started, sends this node; None: nowhere.
@@ -375,12 +383,13 @@ class Moves:
         """
         if not self.rules.succession or found is None or found.moved in (None, self.at):
             return None
-        self._told.see(found.moved, now)
-        return None if found.moved == self._vain[0] and now < self._vain[1] else found.moved
+        self._redirected.see(found.moved, now)
+        place, until = self._unreachable_until
+        return None if found.moved == place and now < until else found.moved
 
-    def told_since(self, record: RoundRecord) -> float | None:
-        """Return since when this node has known where ``record`` sends it, and where nobody has answered; None: ``record`` sends nobody."""
-        return self._told.since if record.moved is not None else None
+    def redirected_since(self, record: RoundRecord) -> float | None:
+        """Return since when ``record`` has sent this node to the same place, where nobody has answered; None: it sends nobody."""
+        return self._redirected.since if record.moved is not None else None
 
     def complete(self, sync: Sync, record: RoundRecord | None, rows: Mapping[str, NodeRow]) -> Sync:
         """Return the exchange with the store in use, in which ``rows`` were read last.
@@ -403,10 +412,10 @@ class Moves:
     def answered(self, asked: Sync, answer: Synced, record: RoundRecord | None) -> None:
         """Take in the answer of the store in use to what it was ``asked``. ``record``: of the job, as this node has known it.
 
-        Who hears in an undecided store of a newer term votes again: it counts only for the term that it knew while it was there.
+        Who reads of a newer term in an undecided store votes again: it counts only for the term that it knew while it was there.
         """
         known = self._known
-        self._hear(answer.votes, record)
+        self._take_votes(answer.votes, record)
         self._terms |= {vote.id: vote.record.term for vote in answer.votes}
         self._start_is_clear = self._is_replaced = False
         self.votes = () if asked.votes == self.votes else self.votes
@@ -424,7 +433,7 @@ class Moves:
         absent = {m.id for m in known.members} - self._here(rows, known)
         lost = ended if known.host in self.gone else absent
         turn = next((k for k, place in enumerate(self._line(known), 1) if place.id == self.me), IN_LINE + 1)
-        ran = self.ran[1] if self.ran[0] == known.fence else 0.0
+        ran = self._ran[1] if self._ran[0] == known.fence else 0.0
         return Change(None, take_over(known, self.me, lost, quorum.noted(needed, ended), turn, ran))
 
     def _waits_for_more(self, rows: Mapping[str, NodeRow], now: float) -> bool:
@@ -445,9 +454,10 @@ class Moves:
     def _needed(self, rows: Mapping[str, NodeRow]) -> tuple[Quorum, ...] | None:
         """Return what the next round in this node's own standby store needs; None: it may not take over that store, or not yet.
 
-        When the guard of the host has told of its end, the members of the round that it has named are counted without the host, so that
-        all owners count in the same round. Some nodes may know a newer round, which the host has never read; no worker of it has
-        started. Without such a word only a majority may go on, and not if all of it has succeeded: the host may say that the job has.
+        When the guard of the host has written that the host has ended, the members of the round that it has named are counted without the
+        host, so that all owners count in the same round. Some nodes may know a newer round, which the host has never read; no worker of
+        it has started. Without such a word only a majority may go on, and not if all of it has succeeded: the host may say that the job
+        has.
         """
         known, word = self._known, self._word.record if self._word is not None else None
         if self.undecided_since is None or self.at is None or self.at.id != self.me or known is None:

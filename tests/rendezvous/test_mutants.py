@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     mutant(
         "a re-formation waits for no last call",
-        *("formation", "told_since) if record.round == 0 else None", "told_since)"),
+        *("formation", "redirected_since) if record.round == 0 else None", "redirected_since)"),
         *("formation", "a_re_formation_waits_for_no_last_call"),
     ),
     mutant(
@@ -901,7 +901,7 @@ MUTANTS = (
     ),
     mutant(
         "a round that ran for long before its host was lost is no early loss",
-        *("succession", "ran = self.ran[1] if self.ran[0] == known.fence else 0.0", "ran = 0.0"),
+        *("succession", "ran = self._ran[1] if self._ran[0] == known.fence else 0.0", "ran = 0.0"),
         *("majority", "each_node_can_host_the_store_again_and_again"),
     ),
     mutant(
@@ -1091,7 +1091,7 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer goes where another endpoint sends it",
-        *("machine", "self._moves.is_sent(told, event.now)) is not None:", "self._moves.is_sent(None, event.now)) is not None:"),
+        *("machine", "self._moves.is_sent(sent, event.now)) is not None:", "self._moves.is_sent(None, event.now)) is not None:"),
         *("succession", "a_newcomer_goes_where_another_endpoint_sends_it"),
     ),
     mutant(
@@ -1121,12 +1121,12 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer that knows of a moved job begins no other one at once",
-        *("formation", "if place is not None and told_since is not None and others_could_run and now", "if False and now"),
+        *("formation", "if place is not None and redirected_since is not None and others_could_run and now", "if False and now"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
     ),
     mutant(
         "the time since a newcomer was told does not begin anew when it is told again",
-        *("succession", "self._told.see(found.moved, now)", "self._told.see(now, now)"),
+        *("succession", "self._redirected.see(found.moved, now)", "self._redirected.see(now, now)"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
     ),
     mutant(

@@ -394,7 +394,7 @@ def test_what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspen
         if suspended == "while it looks":
             owner.stood_still(9.0, 8.0)
         if answers:
-            owner.heard_from_start(Synced(1.0, 1.0, None, {}), RECORD)
+            owner.looked_at_start(Synced(1.0, 1.0, None, {}), RECORD)
         else:
             owner.unanswered(None, 1.0)
         if suspended == "when it has looked":
@@ -641,13 +641,13 @@ def test_before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_
         return Synced(1.0, 1.0, asked.change.record if asked.change else first, {})
 
     found = look()
-    assert found and not owner.heard_from_start(found, RECORD)
+    assert found and not owner.looked_at_start(found, RECORD)
     assert owner.take_over(rows("abc"), 1.0) is None  # a round may form there any moment
     found = look()
     assert found and found.round and found.round.moved == PLACES[1]
-    assert not owner.heard_from_start(found, RECORD) and owner.take_over(rows("abc"), 1.0) is not None
+    assert not owner.looked_at_start(found, RECORD) and owner.take_over(rows("abc"), 1.0) is not None
     begun = replace(first, round=1, version=3)
-    assert "another run of this job" in owner.heard_from_start(Synced(1.0, 1.0, begun, {}), RECORD)
+    assert "another run of this job" in owner.looked_at_start(Synced(1.0, 1.0, begun, {}), RECORD)
     assert owner.take_over(rows("abc"), 1.0) is None
 
 
