@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastirun import clock
-from elastirun.agent.store_access import StoreAccess, rules, store_access
+from elastirun.agent.store_access import StoreAccess, new_store_id, rules, store_access
 from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.rendezvous.actions import Action, Reconnect, Sync
@@ -61,7 +61,7 @@ class Session:
         access.me = row.id
         protocol = SyncProtocol(access.key_prefix, row.id, Codec(config.token), clock.now)
         thread = StoreThread(access.connect, protocol, access.exchange_limit)
-        return cls(Machine(rules(config, access), row, clock.now()), thread, access, worker_store_failed)
+        return cls(Machine(rules(config, access), row, clock.now(), new_store_id()), thread, access, worker_store_failed)
 
     def begin(self, prepares: bool = False) -> None:
         """The loop begins. ``prepares``: see ``Machine.begin``."""

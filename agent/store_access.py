@@ -64,9 +64,13 @@ def rules(config: LaunchConfig, access: StoreAccess) -> Rules:
         lasting=access.outlives_job,
         hosted=config.endpoint is not None and not access.outlives_job,
         store_succession=config.store_succession,
-        new_store_id=secrets.token_hex(8),
         **vars(config.timing),
     )
+
+
+def new_store_id() -> str:
+    """Return an id for a store that is found empty, which no other store has."""
+    return secrets.token_hex(8)
 
 
 _EVERYWHERE = f"listens on {EVERYWHERE}"
@@ -245,8 +249,7 @@ class EndpointAccess(StoreAccess):
         if self.config.succession:
             self._serve_standby()
         if store.hosting and self.newcomer and (place := self._search.find(self._own_stores(), hosting=True)):
-            job = rules(self.config, self)
-            first = RoundRecord(job.new_store_id, settings=job.settings)
+            first = RoundRecord(new_store_id(), settings=rules(self.config, self).settings)
             execute(self._protocol().put_moved(place, first), store)  # in place of a first round
         return store
 

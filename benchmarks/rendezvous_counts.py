@@ -103,9 +103,9 @@ def node_row(index: int, process: int = 1) -> NodeRow:
     return NodeRow(f"{name}-{process}-00c0ffee", name, f"10.0.{index // 250}.{index % 250 + 1}", 40000, 8)
 
 
-def rules(nodes: int, index: int) -> Rules:
+def rules(nodes: int) -> Rules:
     """Return rules that allow the loss of one node."""
-    return Rules(max(1, nodes - 1), nodes, new_store_id=f"store-of-{index}")
+    return Rules(max(1, nodes - 1), nodes)
 
 
 class Crowd:
@@ -121,7 +121,7 @@ class Crowd:
         self._count = itertools.count()
         data: dict[str, bytes] = {}
         self._store = CountedStore(data, self.tally)
-        self._machines = [Machine(rules(nodes, i), node_row(i), 0.3 * i / nodes) for i in range(nodes)]
+        self._machines = [Machine(rules(nodes), node_row(i), 0.3 * i / nodes, f"store-of-{i}") for i in range(nodes)]
         codec = Remembering()
         self._exchanges = [SyncProtocol("job/", m.row.id, codec, lambda: self.t) for m in self._machines]
         self._armed = [0] * nodes

@@ -35,6 +35,8 @@ from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import Event, Tick, WorkersStopped
 from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.records import NodeRow
+from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd import store
@@ -124,9 +126,13 @@ class Elastirun:
         ready = [connect()]
         protocol = SyncProtocol("job/", row.id, self.codec, time.monotonic)
         driver = StoreThread(lambda at: ready.pop() if ready else connect(), protocol, self.limit)
-        node = Node(index, Machine(replace(rules(plan.nodes, index), lasting=self.lasting), row, time.monotonic()), driver, tally)
+        node = Node(index, self._machine(replace(rules(plan.nodes), lasting=self.lasting), row, index), driver, tally)
         self._selector.register(driver, selectors.EVENT_READ, node)
         return node
+
+    @staticmethod
+    def _machine(rules: Rules, row: NodeRow, index: int) -> Machine:
+        return Machine(rules, row, time.monotonic(), f"store-of-{index}")
 
     def run(self) -> None:
         self._main.send(("connected",))
@@ -154,7 +160,7 @@ class Elastirun:
     def _carry_out(self, command: str, index: int = -1) -> None:
         if command == "go":
             for node in self._nodes.values():
-                node.machine = Machine(node.machine.rules, node.machine.row, time.monotonic())  # created now: connecting is not counted
+                node.machine = self._machine(node.machine.rules, node.machine.row, node.index)  # created now: connecting is not counted
                 self._feed(node, Tick(time.monotonic()))
             self._main.send(("gone", time.monotonic()))
         elif command == "tally":

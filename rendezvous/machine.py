@@ -35,10 +35,11 @@ REMEMBERED = 8  # transitions that the error about an impossible one names
 class Machine:
     """One node's part of the rendezvous.
 
-    ``row`` introduces the node. ``wake`` is when the machine wants the next ``Tick``. After ``Finish`` it does nothing any more.
+    ``row`` introduces the node. ``store_id`` is the id that this node gives to a store it finds empty: each agent has another one.
+    ``wake`` is when the machine wants the next ``Tick``. After ``Finish`` it does nothing any more.
     """
 
-    def __init__(self, rules: Rules, row: NodeRow, now: float) -> None:
+    def __init__(self, rules: Rules, row: NodeRow, now: float, store_id: str = "store") -> None:
         self.rules = rules
         self.row = row  # of this node, as it is to be written; ``seq`` is set then
         self.record: RoundRecord | None = None  # of this job, from when it was first read on: its end is the end of this node, too
@@ -49,6 +50,7 @@ class Machine:
         self._history: tuple[str, ...] = ()  # the last transitions, in words, for the error about an impossible one
         self._actions: list[Action] = []
         self._link = Link(rules, row.id, now)
+        self._own_store_id = store_id  # offered to one store only, see ``_take_another_store_id``
         self._earlier: RoundRecord | None = None  # the record of an earlier run, in a store that outlives its jobs
         self._break: tuple[Cause, str] | None = None  # why this node wants its own round to end
         self._closing = False  # the job is to be closed, whatever else would be written
@@ -320,9 +322,8 @@ class Machine:
         self._link = self._link.to_another_store(self._now)
 
     def _take_another_store_id(self) -> None:
-        """Offer another store id from now on. Two stores with one id could not be told apart."""
-        new = hashlib.sha256(self.rules.new_store_id.encode()).hexdigest()[:16]
-        self.rules = self._link.rules = self._link.plan.rules = replace(self.rules, new_store_id=new)
+        """Offer another store id from now on. Nobody could distinguish two stores with one id."""
+        self._own_store_id = hashlib.sha256(self._own_store_id.encode()).hexdigest()[:16]
 
     def _begin_at(self, place: Place) -> None:
         """Begin anew in another store: nothing is known of its rows, and nothing of this node is there."""
@@ -442,7 +443,7 @@ class Machine:
         if wait:
             self._wait(wait.reason, check_again=wait.check_again)
         else:
-            self._wanted = Change(earlier, RoundRecord(store_id=self.rules.new_store_id, settings=self.rules.settings))
+            self._wanted = Change(earlier, RoundRecord(store_id=self._own_store_id, settings=self.rules.settings))
 
     def _wait_beside(self, record: RoundRecord) -> None:
         """Wait beside a round that runs without this node: end it, so that the next one includes the newcomers, or stay a spare."""
@@ -479,7 +480,7 @@ class Machine:
         if decision.record is None:
             self._wait(decision.reason, decision.news, decision.check_again)
             return
-        mine = decision.leader == self.row.id or self._link.plan.is_first(record, self._link.away)
+        mine = decision.leader == self.row.id or self._link.plan.is_first(record, self._link.away, self._own_store_id)
         if mine or self._now >= can_form + 2 * self.rules.beat:
             self._wanted = Change(record, decision.record)
 
@@ -700,7 +701,7 @@ class Machine:
     def _rows_to_read(self) -> tuple[str, ...] | None:
         """Return the ids of the rows that the next exchange reads; None: all rows."""
         more_lost = self._may_have_lost_more()
-        return self._link.plan.rows(self.state, self.record, self._link.away, self._now, self.hosting, more_lost)
+        return self._link.plan.rows(self.state, self.record, self._link.away, self._now, self.hosting, self._own_store_id, more_lost)
 
     def _may_have_lost_more(self) -> bool:
         """Return whether many rows are read because several members may be lost."""

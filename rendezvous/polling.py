@@ -95,9 +95,12 @@ class PollPlan:
         return min(quick, FORMING_POLL) + PER_NODE * self._nodes(record)
 
     def rows(
-        self, state: Status, record: RoundRecord | None, away: Away, now: float, hosting: bool, more_lost: bool = False
+        self, state: Status, record: RoundRecord | None, away: Away, now: float, hosting: bool, own_store_id: str, more_lost: bool = False
     ) -> tuple[str, ...] | None:
-        """Return the ids of the rows to be read now; None: all rows. ``more_lost``: several members may be lost."""
+        """Return the ids of the rows to be read now; None: all rows.
+
+        ``own_store_id``: see ``is_first``. ``more_lost``: several members may be lost.
+        """
         self.wide = more_lost
         if record is None:
             return ()
@@ -108,7 +111,7 @@ class PollPlan:
             self.all_read = now  # when the round is over, the nodes first in line are to read all rows first
             return watched
         due = now >= self.all_read + self._all_interval(record, away) * self._own_factor
-        if due or _beside(state, record) or (hosting and state is LEFT) or self.is_first(record, away):
+        if due or _beside(state, record) or (hosting and state is LEFT) or self.is_first(record, away, own_store_id):
             self.all_read = now
             return None
         first = first_in_line(record, away)
@@ -121,9 +124,9 @@ class PollPlan:
         if self.sees_all:
             self.crowd = rows
 
-    def is_first(self, record: RoundRecord, away: Away) -> bool:
-        """Return whether this node is to take the next step."""
-        return self.me in first_in_line(record, away) if record.members else record.store_id == self.rules.new_store_id
+    def is_first(self, record: RoundRecord, away: Away, own_store_id: str) -> bool:
+        """Return whether this node is to take the next step. ``own_store_id``: the id that it gives to a store it finds empty."""
+        return self.me in first_in_line(record, away) if record.members else record.store_id == own_store_id
 
     def _all_interval(self, record: RoundRecord, away: Away) -> float:
         """Return the seconds, on average, between two reads of all rows while this node is not first in line."""

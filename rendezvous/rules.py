@@ -30,7 +30,6 @@ class Rules(Timing):
     lasting: bool = False  # the store outlives its jobs
     hosted: bool = False  # one of the job's agents should serve the store
     store_succession: str = "off"  # or "proof", "majority": when the store moves, see docs/decisions/0020
-    new_store_id: str = "store"  # the name that this node gives to a store it finds empty
 
     @cached_property
     def settings(self) -> tuple[str, ...]:

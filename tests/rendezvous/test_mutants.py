@@ -410,7 +410,7 @@ MUTANTS = (
     ),
     mutant(
         "only those first in line read all rows",
-        *("polling", "or self.is_first(record, away):", "or True:"),
+        *("polling", "or self.is_first(record, away, own_store_id):", "or True:"),
         *("scale", "no_node_but_those_first_in_line_reads_all_rows"),
     ),
     mutant(

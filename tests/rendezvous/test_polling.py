@@ -11,7 +11,7 @@ from elastirun.rendezvous.records import Cause, Member, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.updates import break_up
 
-RULES = Rules(1, 6, new_store_id="mine")
+RULES = Rules(1, 6)
 ROUND = RoundRecord("s", 2, 1, tuple(Member(i, i, "10.0.0.1", 1, 1) for i in "abcdef"))
 
 
@@ -20,7 +20,7 @@ def here(node_id: str) -> bool:
 
 
 def look(me: str, record: RoundRecord | None, state: Status = Status.JOINING, now: float = 0.0, **more: object) -> tuple[str, ...] | None:
-    options = {"away": here, "hosting": False, **more}
+    options = {"away": here, "hosting": False, "own_store_id": "mine", **more}
     return PollPlan(RULES, me, 0.0).rows(state, record, now=now, **options)  # type: ignore[arg-type]
 
 

@@ -542,12 +542,12 @@ class World:
             node.working = None  # the new agent first ends what is left of earlier ones on its machine
         names = list(dict.fromkeys([*(node.name for node in self.nodes), name]))
         row = NodeRow(f"{name}-{len(self.nodes)}", name, "", 0, slots, node_rank=node_rank)
-        rules = replace(rules or self.rules, new_store_id=f"store-of-{row.id}")
+        rules = rules or self.rules
         lease = 0.0 if rules.max_nodes == 1 else rules.guard_lease
         node = Node(self, name, None, None, offset, rate, lease)  # type: ignore[arg-type]
         exchanges = WorldExchanges(node, SyncProtocol("job/", row.id, CODEC, lambda: node.now))
         access = WorldAccess(f"10.0.0.{names.index(name) + 1}", node)
-        node.session = Session(Machine(rules, row, node.now), exchanges, access, node.said.append, lambda: node.now)
+        node.session = Session(Machine(rules, row, node.now, f"store-of-{row.id}"), exchanges, access, node.said.append, lambda: node.now)
         node.hosts = self.hosted and name == (self.nodes or [node])[0].name
         node.side = next((other.side for other in reversed(self.nodes) if other.name == name), 0)
         if self.hosted and node.hosts and self.nodes:
