@@ -217,7 +217,7 @@ class Agent:
         Where workers train without another node it ends when these may consider this node lost, even if it is healthy: decision 0006.
         """
         if self._lone:
-            self._tree.end_lease_at(self._session.machine.kept_alive + self._config.timing.lone_lease, now)
+            self._tree.end_lease_at(self._session.machine.store.kept_alive + self._config.timing.lone_lease, now)
         else:
             self._tree.renew(now)
 
@@ -249,12 +249,12 @@ class Agent:
             if event is None:
                 return
             machine = self._session.machine
-            if isinstance(event, Synced | SyncFailed) and not machine.looking:
+            if isinstance(event, Synced | SyncFailed) and not machine.store.looking:
                 self._round_check.settle(event, self._may_be_replaced)
             actions = self._session.step(event)
             if isinstance(event, Synced):
                 self._brief_guard()
-            self._round_events.see(machine.record, event.now, machine.quiet)
+            self._round_events.see(machine.record, event.now, machine.store.quiet)
             self._accounting.see(machine.record)
             self._sit_out.see(machine.record)
             for action in actions:
@@ -270,15 +270,15 @@ class Agent:
         machine, access = self._session.machine, self._session.access
         words = machine.last_words
         vote = words[1] if words else None
-        store = None if machine.hosting else access.for_guard(machine.place)
-        known = (machine.round_known, store, vote)
+        store = None if machine.hosting else access.for_guard(machine.store.place)
+        known = (machine.store.round_known, store, vote)
         if known != self._briefed[0]:
             notice = None
             if store or vote:
                 spelled = encode_vote(vote, self._config.token) if vote else ""
                 if store and len(spelled) > LARGEST_VOTE:
                     spelled = ""
-                notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.round_known, spelled)
+                notice = Notice(store, access.key_prefix, machine.row.id, self._config.token, *machine.store.round_known, spelled)
             self._briefed = known, notice
             self._tree.write_notice_with(notice.encode() if notice else b"")
 
@@ -298,7 +298,7 @@ class Agent:
         self._session.post(Changed(clock.now()))
 
     def _may_be_replaced(self) -> bool:
-        return self._session.machine.may_be_replaced
+        return self._session.machine.store.may_be_replaced
 
     def _describe_store(self) -> str:
         live = [process.spec.rank for process in self._workers.processes.values() if self._live.is_live(process.pid)]
@@ -442,7 +442,7 @@ class Agent:
             self._tracker.add(ExitRecord(self._session.machine.row.name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
 
     def _meeting(self, record: RoundRecord, node_rank: int) -> Meeting:
-        access, place = self._session.access, self._session.machine.place
+        access, place = self._session.access, self._session.machine.store.place
         return Meeting(access.for_status(place), access.key_prefix, self._config.token, record.fence, node_rank, len(record.members))
 
     def _tell_states(self, round: int, node_rank: int, specs: list[WorkerSpec], parked: Mapping[int, int]) -> None:

@@ -110,7 +110,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         strikes=len(parts.sit_out.strikes),
         restarts={cause: parts.rounds.ended[cause] for cause in CAUSES},
         seconds_since_round_start=None if started_at is None else round(now - started_at, 3),
-        seconds_since_keep_alive=round(now - machine.kept_alive, 3),
+        seconds_since_keep_alive=round(now - machine.store.kept_alive, 3),
         hosts_store=machine.hosting,
         workers=_workers(parts.workers, state, config.nproc),
         checkpoints_held_bytes=parts.memory.size,
@@ -121,10 +121,10 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
 
 def _joins_waiting(machine: Machine) -> int:
     """Return how many nodes wait to be in the next round. A running node reads only its neighbours' rows, so it may see fewer."""
-    rows = {**machine.rows, machine.row.id: machine.row}
+    rows = {**machine.store.rows, machine.row.id: machine.row}
     members = {member.id for member in machine.record.members} if machine.record and machine.record.open else set()
     waiting = (row for row in rows.values() if row.status is Status.JOINING and row.id not in members)
-    return sum(machine.quiet(row.id) <= machine.rules.expire for row in waiting)
+    return sum(machine.store.quiet(row.id) <= machine.rules.expire for row in waiting)
 
 
 def _workers(workers: Workers, state: str, started: int) -> dict[str, int]:

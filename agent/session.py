@@ -83,7 +83,7 @@ class Session:
         """
         config = self.access.config
         endpoints = (config.endpoint, *config.other_endpoints, *(config.etcd.endpoints if config.etcd else ()))
-        store = self.access.for_status(self.machine.place)
+        store = self.access.for_status(self.machine.store.place)
         known = {"job": config.run_id, "endpoints": [str(one) for one in endpoints if one], "store": store}
         return json.dumps({**known, "steps": steps, "live": live})
 
@@ -146,12 +146,12 @@ class Session:
             self.worker_store = self.worker_store or self.access.worker_store(self._worker_store_failed)
             reachable = self.machine.step(self._reachable(event.now, self.access.node_address.address, self.worker_store))
         actions = reachable + self.machine.step(event)
-        self.access.newcomer = self.machine.round_known[0] == 0
-        self.access.has_moved = self.machine.place is not None
+        self.access.newcomer = self.machine.store.round_known[0] == 0
+        self.access.has_moved = self.machine.store.place is not None
         if standby and not self.machine.row.standby:
             self.access.renew_standby()
         if isinstance(event, Synced):
-            self.access.forward(self.machine.forward, lambda record: self.post(FoundAtStart(self._now(), record)))
+            self.access.forward(self.machine.store.forward, lambda record: self.post(FoundAtStart(self._now(), record)))
         return actions
 
     def _is_reached_elsewhere(self) -> bool:

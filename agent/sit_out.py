@@ -154,10 +154,10 @@ class SitOut:
         record = machine.record
         cause = self._suspicion.holds(record) if self._suspicion and record else None
         decided = record is not None and record.closed is not None
-        return Out(now - self._since, self._broken_for(record, now), now - machine.kept_alive, decided, machine.hosting, cause)
+        return Out(now - self._since, self._broken_for(record, now), now - machine.store.kept_alive, decided, machine.hosting, cause)
 
     def _begin_look(self) -> None:
-        access, place = self._session.access, self._session.machine.place
+        access, place = self._session.access, self._session.machine.store.place
         self._look = Look(access.for_status(place), access.key_prefix, self._config.token)
 
     def _why_needed(self, now: float) -> str:

@@ -140,17 +140,17 @@ class Nodes:
     def _report(self, node: Node) -> None:
         """Say whether the node has moved to another store, and read there that it has taken over; of the host, its guard's notice."""
         machine, access = node.session.machine, node.session.access
-        if machine.place is not None and machine.place.id != node.owner:
-            node.owner = machine.place.id
+        if machine.store.place is not None and machine.store.place.id != node.owner:
+            node.owner = machine.store.place.id
             self._main.send(("moved", node.index, clock.now()))
         if machine.record is not None and machine.record.term > node.term:
             node.term = machine.record.term
             self._main.send(("taken", node.index, clock.now()))
         words = machine.last_words if node.index == HOST else None
-        if words is not None and (machine.round_known, words[1]) != node.notice:
-            node.notice = machine.round_known, words[1]
+        if words is not None and (machine.store.round_known, words[1]) != node.notice:
+            node.notice = machine.store.round_known, words[1]
             spelled = death_notice.encode_vote(words[1], None)
-            notice = death_notice.Notice(None, access.key_prefix, machine.row.id, None, *machine.round_known, spelled)
+            notice = death_notice.Notice(None, access.key_prefix, machine.row.id, None, *machine.store.round_known, spelled)
             self._main.send(("notice", notice.encode()))
 
 

@@ -13,7 +13,6 @@ class Wait:
 
     def __init__(self, now: float) -> None:
         self.restart(now)
-        self._notes_due = now
         self._last = ""
 
     def restart(self, now: float) -> None:
@@ -31,9 +30,16 @@ class Wait:
         self._due = now + self._pause
         return text.partition(";")[0] if again and len(text) > LONG_LINE else text
 
-    def ignored(self, notes: list[str], now: float) -> list[str]:
-        """Return the lines to be said about what was ignored in the store."""
-        if not notes or now < self._notes_due:
+
+class Notes:
+    """The lines about what was ignored in the store: few at once, and then none for a while. Times in seconds of this node's clock."""
+
+    def __init__(self, now: float) -> None:
+        self._due = now
+
+    def lines(self, notes: list[str], now: float) -> list[str]:
+        """Return the lines to be said about ``notes``, each of which says what was ignored, and why."""
+        if not notes or now < self._due:
             return []
-        self._notes_due = now + PROGRESS_EVERY
+        self._due = now + PROGRESS_EVERY
         return [f"ignored: {note}" for note in notes[:MOST_NOTES]]

@@ -815,7 +815,7 @@ MUTANTS = (
     ),
     mutant(
         "a node is a newcomer until it has seen a round",
-        *("session", "self.access.newcomer = self.machine.round_known[0] == 0", "self.access.newcomer = True"),
+        *("session", "self.access.newcomer = self.machine.store.round_known[0] == 0", "self.access.newcomer = True"),
         *("session", "a_node_is_a_newcomer_until_it_has_seen_a_round"),
     ),
     mutant(

@@ -17,6 +17,7 @@ from elastirun.rendezvous.actions import Action, Start, Sync
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.events import FoundAtStart, Leave, Reachable, StoodStill, Synced, SyncFailed, Tick
 from elastirun.rendezvous.exchanges import Connection, Exchanges
+from elastirun.rendezvous.job_store import JobStore
 from elastirun.rendezvous.machine import Machine
 from elastirun.rendezvous.records import Member, Place, RoundRecord
 from elastirun.rendezvous.sync import SyncProtocol
@@ -144,7 +145,7 @@ def test_where_the_store_has_moved_is_said_after_each_answer(waiting: tuple[Sess
     monkeypatch.setattr(session.access, "forward", lambda told, found: (said.append(told and told[0]), found(record)))
     session.step(Tick(0.1))
     for place in (None, Place("n1", "10.0.0.1", 1)):
-        monkeypatch.setattr(Machine, "forward", place and (place, record))
+        monkeypatch.setattr(JobStore, "forward", place and (place, record))
         session.step(Synced(mute.t, mute.t, None, {}))
     assert said == [None, place]
     assert session.next_event() == FoundAtStart(mute.t, record), "what is found there is the machine's business"

@@ -35,7 +35,7 @@ class Node:
         self.found = Synced(0.0, 0.0, ROUND, rows) if answers else None
         self.looked, self.kept = 0, False
         monkeypatch.setattr(sit_out, "Look", self.look)
-        self.machine: Any = SimpleNamespace(record=ROUND, row=B, hosting=False, place=None, kept_alive=clock.now())
+        self.machine: Any = SimpleNamespace(record=ROUND, row=B, hosting=False, store=SimpleNamespace(place=None, kept_alive=clock.now()))
         self.machine.rules = SimpleNamespace(majority=True)
         self.posted: list[object] = []
         self.lines: list[str] = []
@@ -80,7 +80,7 @@ def test_it_sits_out_from_its_last_strike_on_and_ends_with_its_time(monkeypatch:
     node.machine.record = NEXT
     now = clock.now()
     assert node.sit_out.tick(now) == pytest.approx(now + CHECK) and not node.posted
-    node.machine.kept_alive = now + 101
+    node.machine.store.kept_alive = now + 101
     node.sit_out.tick(now + 101)
     assert node.told() == [(OWN,)] and not node.sit_out.out and node.sit_out.strikes == []
     assert [event.kind for event in node.events] == ["sits_out", "sat_out"]
@@ -190,7 +190,7 @@ def test_the_others_have_time_for_their_next_round_from_its_end_on(monkeypatch: 
     limit, now = Timing().grace + 2 * Timing().expire, clock.now()
     over = replace(NEXT, broken=ROUND.broken)
     for record, at, out in ((ROUND, 0, True), (NEXT, limit - 1, True), (over, 2 * limit, True), (over, 3 * limit, False)):
-        node.machine.record, node.machine.kept_alive = record, now + at
+        node.machine.record, node.machine.store.kept_alive = record, now + at
         node.sit_out.tick(now + at)
         assert node.sit_out.out == out, (record, at)
 

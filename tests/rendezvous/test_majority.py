@@ -100,11 +100,11 @@ def test_who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_nex
     world.nodes[0].side = 0
     goes_on(world, *world.nodes, within=15.0)
     second = world.nodes[1]
-    assert second.machine.hosting and second.machine.place is not None
+    assert second.machine.hosting and second.machine.store.place is not None
     second.side = 1
     world.run(WITHIN)
     second.side = 0
-    assert world.run(15, lambda: second.machine.place is not None and second.machine.place.id != second.id)
+    assert world.run(15, lambda: second.machine.store.place is not None and second.machine.store.place.id != second.id)
     assert second.machine.row.standby == 0
     goes_on(world, *world.nodes, within=15.0)
     assert second.machine.row.standby == second.session.access.standby_port == 2001
@@ -118,7 +118,7 @@ def test_a_store_that_nobody_has_taken_over_says_nothing_about_a_round() -> None
         node.stop_time = 30.0  # its workers save for so long
     host.crash()
     waits = [node for node in others if world.run(20, lambda node=node: node.machine.record is not None and world.undecided(node))]  # type: ignore[misc]
-    assert waits and all(node.machine.looking for node in waits if world.undecided(node))
+    assert waits and all(node.machine.store.looking for node in waits if world.undecided(node))
 
 
 def test_a_host_that_is_cut_off_knows_that_it_may_have_been_replaced() -> None:
@@ -126,9 +126,9 @@ def test_a_host_that_is_cut_off_knows_that_it_may_have_been_replaced() -> None:
     host, *others = world.nodes
     host.stop_time = 30.0  # its workers save for so long
     host.side = 1
-    assert not host.machine.may_be_replaced
+    assert not host.machine.store.may_be_replaced
     world.run(WITHIN)
-    assert [len(node.starts) for node in others] == [2, 2] and host.machine.may_be_replaced
+    assert [len(node.starts) for node in others] == [2, 2] and host.machine.store.may_be_replaced
 
 
 def test_who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_
     host.crash()
     newcomer = world.add(host.name)
     assert world.run(1.0, lambda: (record := world.record_at(second)) is not None and record.term > 0)
-    assert host.id not in second.machine._moves.gone
+    assert host.id not in second.machine.store._moves.gone
     goes_on(world, second, newcomer, within=6.0)
 
 
@@ -153,7 +153,7 @@ def test_a_host_whose_others_have_died_has_not_been_replaced() -> None:
     host.stop_time = 15.0  # its workers save for so long
     answers: list[bool] = []
     alone = world.running(host)
-    assert world.run(20, lambda: answers.append(host.machine.may_be_replaced) or alone())
+    assert world.run(20, lambda: answers.append(host.machine.store.may_be_replaced) or alone())
     assert world.t > 15 and not any(answers)
 
 
@@ -171,7 +171,7 @@ def test_a_node_that_is_cut_off_alone_does_not_give_up_the_store() -> None:
     alone.side = 1
     goes_on(world, world.nodes[0], *world.nodes[2:])
     world.run(20)
-    assert alone.machine.place is None and not alone.finish
+    assert alone.machine.store.place is None and not alone.finish
     alone.side = 0
     goes_on(world, *world.nodes, within=15.0)
     assert world.record and world.record.term == 0
@@ -354,9 +354,9 @@ def test_who_begins_to_doubt_waits_for_no_answer_any_more() -> None:
     machine.step(Tick(1.0))
     machine.step(SyncFailed(4.0, "no answer"))
     now = 4.0
-    while not machine._link.schedule.under_way or machine._link.schedule.asked.look:
+    while not machine.store._link.schedule.under_way or machine.store._link.schedule.asked.look:
         now += 0.05
-        machine.step(SyncFailed(now, "no answer") if machine._link.schedule.under_way else Tick(now))
+        machine.step(SyncFailed(now, "no answer") if machine.store._link.schedule.under_way else Tick(now))
     assert now < 0.1 + 2 * MAJORITY.expire
     asked = machine.step(Tick(0.2 + 2 * MAJORITY.expire))
     assert isinstance(asked[-2], Reconnect) and isinstance(asked[-1], Sync) and asked[-1].look and asked[-1].votes
@@ -367,14 +367,14 @@ def test_a_take_over_goes_before_another_look() -> None:
     machine = Machine(MAJORITY, NodeRow("a", "a", "", 0, 2), 0.0)
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, replace(RECORD, settings=MAJORITY.settings), {}))
-    machine._moves = doubting("a")
-    machine._moves.should_follow(PLACES[1], answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
-    machine._move(PLACES[1], RECORD, decided=False)
-    machine._link.rows = rows("abcd")
-    machine._moves.answered(Sync(), answer(votes=votes("abcd")), RECORD)
+    machine.store._moves = doubting("a")
+    machine.store._moves.should_follow(PLACES[1], answer(votes=(Vote("h", RECORD, ("h",)),)), RECORD)
+    machine.store._move(PLACES[1], RECORD, decided=False)
+    machine.store._link.rows = rows("abcd")
+    machine.store._moves.answered(Sync(), answer(votes=votes("abcd")), RECORD)
     assert [action for action in machine.step(Tick(0.2)) if isinstance(action, Sync) and action.look], "it looks where the job was started"
-    machine._link.schedule.under_way = False
-    machine._moves.unanswered(None, 20.0)
+    machine.store._link.schedule.under_way = False
+    machine.store._moves.unanswered(None, 20.0)
     (asked,) = [action for action in machine.step(Tick(20.0)) if isinstance(action, Sync)]
     assert asked.change is not None and asked.change.record.term == 1
 
@@ -383,7 +383,7 @@ def test_nodes_that_were_suspended_together_go_on() -> None:
     world = told(3)
     host, a, b = world.nodes
     host.crash()
-    assert world.run(5, lambda: a.machine._moves.undecided)
+    assert world.run(5, lambda: a.machine.store._moves.undecided)
     for node in (a, b):
         node.freeze()
     world.run(40.0)  # its store grace is 15 s
@@ -404,9 +404,9 @@ def test_a_newcomer_that_was_sent_to_an_empty_store_turns_back() -> None:
     machine = Machine(MAJORITY, NodeRow("n", "n", "", 0, 2), 0.0)
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, replace(RECORD, round=0, members=(), quorums=(), moved=PLACES[1]), {}))
-    assert machine.place == PLACES[1]
+    assert machine.store.place == PLACES[1]
     now = 0.1
-    while machine.place is not None and now < 60.0:
+    while machine.store.place is not None and now < 60.0:
         now += 0.1
         machine.step(Synced(now, now, None, {}))
         machine.step(Tick(now))
@@ -452,9 +452,9 @@ def test_a_look_says_nothing_about_the_store_in_use() -> None:
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, replace(RECORD, settings=MAJORITY.settings), {}))
     machine.step(Tick(1.0))
-    assert not machine.looking
+    assert not machine.store.looking
     machine.step(SyncFailed(4.0, "no answer"))
-    assert machine.looking
+    assert machine.store.looking
 
 
 def test_a_take_over_sends_nobody_elsewhere() -> None:

@@ -18,6 +18,7 @@ def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> 
 
 live_worker = mutants_in("elastirun", "tests/rendezvous")
 simulated = mutants_in("tests/sim", "tests/rendezvous")  # of what the simulator plays: the invariants notice it
+FORWARDS_WHILE_RUNNING = "return self._moves.forward(self.record) if self._link.own.stored.status is RUNNING else None"
 MUTANTS = (
     # Who sits where.
     mutant(
@@ -235,7 +236,7 @@ MUTANTS = (
     # The decisions of a node.
     mutant(
         "no worker starts before every member has seen the round",
-        *("machine", "elif self._view(record).seen_by_all(self._link.own.stored) and", "elif"),
+        *("machine", "elif self.store.view(record).seen_by_all(self.store.own.stored) and", "elif"),
         *("steps", "a_ready_node_whose_round_breaks_starts_nothing"),
     ),
     mutant(
@@ -250,7 +251,7 @@ MUTANTS = (
     ),
     mutant(
         "the last node of a moved job says where it is while its workers may train",
-        *("machine", "return self._moves.forward(self.record)", "return None if self._outcome else self._moves.forward(self.record)"),
+        *("job_store", "return self._moves.forward(self.record)", FORWARDS_WHILE_RUNNING),
         *("succession", "the_last_node_of_a_job_that_has_moved_says_where_it_is_as_long_as_its_workers_may_train[29.0]"),
     ),
     mutant(
@@ -290,47 +291,47 @@ MUTANTS = (
     ),
     mutant(
         "who was in no round joins the job that is in the store now",
-        *("machine", "if self._may_begin_again(self.record, event):", "if False:"),
+        *("job_store", "if stays and self._may_begin_again(self.record, event, row):", "if False:"),
         *("steps", "who_was_in_no_round_joins_the_job_that_is_in_the_store_now"),
     ),
     mutant(
         "who was in a round does not",
-        *("machine", "return in_no_round and is_over", "return is_over"),
+        *("job_store", "return in_no_round and is_over", "return is_over"),
         *("steps", "a_store_that_answers_with_another_id_is_another_rendezvous"),
     ),
     mutant(
         "nor who has read of a round that may go on",
-        *("machine", "return in_no_round and is_over", "return in_no_round"),
+        *("job_store", "return in_no_round and is_over", "return in_no_round"),
         *("steps", "who_may_not_join_another_store_ends"),
     ),
     mutant(
         "nor who leaves",
-        *("machine", "and self._outcome is None and not self._closing", "and not self._closing"),
+        *("machine", "stays = self._outcome is None and not self._closing", "stays = not self._closing"),
         *("steps", "who_may_not_join_another_store_ends"),
     ),
     mutant(
         "a node offers each id to one store",
-        *("machine", "        self._take_another_store_id()\n        self._link = self._link", "        self._link = self._link"),
+        *("job_store", "        self._take_another_store_id()\n        self._link = self._link", "        self._link = self._link"),
         *("steps", "a_node_offers_each_id_to_one_store"),
     ),
     mutant(
         "also where it has not heard whether the store has it",
-        *("machine", "            self._take_another_store_id()  # the store may", "            pass  # the store may"),
+        *("job_store", "            self._take_another_store_id()  # the store may", "            pass  # the store may"),
         *("steps", "a_node_offers_each_id_to_one_store"),
     ),
     mutant(
         "a spare that begins again gives up its standby store",
-        *("machine", "            self.row = replace(self.row, standby=0)\n            self._actions", "            self._actions"),
+        *("job_store", "            self._standby = 0\n            effects", "            effects"),
         *("succession", "nobody_finds_a_spare_that_has_begun_again_where_it_was"),
     ),
     mutant(
         "and connects again, to serve another one",
-        *("machine", "            self._actions.append(Reconnect())  # another", "            pass  # another"),
+        *("job_store", "            effects.append(Reconnect())  # another", "            pass  # another"),
         *("succession", "nobody_finds_a_spare_that_has_begun_again_where_it_was"),
     ),
     mutant(
         "a node with other settings takes no part",
-        *("machine", "(how := rules.disagreement(self.rules, found))", "(how := '')"),
+        *("job_store", 'how = rules.disagreement(self.rules, found) if found is not None else ""', 'how = ""'),
         *("rules", "nodes_started_with_other_settings_are_told_so_and_change_nothing"),
     ),
     mutant(
@@ -345,7 +346,7 @@ MUTANTS = (
     ),
     mutant(
         "into the store of a job that is over nothing is written",
-        *("machine", "earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None", "False else None"),
+        *("job_store", "earlier_run.may_be_earlier(self.rules, found, rows, all_rows) else None", "False else None"),
         *("steps", "into_the_store_of_a_job_that_is_over_nothing_is_written"),
     ),
     mutant(
@@ -385,7 +386,7 @@ MUTANTS = (
     ),
     mutant(
         "one exchange at a time",
-        *("machine", "if self.finished or schedule.under_way:", "if self.finished:"),
+        *("job_store", "        if schedule.under_way:\n            return []\n", ""),
         *("steps", "a_node_asks_the_store_once_at_a_time_and_no_more_often_than_it_must"),
     ),
     mutant(
@@ -440,7 +441,7 @@ MUTANTS = (
     ),
     mutant(
         "a lone round is not started when it would have to stop",
-        *("machine", "seen_by_all(self._link.own.stored) and not self._may_not_run_alone(record)", "seen_by_all(self._link.own.stored)"),
+        *("machine", "seen_by_all(self.store.own.stored) and not self._may_not_run_alone(record)", "seen_by_all(self.store.own.stored)"),
         *("lone_round", "it_is_not_started_when_it_would_have_to_stop"),
     ),
     mutant(
@@ -460,7 +461,7 @@ MUTANTS = (
     ),
     mutant(
         "many rows are read when a watched one is away",
-        *("machine", "more_lost = self._may_have_lost_more()", "more_lost = False"),
+        *("job_store", "more_lost = self._may_have_lost_more(row)", "more_lost = False"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     mutant(
@@ -481,7 +482,7 @@ MUTANTS = (
     ),
     mutant(
         "who hears from the votes why the host has gone says so",
-        *("machine", "broken = known.broken or Broken(", "broken = Broken("),
+        *("job_store", "broken = known.broken or Broken(", "broken = Broken("),
         *("succession", "a_host_that_has_left_before_the_others_heard_of_it_was_not_lost"),
     ),
     mutant(
@@ -496,12 +497,12 @@ MUTANTS = (
     ),
     mutant(
         "who reaches too few of its round does not take it for the current one",
-        *("machine", "return not all(quorum.is_met(needed, here, view.ended)", "return not all(True"),
+        *("job_store", "return not all(quorum.is_met(needed, here, view.ended)", "return not all(True"),
         *("majority", "a_host_that_is_cut_off_knows_that_it_may_have_been_replaced"),
     ),
     mutant(
         "a store that nobody has taken over says nothing about a round",
-        *("machine", "return self._moves.undecided or (", "return ("),
+        *("job_store", "return self._moves.undecided or (", "return ("),
         *("majority", "a_store_that_nobody_has_taken_over_says_nothing_about_a_round"),
     ),
     mutant(
@@ -531,12 +532,12 @@ MUTANTS = (
     ),
     mutant(
         "nodes whose end is proven replace nobody",
-        *("machine", "quorum.is_met(needed, here, view.ended) for", "quorum.is_met(needed, here) for"),
+        *("job_store", "quorum.is_met(needed, here, view.ended) for", "quorum.is_met(needed, here) for"),
         *("majority", "a_host_whose_others_have_died_has_not_been_replaced"),
     ),
     mutant(
         "who has given up its standby store serves another one",
-        *("machine", "            self.row = replace(self.row, standby=0)  # who", "            pass  # who"),
+        *("job_store", "            self._standby = 0  # who", "            pass  # who"),
         *("majority", "who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_next_one"),
     ),
     mutant(
@@ -775,7 +776,7 @@ MUTANTS = (
     ),
     mutant(
         "the machine says since when it waits",
-        *("machine", "self._now - self._waiting.since, self._link.contact.took)", "self._now, self._link.contact.took)"),
+        *("machine", "self._now - self._waiting.since, takes_over)", "self._now, takes_over)"),
         *("steps", "a_node_that_has_stopped_its_workers_soon_reads_the_others_rows_again"),
     ),
     mutant(
@@ -1006,17 +1007,17 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer begins no job in a standby store",
-        *("machine", "elif record is None and self._moves.at is not None:", "elif False:"),
+        *("machine", "elif record is None and self.store.place is not None:", "elif False:"),
         *("succession", "a_newcomer_begins_no_job_in_a_standby_store"),
     ),
     mutant(
         "a newcomer is not sent in vain for ever",
-        *("machine", "if self._moves.at is not None and self.record is None and event.now", "if False and event.now"),
+        *("job_store", "if self._moves.at is not None and self.record is None and event.now", "if False and event.now"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
     ),
     mutant(
         "a moved job yields to one that has begun where it was started",
-        *("machine", "(why := self._moves.found_at_start(event.round, self.record, waits, event.now))", "(why := '')"),
+        *("job_store", "(why := self._moves.found_at_start(found, self.record, waits, self.now))", "(why := '')"),
         *("succession", "a_job_that_has_moved_yields_to_one_that_has_begun_where_it_was_started"),
     ),
     mutant(
@@ -1091,7 +1092,7 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer goes where another endpoint sends it",
-        *("machine", "self._moves.is_sent(sent, event.now)) is not None:", "self._moves.is_sent(None, event.now)) is not None:"),
+        *("job_store", "self._moves.is_sent(sent, event.now)) is not None:", "self._moves.is_sent(None, event.now)) is not None:"),
         *("succession", "a_newcomer_goes_where_another_endpoint_sends_it"),
     ),
     mutant(
@@ -1116,7 +1117,7 @@ MUTANTS = (
     ),
     mutant(
         "who has read of no round is a newcomer where the store has moved",
-        *("machine", "and self.record is not None and self._formed:", "and self.record is not None:"),
+        *("job_store", "and self.record is not None and self.formed:", "and self.record is not None:"),
         *("sim", "what_once_went_wrong_does_not[82037468]"),
     ),
     mutant(
@@ -1141,7 +1142,7 @@ MUTANTS = (
     ),
     mutant(
         "a member is sent nowhere",
-        *("machine", "and place is None and not self._formed else None", "and place is None else None"),
+        *("job_store", "and place is None and not self.formed else None", "and place is None else None"),
         *("succession", "a_member_is_sent_nowhere"),
     ),
     mutant(
@@ -1227,7 +1228,7 @@ MUTANTS = (
     ),
     mutant(
         "a suspended node has not waited meanwhile",
-        *("machine", "        self._moves.stood_still(event.now, event.seconds)\n", ""),
+        *("job_store", "        self._moves.stood_still(self.now, seconds)\n", ""),
         *("majority", "nodes_that_were_suspended_together_go_on"),
     ),
     mutant(
@@ -1247,7 +1248,7 @@ MUTANTS = (
     ),
     mutant(
         "a record that is replaced while an owner reads it is no silence",
-        *("machine", "            if not event.overtaken:\n", "            if True:\n"),
+        *("job_store", "            if not event.overtaken:\n", "            if True:\n"),
         *("succession", "a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence"),
     ),
     mutant(
@@ -1262,17 +1263,17 @@ MUTANTS = (
     ),
     mutant(
         "a verdict that the guard of the host has brought ends the job",
-        *("machine", "if (closed := self._moves.closed(record)) is not None:", "if (closed := None) is not None:"),
+        *("job_store", "if (closed := self._moves.closed(record)) is not None:", "if (closed := None) is not None:"),
         *("majority", "a_verdict_that_the_guard_of_the_host_has_brought_ends_the_job"),
     ),
     mutant(
         "who has doubted long enough waits for no answer of the silent host",
-        *("machine", "            if schedule.under_way:\n                schedule", "            if False:\n                schedule"),
+        *("job_store", "            if schedule.under_way:\n                schedule", "            if False:\n                schedule"),
         *("majority", "who_begins_to_doubt_waits_for_no_answer_any_more"),
     ),
     mutant(
         "a take-over goes before another look",
-        *("machine", "takes_over = self._moves.undecided and self._wanted is not None", "takes_over = False"),
+        *("machine", "takes_over = self.store.undecided and self._wanted is not None", "takes_over = False"),
         *("majority", "a_take_over_goes_before_another_look"),
     ),
     mutant(
@@ -1287,7 +1288,7 @@ MUTANTS = (
     ),
     mutant(
         "a newcomer does not wait in an empty store for ever",
-        *("machine", "                self._turn_back()  # the store", "                pass  # the store"),
+        *("machine", "                self.store.turn_back()  # the store", "                pass  # the store"),
         *("majority", "a_newcomer_that_was_sent_to_an_empty_store_turns_back"),
     ),
     mutant(
@@ -1297,7 +1298,7 @@ MUTANTS = (
     ),
     mutant(
         "the smaller side ends in the end",
-        *("machine", "        if self._moves.waits is not None:\n", "        if False:\n"),
+        *("machine", "        if self.store.waits is not None:\n", "        if False:\n"),
         *("majority", "the_smaller_side_ends_after_the_store_grace"),
     ),
     mutant(
@@ -1307,7 +1308,7 @@ MUTANTS = (
     ),
     mutant(
         "a member that is sent elsewhere remains a member",
-        *("machine", "if event.round is not None and event.round.round > 0 and self.record is not None and self._formed:", "if False:"),
+        *("job_store", "if event.round is not None and event.round.round > 0 and self.record is not None and self.formed:", "if False:"),
         *("succession", "an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is"),
     ),
     mutant(
@@ -1332,7 +1333,7 @@ MUTANTS = (
     ),
     mutant(
         "a look says nothing about the store in use",
-        *("machine", "or (self._link.schedule.under_way and self._link.schedule.asked.look)", "or False"),
+        *("job_store", "or (self._link.schedule.under_way and self._link.schedule.asked.look)", "or False"),
         *("majority", "a_look_says_nothing_about_the_store_in_use"),
     ),
     mutant(
@@ -1358,7 +1359,7 @@ MUTANTS = (
     ),
     mutant(
         "who leaves without the store says so in the standby stores",
-        *("machine", "vote = None if has_left and not (record", "vote = None if not self.hosting and not (False and record"),
+        *("job_store", "vote = None if has_left and not (record", "vote = None if not self.hosting and not (False and record"),
         *("succession", "a_member_that_leaves_while_the_host_dies_is_not_waited_for"),
     ),
     mutant(
@@ -1373,7 +1374,7 @@ MUTANTS = (
     ),
     mutant(
         "an empty store in its place shows that a store is gone",
-        *("machine", "                self._moves.replaced()", "                pass"),
+        *("job_store", "                self._moves.replaced()", "                pass"),
         *("majority", "a_host_that_is_started_anew_at_once_joins_the_others"),
     ),
     # Live workers, in simulated histories.

@@ -37,7 +37,7 @@ def test_at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_afte
     stage.silence("c")
     stage.run(20)
     stage.store_up = True
-    assert stage.run(3, lambda: not stage.me.machine._link.contact.trouble)
+    assert stage.run(3, lambda: not stage.me.machine.store._link.contact.trouble)
     stage.run(RECONNECT_SPREAD + 0.8 * expire)
     assert stage.record.open
     stage.puppets["b"] = late
@@ -104,10 +104,10 @@ def test_a_node_writes_its_row_anew_when_its_lease_may_be_over(how: str) -> None
 def test_where_rows_have_leases_a_node_that_has_nothing_new_to_say_writes_nothing() -> None:
     stage = running("b", lasting=True)
     stage.run(3)
-    before = stage.mine, stage.me.machine.kept_alive
+    before = stage.mine, stage.me.machine.store.kept_alive
     stage.run(60)
     assert stage.mine == before[0]
-    assert stage.me.machine.kept_alive > before[1] + 58
+    assert stage.me.machine.store.kept_alive > before[1] + 58
 
 
 def test_after_an_answer_that_took_long_too() -> None:

@@ -109,12 +109,12 @@ def test_some_histories_are_of_many_nodes_and_some_of_unlike_ones() -> None:
 def test_a_store_goes_on_while_the_loop_of_its_host_stands_still() -> None:
     world = told()
     host, a, b = world.nodes
-    seen = [n.machine.kept_alive for n in (host, a, b)]
+    seen = [n.machine.store.kept_alive for n in (host, a, b)]
     host.stall()
     world.run(4)
-    assert [n.machine.kept_alive > before + 3 for n, before in zip((host, a, b), seen, strict=True)] == [False, True, True]
+    assert [n.machine.store.kept_alive > before + 3 for n, before in zip((host, a, b), seen, strict=True)] == [False, True, True]
     host.end_stall()
-    assert world.run(3, lambda: host.machine.kept_alive > seen[0] + 3) and world.running(host, a, b)()
+    assert world.run(3, lambda: host.machine.store.kept_alive > seen[0] + 3) and world.running(host, a, b)()
 
 
 def test_the_guard_ends_the_workers_of_a_loop_that_stands_still_for_too_long() -> None:

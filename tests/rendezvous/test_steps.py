@@ -48,7 +48,7 @@ def test_a_store_that_fails_at_once_is_not_hammered() -> None:
     stage.begin = lambda node, sync: stage.at(0.001, lambda: node.feed(lambda now: SyncFailed(now, "no")))  # type: ignore[method-assign]
     assert 5 <= count(stage, lambda a: isinstance(a, Sync), 10) <= 8, "after 0.5, 1, 2, 2, ... seconds"
     stage.begin = type(stage).begin.__get__(stage)  # type: ignore[method-assign]
-    assert stage.run(2.1, lambda: not stage.me.machine._link.contact.trouble)
+    assert stage.run(2.1, lambda: not stage.me.machine.store._link.contact.trouble)
 
 
 @pytest.mark.parametrize("state", ["joining", "running", "draining", "away"])
@@ -95,7 +95,7 @@ def test_what_is_known_of_others_does_not_grow() -> None:
         stage.run(0.2)
         del stage.data[f"job/node/x{i}"]
     stage.run(0.5)
-    assert len(stage.me.machine._link.live._seen) <= 3 and len(stage.me.machine.rows) == 1
+    assert len(stage.me.machine.store._link.live._seen) <= 3 and len(stage.me.machine.store.rows) == 1
 
 
 # -- the states ---------------------------------------------------------------------------------------------------------------------

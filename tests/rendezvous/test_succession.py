@@ -79,7 +79,7 @@ def test_a_member_dies_and_then_the_host_before_the_third_has_stopped_its_worker
     world.run(0.05)  # the guard of the second one has nothing more to do
     host.crash()
     third.cut_in = False
-    assert third.machine.rows[second.id].status is not Status.LEFT
+    assert third.machine.store.rows[second.id].status is not Status.LEFT
     goes_on(world, third, within=12.0)
 
 
@@ -168,7 +168,7 @@ def test_who_waits_in_a_store_that_too_few_reach_gives_up() -> None:
     world = told(5)
     host, a, b, c, d = world.nodes
     host.crash()
-    assert world.run(5, lambda: a.machine.place is not None)
+    assert world.run(5, lambda: a.machine.store.place is not None)
     b.crash()  # its guard tells a, which is not enough: c and d may live
     a.side, c.side, d.side = 1, 2, 3
     assert world.run(60, world.all_finished)
@@ -209,7 +209,7 @@ def test_a_newcomer_is_not_sent_in_vain_for_ever() -> None:
     host.crash()
     goes_on(world, a, b)
     again = world.add("n0")
-    assert world.run(5, lambda: again.machine.place is not None)
+    assert world.run(5, lambda: again.machine.store.place is not None)
     world.deaths = Deaths()
     a.crash()
     b.crash()
@@ -408,10 +408,10 @@ def test_what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspen
 def test_a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence(error: StoreError, clear: bool) -> None:
     """Another run may be forming its rounds there."""
     machine = Machine(PROOF, NodeRow("b", "b", "", 0, 2), 0.0)
-    machine.record, machine._moves = RECORD, undecided("b", "b")
-    machine._link.schedule.asked = Sync(rows=(), look=True)  # where the job was started
+    machine.store.record, machine.store._moves = RECORD, undecided("b", "b")
+    machine.store._link.schedule.asked = Sync(rows=(), look=True)  # where the job was started
     machine.step(exchanges.failure(error, 0.1))
-    assert machine._moves._start_is_clear is clear
+    assert machine.store._moves._start_is_clear is clear
 
 
 def test_an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line() -> None:
@@ -490,7 +490,7 @@ def test_an_owner_that_gives_up_ends_with_its_store_lost() -> None:
     host, *others = world.nodes
     host.crash()
     goes_on(world, *others)
-    owner = next(node for node in others if node.machine.forward is not None)
+    owner = next(node for node in others if node.machine.store.forward is not None)
     word = RoundRecord("", moved=Place("n9", "10.0.0.9", 2000, "another"))
 
     def is_told() -> bool:
@@ -743,15 +743,15 @@ def test_a_newcomer_goes_where_another_endpoint_sends_it() -> None:
     machine = Machine(Rules(1, 5, store_succession="proof"), NodeRow("n", "n", "", 0, 2), 0.0)
     machine.step(Tick(0.0))
     asked = machine.step(SyncFailed(0.1, "refused", moved=PLACES[1]))
-    assert machine.place == PLACES[1] and [action.at for action in asked if isinstance(action, Sync)] == [PLACES[1]]
+    assert machine.store.place == PLACES[1] and [action.at for action in asked if isinstance(action, Sync)] == [PLACES[1]]
     assert any(isinstance(action, Say) and "has moved to" in action.text for action in asked)
-    machine._moves.turn_back(10.0)
+    machine.store._moves.turn_back(10.0)
     machine.step(Tick(1.0))
     machine.step(SyncFailed(1.1, "refused", moved=PLACES[1]))
-    assert machine.place is None, "nobody has answered there"
+    assert machine.store.place is None, "nobody has answered there"
     machine.step(Tick(3.0))
     machine.step(SyncFailed(3.1, "refused", moved=PLACES[2]))
-    assert machine.place == PLACES[2]
+    assert machine.store.place == PLACES[2]
 
 
 def test_a_newcomer_goes_there_also_when_it_has_read_a_record_without_a_round() -> None:
@@ -759,7 +759,7 @@ def test_a_newcomer_goes_there_also_when_it_has_read_a_record_without_a_round() 
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, RoundRecord("other", settings=machine.rules.settings), {}))
     machine.step(SyncFailed(0.2, "refused", moved=PLACES[1]))
-    assert machine.place == PLACES[1] and machine.record is None
+    assert machine.store.place == PLACES[1] and machine.record is None
 
 
 def test_a_member_is_sent_nowhere() -> None:
@@ -768,7 +768,7 @@ def test_a_member_is_sent_nowhere() -> None:
     machine.step(Tick(0.0))
     machine.step(Synced(0.1, 0.0, replace(RECORD, settings=machine.rules.settings), {}))
     machine.step(SyncFailed(0.2, "refused", moved=PLACES[1]))
-    assert machine.place is None and machine.record is not None
+    assert machine.store.place is None and machine.record is not None
 
 
 @pytest.mark.parametrize(("present", "expected"), [("bc", ""), ("abc", "abc")])
@@ -907,5 +907,5 @@ def test_an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is() ->
     member.step(Tick(1.0))
     for machine in (newcomer, member):
         machine.step(Synced(1.1, 1.0, replace(told, settings=PROOF.settings), {}))
-        assert machine.place == PLACES[1]
-    assert newcomer.record is None and member.record and member.record.broken and not member._moves.undecided
+        assert machine.store.place == PLACES[1]
+    assert newcomer.record is None and member.record and member.record.broken and not member.store._moves.undecided

@@ -78,7 +78,7 @@ class Small(World):
         self.pending[node.id] = sync
 
     def tell_death(self, node: Node) -> None:
-        self.words += (Word(node.id, node.machine.place),)
+        self.words += (Word(node.id, node.machine.store.place),)
 
     def tell_standbys(self, node: Node) -> None:
         places, vote = node.machine.last_words or ((), None)
@@ -147,7 +147,7 @@ class Small(World):
     def say_moved(self, node_id: str) -> None:
         """Let the node that has taken over the store say so where the job was started."""
         node = self.node(node_id)
-        protocol, told = SyncProtocol("job/", node_id, CODEC, lambda: 0.0), node.machine.forward
+        protocol, told = SyncProtocol("job/", node_id, CODEC, lambda: 0.0), node.machine.store.forward
         assert told is not None
         found = self._apply(node, lambda store: execute(protocol.put_moved(told[0], over=told[1] is not None), store))
         node.feed(lambda now: FoundAtStart(now, found))
@@ -170,7 +170,7 @@ class Small(World):
             if node.stopping:
                 yield f"stopped {node.id}", lambda w, i=node.id: w.stopped(i)
         for node in alive:
-            if node.machine.forward is not None and self.may_say_at_start(*node.machine.forward):
+            if node.machine.store.forward is not None and self.may_say_at_start(*node.machine.store.forward):
                 yield f"{node.id} says where the store is", lambda w, i=node.id: w.say_moved(i)
         yield "time", Small.pass_time
         for node in alive:

@@ -587,7 +587,7 @@ class History:
 
     def _kill_owner(self, node: Node, fault: Fault) -> None:
         def owner() -> Node | None:
-            return next((n for n in self.world.nodes if self.world.undecided(n) and n.machine.place and n.machine.place.id == n.id), None)
+            return next((n for n in self.world.nodes if self.world.undecided(n) and (at := n.machine.store.place) and at.id == n.id), None)
 
         self._once(owner, lambda: self._kill(owner() or node, fault))
 

@@ -32,7 +32,7 @@ def _written(world: World, node: Node, old: RoundRecord | None, new: RoundRecord
 
 def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     """The owner alone decides, once, about a round that is over; who counts is there, or was and starts nothing there any more."""
-    place, broken = node.machine.place, new.broken
+    place, broken = node.machine.store.place, new.broken
     must(place is not None and place.id == node.id == world.writes_to, f"{node.id} takes over the store of another node")
     must(broken is not None and broken.over and new.moved is None, "a store takes over with a round that may go on, or sends nodes away")
     name = f"{new.store_id} {new.term}"
@@ -41,17 +41,17 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
     world.owners.add(node.id)
     counted = {i for quorum in new.quorums for i in quorum.ids} | {m.id for m in new.members}
     for other in world.nodes:
-        if other.alive and other.id in counted and is_there(node.machine.rows.get(other.id)):
-            here = other.machine.place == place or place.name in other.given_up
+        if other.alive and other.id in counted and is_there(node.machine.store.rows.get(other.id)):
+            here = other.machine.store.place == place or place.name in other.given_up
             must(here, f"{node.id} counts {other.id}, which is in another store")
-    moves = node.machine._moves
+    moves = node.machine.store._moves
     assert moves._known is not None and place is not None
-    for i in counted & moves._here(node.machine.rows, moves._known):
+    for i in counted & moves._here(node.machine.store.rows, moves._known):
         once = world.counted.get(key := f"{new.store_id} {moves._known.term} {i}", place)
         gone = not any(other.alive for other in world.nodes if other.id == once.id)  # each round there would include it
         must(once == place or gone, f"{i} counts at {once.id} and at {place.id} for one store that is lost")
         world.counted[key] = place
-    must(is_there(node.machine.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
+    must(is_there(node.machine.store.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
     start = world.record_at_start()
     begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id
     must(not begun or world.disconnected, f"{node.id} takes over although another run has begun where the job was started")
@@ -102,7 +102,7 @@ def _enough(world: World, last: RoundRecord, new: RoundRecord) -> None:
 
 def _nobody_waits_for_ever(world: World) -> None:
     for node in world.nodes:
-        since = node.machine._moves.undecided_since
+        since = node.machine.store._moves.undecided_since
         leaves = node.machine.state in (DRAINING, LEFT)
         if node.alive and not node.frozen and not node.stalled and since is not None and not leaves:
             waited = node.now - since

@@ -309,7 +309,7 @@ class Node:
         self.session.check_time(now)
         for action in self.session.actions():
             self._perform(action)
-        if (place := self.machine.place) != self.place:
+        if (place := self.machine.store.place) != self.place:
             before, self.place = self.place, place
             self.world.moved(self, before, place)
         if self.machine.state.value == "ready":
@@ -401,7 +401,7 @@ class Node:
         self.working = None
         if self.workers_frozen or self.finish or self.dark:
             return
-        if self.machine.hosting or not self.world.is_up(self.machine.place):
+        if self.machine.hosting or not self.world.is_up(self.machine.store.place):
             self.world.tell_standbys(self)
         else:
             self.world.tell_death(self)
@@ -441,7 +441,7 @@ class Node:
     def _lease_end(self) -> float:
         """When the guard ends the workers, by the clock of the node."""
         if self.lone:
-            return self.machine.kept_alive + self.world.rules.lone_lease
+            return self.machine.store.kept_alive + self.world.rules.lone_lease
         return self.renewed + self.lease if self.lease else math.inf
 
     def _guard_acts(self, early: float) -> bool:
@@ -573,7 +573,7 @@ class World:
 
     def undecided(self, node: Node) -> bool:
         """Return whether the node waits in a standby store that nobody has taken over yet."""
-        at = node.machine.place
+        at = node.machine.store.place
         return node.alive and at is not None and "job/round" not in self.data_at(at)
 
     def data_at(self, at: Place | None) -> dict[str, bytes]:
@@ -600,7 +600,7 @@ class World:
     def begin(self, node: Node, sync: Sync) -> None:
         """Begin an exchange over the node's connection. After it is given up it goes on: its writes arrive, but nobody hears of them."""
         connection = node.connection
-        limit = EXCHANGE_LIMIT if sync.at == node.machine.place else LOOK_LIMIT
+        limit = EXCHANGE_LIMIT if sync.at == node.machine.store.place else LOOK_LIMIT
         connection.connected, connection.deadline = True, node.now + limit
         self._go_on(node, connection, connection.protocol.steps(sync, node.now), None)
 
@@ -692,13 +692,13 @@ class World:
         rng, deaths = self.death_random, self.deaths
         if rng.random() >= deaths.told:
             return
-        number, since = node.machine.round_known
+        number, since = node.machine.store.round_known
         ran = node.now - since
         for _ in range(1 + (rng.random() < deaths.repeated) * rng.randint(1, 3)):
             delay = rng.uniform(0.0, LATE_NOTICE if rng.random() < deaths.late else NOTICE_TAKES)
             protocol = SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
             steps = write_notice(protocol, node.id, number, ran)
-            self.at(delay, partial(self._go_on_telling, node, node.machine.place, steps, None, partial(self.tell_standbys, node)))
+            self.at(delay, partial(self._go_on_telling, node, node.machine.store.place, steps, None, partial(self.tell_standbys, node)))
 
     def tell_standbys(self, node: Node) -> None:
         """Let the guard of a node tell the standby stores that it has ended, as well as guards work."""
@@ -716,7 +716,7 @@ class World:
         for watch in self.on_forwarding:
             watch(self)
         for node in self.nodes:
-            told = node.machine.forward
+            told = node.machine.store.forward
             if told is not None and node.alive and not node.frozen:
                 (place, job), protocol = told, SyncProtocol("job/", node.id, CODEC, lambda: 0.0)
                 self._go_on_telling(node, None, protocol.put_moved(place, job=job, over=job is not None), None)
