@@ -40,7 +40,7 @@ class Forwarding:
     def __init__(
         self, endpoints: tuple[Endpoint, ...], protocol: SyncProtocol, found: Callable[[RoundRecord], None], own: Endpoint | None = None
     ) -> None:
-        self.told: tuple[Place, RoundRecord | None] | None = None  # where the store is, and the record there, see ``Machine.forward``
+        self.told: tuple[Place, RoundRecord | None] | None = None  # where the store is, and the record there, see ``JobStore.forward``
         self._protocol = protocol
         self._found = found
         self._own = own

@@ -2,6 +2,7 @@
 
 Time comes in with the events, the outcome of every effect returns as an event, and every decision carries its reason in words.
 The shape is that of etcd-io/raft's ``RawNode`` (step and ready) and of h11's state machine (all transitions in one table).
+The machine decides about rounds, and how this node ends. Which store it takes part in, and what was read there, is in job_store.py.
 """
 
 from __future__ import annotations
@@ -480,10 +481,7 @@ class Machine:
     def _progress(self, text: str, at_once: bool = False) -> None:
         """Say why this node waits, once the wait has lasted, or ``at_once`` when the text is new."""
         if line := self._waiting.line(text, self._now, at_once):
-            self._say(line)
-
-    def _say(self, text: str) -> None:
-        self._actions.append(Say(text))
+            self._actions.append(Say(line))
 
     def _wake_at(self, when: float | None) -> None:
         if when is not None and when > self._now:
