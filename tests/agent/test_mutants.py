@@ -940,7 +940,7 @@ MUTANTS = (
     ),
     of_jobs(
         "who has come back stays for another job where a moved one was started",
-        *("agent", "if self._session.access.serves_jobs and", "if self._session.machine.place is None and"),
+        *("agent", "if self._session.access.serves_jobs and", "if self._session.machine.store.place is None and"),
         *("succession", "the_node_that_comes_back_where_a_moved_job_was_started_stays_for_another_job_there"),
     ),
     mutant(
