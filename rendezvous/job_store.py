@@ -81,7 +81,7 @@ class JobStore:
 
     @property
     def waits(self) -> tuple[str, float] | None:
-        """What this node waits for although the store in use answers, in words, and since when; None: for nothing."""
+        """The reason in words why this node waits although the store in use answers, and since when; None: it does not wait."""
         return self._moves.waits
 
     @property
