@@ -58,7 +58,7 @@ class JobStore:
         self.now = now
         self.record: RoundRecord | None = None  # of this job, from when it was first read on: its end is the end of this node, too
         self.hosting = False  # this agent hosts the store
-        self._hosts = row.hosts  # what this node's row says of that
+        self._hosts = row.hosts  # what this node's row says about ``hosting``; a private store is in no row
         self._standby = row.standby  # the port of this node's standby store, as its row says it; 0: nobody is to look there
         self._own_store_id = store_id  # offered to one store only, see ``_take_another_store_id``
         self._earlier: RoundRecord | None = None  # the record of an earlier run, in a store that outlives its jobs
@@ -131,7 +131,7 @@ class JobStore:
 
     @property
     def sees_all(self) -> bool:
-        """Whether these are all rows, not only those that were asked for."""
+        """Whether ``rows`` are those of all nodes, not only those that were asked for."""
         return self._link.plan.sees_all
 
     @property
@@ -198,7 +198,7 @@ class JobStore:
     # -- what the machine notes -----------------------------------------------------------------------------------------
 
     def soon(self) -> None:
-        """Ask the store as soon as no exchange is under way: it should know at once what has changed here, or has changed itself."""
+        """Make the next exchange as soon as none is under way: something has changed here or in the store."""
         self._link.schedule.soon()
 
     def serve_standby(self, port: int) -> None:
