@@ -25,6 +25,7 @@ class LogFile:
 
     ``limit``: bytes, at least MAX_LINE; 0: none. Before the file would grow beyond it, the file is renamed to ``<path>.1``, which
     replaces an older one, and a new file is begun. This happens at the end of a line, unless the line is longer than MAX_LINE.
+    Data that is written after ``close`` is dropped.
     """
 
     def __init__(self, path: str, fd: int, disk: DiskThread, limit: int = 0) -> None:
@@ -42,10 +43,13 @@ class LogFile:
         self._disk.submit(self._close)
 
     def _close(self) -> None:
+        fd, self._fd = self._fd, -1  # another file may get the number
         with suppress(OSError):  # a network disk may report only now that it is full
-            os.close(self._fd)
+            os.close(fd)
 
     def _write(self, data: bytes) -> None:
+        if self._fd < 0:
+            return
         try:
             while self._limit and self._size + len(data) > self._limit:
                 data = self._rotate(data)

@@ -161,7 +161,8 @@ class _Worker:
     pumps: list[Pump] = field(default_factory=list)
     last: LastLines = field(default_factory=LastLines)
     raw: list[WholeLines] = field(default_factory=list)  # of its streams with Route.RAW
-    log_files: list[LogFile] = field(default_factory=list)  # those that its pumps write to
+    log_files: list[LogFile] = field(default_factory=list)  # those that only its pumps write to
+    shared_files: list[LogFile] = field(default_factory=list)  # those that pumps of other workers may write to as well
     inherits_stdout: bool = False  # it writes to the agent's stdout
     stderr_file: str | None = None  # the file that it writes stderr to without a pipe
 
@@ -183,7 +184,8 @@ class RoundLogs:
         self._opened = opened
         self._dir = attempt_dir
         self._workers: dict[int, _Worker] = {}
-        self._filtered: dict[Std, LogFile] = {}
+        self._filtered: dict[Std, LogFile] = {}  # the files that the filters fill in this round
+        self._shared: set[LogFile] = set()  # files of several workers, also of those that were adopted; closed here
         self.on_drained: Callable[[], None] = lambda: None
 
     def add(self, spec: WorkerSpec, prefix: str, routes: Mapping[Std, Route]) -> None:
@@ -194,9 +196,14 @@ class RoundLogs:
             self._open_stream(worker, route, stream)
 
     def adopt(self, earlier: RoundLogs, local_ranks: Collection[int]) -> None:
-        """Take over the streams of workers that go on in this round: they keep their files, and the prefix of their lines."""
+        """Take over the streams of workers that go on in this round: they keep their files, and the prefix of their lines.
+
+        The files that they share with workers that do not go on stay open until this round is finished.
+        """
         for local_rank in local_ranks:
             worker = self._workers[local_rank] = earlier._workers.pop(local_rank)
+            self._shared.update(worker.shared_files)
+            earlier._shared.difference_update(worker.shared_files)
             for pump in worker.pumps:
                 pump.on_end = self._pump_ended
 
@@ -248,6 +255,9 @@ class RoundLogs:
             for file in worker.log_files:
                 file.close()
             worker.log_files.clear()
+        for file in self._shared:
+            file.close()
+        self._shared.clear()
         if self._opened:  # files that no worker got, because the round was not started
             self._disk.submit(partial(close_all, self._opened))
             self._opened = {}
@@ -287,7 +297,8 @@ class RoundLogs:
         if lines is not None:
             to.append(lines.feed)
         destinations: list[Backpressure] = [] if lines is None else [screen]
-        if (file := self._log_file(worker, path)) is not None:
+        if (file := self._log_file(path)) is not None:
+            worker.log_files.append(file)
             to.append(file.write)
             destinations.append(self._disk)
         if stream is Std.ERR:
@@ -297,16 +308,18 @@ class RoundLogs:
 
     def _filter_file(self, worker: _Worker, stream: Std) -> LogFile | None:
         path = f"{self._dir}/filtered_{STREAM_NAMES[stream]}.log"
-        if stream not in self._filtered and (file := self._log_file(worker, path)) is not None:
+        if stream not in self._filtered and (file := self._log_file(path)) is not None:
             self._filtered[stream] = file
+            self._shared.add(file)
+        if stream in self._filtered:
+            worker.shared_files.append(self._filtered[stream])
         return self._filtered.get(stream)
 
-    def _log_file(self, worker: _Worker, path: str | None) -> LogFile | None:
-        """Return the log file at ``path``, for ``worker`` first; None when none was opened there."""
+    def _log_file(self, path: str | None) -> LogFile | None:
+        """Return the log file at ``path``; None when none was opened there."""
         if path not in self._opened:
             return None
-        worker.log_files.append(LogFile(path, self._opened.pop(path), self._disk, self._policy.limit))
-        return worker.log_files[-1]
+        return LogFile(path, self._opened.pop(path), self._disk, self._policy.limit)
 
     def _pump_ended(self) -> None:
         if self.is_drained():

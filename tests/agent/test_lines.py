@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import selectors
 import time
@@ -14,6 +15,7 @@ import pytest
 from elastirun.agent.output.disk import DiskThread
 from elastirun.agent.output.lines import LAST_LINES, PARTIAL_LINE_DELAY, PARTIAL_LINE_LIMIT, LastLines, PrefixedLines, WholeLines, may_tear
 from elastirun.agent.output.log_files import MAX_LINE, LogFile, open_log
+from tests.support.cluster import PATIENCE
 
 
 def lines_of(*data: bytes) -> tuple[str, ...]:
@@ -167,6 +169,19 @@ def test_without_a_limit_a_file_grows(disk: DiskThread, tmp_path: Path) -> None:
     file.close()
     disk.drain(60)
     assert (tmp_path / "log").stat().st_size == 400_000 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_closed_file_writes_into_no_file_that_gets_its_number(disk: DiskThread, tmp_path: Path) -> None:
+    file = log_file(tmp_path / "log", disk)
+    file.close()
+    disk.drain(PATIENCE)
+    others = [os.open(tmp_path / f"other_{i}", os.O_CREAT | os.O_WRONLY) for i in range(4)]
+    file.write(b"late")
+    file.close()
+    disk.drain(PATIENCE)
+    for fd in others:
+        os.close(fd)  # raises if the second close has taken it
+    assert not any((tmp_path / f"other_{i}").read_bytes() for i in range(4))
 
 
 def test_a_full_disk_is_told_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import math
@@ -25,6 +26,8 @@ from elastirun.agent.output.round_logs import Route, route_of
 from elastirun.config import LogPolicy, Std, StdMap
 from elastirun.errors import StartError, UsageError
 from tests.agent.test_workers import Loop, spec
+from tests.support.cluster import PATIENCE
+from tests.support.descriptors import descriptors
 
 OUT, ERR, ALL = (StdMap(std) for std in (Std.OUT, Std.ERR, Std.ALL))
 NOWHERE = Path("/dev/null")
@@ -209,6 +212,36 @@ def test_filters_copy_the_lines_of_teed_streams(make: Callable[..., Loop], tmp_p
     found = files(tmp_path)
     assert found["attempt_0/filtered_stdout.log"] == b"host:0> loss 1\nhost:0> acc 2\nhost:0> loss\n"
     assert "attempt_0/filtered_stderr.log" not in found  # stderr is not teed
+
+
+def test_a_worker_that_goes_on_keeps_the_file_that_filters_fill_and_its_end_closes_it(make: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = make(log_dir=tmp_path / "logs", tee=OUT, stdout_filters=("loss",))
+    pair = [spec("", 0), spec("", 1)]
+    logs = loop.logs.open_round(0, pair)  # worker 0 is the first with the file; worker 1 goes on through all the rounds
+    stdout = os.dup(logs.descriptors(1)[0] or 0)
+    logs.close_worker_ends()
+    counts = []
+    for attempt in (1, 2, 3):
+        following = loop.logs.open_round(attempt, pair, going_on=[1])
+        following.adopt(logs, [1])
+        logs.finish()
+        loop.logs.disk.drain(PATIENCE)
+        counts.append(sum(str(tmp_path) in line for line in descriptors()))
+        with contextlib.ExitStack() as stack:
+            for i in range(8):  # files of others, which get the numbers of closed descriptors
+                stack.enter_context(open(tmp_path / f"other_{i}", "wb"))
+            os.write(stdout, b"loss %d\n" % attempt)
+            loop.once(PATIENCE)
+            loop.logs.disk.drain(PATIENCE)
+        assert not any((tmp_path / f"other_{i}").read_bytes() for i in range(8))
+        following.close_worker_ends()
+        logs = following
+    os.close(stdout)
+    logs.finish()
+    loop.logs.disk.drain(PATIENCE)
+    assert files(tmp_path / "logs")["attempt_0/filtered_stdout.log"] == b"host:1> loss 1\nhost:1> loss 2\nhost:1> loss 3\n"
+    assert len(set(counts)) == 1, "files of rounds that are over stay open"
+    assert not [line for line in descriptors() if str(tmp_path) in line]
 
 
 # ---- directories

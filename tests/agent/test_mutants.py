@@ -40,6 +40,21 @@ MUTANTS = (
         *("output/lines", "now < line.begun + PARTIAL_LINE_LIMIT and", "True and"),
         *("lines", "a_line_waits_longer_for_its_end_while_others_write"),
     ),
+    mutant(
+        "a worker that goes on keeps the file that it shares",
+        *("output/round_logs", "            earlier._shared.difference_update(worker.shared_files)\n", ""),
+        *("logs", "a_worker_that_goes_on_keeps_the_file_that_filters_fill_and_its_end_closes_it"),
+    ),
+    mutant(
+        "a shared file is closed with the last worker that goes on",
+        *("output/round_logs", "            self._shared.update(worker.shared_files)\n", ""),
+        *("logs", "a_worker_that_goes_on_keeps_the_file_that_filters_fill_and_its_end_closes_it"),
+    ),
+    mutant(
+        "a closed file writes nowhere",
+        *("output/log_files", "        if self._fd < 0:\n            return\n", ""),
+        *("lines", "a_closed_file_writes_into_no_file_that_gets_its_number"),
+    ),
     of_jobs(
         "a newcomer is seen while it imports",
         *("agent", "and not self._forks.nearly_loaded and", "and"),
