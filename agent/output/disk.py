@@ -41,7 +41,7 @@ class DiskThread:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._dropped = 0  # bytes since the disk was last found hanging
-        self._waiting: list[Callable[[], None]] = []  # callbacks of ``when_room``; only the loop's thread uses them
+        self._waiting: list[Callable[[], None]] = []  # callbacks of ``when_room``; only the loop's thread changes it
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         selector.register(self._wake, selectors.EVENT_READ, self._ready)
 
@@ -61,7 +61,7 @@ class DiskThread:
         return began is not None and clock.now() - began > (STALL if limit is None else limit)
 
     def submit(self, operation: Callable[[], None], size: int = 0) -> None:
-        """Queue ``operation``, which must not raise and writes ``size`` bytes. Drops it if the disk hangs and the queue is full."""
+        """Queue ``operation``, which writes ``size`` bytes. Drops it if the disk hangs and the queue is full. Says it if it raises."""
         with self._changed:
             refused = self._closed or not self._started() or (size and self._bytes >= QUEUE_LIMIT and self.hangs())
             if not refused:
@@ -162,7 +162,10 @@ class DiskThread:
                     return
                 size, operation = self._queue.popleft()
                 self._began = clock.now()
-            operation()
+            try:
+                operation()
+            except Exception as error:  # all later logs need this thread
+                self.notice(f"an operation on the log disk has failed: {error!r}")
             with self._changed:
                 self._bytes -= size
                 self._began = None

@@ -113,8 +113,8 @@ class PrefixedLines:
     def _emit(self, lines: Sequence[bytes]) -> None:
         pieces = [line[i : i + MAX_LINE] for line in lines for i in range(0, len(line) or 1, MAX_LINE)]
         self._write(self._join(pieces))  # in one write, so that output of other ranks comes before or after it
-        if self._copy is not None:
-            self._copy.write(self._join([piece for piece in pieces if any(needle in piece for needle in self._needles)]))
+        if self._copy is not None and (found := [piece for piece in pieces if any(needle in piece for needle in self._needles)]):
+            self._copy.write(self._join(found))
 
     def _join(self, pieces: Sequence[bytes]) -> bytes:
         return b"".join(self._prefix + piece + b"\n" for piece in pieces)

@@ -113,7 +113,8 @@ def open_all(folders: Iterable[str], files: Iterable[str], mode: int = PRIVATE) 
 def close_all(opened: dict[str, int]) -> None:
     """Close what ``open_all`` has opened."""
     for fd in opened.values():
-        os.close(fd)
+        with suppress(OSError):  # a network disk may report only now that it is full
+            os.close(fd)
 
 
 def make_folder(path: str, mode: int) -> None:

@@ -20,6 +20,7 @@ import pytest
 from elastirun.agent.output import disk as disk_module
 from elastirun.agent.output import log_files
 from elastirun.agent.output.disk import QUEUE_LIMIT, DiskThread
+from elastirun.agent.output.log_files import close_all, open_all
 from elastirun.config import LogPolicy, Std, StdMap
 from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.records import NodeRow
@@ -138,6 +139,32 @@ def test_the_end_waits_for_a_while_and_says_what_is_lost(disk: Disk) -> None:
     disk.go.set()
     disk.thread.drain(PATIENCE)
     assert len(disk.said) == 1
+
+
+def test_an_operation_that_raises_is_said_and_the_next_one_runs(disk: Disk) -> None:
+    def fails() -> None:
+        raise ValueError("what nobody had thought of")
+
+    disk.thread.submit(fails, 1000)
+    assert disk.thread.call(lambda: 5, PATIENCE) == 5
+    disk.thread.drain(PATIENCE)
+    assert disk.said == ["an operation on the log disk has failed: ValueError('what nobody had thought of')"]
+    assert not disk.thread.hangs(0.0)
+
+
+def test_a_close_that_fails_keeps_no_other_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk may report only at the close that it is full."""
+    opened = open_all((), [str(tmp_path / name) for name in "abc"])
+    real = os.close
+
+    def close(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        close_all(opened)
+    assert not [line for line in descriptors() if str(tmp_path) in line]
 
 
 def test_where_no_thread_can_be_started_files_fail_and_nothing_else(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

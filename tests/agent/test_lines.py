@@ -53,6 +53,21 @@ def test_a_long_line_is_cut_into_lines() -> None:
     assert sizes == [65538, 65538, 150 * 1024 - 2 * 65536 + 2, 7, 65538, 70000 - 65536 + 2, 3, 0]
 
 
+def test_lines_that_no_filter_finds_do_not_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no bytes, so the limit of the queue would not hold for them."""
+    written: list[bytes] = []
+    with selectors.PollSelector() as selector:
+        disk = DiskThread(selector, pytest.fail)
+        copy = log_file(tmp_path / "filtered", disk)
+        monkeypatch.setattr(copy, "write", written.append)
+        lines = PrefixedLines(b"> ", lambda data: None, [b"loss"], copy)
+        for data in (b"step 1\n", b"lo", b"ss 2\nstep", b" 2\n"):
+            lines.feed(data)
+        copy.close()
+        disk.close(PATIENCE)
+    assert written == [b"> loss 2\n"]
+
+
 # ---- whole lines
 
 

@@ -55,6 +55,21 @@ MUTANTS = (
         *("output/log_files", "        if self._fd < 0:\n            return\n", ""),
         *("lines", "a_closed_file_writes_into_no_file_that_gets_its_number"),
     ),
+    mutant(
+        "the disk's thread goes on after an operation that raises",
+        *("output/disk", "except Exception as error:  # all later", "except ZeroDivisionError as error:  # all later"),
+        *("disk", "an_operation_that_raises_is_said_and_the_next_one_runs"),
+    ),
+    mutant(
+        "a close that fails keeps no other file open",
+        *("output/log_files", "    for fd in opened.values():\n        with suppress(OSError):", "    for fd in opened.values():\n        if True:"),
+        *("disk", "a_close_that_fails_keeps_no_other_file_open"),
+    ),
+    mutant(
+        "lines that no filter finds do not reach the disk",
+        *("output/lines", "for needle in self._needles)]):", "for needle in self._needles)] or [b'']):"),
+        *("lines", "lines_that_no_filter_finds_do_not_reach_the_disk"),
+    ),
     of_jobs(
         "a newcomer is seen while it imports",
         *("agent", "and not self._forks.nearly_loaded and", "and"),
