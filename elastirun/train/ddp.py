@@ -33,7 +33,7 @@ from .running_stats import find_statistics
 from .state_dicts import take_both_forms
 from .step_times import step_report
 from .torch_names import TorchNames, torchs
-from .transports.base import reduction_errors
+from .transports.base import Transport, reduction_errors
 from .transports.choose import choose
 from .under_way import settle
 from .uneven_batches import take_batches
@@ -167,13 +167,20 @@ class DistributedDataParallel(TorchNames):
             self._keep_own_group(devices[0])
             if init_sync:
                 copy_from_first([tensor.detach() for _, tensor in copied], self._group)
-        self._transport = choose(self._group, devices[0], "group" if len(set(devices)) > 1 else self._transport_wanted)
+        self._transport = self._choose_transport(self._group, devices[0])
         self._make_reducer(needs)
         with reduction_errors("agreeing on the plan"):
             self._reducer.begin_where_others_are(left)
         self._reducer.install()
         if self.find_unused_parameters:  # graphs change from step to step
             self._reducer.conclusion.read_always()
+
+    def _choose_transport(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
+        """Return the transport for the gradients in ``group``. Every rank calls it at once. ``device``: of the first parameter."""
+        others = {param.device for _, param in self._named if param.requires_grad} - {device}
+        if others and self._transport_wanted == "shared memory":
+            raise TrainError(f"shared memory is for parameters on one device, not on {', '.join(sorted(map(str, {device, *others})))}")
+        return choose(group, device, "group" if others and self._transport_wanted == "auto" else self._transport_wanted)
 
     def _keep_own_group(self, device: torch.device) -> None:
         """Keep the group of this module until it is left. On the CPU it ends with the module, too."""
@@ -248,7 +255,7 @@ class DistributedDataParallel(TorchNames):
             if any(theirs != digests[0] for theirs in digests):
                 raise ReductionFailed(OTHERS_TRAINED)
             group = make_own_group(process_group, device)
-            transport = choose(group, device, self._transport_wanted)
+            transport = self._choose_transport(group, device)
             return NextWorld(process_group, group, transport, reducer.prepare_world(transport, group))
 
     def _train(self, needs: Sequence[int], group: dist.ProcessGroup) -> None:

@@ -250,6 +250,33 @@ def test_nothing_is_compiled_again_when_the_world_changes(inner: bool) -> None:
         assert first > 0 and later == 0
 
 
+# -- parameters on several devices -------------------------------------------------------------------------------------
+
+
+class OnTwoDevices(nn.Module):
+    """Stands for a module that is partly on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = nn.Linear(2, 2)
+        self.there = nn.Linear(2, 2, device="meta")
+
+
+def on_two_devices(rank: int, world: int) -> tuple[str, str, str]:
+    ddp = DDP(OnTwoDevices(), init_sync=False)
+    group = dist.new_group([0, 1])
+    assert group is not None
+    following = ddp.prepare_world(group)
+    with pytest.raises(TrainError) as error:
+        DDP(OnTwoDevices(), init_sync=False, transport="shared memory")
+    return type(ddp._transport).__name__, type(following.transport).__name__, str(error.value)
+
+
+def test_shared_memory_is_for_parameters_on_one_device_in_each_world() -> None:
+    refused = "shared memory is for parameters on one device, not on cpu, meta"
+    assert run(2, on_two_devices) == [("GroupTransport", "GroupTransport", refused)] * 2
+
+
 # -- groups, replicas --------------------------------------------------------------------------------------------------
 
 

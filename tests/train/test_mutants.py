@@ -27,7 +27,18 @@ SELDOM = "a_stop_is_not_missed_by_looking_seldom_nor_by_freezing_something"
 LEAVES = "everybody_ends_as_if_it_was_signalled_when_the_last_one_is_done"
 HANDLERS = "a_handler_that_was_there_before_is_called_and_comes_back"
 FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
+ONE_DEVICE = "shared_memory_is_for_parameters_on_one_device_in_each_world"
 MUTANTS = (
+    mutant(
+        "parameters on several devices go through the process group",
+        *("ddp", '"group" if others and self._transport_wanted == "auto" else self._transport_wanted)', "self._transport_wanted)"),
+        *("more", ONE_DEVICE),
+    ),
+    mutant(
+        "shared memory that was asked for is not replaced in silence",
+        *("ddp", 'if others and self._transport_wanted == "shared memory":', "if False:"),
+        *("more", ONE_DEVICE),
+    ),
     mutant(
         "a backward is a step",
         *("reducer", "        progress()  # before", "        # before"),
