@@ -177,14 +177,9 @@ class ParkedForks:
     def _start(self) -> None:
         if not self._modules and not self._learns:
             return
-        ours, theirs = socket.socketpair()
-        program = (sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), self._like.group or "-")
-        argv = (*program, ",".join(self._modules), *self._like.argv[2:])
         try:
-            with theirs:  # not in the workers' control group, which is killed after each round
-                started = spawn(replace(self._like, argv=argv, env=self._env, group=""), 2, 2, (theirs.fileno(),))
+            ours, started = self._launch()
         except OSError as error:
-            ours.close()
             self._tell(f"the fork server cannot be started: {error.strerror}")
             return
         ours.setblocking(False)
@@ -192,6 +187,18 @@ class ParkedForks:
         self._tree.spare(started.pid)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._on_report, server))
         self._selector.register(started.pidfd, selectors.EVENT_READ, partial(self._on_end, server))
+
+    def _launch(self) -> tuple[socket.socket, Spawned]:
+        """Return the agent's end of the control socket, and the server's process. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        program = (sys.executable, "-u", forkserver.__file__, str(os.getpid()), str(theirs.fileno()), self._like.group or "-")
+        argv = (*program, ",".join(self._modules), *self._like.argv[2:])
+        try:
+            with theirs:  # not in the workers' control group, which is killed after each round
+                return ours, spawn(replace(self._like, argv=argv, env=self._env, group=""), 2, 2, (theirs.fileno(),))
+        except OSError:
+            ours.close()
+            raise
 
     def _on_report(self, server: _Server, mask: int) -> None:
         if server is not self._server:  # it was dropped after the selector had found it ready

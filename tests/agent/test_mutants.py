@@ -86,6 +86,11 @@ MUTANTS = (
         *("preload", "a_newcomer_is_seen_while_it_imports_and_the_others_train_on_until_it_is_done"),
     ),
     mutant(
+        "a fork server that cannot be started leaves no descriptor open",
+        *("processes/parked_forks", "            ours.close()\n            raise\n", "            raise\n"),
+        *("parked_forks", "where_no_server_can_be_started_it_is_tried_again[a process]"),
+    ),
+    mutant(
         "a node joins early only where a part of torch is missing",
         *("processes/forkserver", "if name == modules[-1] and name in PARTS:", "if name == modules[-1]:"),
         *("parked_forks", "that_only_a_part_of_torch_is_missing_is_told"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import selectors
@@ -186,6 +187,25 @@ def test_that_only_a_part_of_torch_is_missing_is_told(
 def test_nothing_is_started_without_modules(agent: Agent) -> None:
     agent.start()
     assert agent.forks and agent.forks.pids == () and agent.output() == "executed"
+
+
+@pytest.mark.parametrize("lacking", ["a descriptor", "a process"])
+def test_where_no_server_can_be_started_it_is_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    def refuse(*args: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        if lacking == "a descriptor":
+            patch.setattr(socket, "socketpair", refuse)
+        else:
+            patch.setattr(parked_forks, "spawn", refuse)
+        forks = agent.begin("heavy")
+        forks.refill()
+    assert agent.said == ["--preload: the fork server cannot be started: Too many open files"] and descriptors() == before
+    forks.refill()
+    agent.turn(lambda: not forks.loading)
+    assert forks.parked == 1
 
 
 def test_as_many_forks_wait_as_are_wanted(agent: Agent) -> None:
