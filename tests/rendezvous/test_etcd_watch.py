@@ -49,6 +49,19 @@ def test_a_lost_connection_is_no_change_and_changes_without_one_are_heard_of_lat
     listener.store.close()
 
 
+def test_a_store_works_as_before_when_its_watch_cannot_have_a_thread(server: Etcd, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = connector(server.endpoints)()
+    store.get([key])  # gRPC has the threads that it needs
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        store.watch(key, lambda: None)
+    count_up(store, key)
+    store.close()
+
+
 def test_nothing_is_missed_when_the_server_is_killed_and_comes_back(key: str) -> None:
     with etcd(3, options=QUICK) as cluster:
         skip_if_killing_loses_data()

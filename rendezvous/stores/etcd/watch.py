@@ -6,6 +6,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from elastirun.errors import StoreError
@@ -29,7 +30,8 @@ class Watch:
         self._changed = changed
         self._next = 0  # first revision that has not been seen; 0: start with the present one
         self._fruitless = 0  # consecutive attempts without an answer
-        threading.Thread(target=self._run, name="etcd watch", daemon=True).start()
+        with suppress(RuntimeError):  # the limit of processes is reached: polls have to do
+            threading.Thread(target=self._run, name="etcd watch", daemon=True).start()
 
     def _run(self) -> None:
         while True:
