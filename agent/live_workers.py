@@ -11,9 +11,9 @@ import secrets
 import selectors
 import socket
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from functools import partial
 
+from elastirun.agent.host.accepting import Accepting
 from elastirun.agent.local_socket import peer_of
 from elastirun.agent.processes.parking import Parking
 from elastirun.live_messages import MAX_MESSAGE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
@@ -44,15 +44,16 @@ class LiveWorkers:
         self._parking = Parking()
         self._connections: dict[int, socket.socket] = {}  # by pid
         self.name = f"elastirun-{os.getpid()}-{secrets.token_hex(8)}"
-        self._listening: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._accepting: Accepting | None = None
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            self._listening.bind("\0" + self.name)
-            self._listening.listen(BACKLOG)
+            listening.bind("\0" + self.name)
+            listening.listen(BACKLOG)
         except OSError:
-            self._listening.close()
-            self._listening, self.name = None, ""
+            listening.close()
+            self.name = ""
             return
-        selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        self._accepting = Accepting(listening, selector, self._take)
 
     def park(self, pids: Collection[int], round: int) -> list[int]:
         """Ask the live ones of the workers ``pids`` to leave ``round``. Return those that were asked; the others have to be ended."""
@@ -70,6 +71,10 @@ class LiveWorkers:
         """Return the round in which the ranks agreed upon the state of a parked worker; 0: it has none."""
         return self._parking.settled(pid)
 
+    def tick(self, now: float) -> float | None:
+        """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
+        return None if self._accepting is None else self._accepting.tick(now)
+
     def worker_ended(self, pid: int) -> None:
         """Forget a worker. Its forks may hold the connection for longer."""
         self._drop(pid)
@@ -78,21 +83,10 @@ class LiveWorkers:
         """Hang up: workers that are parked end by themselves."""
         for pid in list(self._connections):
             self._drop(pid)
-        if self._listening is not None:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(self._listening)
-            self._listening.close()
-            self._listening = None
+        if self._accepting is not None:
+            self._accepting.close()
 
-    def _accept(self, mask: int) -> None:
-        assert self._listening is not None
-        try:
-            connection, _ = self._listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError:  # no descriptor is left: the socket would be readable for ever. Later workers are ended after their round
-            self._selector.unregister(self._listening)
-            return
+    def _take(self, connection: socket.socket) -> None:
         pid, uid = peer_of(connection)
         if uid != os.geteuid() or not self._is_worker(pid):
             connection.close()

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastirun import clock
+from elastirun.agent.host.accepting import Accepting
 
 MAX_CLIENTS = 64  # connections at once; one more closes the oldest
-RETRY = 1.0  # seconds until connections are accepted again after no descriptor was left for one
 MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
 
 
@@ -57,24 +57,20 @@ class LocalSocket:
     ) -> None:
         self._selector, self._on_line, self._max_line = selector, on_line, max_line
         self._room_for_fds = socket.CMSG_LEN(array.array("i").itemsize) if takes_fds else 0  # CMSG_SPACE has room for two
-        self._accept_at: float | None = None  # when to accept again, on ``elastirun.clock``; None: the socket is registered
         self.clients: list[Client] = []
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            _bind(self._listening, folder, name)
-            self._listening.listen(MAX_CLIENTS)
+            _bind(listening, folder, name)
+            listening.listen(MAX_CLIENTS)
         except OSError:
-            self._listening.close()
+            listening.close()
             raise
         self.path = f"{folder}/{name}"
-        selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        self._accepting = Accepting(listening, selector, self._take, self._make_room)
 
     def tick(self, now: float) -> float | None:
         """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
-        if self._accept_at is not None and now >= self._accept_at:
-            self._accept_at = None
-            self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
-        return self._accept_at
+        return self._accepting.tick(now)
 
     def answer(self, client: Client, line: str, fd: int | None = None) -> None:
         """Send one line, with a copy of ``fd``, and close the connection."""
@@ -98,23 +94,16 @@ class LocalSocket:
     def close(self) -> None:
         for client in list(self.clients):
             self.drop(client)
-        self._accept_at = None
-        with suppress(KeyError, ValueError):  # not registered, or closed before
-            self._selector.unregister(self._listening)
-        self._listening.close()
+        self._accepting.close()
 
-    def _accept(self, mask: int) -> None:
-        try:
-            connection, _ = self._listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError:  # no descriptor is left: the socket would be readable for ever
-            if self.clients:
-                self.drop(self.clients[0])
-            else:
-                self._selector.unregister(self._listening)
-                self._accept_at = clock.now() + RETRY
-            return
+    def _make_room(self) -> bool:
+        """Close the oldest connection, if there is one."""
+        if not self.clients:
+            return False
+        self.drop(self.clients[0])
+        return True
+
+    def _take(self, connection: socket.socket) -> None:
         if peer_of(connection)[1] != os.geteuid():
             connection.close()
             return

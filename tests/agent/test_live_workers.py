@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,28 @@ def test_a_worker_is_asked_and_goes_on(agent: Agent) -> None:
         agent.turn(lambda: agent.parked)
         assert agent.live.settled(US) == 2 and agent.live.resume(US, 4, {"RANK": "1"})
         assert decode(worker.recv(1000)) == Resume(4, {"RANK": "1"})
+
+
+def test_a_worker_that_connects_while_no_descriptor_is_left_is_live_later(agent: Agent) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with agent.connect() as worker:
+        worker.send(encode(Hello()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+        taken = []
+        try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            for key, mask in agent.selector.select(PATIENCE):
+                key.data(mask)
+            assert agent.selector.select(0) == [], "it does not spin"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in taken:
+                os.close(fd)
+        due = agent.live.tick(0.0)
+        assert due is not None and agent.live.tick(due) is None
+        agent.turn(lambda: agent.live.park([US], 3))
 
 
 def test_a_stranger_gets_nothing() -> None:

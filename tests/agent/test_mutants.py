@@ -1552,6 +1552,16 @@ MUTANTS = (
         *("live_states", "nothing_is_said_of_a_round_that_is_over"),
     ),
     mutant(
+        "connections are accepted again when a descriptor may be free",
+        *("host/accepting", "            self._selector.register(self._listening", "            (self._listening"),
+        *("live_workers", "a_worker_that_connects_while_no_descriptor_is_left_is_live_later"),
+    ),
+    mutant(
+        "a listening socket that cannot be served does not keep the loop busy",
+        *("host/accepting", "                self._selector.unregister(self._listening)\n                self", "                self"),
+        *("live_workers", "a_worker_that_connects_while_no_descriptor_is_left_is_live_later"),
+    ),
+    mutant(
         "a process that is no worker of this agent is not served",
         *("live_workers", " or not self._is_worker(pid):", ":"),
         *("live_workers", "a_stranger_gets_nothing"),
