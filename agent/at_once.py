@@ -19,8 +19,6 @@ def at_once(function: Callable[[T], R], items: Sequence[T], limit: float) -> dic
 
     ``function`` raises nothing. A call that takes longer goes on in its thread, and its result is lost.
     """
-    if len(items) == 1:
-        return {items[0]: function(items[0])}
     until = clock.now() + limit
     results: queue.SimpleQueue[tuple[T, R]] = queue.SimpleQueue()
     for item in items:

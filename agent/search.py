@@ -97,7 +97,11 @@ class Search:
     def _addresses(self) -> dict[Endpoint, tuple[str, ...]]:
         """Return the addresses of each endpoint, the first one first. All names are looked up at the same time."""
         endpoints = (self._first, *self._config.other_endpoints)
-        found = at_once(net.resolve, list(dict.fromkeys(one.host for one in endpoints)), NAMES_LIMIT)
+        hosts = list(dict.fromkeys(one.host for one in endpoints))
+        if len(hosts) > 1:
+            found = at_once(net.resolve, hosts, NAMES_LIMIT)
+        else:  # without its addresses a newcomer would begin the job anew beside the one that runs; a slow name server is waited for
+            found = {hosts[0]: net.resolve(hosts[0])}
         return {one: found.get(one.host, ())[:MOST_ADDRESSES] for one in endpoints}
 
     def _ask(self, one: Endpoint) -> _Word:

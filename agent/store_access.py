@@ -354,8 +354,8 @@ class EndpointAccess(StoreAccess):
                 self._reached = (address, endpoint.port)
                 self._for_guard = {"kind": "tcp", "address": address, "port": endpoint.port}
                 return self._reached
-        if strange:
-            raise StoreError(next(iter(strange.values())))
+        if listening:
+            raise StoreError(next(iter(strange.values()), f"{endpoint} accepts connections but has not answered in {3 * ANSWER_LIMIT:g} s"))
         why = next(iter(whys.values()), None) or "the name does not resolve"
         if self._reached:
             raise StoreError(f"{endpoint}: {why}; the agent that hosted the store there is gone or cut off")

@@ -996,7 +996,17 @@ MUTANTS = (
     mutant(
         "who never answers is left behind",
         *("at_once", "results.get(timeout=max(0.001, until - clock.now()))", "results.get()"),
-        *("search", "one_that_never_answers_is_left_behind"),
+        *("search", "one_that_never_answers_is_left_behind[items0]"),
+    ),
+    mutant(
+        "the only one that never answers is left behind, too",
+        *("at_once", "    until = clock.now() + limit\n", "    until = clock.now() + (limit if items[1:] else 1e6)\n"),
+        *("status_reader", "a_name_server_that_does_not_answer_holds_nobody_up"),
+    ),
+    mutant(
+        "a slow name server is waited for where there is one name",
+        *("search", "        if len(hosts) > 1:\n", "        if True:\n"),
+        *("search", "a_name_server_that_is_slow_is_waited_for_where_there_is_one_name"),
     ),
     mutant(
         "all endpoints are told where the store has moved",

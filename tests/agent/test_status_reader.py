@@ -32,6 +32,7 @@ from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
 from tests.rendezvous.test_stores import Server, new_server
+from tests.support.cluster import PATIENCE
 from tests.support.etcd_server import Etcd
 
 TOKEN = b"the token of this job"
@@ -208,6 +209,16 @@ def test_stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_n
     assert found.jobs == () and str(silent) in found.problems[0] and "no answer" in found.problems[0]
     assert "refused" in look(Endpoint("127.0.0.1", 1)).problems[0]
     assert look(Endpoint("no-such-host.invalid", 1)).problems == ("no-such-host.invalid does not resolve",)
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(status_reader, "NAMES_LIMIT", 0.1)
+    monkeypatch.setattr(net, "resolve", lambda host: (go.wait(PATIENCE), ())[1])
+    began = time.monotonic()
+    assert look(Endpoint("node-a", 1)).problems == ("node-a does not resolve",)
+    assert time.monotonic() - began < PATIENCE / 2
+    go.set()
 
 
 def test_a_store_that_has_not_finished_its_answer_is_named(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
