@@ -78,6 +78,12 @@ class _Sight:
     rows_change: bool
 
     @property
+    def watched(self) -> tuple[str, str]:
+        """The job, and the id of its store."""
+        record = self.synced.round
+        return self.job, "" if record is None else record.store_id
+
+    @property
     def newness(self) -> tuple[bool, int, int]:
         """The sort key of stores that hold the same job: the last one is in use."""
         record = self.synced.round
@@ -104,12 +110,14 @@ class StatusReader:
         self._target = target
         self._find_agents = find_agents
         self._sources: dict[StoreAt, _Source] = {}
-        self._lock = threading.Lock()  # of ``_sources``
+        self._lock = threading.Lock()  # of ``_sources``, and of their ``users`` and ``look``
+        self._looks = 0
         self._watched: dict[tuple[str, str], Liveness] = {}  # by job and name of its store: rows, as they were seen to change
 
     def look(self) -> Found:
         """Return what is found now."""
         target, problems = self._target, list[str]()
+        self._looks += 1
         starts = self._addresses(problems)[:MOST_ASKED]
         starts += [at_etcd(target.etcd)] if target.etcd is not None else []
         questions = {str(at): partial(self._follow, at, target.job) for at in starts}
@@ -125,6 +133,9 @@ class StatusReader:
             others += answer.others
             steps += answer.steps
             live += answer.live
+        self._drop_unused()
+        shown = {sight.watched for sight in best.values()}
+        self._watched = {key: rows for key, rows in self._watched.items() if key in shown}
         jobs = tuple(
             self._judge(best[job], [one for name, one in steps if name == job], [rank for name, rank in live if name == job])
             for job in sorted(best)
@@ -142,6 +153,14 @@ class StatusReader:
 
     def close(self) -> None:
         for source in self._sources.values():
+            source.close()
+
+    def _drop_unused(self) -> None:
+        """Close the connections that the last look did not need, but for those that a slow thread still uses."""
+        with self._lock:
+            unused = [at for at, source in self._sources.items() if source.look < self._looks and not source.users]
+            dropped = [self._sources.pop(at) for at in unused]
+        for source in dropped:
             source.close()
 
     def _ask_agent(self, path: str) -> _Answer:
@@ -173,15 +192,19 @@ class StatusReader:
     def _ask(self, at: StoreAt, job: str | None) -> _Answer:
         with self._lock:
             source = self._sources.setdefault(at, _Source(at)) if not isinstance(at, CopyOf) else _Source(at)
+            source.users, source.look = source.users + 1, self._looks
         try:
             return source.read(job, self._target.token)
         except (StoreError, StartError) as error:
             return _Answer(problems=[str(error)])
+        finally:
+            with self._lock:
+                source.users -= 1
 
     def _judge(self, sight: _Sight, steps: list[WorkerSteps], ranks: list[int]) -> JobStatus:
         synced = sight.synced
         record = synced.round or RoundRecord("")
-        live = self._watched.setdefault((sight.job, record.store_id), Liveness(math.inf))
+        live = self._watched.setdefault(sight.watched, Liveness(math.inf))
         if sight.rows_change:
             live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
         live.forget_all_but(set(synced.rows))
@@ -191,9 +214,13 @@ class StatusReader:
 
 
 class _Source:
-    """The connection to one store. Used by one thread at a time."""
+    """The connection to one store. Used by one thread at a time.
+
+    ``users``: the threads that read, or wait for their turn. ``look``: the number of the last look that asked this store.
+    """
 
     def __init__(self, at: StoreAt) -> None:
+        self.users = self.look = 0
         self._at = at
         self._store: Any = None
         self._one_reads = threading.Lock()

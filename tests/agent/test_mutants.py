@@ -147,6 +147,21 @@ MUTANTS = (
         *("status_reader", "stores_that_do_not_answer_delay_no_answer_and_are_named_when_there_is_none"),
     ),
     mutant(
+        "a status keeps no connection of a job that has ended",
+        *("status_reader", "        self._drop_unused()\n", ""),
+        *("status_reader", "nothing_is_kept_of_a_job_that_has_ended"),
+    ),
+    mutant(
+        "a status closes no connection that a thread uses",
+        *("status_reader", "source.look < self._looks and not source.users", "source.look < self._looks"),
+        *("status_reader", "nothing_is_kept_of_a_job_that_has_ended"),
+    ),
+    mutant(
+        "a status keeps no rows of a job that has ended",
+        *("status_reader", "for key, rows in self._watched.items() if key in shown", "for key, rows in self._watched.items()"),
+        *("status_reader", "nothing_is_kept_of_a_job_that_has_ended"),
+    ),
+    mutant(
         "a status keeps its connections",
         *("status_reader", "            if self._store is None:\n", "            if True:\n"),
         *("status_reader", "one_connection_serves_all_looks_unless_it_is_lost"),

@@ -252,6 +252,24 @@ def test_one_connection_serves_all_looks_unless_it_is_lost(servers: tuple[Server
         assert len(reader.look().jobs) == 1 and len(made) == 2
 
 
+def test_nothing_is_kept_of_a_job_that_has_ended(servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = {job: OwnAgent(job, (), at(server)) for job, server in zip("ab", servers, strict=True)}
+    for job, server in zip("ab", servers, strict=True):
+        fill(server, job, rows(2))
+    running = ["a", "b"]
+    monkeypatch.setattr(own_agents, "ask", agents.get)
+    with closing(StatusReader(Target(), lambda: running)) as reader:
+        assert [job.job for job in reader.look().jobs] == ["a", "b"]
+        source = reader._sources[status_stores.described(at(servers[0]))]
+        running.remove("a")
+        source.users += 1  # as a thread that is slow does
+        assert [job.job for job in reader.look().jobs] == ["b"]
+        assert source._store is not None and list(reader._watched) == [("b", "store")]
+        source.users -= 1
+        reader.look()
+        assert source._store is None and list(reader._sources) == [status_stores.described(at(servers[1]))]
+
+
 def test_rows_that_do_not_change_between_two_looks_are_silent_but_at_etcd_a_lease_is_renewed(
     servers: tuple[Server, Server], server: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
