@@ -13,7 +13,7 @@ from elastirun import clock
 from elastirun.agent import account, events
 from elastirun.agent.account import FAILURE, LEAVE, Account, Stamps, Totals
 from elastirun.agent.events import Event
-from elastirun.agent.hang_watch import ProgressPages
+from elastirun.agent.progress_pages import ProgressPages
 from elastirun.progress_page import NS, Page
 from elastirun.rendezvous.records import Broken, RoundRecord
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from statistics import median, quantiles
 
 from benchmarks.lab import machine, table
-from elastirun.agent.hang_watch import ProgressPages
+from elastirun.agent.progress_pages import ProgressPages
 from elastirun.optimizer_steps import on_step
 from elastirun.progress import progress
 from elastirun.progress_page import VARIABLE

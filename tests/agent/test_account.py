@@ -10,7 +10,7 @@ import pytest
 from elastirun import clock
 from elastirun.agent.account import NO_STAMPS, Account, Spent, Stamps, Totals, lines, stamps
 from elastirun.agent.accounting import Accounting
-from elastirun.agent.hang_watch import ProgressPages
+from elastirun.agent.progress_pages import ProgressPages
 from elastirun.progress_page import FARTHEST, NS, Page
 from elastirun.rendezvous.records import Broken, Cause, RoundRecord
 from tests.agent.test_hangs import pages, worker

@@ -24,12 +24,13 @@ from elastirun.agent import events, hang_watch
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.hang_causes import BEHIND, main_stack
 from elastirun.agent.hang_reports import SharedVerdict
-from elastirun.agent.hang_watch import HangWatch, ProgressPages
+from elastirun.agent.hang_watch import HangWatch
 from elastirun.agent.hangs import AUTO, HangDetector
 from elastirun.agent.node_reports import Meeting
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit
+from elastirun.agent.progress_pages import ProgressPages
 from elastirun.agent.stragglers import Median
 from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
 from elastirun.rendezvous.records import Blame, ExitRecord

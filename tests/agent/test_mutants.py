@@ -1157,7 +1157,7 @@ MUTANTS = (
     ),
     mutant(
         "a page keeps its size",
-        *("hang_watch", "                fcntl.fcntl(fd, linux.F_ADD_SEALS, _FIXED_SIZE)\n", ""),
+        *("progress_pages", "                fcntl.fcntl(fd, linux.F_ADD_SEALS, _FIXED_SIZE)\n", ""),
         *("hangs", "nobody_can_make_a_page_smaller_so_that_another_reads_beyond_its_end"),
     ),
     mutant(

@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from elastirun import linux
-from elastirun.agent.hang_watch import ProgressPages
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import forkserver, kills, marks, parked_forks, proc
 from elastirun.agent.processes.parked_forks import ParkedForks
 from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER, ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec
+from elastirun.agent.progress_pages import ProgressPages
 from elastirun.progress_page import VARIABLE
 from tests.support.cluster import PATIENCE, dies
 from tests.support.descriptors import descriptors

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastirun.agent.hang_watch import ProgressPages
+from elastirun.agent.progress_pages import ProgressPages
 from elastirun.progress_page import NS, VARIABLE
 from elastirun.train import Checkpointer, DeterministicShards, DistributedDataParallel, ElasticDataLoader
 from tests.support.worlds import run
