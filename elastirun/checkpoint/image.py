@@ -26,7 +26,6 @@ from elastirun.errors import CheckpointError
 
 PAGE = 4096  # bytes; O_DIRECT takes multiples of it everywhere
 MAGIC = b"elastirun image1"
-SPARE = 256  # bytes by which a later description may be longer: its numbers have more digits
 _COMPLETE = struct.Struct("=Q")  # 8 aligned bytes, which the processor stores at once
 _PLACE = struct.Struct("=QQ32s")  # offset, length and SHA-256 of the description
 _AT_COMPLETE = len(MAGIC)
@@ -51,11 +50,6 @@ class Description:
 def round_up(size: int) -> int:
     """Return ``size`` rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
-
-
-def size_for(description: Description) -> int:
-    """Return the bytes of an image for the files of ``description``, and for the same files in later saves."""
-    return round_up(_end_of(description) + len(_encode(description)) + SPARE)
 
 
 class Image:

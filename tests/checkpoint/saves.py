@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastirun.checkpoint.directory import Claim, Directory
-from elastirun.checkpoint.image import PAGE, Description, Image, round_up, size_for
+from elastirun.checkpoint.image import PAGE, Description, Image, round_up
 from elastirun.checkpoint.record import Commit, FileSum
 
 FENCE = "store:{}"
@@ -18,6 +18,11 @@ def content(step: int, size: int = PAGE + 100) -> dict[str, bytes]:
     return {"__0_0.distcp": (b"%08d" % step) * (size // 8), "tensors.json": b'{"step":%d}' % step, "empty": b""}
 
 
+def image_for(description: Description) -> Image:
+    """Return an empty image for the files of ``description``, with room for it. The product's own sum needs torch: ``staging.py``."""
+    return Image.create(max(at + size for at, size in description.files.values()) + 2 * PAGE)
+
+
 def image_of(step: int, save: int = 1, files: Mapping[str, bytes] | None = None) -> Image:
     """A complete image with the files of ``step``."""
     files = content(step) if files is None else files
@@ -26,7 +31,7 @@ def image_of(step: int, save: int = 1, files: Mapping[str, bytes] | None = None)
         places[name] = (at, len(data))
         at = round_up(at + len(data))
     description = Description(save, step, "", 0, 0, 1, places, tuple(files))
-    image = Image.create(size_for(description))
+    image = image_for(description)
     for name, data in files.items():
         image.memory[places[name][0] : places[name][0] + len(data)] = data
     image.finish(description)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastirun import linux
-from elastirun.checkpoint.image import PAGE, Description, Image, size_for
+from elastirun.checkpoint.image import PAGE, Description, Image
 from elastirun.errors import CheckpointError
+from tests.checkpoint.saves import image_for
 from tests.support.descriptors import descriptors
 
 FILES = {"a": (PAGE, 5), "b": (2 * PAGE, PAGE), "c": (3 * PAGE + 8, 0)}
@@ -23,7 +24,7 @@ ONE = Description(save=1, step=10, fence="s:2", round=2, rank=1, world_size=2, f
 
 @pytest.fixture
 def image() -> Iterator[Image]:
-    made = Image.create(size_for(ONE))
+    made = image_for(ONE)
     yield made
     made.close()
 
@@ -41,7 +42,7 @@ def test_an_image_is_complete_from_its_finish_to_the_next_begin(image: Image) ->
 
 
 def test_another_process_reads_what_a_killed_one_has_written() -> None:
-    image = Image.create(size_for(ONE))
+    image = image_for(ONE)
     if not (child := os.fork()):
         image.memory[PAGE : PAGE + 5] = b"hello"
         image.finish(ONE)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from elastirun.checkpoint import memory_tier
 from elastirun.checkpoint.directory import Directory
-from elastirun.checkpoint.image import PAGE, Description, Image, round_up, size_for
+from elastirun.checkpoint.image import PAGE, Description, Image, round_up
 from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer, PerRank
 from elastirun.train.checkpoints import checkpointer, opened, publishing, restoring
@@ -30,7 +30,7 @@ from elastirun.train.checkpoints.opened import Opened
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
 from tests.agent.test_checkpoint_memory import Agent
-from tests.checkpoint.saves import stage, yes
+from tests.checkpoint.saves import image_for, stage, yes
 from tests.support.cluster import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +271,7 @@ def held(step: int, fence: str, files: Mapping[str, bytes], rank: int = 0) -> Pa
         at = round_up(at + len(data))
     round = int(fence.rpartition(":")[2])
     description = Description(1, step, fence, round, rank, 2, places, ())
-    image = Image.create(size_for(description))
+    image = image_for(description)
     for name, data in files.items():
         image.memory[places[name][0] : places[name][0] + len(data)] = data
     image.finish(description)
