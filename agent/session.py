@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from elastirun import clock
-from elastirun.agent.store_access import StoreAccess, new_store_id, rules, store_access
+from elastirun.agent.choose_store import store_access
+from elastirun.agent.store_access import StoreAccess, new_store_id, rules
 from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import LaunchConfig
 from elastirun.rendezvous.actions import Action, Reconnect, Sync

@@ -52,7 +52,7 @@ def _stores(config: LaunchConfig) -> list[str]:
 
 
 def _standby(config: LaunchConfig, first: Endpoint, free_port: str) -> str:
-    """Return where the standby store would listen, by the rule of ``store_access.py``. ``first``: the endpoint where the job starts."""
+    """Return where the standby store would listen, by the rule of ``endpoint_access.py``. ``first``: the endpoint where the job starts."""
     if config.port_range and config.port_range[0] == config.port_range[1]:
         return f"not here, the workers' store needs port {config.port_range[0]}"
     address = config.local_addr or net.advertised_address(next(iter(net.resolve(first.host)), first.host), first.port)

@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     mutant(
         "the host of a store says where it is",
-        *("store_access", "if at is not None or not self._served:", "if True:"),
+        *("endpoint_access", "if at is not None or not self._served:", "if True:"),
         *("standby_stores", "a_status_is_sent_to_the_store_in_use_also_on_its_host"),
     ),
     mutant(
@@ -674,7 +674,7 @@ MUTANTS = (
     # The store moves when its host has died.
     mutant(
         "no standby store without the option",
-        *("store_access", "        if self.config.succession:\n", "        if True:\n"),
+        *("endpoint_access", "        if self.config.succession:\n", "        if True:\n"),
         *("standby_stores", "an_agent_without_the_option_serves_none"),
     ),
     mutant(
@@ -684,7 +684,7 @@ MUTANTS = (
     ),
     mutant(
         "a later agent's standby store at the same port is not taken for an earlier one's",
-        *("store_access", "if owner != at.name.encode():", "if False:"),
+        *("endpoint_access", "if owner != at.name.encode():", "if False:"),
         *("standby_stores", "the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one"),
     ),
     mutant(
@@ -699,7 +699,7 @@ MUTANTS = (
     ),
     mutant(
         "a store that has answered has more time when it is reached again",
-        *("store_access", "ANSWER_LIMIT if at == self._answered else STANDBY_LIMIT", "STANDBY_LIMIT"),
+        *("endpoint_access", "ANSWER_LIMIT if at == self._answered else STANDBY_LIMIT", "STANDBY_LIMIT"),
         *("standby_stores", "a_store_that_has_answered_is_given_more_time_when_it_is_reached_again"),
     ),
     mutant(
@@ -709,17 +709,17 @@ MUTANTS = (
     ),
     mutant(
         "who serves a standby store knows that it does",
-        *("store_access", "            return own\n", "            pass\n"),
+        *("endpoint_access", "            return own\n", "            pass\n"),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
     ),
     mutant(
         "no job is on the list of a standby store",
-        *("store_access", "            return self._open_standby(at)\n        store = self._open_or_search()\n", MOVED),
+        *("endpoint_access", "            return self._open_standby(at)\n        store = self._open_or_search()\n", MOVED),
         *("standby_stores", "each_agent_serves_an_empty_standby_store_on_its_own_address"),
     ),
     mutant(
         "a member does not ask a store that stands still for its name",
-        *("store_access", "again=self.newcomer)", "again=True)"),
+        *("endpoint_access", "again=self.newcomer)", "again=True)"),
         *("standby_stores", "a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again[False]"),
     ),
     mutant(
@@ -830,7 +830,7 @@ MUTANTS = (
     # Several endpoints.
     mutant(
         "a newcomer asks the other endpoints",
-        *("store_access", "(place := self._search.find((*self._own_stores(), *self._unreached), hosting=False))", "(place := None)"),
+        *("endpoint_access", "(place := self._search.find((*self._own_stores(), *self._unreached), hosting=False))", "(place := None)"),
         *("search", "a_newcomer_is_sent_where_a_standby_store_says[4]"),
     ),
     mutant(
@@ -855,12 +855,12 @@ MUTANTS = (
     ),
     mutant(
         "who was found silent is not asked again",
-        *("store_access", "(*self._own_stores(), *self._unreached)", "(*self._own_stores(),)"),
+        *("endpoint_access", "(*self._own_stores(), *self._unreached)", "(*self._own_stores(),)"),
         *("search", "who_was_found_silent_is_not_asked_again"),
     ),
     mutant(
         "a member waits for proof",
-        *("store_access", "            if self.newcomer and (place", "            if (place"),
+        *("endpoint_access", "            if self.newcomer and (place", "            if (place"),
         *("search", "a_member_looks_nowhere_else"),
     ),
     mutant(
@@ -875,12 +875,12 @@ MUTANTS = (
     ),
     mutant(
         "who serves the first endpoint asks the others",
-        *("store_access", "if store.hosting and self.newcomer and (place", "if False and (place"),
+        *("endpoint_access", "if store.hosting and self.newcomer and (place", "if False and (place"),
         *("search", "who_serves_the_first_endpoint_says_there_what_the_others_say"),
     ),
     mutant(
         "no job starts in a standby store",
-        *("store_access", '        if not self._search.several:\n            return ""\n', '        return ""\n'),
+        *("endpoint_access", '        if not self._search.several:\n            return ""\n', '        return ""\n'),
         *("search", "a_standby_store_is_not_taken_for_the_one_where_a_job_starts"),
     ),
     mutant(
@@ -900,7 +900,7 @@ MUTANTS = (
     ),
     mutant(
         "the own standby store is known by its port",
-        *("store_access", "(at.id, at.port) == (self.me, self.standby_port) and", "at.id == self.me and"),
+        *("endpoint_access", "(at.id, at.port) == (self.me, self.standby_port) and", "at.id == self.me and"),
         *("standby_stores", "a_node_that_has_given_up_its_standby_store_serves_another_one_at_another_port"),
     ),
     mutant(
@@ -920,12 +920,12 @@ MUTANTS = (
     ),
     mutant(
         "a node that was sent serves a standby store",
-        *("store_access", "            self._serve_standby()\n            return store\n", "            return store\n"),
+        *("endpoint_access", "            self._serve_standby()\n            return store\n", "            return store\n"),
         *("search", "a_newcomer_that_was_sent_serves_a_standby_store_as_well"),
     ),
     mutant(
         "a node does not take its own store for that of a dead one",
-        *("store_access", "self._endpoint.port) and self._is_own(at):", "self._endpoint.port) and False:"),
+        *("endpoint_access", "self._endpoint.port) and self._is_own(at):", "self._endpoint.port) and False:"),
         *("search", "a_node_that_has_taken_the_port_of_a_dead_one_is_not_taken_for_it"),
     ),
     mutant(
@@ -995,7 +995,7 @@ MUTANTS = (
     ),
     mutant(
         "a silent host delays a job that has moved for a second only",
-        *("store_access", "limit = STANDBY_LIMIT if self.has_moved else ANSWER_LIMIT", "limit = ANSWER_LIMIT"),
+        *("endpoint_access", "limit = STANDBY_LIMIT if self.has_moved else ANSWER_LIMIT", "limit = ANSWER_LIMIT"),
         *("search", "who_looks_where_a_moved_job_was_started_waits_a_second_at_most"),
     ),
     of_workers(
@@ -1025,7 +1025,7 @@ MUTANTS = (
     ),
     mutant(
         "all endpoints are told where the store has moved",
-        *("store_access", "Forwarding((self._endpoint, *self.config.other_endpoints),", "Forwarding((self._endpoint,),"),
+        *("endpoint_access", "Forwarding((self._endpoint, *self.config.other_endpoints),", "Forwarding((self._endpoint,),"),
         *("search", "a_thread_that_cannot_start_is_told_once_and_tried_again"),
     ),
     mutant(

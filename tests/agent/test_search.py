@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +12,13 @@ from dataclasses import replace
 import pytest
 
 from elastirun import clock
+from elastirun.agent import endpoint_access, search, shared_store
 from elastirun.agent import forwarding as forwarding_module
-from elastirun.agent import search, shared_store, store_access
 from elastirun.agent.at_once import at_once
+from elastirun.agent.choose_store import store_access
+from elastirun.agent.endpoint_access import EndpointAccess
 from elastirun.agent.forwarding import Forwarding
 from elastirun.agent.host import net
-from elastirun.agent.store_access import EndpointAccess
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError, StoreMoved, StoreRefused
 from elastirun.rendezvous import formation
@@ -57,7 +59,7 @@ def node(port: int) -> Iterator[Open]:
         where = ",".join(f"127.0.0.{host}:{port}" if isinstance(host, int) else f"{host}:{port}" for host in hosts)
         conf = f"--rdzv-conf=is_host={int(i == hosts[0] if is_host is None else is_host)}"
         line = f"--nnodes=1:3 --rdzv-id=test --rdzv-endpoint={where} --local-addr=127.0.0.{i} {conf} --store-succession=proof"
-        one = store_access.store_access(replace(config_of(f"{line} {options} t.py"), token=token))
+        one = store_access(replace(config_of(f"{line} {options} t.py"), token=token))
         assert isinstance(one, EndpointAccess)
         one.me = f"n{i}"
         made.append(one)
@@ -311,7 +313,7 @@ def test_a_node_with_another_order_of_the_list_finds_a_job_that_has_moved_to_its
     assert moved_to(node(4, (2, 1))) == Place("n2", "127.0.0.2", port)
 
 
-@pytest.mark.parametrize(("moved", "limit"), [(False, store_access.ANSWER_LIMIT), (True, store_access.STANDBY_LIMIT)])
+@pytest.mark.parametrize(("moved", "limit"), [(False, endpoint_access.ANSWER_LIMIT), (True, endpoint_access.STANDBY_LIMIT)])
 def test_who_looks_where_a_moved_job_was_started_waits_a_second_at_most(
     node: Open, port: int, monkeypatch: pytest.MonkeyPatch, moved: bool, limit: float
 ) -> None:
@@ -421,6 +423,15 @@ def test_a_name_server_that_is_slow_is_waited_for_where_there_is_one_name(
     monkeypatch.setattr(search, "NAMES_LIMIT", 0.05)
     monkeypatch.setattr(net, "resolve", lambda host: (time.sleep(0.3), look_up(host))[1])
     assert moved_to(node(4, ("pods",))) == X
+
+
+def test_a_store_that_does_not_answer_in_time_is_no_name_that_does_not_resolve(
+    node: Open, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_access, "ANSWER_LIMIT", 0.05)
+    monkeypatch.setattr(EndpointAccess, "_what_is_wrong_at", lambda self, address: (time.sleep(0.5), "")[1])
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(StoreError, match="accepts connections but has not answered in 0.15 s"):
+        node(2, (1,))._reach()
 
 
 def test_several_are_asked_at_the_same_time() -> None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from elastirun import clock
+from elastirun.agent.choose_store import store_access
 from elastirun.agent.session import STANDSTILL, Session
-from elastirun.agent.store_access import new_row, rules, store_access
+from elastirun.agent.store_access import new_row, rules
 from elastirun.agent.worker_store import WorkerStore
 from elastirun.rendezvous.actions import Action, Start, Sync
 from elastirun.rendezvous.codec import Codec

@@ -23,15 +23,16 @@ from typing import Any
 import pytest
 
 from elastirun import clock
+from elastirun.agent import endpoint_access
 from elastirun.agent import forwarding as forwarding_module
-from elastirun.agent import store_access
 from elastirun.agent.agent import Agent
+from elastirun.agent.choose_store import store_access
+from elastirun.agent.endpoint_access import EndpointAccess
 from elastirun.agent.forwarding import Forwarding
 from elastirun.agent.host import net
 from elastirun.agent.processes import death_notice
 from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_standbys, write
 from elastirun.agent.processes.process_tree import _make_room
-from elastirun.agent.store_access import EndpointAccess
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Change, Put, Sync
@@ -63,7 +64,7 @@ def port() -> int:
 def access(i: int, port: int, option: str = "--store-succession=proof", job: str = "test") -> Iterator[EndpointAccess]:
     """The access of "node" 127.0.0.<i>. The first that connects serves the store at the endpoint."""
     where = f"--rdzv-endpoint=127.0.0.1:{port} --local-addr=127.0.0.{i}"
-    made = store_access.store_access(config_of(f"--nnodes=1:3 --rdzv-id={job} {where} {option} t.py"))
+    made = store_access(config_of(f"--nnodes=1:3 --rdzv-id={job} {where} {option} t.py"))
     assert isinstance(made, EndpointAccess)
     made.me = f"n{i}"
     try:
@@ -88,10 +89,10 @@ def test_a_store_that_has_answered_is_given_more_time_when_it_is_reached_again(p
     with access(1, port) as host, access(2, port) as other:
         for each in (host, other):
             each.connect(None).close()
-        monkeypatch.setattr(store_access, "PlainTcpStore", opened)
+        monkeypatch.setattr(endpoint_access, "PlainTcpStore", opened)
         for _ in range(2):
             host.connect(place(other)).close()
-    assert limits == [store_access.STANDBY_LIMIT, store_access.ANSWER_LIMIT]
+    assert limits == [endpoint_access.STANDBY_LIMIT, endpoint_access.ANSWER_LIMIT]
 
 
 def test_the_standby_store_of_a_later_agent_at_the_same_port_is_not_that_of_an_earlier_one(port: int) -> None:
@@ -212,7 +213,7 @@ def test_a_standby_store_that_is_no_use_is_given_up_soon_with_one_line(port: int
         began = time.monotonic()
         with pytest.raises(StoreError, match=why) as caught:
             host.connect(Place("n9", address, number))
-        assert time.monotonic() - began < 10 * 3 * store_access.STANDBY_LIMIT
+        assert time.monotonic() - began < 10 * 3 * endpoint_access.STANDBY_LIMIT
         assert "\n" not in str(caught.value) and address in str(caught.value)
 
 
@@ -229,7 +230,7 @@ def accepted(still: socket.socket) -> int:
 
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_a_store_that_stands_still_is_asked_once_and_by_a_newcomer_again(newcomer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_access, "ANSWER_LIMIT", 0.3)
+    monkeypatch.setattr(endpoint_access, "ANSWER_LIMIT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as still, access(2, still.getsockname()[1]) as node:
         node.newcomer = newcomer
         with pytest.raises(StoreError, match="does not answer"):
