@@ -197,8 +197,10 @@ class Elastic:
                     break
 
     def _end_loop(self) -> None:
-        """Count the step in which the script has left the loop if its reduction was made; else its batch comes again."""
-        settle()
+        """Count the step in which the script has left the loop if its reduction was made; else its batch comes again.
+
+        This takes part in nothing: an exception may be ending this worker, and then its peers go on without it.
+        """
         if self._model.completed > self._completed and not self._rehearses:
             self.state.step += 1
             self._before.take()
@@ -283,6 +285,7 @@ class Elastic:
         """
         self._saves = True
         try:
+            settle()
             if self._late is not None:
                 self._catch_up()
                 self._must_be_whole()

@@ -149,23 +149,35 @@ def test_a_step_counts_whose_gradients_were_used_before_a_peer_was_lost(live: Ma
     assert len({number for numbers in seen for number in numbers}) == 40, "each sample once"
 
 
-def test_a_backward_that_an_exception_has_interrupted_is_made_before_a_save(live: Make) -> None:
+@pytest.mark.parametrize("last", [False, True], ids=["due", "last"])
+def test_a_backward_that_an_exception_has_interrupted_is_made_before_a_save(live: Make, last: bool) -> None:
     """The others wait for it there, and come to the collectives of the save only then."""
     found: list[bool] = []
     training, _ = live()
     model = training._model
 
-    def save(number: int, state: Any) -> bool:
+    def save(number: int, state: Any, **now: bool) -> bool:
         found.append(model._reducer.interrupted)
         return True
 
-    training._checkpoints = SimpleNamespace(save=save)  # type: ignore[assignment]
+    training._checkpoints = SimpleNamespace(save=save, restored=None, wait=lambda limit: None)  # type: ignore[assignment]
     for batch in training.batches():
         with model.module.weight.register_hook(_raises), pytest.raises(ValueError, match="of the script"):
             step(training.state, model, batch)
-        if training.step == 1:
+        if last or training.step == 1:
             break
+    if last:
+        training.save()
     assert found == [False]
+
+
+def test_a_worker_that_an_exception_ends_takes_part_in_no_reduction_on_its_way_out(live: Make) -> None:
+    """Its peers would have to end as well, by the word that its backward has failed; so they lose a peer, and go on."""
+    training, _ = live()
+    with training._model.module.weight.register_hook(_raises), pytest.raises(ValueError, match="of the script"):
+        for batch in training.batches():
+            step(training.state, training._model, batch)
+    assert training._model._reducer.interrupted
 
 
 def _raises(*given: Any) -> None:

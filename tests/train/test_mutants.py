@@ -292,7 +292,17 @@ MUTANTS = (
     mutant(
         "what an exception has interrupted is made before a save",
         *("elastic", "        settle()  # the others wait", "        #"),
-        *("live_loop", "a_backward_that_an_exception_has_interrupted_is_made_before_a_save"),
+        *("live_loop", "a_backward_that_an_exception_has_interrupted_is_made_before_a_save[due]"),
+    ),
+    mutant(
+        "and before the last one",
+        *("elastic", "            settle()\n            if self._late", "            if self._late"),
+        *("live_loop", "a_backward_that_an_exception_has_interrupted_is_made_before_a_save[last]"),
+    ),
+    mutant(
+        "a worker that an exception ends takes part in no reduction on its way out",
+        *("elastic", "        if self._model.completed > self._completed", "        settle()\n        if self._model.completed > self._completed"),
+        *("live_loop", "a_worker_that_an_exception_ends_takes_part_in_no_reduction_on_its_way_out"),
     ),
     mutant(
         "a save that fails twice in a row ends the worker",
