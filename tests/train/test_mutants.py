@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     mutant(
         "a worker that an exception ends takes part in no reduction on its way out",
-        *("elastic", "        if self._model.completed > self._completed", "        settle()\n        if self._model.completed > self._completed"),
+        *("elastic", "        if self._model.completed > self._c", "        settle()\n        if self._model.completed > self._c"),
         *("live_loop", "a_worker_that_an_exception_ends_takes_part_in_no_reduction_on_its_way_out"),
     ),
     mutant(
