@@ -609,7 +609,7 @@ class DistributedDataParallel(TorchNames):
 
     def _follow_default_group(self) -> None:
         """Belong to the default group of now: the one that this copy was made in may have ended, as in a live job."""
-        if self.process_group not in c10d._world.pg_map:
+        if dist.is_initialized() and self.process_group not in c10d._world.pg_map:
             self.process_group = find_group(None)
 
     @property

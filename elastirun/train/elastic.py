@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -115,6 +116,7 @@ class Elastic:
     _saved: int | None = None  # when the checkpointer of the last world began its last save
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
     _completed = 0  # reductions that were completed before the batch under way
+    _open: object | None = None  # a token of the batch that the script has, and has not come back from; None: it has none
     _save_failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
     # What the script may change until this rank has caught up, as it was before. None: it is not late. Else the others have gone on to the
     # next epoch while it was in the one before, or in ``save``; they wait for it.
@@ -175,8 +177,13 @@ class Elastic:
         A batch is None where this rank has no sample of it: call ``model.skip()`` in place of forward and backward. If the world changes,
         the gradients of the step under way are None, which optimizers leave out; the step does not count, and its batch comes again.
         """
+        self._end_loop(self._open)
         self._saves_done = 0
         self._catch_up()
+        connection = self._connection
+        if connection is not None and self._live is not None and (self._model.failed or connection.asked):
+            self._leave(connection)
+            self._enter(connection)
         epoch = self._loader.epoch
         self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
         while self._loader.epoch == epoch:
@@ -184,26 +191,35 @@ class Elastic:
                 self._model.count_samples(self._whole)
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if self._whole else 0)
-                self._completed = self._model.completed
+                self._completed, self._open = self._model.completed, (token := object())
                 try:
                     yield batch
                 except GeneratorExit:  # the script has left the loop
-                    self._end_loop()
+                    self._end_loop(token)
                     raise
+                self._open = None
                 trains = self._whole and not self._rehearses
                 if not self._end_step():
                     if not (trains and self._whole):
                         epoch = self._loader.epoch  # a new worker is in that of the others now
                     break
 
-    def _end_loop(self) -> None:
+    def _end_loop(self, token: object | None) -> None:
         """Count the step in which the script has left the loop if its reduction was made; else its batch comes again.
 
-        This takes part in nothing: an exception may be ending this worker, and then its peers go on without it.
+        ``token``: of its batch; nothing is done unless that is still open. This takes part in nothing: an exception may be ending this
+        worker, and then its peers go on without it.
         """
+        if token is None or token is not self._open:
+            return
+        self._open = None
+        if self._model.failed:
+            self._tried += bool(self._before.others)
         if self._model.completed > self._completed and not self._rehearses:
             self.state.step += 1
             self._before.take()
+            if self._live is not None and self._change is None and ADMIT in self._model.agreement.requests:
+                self._model.request(ADMIT)  # it was asked for in a step that nobody follows up
         else:
             self._before.restore()
 
@@ -211,9 +227,10 @@ class Elastic:
         """Count the step, unless its reduction failed. Return whether the world is still the same: else what was loaded ahead is wrong."""
         settle()  # the others wait for what an exception has interrupted, before they come to the collectives of a checkpoint
         dropped = self._is_dropped
+        if self._rehearses or self._model.failed:  # other parts may not be what they are on the other ranks
+            self._tried += bool(self._before.others)
         if dropped or self._rehearses:
             self._before.restore()
-            self._tried += bool(self._before.others)
         else:
             self.state.step += 1
             self._before.take()
@@ -257,8 +274,7 @@ class Elastic:
         live.begin(world)
         self._loader.set_world(live.rank, live.size)
         connections.begin()  # the checkpoints make a group of their own
-        with connecting(world):
-            self._begin(restores=False)
+        self._begin(restores=False)
         connections.end()
         self._wait_for_others(live)
 
@@ -285,6 +301,7 @@ class Elastic:
         """
         self._saves = True
         try:
+            self._end_loop(self._open)
             settle()
             if self._late is not None:
                 self._catch_up()
@@ -311,10 +328,12 @@ class Elastic:
     def _publish(self) -> None:
         """Save the state of the last step, unless it comes from the newest checkpoint, and wait until it is published."""
         checkpoints = self._checkpoints
-        if checkpoints is None or checkpoints.restored == self.state.step:
+        if checkpoints is None:
             return
-        if self._model.failed:  # others may have completed a step that this rank has not
+        if self._model.failed and self._live is not None:  # others may have completed a step that this rank has not
             raise ReductionFailed("a peer was lost in the last step")
+        if checkpoints.restored == self.state.step:
+            return
         checkpoints.save(self.state.step, self.state, now=True)
         with saving():
             checkpoints.wait(LAST_SAVE)
@@ -375,7 +394,8 @@ class Elastic:
 
     def _fails_again(self, error: Exception) -> bool:
         """Return whether a save cannot be made for the second time in a row, and no peer is lost: another round would change nothing."""
-        if not isinstance(error, CheckpointError) or connections.is_cut or (self._connection is not None and self._connection.asked):
+        is_lost = connections.is_cut or (self._connection is not None and self._connection.asked)
+        if not isinstance(error, CheckpointError) or is_lost or self._settled != max(self._round, 1):  # in a restore
             return False
         again, self._save_failed = self._save_failed, True
         return again
@@ -459,7 +479,7 @@ class Elastic:
         with connecting(live.world):
             init_default_group(_backend, live.store(live.world), live.rank, live.size, _timeout)
             self._model.set_group(init_sync=False)
-            are_late = self._settle()
+        are_late = self._settle()
         if live.rank in are_late:
             self._be_late()
         elif are_late:
@@ -537,7 +557,9 @@ class Elastic:
         """Begin to train in this world. ``restores``: from the newest checkpoint, if there is one."""
         if self._make_checkpoints is not None:
             begin_world()
-            self._checkpoints = self._make_checkpoints()
+            world = self._live.world if self._live is not None else None
+            with connecting(world) if world is not None else nullcontext():
+                self._checkpoints = self._make_checkpoints()
             if self._saved is not None:
                 self._checkpoints.continue_from(self._saved)  # or none would be due where worlds change more often
             if restores:

@@ -235,11 +235,12 @@ def make_own_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
 
 def make_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group over gloo of the same ranks for the caller alone; every rank of ``group`` calls it at the same point."""
-    if _connect_limit is not None:
+    timeout = limit = c10d.default_pg_timeout
+    if _connect_limit is not None and "cpu" in backends_of(c10d._world.pg_map[group][0]):
         gather([0], group, CPU)  # until all have come: the loss of a peer, or a cut, ends this wait, and not that of ``new_group``
-    timeout = c10d.default_pg_timeout
+        limit = connect_limit(timeout)
     members, apart = dist.get_process_group_ranks(group), group is not dist.group.WORLD
-    made: dist.ProcessGroup = dist.new_group(members, connect_limit(timeout), "gloo", use_local_synchronization=apart)
+    made: dist.ProcessGroup = dist.new_group(members, limit, "gloo", use_local_synchronization=apart)
     connected(_backends(made), timeout)
     return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .checkpoints.per_rank import PerRank
 from .checkpoints.tree import flatten
 from .checkpoints.values import DTYPES, decode_values, encode_values
 from .collectives import copy_from, gather
+from .errors import CheckpointError
 from .train_state import TrainState
 
 CPU = torch.device("cpu")
@@ -39,8 +40,13 @@ def copy_state(state: TrainState, source: int, receives: bool, group: dist.Proce
         tensors = [torch.empty(shape, dtype=DTYPES[dtype], device=CPU) for _, dtype, shape in told["tensors"]]
     copy_from(source, tensors, group)
     if receives:
+        tree = decode_values(told["values"].encode("ascii"))
         came = {name: tensor for (name, _, _), tensor in zip(told["tensors"], tensors, strict=True)}
-        _put(state, shared, told["values"].encode("ascii"), came, rank)
+        wanted = targets(shared, tree, came, rank)
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                tensor.copy_(came[name])
+        state.update(load(shared, tree, wanted, rank))
 
 
 class StateKept:
@@ -53,18 +59,18 @@ class StateKept:
         self._tensors = {name: tensor.detach().clone() for name, tensor in flat.tensors.items()}
 
     def put_back(self, state: TrainState) -> None:
-        """Bring the parts back to what they were."""
-        _put(state, {name: state[name] for name in self._names}, self._values, self._tensors, 0)
-
-
-def _put(state: TrainState, parts: dict[str, Any], values: bytes, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Put ``values`` and ``tensors``, as ``flatten`` has taken them apart, into ``parts`` of ``state``."""
-    tree = decode_values(values)
-    wanted = targets(parts, tree, tensors, rank)
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(tensors[name])
-    state.update(load(parts, tree, wanted, rank))
+        """Bring the parts back to what they were: tensors in place, where they have the same form still."""
+        parts = {name: state[name] for name in self._names}
+        try:
+            now = flatten(parts).tensors
+        except CheckpointError:  # the script has put something there that cannot be saved
+            now = {}
+        back = {}
+        for name, kept in self._tensors.items():
+            here = now.get(name)
+            fits = here is not None and (here.shape, here.dtype, here.device) == (kept.shape, kept.dtype, kept.device)
+            back[name] = here.detach().copy_(kept) if here is not None and fits else kept.clone()
+        state.update(load(parts, decode_values(self._values), back, 0))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -431,7 +431,7 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
 
     training.state, training._live = SimpleNamespace(step=7), SimpleNamespace()  # type: ignore[assignment]
     training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
-    training._model = SimpleNamespace(failed=False)  # type: ignore[assignment]
+    training._model, training._round, training._settled = SimpleNamespace(failed=False), 1, 1  # type: ignore[assignment]
     training._checkpoints = checkpoints("first", lose)
     training._leave, training._enter = lambda connection: done.append("leaves"), enter  # type: ignore[method-assign]
     training.save()

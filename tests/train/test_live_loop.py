@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastirun.errors import CheckpointError
 from elastirun.live_worlds import World
 from elastirun.train import DistributedDataParallel, ReductionFailed, elastic, process_groups
+from elastirun.train.control_words import ADMIT
 from elastirun.train.group_connections import connections
 from elastirun.train.position import Rehearsal
 from elastirun.train.process_groups import end_beside, init_default_group, leave_groups
@@ -120,6 +121,44 @@ def test_the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_wa
     assert training.step == (1 if fails else 2)
     again = next(training.batches())[0].tolist()
     assert (again == seen[1]) is fails
+
+
+def test_a_script_that_leaves_the_loop_in_a_failed_step_leaves_its_round_when_it_comes_back(live: Make) -> None:
+    """Else it would never get to the end of a step, where others leave."""
+    training, peers = live()
+    for batch in training.batches():
+        lose_a_peer(training)
+        step(training.state, training._model, batch)
+        break
+    assert peers.left == []
+    step(training.state, training._model, next(training.batches()))
+    assert peers.left == [0] and not training._model.failed
+
+
+def test_a_step_counts_once_where_somebody_still_holds_the_loop(live: Make) -> None:
+    """Such as a progress bar."""
+    training, _ = live()
+    held = training.batches()
+    step(training.state, training._model, next(held))
+    training._checkpoints = SimpleNamespace(restored=None, save=lambda number, state, now: None, wait=lambda limit: None)  # type: ignore[assignment]
+    training.save()
+    assert training.step == 1
+    again = training.batches()
+    step(training.state, training._model, next(again))
+    held.close()
+    assert training.step == 1
+    again.close()
+    assert training.step == 2
+
+
+def test_a_request_to_take_a_new_worker_in_is_made_again_where_the_script_leaves_the_loop(live: Make) -> None:
+    training, _ = live()
+    for batch in training.batches():
+        training._model.request(ADMIT)
+        step(training.state, training._model, batch)
+        break
+    step(training.state, training._model, next(training.batches()))
+    assert ADMIT in training._model.agreement.requests
 
 
 def test_a_script_that_leaves_the_loop_before_its_step_gets_the_batch_again(live: Make) -> None:
@@ -227,6 +266,33 @@ def test_a_last_save_waits_for_a_step_that_this_rank_has_lost(live: Make) -> Non
     assert done == ["after"] and peers.left == [0]
 
 
+def test_without_an_agent_a_state_is_saved_after_an_interrupted_reduction(live: Make) -> None:
+    """By Ctrl-C, for example: there is no other round to go on in."""
+    training, _ = live()
+    training._live = training._connection = None
+    done: list[int] = []
+    training._checkpoints = SimpleNamespace(restored=None, save=lambda number, state, now: done.append(number), wait=lambda limit: None)  # type: ignore[assignment]
+    lose_a_peer(training)
+    training.save()
+    assert done == [0]
+
+
+def test_a_restored_step_is_no_reason_to_end_for_a_rank_that_has_lost_the_one_after_it(live: Make) -> None:
+    training, peers = live()
+    done: list[int] = []
+    training._checkpoints = SimpleNamespace(restored=0)  # type: ignore[assignment]
+
+    def enter(training: elastic.Elastic) -> None:
+        Peers.enter(peers, training)
+        training.state.step = 1  # of another rank
+        training._checkpoints = SimpleNamespace(restored=0, save=lambda number, *given, now: done.append(number), wait=lambda limit: None)  # type: ignore[assignment]
+
+    peers.enter = enter  # type: ignore[method-assign]
+    lose_a_peer(training)
+    training.save()
+    assert done == [1]
+
+
 # -- the state
 
 
@@ -274,6 +340,26 @@ def test_parts_of_a_state_are_put_back_in_place(live: Make) -> None:
     state["numbers"]["seen"] = 4
     kept.put_back(state)
     assert torch.equal(weight, before) and mean.tolist() == [1.0, 1.0] and state["numbers"]["seen"] == 3
+
+
+@pytest.mark.parametrize("then", [torch.zeros(3), torch.zeros(1), [1], object()], ids=["tensor", "one_element", "list", "odd"])
+def test_parts_that_have_become_something_else_are_put_back(live: Make, then: Any) -> None:
+    training, _ = live()
+    state = training.state
+    state["loss"], state["history"], state["mean"] = 0.5, torch.ones(2), None
+    kept = StateKept(state, ["loss", "history", "mean"])
+    state["loss"] = state["history"] = state["mean"] = then
+    kept.put_back(state)
+    assert (state["loss"], state["history"].tolist(), state["mean"]) == (0.5, [1.0, 1.0], None)
+
+
+def test_a_copy_of_the_model_computes_after_the_end_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    elastic.init_process_group()
+    copied = copy.deepcopy(DistributedDataParallel(nn.Linear(4, 2)))
+    dist.destroy_process_group()
+    with torch.no_grad():
+        assert copied.eval()(torch.ones(1, 4)).shape == (1, 2)
 
 
 def test_an_average_of_the_model_is_used_in_another_world_than_it_was_made_in(live: Make) -> None:

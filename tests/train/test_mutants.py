@@ -280,8 +280,43 @@ MUTANTS = (
         *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[True]"),
     ),
     mutant(
+        "who leaves the loop in a failed step leaves the round when it comes back",
+        *("elastic", "self._live is not None and (self._model.failed or connection.asked):", "False:"),
+        *("live_loop", "a_script_that_leaves_the_loop_in_a_failed_step_leaves_its_round_when_it_comes_back"),
+    ),
+    mutant(
+        "a step counts where somebody still holds the loop",
+        *("elastic", "            self._end_loop(self._open)\n            settle()", "            settle()"),
+        *("live_loop", "a_step_counts_once_where_somebody_still_holds_the_loop"),
+    ),
+    mutant(
+        "and only once",
+        *("elastic", "if token is None or token is not self._open:", "if token is None:"),
+        *("live_loop", "a_step_counts_once_where_somebody_still_holds_the_loop"),
+    ),
+    mutant(
+        "a request to take a new worker in is made again",
+        *("elastic", "                self._model.request(ADMIT)  # it was", "                pass  # it was"),
+        *("live_loop", "a_request_to_take_a_new_worker_in_is_made_again_where_the_script_leaves_the_loop"),
+    ),
+    mutant(
+        "without an agent there is no other round to save in",
+        *("elastic", "if self._model.failed and self._live is not None:", "if self._model.failed:"),
+        *("live_loop", "without_an_agent_a_state_is_saved_after_an_interrupted_reduction"),
+    ),
+    mutant(
+        "parts that have become something else are put back",
+        *("state_copy", "if here is not None and fits else kept.clone()", "if here is not None else kept.clone()"),
+        *("live_loop", "parts_that_have_become_something_else_are_put_back[one_element]"),
+    ),
+    mutant(
+        "a copy of the model computes after the end of all groups",
+        *("ddp", "if dist.is_initialized() and self.process_group not in", "if self.process_group not in"),
+        *("live_loop", "a_copy_of_the_model_computes_after_the_end_of_all_groups"),
+    ),
+    mutant(
         "a batch that the script has left comes again",
-        *("elastic", "                    self._end_loop()\n", "                    pass\n"),
+        *("elastic", "                    self._end_loop(token)\n", "                    pass\n"),
         *("live_loop", "a_script_that_leaves_the_loop_before_its_step_gets_the_batch_again"),
     ),
     mutant(
@@ -321,7 +356,7 @@ MUTANTS = (
     ),
     mutant(
         "a last save waits for a step that this rank has lost",
-        *("elastic", "        if self._model.failed:  # others", "        if False:  # others"),
+        *("elastic", "        if self._model.failed and self._live is not None:  # others", "        if False:  # others"),
         *("live_loop", "a_last_save_waits_for_a_step_that_this_rank_has_lost"),
     ),
     mutant(

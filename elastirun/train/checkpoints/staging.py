@@ -129,7 +129,7 @@ class Staging:
                 continue
             with suppress(OSError, ValueError):
                 self._map(which, image)
-                if self._gpu is not None and not self._pinned[which]:
+                if self._gpu is not None and not self._pinned[which] and not self._stopped:
                     with torch.cuda.device(self._gpu):
                         torch.cuda.cudart().cudaHostRegister(_address(image), image.size, _PORTABLE)  # type: ignore[no-untyped-call]
                     self._pinned[which] = True
