@@ -586,7 +586,7 @@ MUTANTS = (
     ),
     mutant(
         "a step that comes from the directory is not saved again",
-        *("elastic", " or checkpoints.restored == self.state.step:", ":"),
+        *("elastic", "        if checkpoints.restored == self.state.step:\n", "        if False:\n"),
         *("elastic", "the_last_step_is_on_the_disk_when_save_returns_and_is_not_saved_again"),
     ),
     mutant(
