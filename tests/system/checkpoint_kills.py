@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastirun.checkpoint.directory import Directory
+from tests.support.children import children
 from tests.support.cluster import PATIENCE, Cluster, Worker, cluster
 from tests.support.etcd_server import etcd
 from tests.support.tries import Try, parser, show, unless
@@ -197,11 +198,9 @@ def tell(workers: list[Worker], command: str) -> None:
 
 def descendants(pid: int) -> Iterator[int]:
     """Yield the processes below ``pid``."""
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        with suppress(OSError):
-            for child in map(int, (task / "children").read_text().split()):
-                yield child
-                yield from descendants(child)
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
 
 
 def writer_of(pid: int) -> int | None:

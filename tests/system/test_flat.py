@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.children import children
 from tests.support.cluster import WORKER, Cluster
 
 EARLY, LATE = 20, 110  # the rounds that are compared
@@ -30,11 +31,6 @@ def nodes(nodes: Cluster) -> Cluster:
     nodes.script.chmod(0o755)
     nodes.script.with_name(nodes.script.name + ".py").write_text(WORKER)
     return nodes
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
 def status(pid: int) -> dict[str, int]:

@@ -31,6 +31,7 @@ from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
 from tests.agent.test_checkpoint_memory import Agent
 from tests.checkpoint.saves import image_for, stage, yes
+from tests.support.children import children
 from tests.support.cluster import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,16 +331,12 @@ def publish(path: Path, step: int) -> Directory:
 
 def used() -> tuple[set[int], list[str], set[str]]:
     """The children, the descriptors of memory and of the sockets, and the threads of this process."""
-    children: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has ended meanwhile; its children are another thread's now
-            children |= set(map(int, (task / "children").read_text().split()))
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             links.append(os.readlink(fd))
     mine = sorted(link for link in links if "memfd:elastirun" in link or link.endswith("/.lock"))
-    return children, mine, {thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")}
+    return children(os.getpid()), mine, {thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")}
 
 
 def save_and_forget(path: Path, step: int) -> Opened:

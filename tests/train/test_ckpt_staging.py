@@ -52,11 +52,11 @@ def test_every_page_is_mapped_before_the_first_save(images: Staging) -> None:
 
 def test_who_leaves_does_not_wait_until_all_pages_are_mapped(images: Staging, gate: Gate) -> None:
     """A live worker that has to leave its round within seconds has images of gigabytes, which were made a moment ago."""
-    maps = threading.Thread(target=images.make_resident)
-    maps.start()
-    assert gate.reached.wait(PATIENCE)
-    images.stop()
-    gate.set()
+    with images.copying(0):  # so that it waits
+        maps = threading.Thread(target=images.make_resident)
+        maps.start()
+        assert gate.reached.wait(PATIENCE)
+        images.stop()
     maps.join()
     assert mapped(0) < SIZE and mapped(1) < SIZE
 
