@@ -99,8 +99,8 @@ def _tables(agents: list[Agent], stores: dict[str, str]) -> Iterator[str]:
     """P2, P3: rounds grow, and each has one table of members and ranks 0 .. n-1."""
     tables: dict[tuple[str, int], Any] = {}
     for agent in agents:
-        formed = [e for e in agent.read() if e["event"] == "formed"]
-        began = [e for e in agent.read() if e["event"] == "round"]
+        rounds = _in_one_store([e for e in agent.read() if e["event"] in ("formed", "round")])
+        formed, began = ([e for e in rounds if e["event"] == kind] for kind in ("formed", "round"))
         for events in (formed, began):
             numbers = [e["round"] for e in events]
             if any(b <= a for a, b in itertools.pairwise(numbers)):
@@ -118,6 +118,16 @@ def _tables(agents: list[Agent], stores: dict[str, str]) -> Iterator[str]:
             nodes = mine.get(e["round"], [])
             if e["node_rank"] >= len(nodes) or nodes[e["node_rank"]] != e["name"] or e["ranks"] != [e["node_rank"]]:
                 yield f"{agent.name} is rank {e['ranks']} of round {e['round']}, whose nodes are {nodes}"
+
+
+def _in_one_store(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rounds since the agent has joined the store of its own ones. Before, it may have waited beside those of another store."""
+    begin = last = 0
+    for at, event in enumerate(rounds):
+        if event["event"] == "round":
+            break
+        begin, last = at if event["round"] <= last else begin, event["round"]
+    return rounds[begin:]
 
 
 def lost(agents: list[Agent]) -> list[tuple[float, str, dict[str, Any]]]:

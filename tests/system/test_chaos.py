@@ -156,4 +156,6 @@ def test_a_round_with_two_tables_or_wrong_ranks_is_noticed() -> None:
     assert not list(checks._tables([agent("h0-0", formed), agent("h1-0", formed, began)], stores))
     assert list(checks._tables([agent("h0-0", formed), agent("h1-0", {**formed, "nodes": ["h1", "h0"]})], stores))
     assert list(checks._tables([agent("h0-0", formed, began)], stores)), "h0 has rank 0"
-    assert list(checks._tables([agent("h0-0", {**formed, "round": 2}, formed)], stores)), "rounds grow"
+    assert list(checks._tables([agent("h0-0", {**formed, "round": 2}, {**began, "round": 2}, formed)], stores)), "rounds grow"
+    waited = {**formed, "round": 6, "nodes": ["h2", "h0"]}
+    assert not list(checks._tables([agent("h1-0", waited, formed, began)], stores)), "it has waited in another store"
