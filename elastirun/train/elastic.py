@@ -118,8 +118,8 @@ class Elastic:
     _completed = 0  # reductions that were completed before the batch under way
     _open: object | None = None  # a token of the batch that the script has, and has not come back from; None: it has none
     _save_failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
-    # What the script may change until this rank has caught up, as it was before. None: it is not late. Else the others have gone on to the
-    # next epoch while it was in the one before, or in ``save``; they wait for it.
+    # A late rank's copy of what the script may change until this rank has caught up; None: it is not late. The others of a late rank are in
+    # the next epoch, or have left ``save``, and wait for it.
     _late: StateKept | None = None
 
     def __init__(
@@ -176,6 +176,7 @@ class Elastic:
 
         A batch is None where this rank has no sample of it: call ``model.skip()`` in place of forward and backward. If the world changes,
         the gradients of the step under way are None, which optimizers leave out; the step does not count, and its batch comes again.
+        A step in which the script leaves the loop counts if its gradients came. Raises CheckpointError if two saves in a row fail.
         """
         self._end_loop(self._open)
         self._saves_done = 0
@@ -395,7 +396,8 @@ class Elastic:
     def _fails_again(self, error: Exception) -> bool:
         """Return whether a save cannot be made for the second time in a row, and no peer is lost: another round would change nothing."""
         is_lost = connections.is_cut or (self._connection is not None and self._connection.asked)
-        if not isinstance(error, CheckpointError) or is_lost or self._settled != max(self._round, 1):  # in a restore
+        restores = self._settled != max(self._round, 1)  # this world has not begun, so the error is not that of a save
+        if not isinstance(error, CheckpointError) or is_lost or restores:
             return False
         again, self._save_failed = self._save_failed, True
         return again

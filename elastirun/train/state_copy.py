@@ -50,7 +50,10 @@ def copy_state(state: TrainState, source: int, receives: bool, group: dist.Proce
 
 
 class StateKept:
-    """A copy, in this process, of the parts ``names`` of a state, to be put back."""
+    """A copy of the parts ``names`` of a state, to be put back; its tensors stay on the devices of the originals.
+
+    Raises CheckpointError for a part that a checkpoint cannot hold.
+    """
 
     def __init__(self, state: TrainState, names: Collection[str]) -> None:
         self._names = names
