@@ -3,7 +3,7 @@
 Variables: ``BENCH_SOCKET`` (the bench's Unix socket), ``BENCH_NODE`` (the name of its agent), ``BENCH_TIMEOUT`` (seconds for the process
 group; unset: torch's default), ``BENCH_DELAY`` (enter ``init_process_group`` up to this many seconds late), ``BENCH_SEED`` (of the delay),
 ``BENCH_OPTIMIZER`` (if set: each step includes one of an optimizer, the first of which imports about as much as torch itself),
-``BENCH_IDLE`` (if set: sleep after the first step).
+``BENCH_IDLE`` (if set: sleep after the first step), ``BENCH_DEVICE`` (if set: each step includes a kernel there, whose result is read).
 """
 
 import json
@@ -38,12 +38,15 @@ limit = os.environ.get("BENCH_TIMEOUT")
 dist.init_process_group("gloo", timeout=timedelta(seconds=float(limit)) if limit else None)
 parameter = torch.zeros(1, requires_grad=True)
 optimizer = torch.optim.SGD([parameter], lr=0.1) if "BENCH_OPTIMIZER" in os.environ else None
+device = os.environ.get("BENCH_DEVICE")
 pause = None if "BENCH_IDLE" in os.environ else 0.05  # seconds between two steps; None: until the bench says something
 to_end = False
 while True:
     x = torch.tensor([1.0, float(to_end)])
     dist.all_reduce(x)
     assert x[0].item() == world, f"{x[0].item()} workers took part, not {world}"
+    if device:
+        assert torch.ones(1 << 20, device=device).sum().item() == 1 << 20
     if optimizer:
         parameter.grad = x[:1]
         optimizer.step()

@@ -27,10 +27,11 @@ def diagram() -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them, and those that are written out."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     titles = re.findall(r"^#+ (.*)$", prose, re.M)
-    return {"#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    named = re.findall(r'<a id="([^"]+)">', prose)
+    return {"#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles} | {f"#{name}" for name in named}
 
 
 def exit_code_table() -> str:

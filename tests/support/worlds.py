@@ -1,5 +1,7 @@
 """Runs functions in worlds of real processes with a gloo group: ``run(3, function)`` calls a module-level function on three ranks.
 
+``backend="cpu:gloo,cuda:nccl"`` makes the default group of both, and the ranks share one GPU (``tests/support/gpu.py``).
+
 torch is imported once, by a fork server; a rank is a fork of it and costs milliseconds.
 """
 
@@ -34,7 +36,9 @@ class Died:
     code: int  # exit code; negative: the signal
 
 
-def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str, out: Connection, args: tuple[Any, ...]) -> None:
+def _rank_main(
+    function: Callable[..., Any], rank: int, world: int, folder: str, out: Connection, args: tuple[Any, ...], backend: str
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -44,8 +48,12 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str,
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT))
-        dist.barrier()  # a rank that destroys its group at once would break off one that still connects
+        if "nccl" in backend:
+            from tests.support.gpu import share
+
+            share(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT))
+        dist.all_reduce(torch.zeros(1))  # a rank that destroys its group at once would break off one that still connects
         out.send(("ok", function(rank, world, *args)))
     except BaseException:
         out.send(("error", traceback.format_exc()))
@@ -56,7 +64,9 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, folder: str,
     os._exit(0)
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, died: bool = False) -> list[Any]:
+def run(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, died: bool = False, backend: str = "gloo"
+) -> list[Any]:
     """Return the results of ``function(rank, world, *args)`` in rank order. Raises with the traceback of the first rank that raised.
 
     With ``died``, a rank may be killed: its place holds a ``Died``. After ``timeout`` seconds all are killed.
@@ -67,7 +77,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = T
         ends, processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(function, rank, world, folder, theirs, args), daemon=True)
+            process = context.Process(target=_rank_main, args=(function, rank, world, folder, theirs, args, backend), daemon=True)
             process.start()
             theirs.close()
             ends.append(mine)

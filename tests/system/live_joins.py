@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.support import live_log
+from tests.support.figures import figure
 from tests.system.live_kills import SAMPLES, Job, job
 
 AFTER = 20  # steps with the new worker, whose times count, too
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cuda: all share one GPU")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step that its ranks sleep")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--claim", help="print the figure for this claim of tests/gpu/parts.py, too")
     args = parser.parse_args()
     rng, options = random.Random(args.seed), [f"--preload={args.preload}"] * bool(args.preload)
     given = {"TEST_WIDTH": str(args.width), "TEST_DIGESTS": "0", "TEST_BATCH": "6"}
@@ -108,8 +110,13 @@ def main() -> None:
     print(f"  longest step beyond the median: best {longer[0]:.0f}, median {statistics.median(longer):.0f}, worst {longer[-1]:.0f} ms")
     undisturbed = 1e3 * statistics.median(one.undisturbed for one in joins)
     print(f"  the same before the kill, with nothing to disturb them: median {undisturbed:.0f} ms")
-    print(f"  median step {1e3 * statistics.median(one.median for one in joins):.0f} ms", end="; ")
-    print(f"a new worker's first step after {statistics.median(one.contributes for one in joins):.2f} s of its own script")
+    step, first = (statistics.median(values) for values in zip(*((one.median, one.contributes) for one in joins), strict=True))
+    print(f"  median step {1e3 * step:.0f} ms; a new worker's first step after {first:.2f} s of its own script")
+    if args.claim:
+        text = f"{statistics.median(longer):.0f} ms ({longer[0]:.0f} to {longer[-1]:.0f}, {len(joins)} joins; undisturbed {undisturbed:.0f}) "
+        text += f"beside steps of {1e3 * step:.0f} ms; the new worker's first step after {first:.1f} s; "
+        text += f"{len(wrong)} steps or samples lost or doubled"
+        figure(args.claim, text, longer_ms=statistics.median(longer), undisturbed_ms=undisturbed, first_step_s=first, violations=len(wrong))
     for line in wrong[:20]:
         print(f"  {line}")
     sys.exit(bool(wrong))

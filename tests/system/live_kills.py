@@ -26,6 +26,7 @@ from pathlib import Path
 from elastirun.agent.processes import proc
 from tests.support import live_log
 from tests.support.cluster import PATIENCE, free_port
+from tests.support.figures import figure
 from tests.support.until import until
 
 WORKER = Path(__file__).parents[1] / "support" / "live_worker.py"
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cuda: all share one GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storm", action="store_true")
+    parser.add_argument("--claim", help="print the figure for this claim of tests/gpu/parts.py, too")
     args = parser.parse_args()
     rng, options = random.Random(args.seed), [f"--preload={args.preload}"] * bool(args.preload)
     nproc = args.nproc if args.nodes == 1 else 1
@@ -212,7 +214,11 @@ def main() -> None:
         lines, _ = live_log.read(Path(folder, "log"))
     wrong = live_log.violations(lines, SAMPLES)
     print(f"{args.kills} kills, {len(live_log.steps(lines))} steps, {len(wrong)} violations; ms from the kill to the survivors' next step:")
-    print(f"  best {min(took) * 1e3:.0f}  median {statistics.median(took) * 1e3:.0f}  worst {max(took) * 1e3:.0f}")
+    best, median, worst = (1e3 * seconds for seconds in (min(took), statistics.median(took), max(took)))
+    print(f"  best {best:.0f}  median {median:.0f}  worst {worst:.0f}")
+    if args.claim:
+        text = f"{median:.0f} ms ({best:.0f} to {worst:.0f}, {args.kills} kills), {len(wrong)} steps or samples lost or doubled"
+        figure(args.claim, text, median_ms=median, worst_ms=worst, violations=len(wrong))
     for line in wrong[:20]:
         print(f"  {line}")
     sys.exit(bool(wrong))

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from elastirun.agent import own_agents
 from tests.support import live_log
 from tests.support.cluster import PATIENCE, kill
+from tests.support.gpu import DEVICE, needs_gpu
 from tests.system.live_kills import SAMPLES, Job, job, kill_worker
 
 
@@ -30,13 +30,13 @@ def finish(running: Job, folder: Path) -> None:
     assert live_log.violations(lines, SAMPLES) == []
 
 
-on_gpu = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+on_gpu = pytest.param(DEVICE, marks=needs_gpu, id="cuda")
 
 
 @pytest.mark.parametrize("where", ["auto", "group", "buffers", on_gpu])
 def test_the_others_of_a_killed_worker_go_on_and_a_new_one_gets_their_state(tmp_path: Path, where: str) -> None:
     """When all are killed at once, training goes on from the newest checkpoint."""
-    env = {"TEST_DEVICE": where} if where == "cuda" else {"TEST_BUFFERS": ""} if where == "buffers" else {"TEST_TRANSPORT": where}
+    env = {"TEST_DEVICE": where} if where == DEVICE else {"TEST_BUFFERS": ""} if where == "buffers" else {"TEST_TRANSPORT": where}
     env |= {"TEST_PAUSE": "0.005", "TEST_CHECKPOINTS": str(tmp_path / "checkpoints"), "TEST_EVERY": "10"}
     with job(tmp_path, 1, 3, "--preload=torch", **env) as running:
         for _ in range(2):

@@ -1,8 +1,7 @@
-"""The same rules on a GPU, over NCCL and gloo. Skipped where there is none."""
+"""The same rules on a GPU, over NCCL and gloo. Skipped where there is none, but for a dry run (tests/support/gpu.py)."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel as DDP
+from tests.support.gpu import BOTH, HERE, NCCL, needs_gpu, share
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, batch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+pytestmark = needs_gpu
+DEVICE_IDS = [0] if HERE else None
 
 
 class Net(nn.Module):
@@ -30,8 +31,7 @@ class Net(nn.Module):
 
 
 def gpu() -> tuple[torch.device, dist.ProcessGroup]:
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0), dist.new_group([0], backend="nccl")
+    return share(0), dist.new_group([0], backend=NCCL)
 
 
 def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
@@ -40,7 +40,7 @@ def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
     if not changing:
         plain.two.requires_grad_(False)
         wrapped.two.requires_grad_(False)
-    ddp = DDP(wrapped, device_ids=[0], process_group=group)
+    ddp = DDP(wrapped, device_ids=DEVICE_IDS, process_group=group)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (plain, wrapped)]
     found: list[Any] = []
     for step in range(10):
@@ -56,7 +56,8 @@ def on_gpu(rank: int, world: int, changing: bool) -> list[Any]:
         for optimizer in optimizers:
             optimizer.step()
     ddp.check_replicas()
-    return [*found, ddp.agreement.with_data == 1, ddp._reducer.conclusion.defers is not changing]
+    defers = ddp._reducer.conclusion.defers if HERE else not changing  # on a CPU the host never defers
+    return [*found, ddp.agreement.with_data == 1, defers is not changing]
 
 
 @pytest.mark.parametrize("changing", [False, True])
@@ -68,17 +69,19 @@ def test_gradients_on_a_gpu(changing: bool) -> None:
 def steady(rank: int, world: int) -> int:
     """Return the number of steps in which nothing made the host wait for the GPU, once the plan is made."""
     device, group = gpu()
-    ddp = DDP(Net().to(device), device_ids=[0], process_group=group, find_unused_parameters=False)
+    ddp = DDP(Net().to(device), device_ids=DEVICE_IDS, process_group=group, find_unused_parameters=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     batches = [batch(step, rank, 8).to(device) for step in range(16)]
     done = 0
     for step, x in enumerate(batches):
-        torch.cuda.set_sync_debug_mode("error" if step >= 10 else "default")
+        if HERE:
+            torch.cuda.set_sync_debug_mode("error" if step >= 10 else "default")
         optimizer.zero_grad()
         (ddp(x, False).pow(2).mean() + ddp.module.two.weight.sum() * 0.0).backward()
         optimizer.step()
         done += step >= 10
-    torch.cuda.set_sync_debug_mode("default")
+    if HERE:
+        torch.cuda.set_sync_debug_mode("default")
     return done
 
 
@@ -88,9 +91,7 @@ def test_the_host_does_not_wait_for_the_gpu() -> None:
 
 def shared(rank: int, world: int, backend: str) -> list[bool]:
     """Several ranks on one GPU. NCCL refuses that, unless it takes them for ranks of several hosts."""
-    os.environ.update({"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"})
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
+    device = share(rank)
     net, found = Net().to(device), []
     ddp = DDP(net, process_group=dist.new_group(backend=backend))
     for step in range(10):
@@ -109,6 +110,32 @@ def shared(rank: int, world: int, backend: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(("world", "backend"), [(2, "gloo"), (2, "nccl"), (3, "nccl"), (2, "cpu:gloo,cuda:nccl")])
+@pytest.mark.parametrize(("world", "backend"), [(2, "gloo"), (2, NCCL), (3, NCCL), (2, BOTH)])
 def test_ranks_share_a_gpu(world: int, backend: str) -> None:
     assert run(world, shared, backend) == [[True] * 10] * world
+
+
+def synchronized(rank: int, world: int) -> list[bool]:
+    """Compare SyncBatchNorm in our module with batch norm in one process.
+
+    SyncBatchNorm refuses CPUs: in a dry run there is none, and each rank has the whole batch.
+    """
+    device, group = share(rank), dist.new_group(backend=NCCL)
+    alone, net = Net().to(device), Net().to(device)
+    ddp = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(net, group) if HERE else net, process_group=group)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in (alone, ddp)]
+    found = []
+    for step in range(6):
+        whole = batch(step, 0, 8).to(device)
+        for module, x, optimizer in ((alone, whole, optimizers[0]), (ddp, whole[rank::world] if HERE else whole, optimizers[1])):
+            optimizer.zero_grad()
+            module(x, step % 2 == 1).pow(2).mean().backward()
+            optimizer.step()
+        pairs = zip((*alone.parameters(), *alone.buffers()), (*ddp.module.parameters(), *ddp.module.buffers()), strict=True)
+        found.append(all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs))
+    ddp.check_replicas()
+    return found
+
+
+def test_synchronized_batch_norm_is_that_of_one_process() -> None:
+    assert run(2, synchronized) == [[True] * 6] * 2

@@ -22,11 +22,12 @@ from torch.utils.data import Dataset
 
 from elastirun.train import Checkpointer, DeterministicShards, Drain, ElasticDataLoader, TrainState, load_checkpoint
 from elastirun.train.checkpoints.tree import flatten
+from tests.support.gpu import DEVICE, NCCL, needs_gpu, share
 from tests.support.worlds import run
 from tests.train.test_ckpt_dcp import ordered, theirs
 from tests.train.test_ckpt_tree import same
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+pytestmark = needs_gpu
 
 WIDTH = 37  # which no number of ranks divides
 
@@ -35,7 +36,7 @@ def make(kind: str, seed: int) -> TrainState:
     """Return a state that lies on the GPU (``cuda-``) or not, in FSDP2 or torch's data-parallel class."""
     device, how = kind.split("-")
     if device == "cuda":
-        torch.cuda.set_device(0)
+        device = share(dist.get_rank()).type
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 3)).to(device)
     if how == "ddp":
@@ -50,8 +51,8 @@ def make(kind: str, seed: int) -> TrainState:
 
 def group(device: str) -> dist.ProcessGroup:
     """Return a group of all ranks. NCCL takes no two ranks on one GPU."""
-    nccl = device == "cuda" and dist.get_world_size() == 1
-    return dist.new_group(backend="nccl") if nccl else dist.group.WORLD
+    nccl = device == DEVICE and dist.get_world_size() == 1
+    return dist.new_group(backend=NCCL) if nccl else dist.group.WORLD
 
 
 def step(state: TrainState) -> None:
@@ -153,11 +154,11 @@ def exact(rank: int, world: int, path: str = "", halt: int = 0) -> str:
     """Train two epochs on the GPU, from ``path`` on; or ``halt`` steps, saved there. Return a digest of all bits."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
-    torch.cuda.set_device(0)
+    device = share(rank)
     torch.manual_seed(0)
     convolution = nn.Conv2d(1, 8, 3)
     module = nn.Sequential(convolution, nn.GroupNorm(2, 8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(288, 64), nn.Linear(64, 5))
-    model = DeterministicShards(module.cuda(), shards=6)
+    model = DeterministicShards(module.to(device), shards=6)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     loader = ElasticDataLoader(Numbers(), 16)
     state = TrainState(model=module, optimizer=optimizer, data=loader)
@@ -169,7 +170,7 @@ def exact(rank: int, world: int, path: str = "", halt: int = 0) -> str:
         for batches in loader.steps(model):
             optimizer.zero_grad()
             for batch in batches:
-                model(batch.cuda()).square().mean().backward()
+                model(batch.to(device)).square().mean().backward()
             optimizer.step()
             state.step += 1
             if state.step == until:
