@@ -113,7 +113,8 @@ def main() -> None:
     step, first = (statistics.median(values) for values in zip(*((one.median, one.contributes) for one in joins), strict=True))
     print(f"  median step {1e3 * step:.0f} ms; a new worker's first step after {first:.2f} s of its own script")
     if args.claim:
-        text = f"{statistics.median(longer):.0f} ms ({longer[0]:.0f} to {longer[-1]:.0f}, {len(joins)} joins; undisturbed {undisturbed:.0f}) "
+        text = f"{statistics.median(longer):.0f} ms ({longer[0]:.0f} to {longer[-1]:.0f}, {len(joins)} joins; "
+        text += f"undisturbed {undisturbed:.0f}) "
         text += f"beside steps of {1e3 * step:.0f} ms; the new worker's first step after {first:.1f} s; "
         text += f"{len(wrong)} steps or samples lost or doubled"
         figure(args.claim, text, longer_ms=statistics.median(longer), undisturbed_ms=undisturbed, first_step_s=first, violations=len(wrong))
