@@ -105,19 +105,26 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and data of ``rows`` samples for it on the present device."""
+    """A model, and data for it on the present device.
+
+    With ``rows`` samples the host is the slower one, with ``many`` the GPU. ``unit``: of the samples, in words.
+    """
 
     label: str
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     rows: int
+    many: int
+    unit: str
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross entropy."""
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def resnet(label: str, blocks: tuple[int, ...], width: int, classes: int, rows: int, pixels: int) -> Case:
+def resnet(
+    label: str, blocks: tuple[int, ...], width: int, classes: int, rows: int, many: int, pixels: int
+) -> Case:
     def build() -> nn.Module:
         model = ResNet(blocks, width, classes)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -127,10 +134,10 @@ def resnet(label: str, blocks: tuple[int, ...], width: int, classes: int, rows: 
         images = torch.randn(rows, 3, pixels, pixels).contiguous(memory_format=torch.channels_last)
         return images, torch.randint(0, classes, (rows,))
 
-    return Case(label, build, batch, rows)
+    return Case(label, build, batch, rows, many, "images")
 
 
-def transformer(label: str, layers: int, width: int, words: int, rows: int, length: int) -> Case:
+def transformer(label: str, layers: int, width: int, words: int, rows: int, many: int, length: int) -> Case:
     def build() -> nn.Module:
         return Transformer(layers, width, width // 64, words, length)
 
@@ -138,16 +145,14 @@ def transformer(label: str, layers: int, width: int, words: int, rows: int, leng
         tokens = torch.randint(0, words, (rows, length + 1))
         return tokens[:, :-1], tokens[:, 1:]
 
-    return Case(label, build, batch, rows)
+    return Case(label, build, batch, rows, many, f"rows of {length} tokens")
 
 
 if HERE:
-    RESNET = resnet("ResNet-50, 25.6 M parameters, 32 images", (3, 4, 6, 3), 64, 1000, 32, 224)
-    TRANSFORMER = transformer("transformer, 111 M parameters, 8 x 512 tokens", 12, 768, 32768, 8, 512)
-    COMPACT = transformer(
-        "transformer, 42 M parameters", 12, 512, 8192, 16, 512
-    )  # less to reduce for its computing
+    RESNET = resnet("ResNet-50, 25.6 M parameters", (3, 4, 6, 3), 64, 1000, 32, 256, 224)
+    TRANSFORMER = transformer("transformer, 111 M parameters", 12, 768, 32768, 8, 64, 512)
+    COMPACT = transformer("transformer, 42 M parameters", 12, 512, 8192, 16, 16, 512)  # less to reduce
 else:
-    RESNET = resnet("tiny ResNet", (1, 1), 8, 10, 2, 32)
-    TRANSFORMER = transformer("tiny transformer", 2, 64, 256, 2, 32)
-    COMPACT = transformer("compact transformer", 4, 512, 256, 2, 32)
+    RESNET = resnet("tiny ResNet", (1, 1), 8, 10, 2, 4, 32)
+    TRANSFORMER = transformer("tiny transformer", 2, 64, 256, 2, 4, 32)
+    COMPACT = transformer("compact transformer", 4, 512, 256, 2, 2, 32)

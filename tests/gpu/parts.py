@@ -171,16 +171,16 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
     ),
     Part(
         "steps",
-        90,
+        120,
         ("-m", "tests.gpu.steps"),
         (
-            Claim("step-resnet", "Step of a ResNet-50-like network, bf16, one rank, beside torch's class"),
+            Claim("step-resnet", "Step of a ResNet-50, bf16, one rank, with a batch that fills the GPU, beside torch's class"),
             Claim(
                 "step-transformer",
-                "Step of a transformer of 100 M parameters, bf16, one rank, beside torch's class",
+                "Step of a transformer, bf16, one rank, with a batch that fills the GPU, beside torch's class",
             ),
-            Claim("host-resnet", "The host's time of that step, ResNet-50-like"),
-            Claim("host-transformer", "The host's time of that step, transformer"),
+            Claim("host-resnet", "The host's time of a step of the ResNet-50 with a small batch"),
+            Claim("host-transformer", "The host's time of a step of the transformer with a small batch"),
             Claim("step-shared", "Step of 2 ranks that share the GPU over NCCL, beside torch's class"),
         ),
         alone=True,

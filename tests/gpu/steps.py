@@ -3,8 +3,9 @@
     python -m tests.gpu.steps
 
 bf16 autocast, fp32 parameters, AdamW(fused=True). First in a world of one over NCCL, for a ResNet-50 and a
-transformer: the host's time until the calls of a step return, the time until the GPU is done, and the time
-per step of ``RUN`` steps in a row. Then on two ranks that share the GPU over NCCL, for the ResNet-50.
+transformer: the time per step of ``RUN`` steps in a row with a batch that keeps the GPU busy, and, with a small
+batch, the host's time until the calls of a step return. Then on two ranks that share the GPU over NCCL, for the
+ResNet-50 with the small batch.
 
 The variants take turns in one process, each round in another order. Figures are medians over the rounds;
 "paired" ratios are medians of the rounds' ratios. Before, the gradients of one backward are compared with
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,14 +42,14 @@ PLAIN, TORCH, VIEWS, OURS = "plain", "torch", "torch with views", "ours"
 KINDS = ("kernels", "copies")
 CASES = {"resnet": RESNET, "transformer": TRANSFORMER}
 WARM_UP = 6  # steps; torch's buckets are final after two, ours after four
-RUN = 10 if HERE else 2  # steps in a row
+RUN = 5 if HERE else 2  # steps in a row
 ROUNDS = 15 if HERE else 2
 FEWEST, SHARED_FEWEST = (5, 3) if HERE else (2, 2)  # rounds, however long they take
-# seconds for the rounds of a world of one, and of two: the whole has to fit into a minute
-SECONDS, SHARED_SECONDS = 12.0, 6.0
+# seconds for the rounds of a world of one, and of two: the whole has to fit into a minute and a half
+SECONDS, SHARED_SECONDS = 18.0, 6.0
 SAME = 0.02  # relative difference of gradients; bf16 has 8 bits
 NOISE = 4.0  # times the difference of two backwards of the same model: kernels may add up in another order
-LIMIT = 45.0  # seconds for a world: only a hang takes longer
+LIMIT = 60.0  # seconds for a world: only a hang takes longer
 
 
 # -- variants ------------------------------------------------------------------------------------------------
@@ -55,11 +57,12 @@ LIMIT = 45.0  # seconds for a world: only a hang takes longer
 
 @dataclass(frozen=True)
 class Variant:
-    """A module, its backward, and its step."""
+    """A module, its backward with the small batch, and its step with the small and with the large one."""
 
     module: nn.Module
     backward: Callable[[], None]
     step: Callable[[], None]
+    large: Callable[[], None]
 
 
 def wrap(name: str, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
@@ -74,24 +77,26 @@ def wrap(name: str, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Mod
     )
 
 
-def make_variant(module: nn.Module, case: Case, batch: Batch, half: bool = True) -> Variant:
+def make_variant(
+    module: nn.Module, case: Case, batch: Batch, large: Batch | None = None, half: bool = True
+) -> Variant:
     """Return the variant that trains ``module`` with ``batch``. ``half``: computes in bf16."""
     rate = 1e-7  # parameters stay near their values
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate, fused=True)
-    inputs, targets = batch
 
-    def backward() -> None:
+    def backward(of: Batch) -> None:
+        inputs, targets = of
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=half):
             loss = case.loss(module(inputs), targets)
         with record_function(BACKWARD):
             loss.backward()
 
-    def step() -> None:
-        backward()
+    def step(of: Batch) -> None:
+        backward(of)
         optimizer.step()
 
-    return Variant(module, backward, step)
+    return Variant(module, partial(backward, batch), partial(step, batch), partial(step, large or batch))
 
 
 def make_variants(names: Iterable[str], case: Case, rank: int) -> dict[str, Variant]:
@@ -102,8 +107,8 @@ def make_variants(names: Iterable[str], case: Case, rank: int) -> dict[str, Vari
     with torch.device(DEVICE):
         model = case.build()
         torch.manual_seed(1 + rank)
-        batch = case.batch(case.rows)
-    return {name: make_variant(wrap(name, copy.deepcopy(model), group), case, batch) for name in names}
+        small, large = case.batch(case.rows), case.batch(case.many)
+    return {name: make_variant(wrap(name, copy.deepcopy(model), group), case, small, large) for name in names}
 
 
 # -- gradients -----------------------------------------------------------------------------------------------
@@ -157,18 +162,23 @@ def order(names: Sequence[str], number: int) -> list[str]:
     return turned[::-1] if number % 2 else turned
 
 
-def turn(step: Callable[[], None]) -> tuple[float, float, float]:
-    """Return the seconds of (the host for one step, one step, a step of several in a row)."""
-    step()  # not counted: it takes the place of another variant's data in caches
+def turn(variant: Variant) -> tuple[float, float, float]:
+    """Return the seconds of the host for one small step, of that step, and of a large one of several in a row.
+
+    The first step of each kind is not counted: it takes the place of another variant's data in caches.
+    """
+    variant.step()
     synchronize()
     begun = time.perf_counter()
-    step()
+    variant.step()
     host = time.perf_counter() - begun
     synchronize()
     whole = time.perf_counter() - begun
+    variant.large()
+    synchronize()
     begun = time.perf_counter()
     for _ in range(RUN):
-        step()
+        variant.large()
     synchronize()
     return host, whole, (time.perf_counter() - begun) / RUN
 
@@ -192,14 +202,14 @@ def alone(rank: int, world: int, key: str) -> None:
     until = time.monotonic() + SECONDS
     for number in range(ROUNDS):
         for name in order(names, number):
-            taken[name].append(turn(variants[name].step))
+            taken[name].append(turn(variants[name]))
         if number + 1 >= FEWEST and time.monotonic() > until:
             break
     host, whole, row = (
         {name: [values[which] for values in rounds] for name, rounds in taken.items()} for which in range(3)
     )
-    show_steps(key, row, whole, agreement)
-    show_host(key, host, count_all(variants))
+    show_steps(key, row, agreement)
+    show_host(key, host, whole, count_all(variants))
     agreement.check()
 
 
@@ -319,23 +329,24 @@ def more_kernels(kernels: dict[str, tuple[int, int]]) -> str:
     return f"kernels and copies above the plain model's {plain[0]} and {plain[1]}: {', '.join(above)}"
 
 
-def show_steps(
-    key: str, row: dict[str, list[float]], whole: dict[str, list[float]], agreement: Agreement
-) -> None:
-    rounds = len(row[OURS])
+def show_steps(key: str, row: dict[str, list[float]], agreement: Agreement) -> None:
+    rounds, case = len(row[OURS]), CASES[key]
     figure(
         f"step-{key}",
-        f"{beside(row)}; per step of {RUN} in a row, median of {rounds} runs; "
-        f"one step alone {paired(whole[OURS], whole[TORCH]):.3f} of torch's; {CASES[key].label}",
+        f"{beside(row)}; per step of {RUN} in a row, median of {rounds} runs; {case.label}, {case.many} {case.unit}",
         **values_of(row),
-        **{f"alone_{name}": value for name, value in values_of(whole).items()},
         gradients_differ_by=round(agreement.difference, 6),
         rounds=rounds,
     )
 
 
-def show_host(key: str, host: dict[str, list[float]], kernels: dict[str, tuple[int, int]]) -> None:
-    rounds = len(host[OURS])
+def show_host(
+    key: str,
+    host: dict[str, list[float]],
+    whole: dict[str, list[float]],
+    kernels: dict[str, tuple[int, int]],
+) -> None:
+    rounds, case = len(host[OURS]), CASES[key]
     counts = {
         f"{kind}_{name.replace(' ', '_')}": n
         for name, both in kernels.items()
@@ -343,8 +354,10 @@ def show_host(key: str, host: dict[str, list[float]], kernels: dict[str, tuple[i
     }
     figure(
         f"host-{key}",
-        f"{beside(host)}; median of {rounds} steps; {more_kernels(kernels)}",
+        f"{beside(host)}; median of {rounds} steps, {case.rows} {case.unit}, until the GPU is done "
+        f"{paired(whole[OURS], whole[TORCH]):.3f} of torch; {more_kernels(kernels)}",
         **values_of(host),
+        **{f"done_{name}": value for name, value in values_of(whole).items()},
         **counts,
         rounds=rounds,
     )
@@ -359,8 +372,8 @@ def show_shared(key: str) -> None:
     rounds = len(taken[OURS])
     figure(
         "step-shared",
-        f"{beside(taken)}; median of {rounds} steps; {CASES[key].label} each, NCCL by sockets, "
-        "the processes take turns on the GPU",
+        f"{beside(taken)}; median of {rounds} steps; {CASES[key].label}, {CASES[key].rows} {CASES[key].unit} each, "
+        "NCCL by sockets, the processes take turns on the GPU",
         **values_of(taken),
         gradients_differ_by=round(agreement.difference, 6),
         rounds=rounds,
