@@ -1,14 +1,13 @@
 """Compares elastirun's data-parallel module with torch's DistributedDataParallel: time, CPU and memory of a step.
 
-    python -m benchmarks.ddp [--quick] [--what steps cpu memory adamw gpu] [--cases a b c] [--rounds 12]
+    python -m benchmarks.ddp [--quick] [--what steps cpu memory adamw] [--cases a b c] [--rounds 12]
 
 steps    forward, backward, reduction of the gradients and zero_grad(set_to_none=True), no optimizer; two ranks with one thread each
 cpu      CPU time per parameter above plain autograd: (a) in a world of one
 memory   steady peak above the model, as multiples of the parameters' bytes; every variant in a fresh world
 adamw    steps with AdamW
-gpu      in a world of one with NCCL, where there is a GPU: the host's time, and kernels per bucket
 
-The variants take turns within one run, round by round and in another order each time. A turn is one step that is not counted, which fills
+On a GPU: tests/gpu/steps.py. The variants take turns within one run, round by round and in another order each time. A turn is one step that is not counted, which fills
 the caches with this variant's data, and ``--repeats`` counted steps, each after a barrier. A step takes as long as on the slowest rank, and
 a round's value is the median of its turn. Every counted step is used. "of torch" is the ratio of the medians, "paired" the median of the
 rounds' ratios. Where the two differ, the machine was busy with other work.
@@ -20,12 +19,11 @@ import argparse
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.ddp_variants import (
@@ -51,7 +49,7 @@ from tests.support import worlds
 
 WARM_UP = 6  # steps; torch's buckets are final after two, ours after four
 LIMIT = 3600.0  # seconds for a world: only a hang takes longer
-WHAT = ("steps", "adamw", "cpu", "memory", "gpu")
+WHAT = ("steps", "adamw", "cpu", "memory")
 MIB = 1 << 20
 
 
@@ -206,58 +204,6 @@ def show_memory(key: str, times: int) -> None:
     print("\n" + table(rows), flush=True)
 
 
-# -- with a GPU -------------------------------------------------------------------------------------------------------
-
-
-def gpu_rank(rank: int, world: int, key: str, rounds: int) -> dict[str, tuple[float, float, int, int]]:
-    """Return the medians of (host seconds, seconds until the GPU has finished, kernels, copies) per step of each variant."""
-    from benchmarks.ddp_variants import backward, wrap
-
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    group = dist.new_group([0], backend="nccl")
-    case, steps = CASES[key], {}
-    for name in (COMPUTE, TORCH, TORCH_VIEW, GLOO):
-        torch.manual_seed(0)
-        options = {} if name == COMPUTE else {"process_group": group}
-        steps[name] = on_gpu(backward, wrap(name, case.build().to(device), **options), case.batch().to(device))
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for number in range(WARM_UP + rounds):
-        for name, step in steps.items():
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            step()
-            host = time.perf_counter() - begun
-            torch.cuda.synchronize()
-            if number >= WARM_UP:
-                taken[name].append((host, time.perf_counter() - begun))
-    middle = {name: [median(values) for values in zip(*pairs, strict=True)] for name, pairs in taken.items()}
-    return {name: (middle[name][0], middle[name][1], *count_kernels(step)) for name, step in steps.items()}
-
-
-def on_gpu(backward: Callable[..., None], module: Any, batch: Any) -> Step:
-    return lambda: backward(module, batch)
-
-
-def count_kernels(step: Step) -> tuple[int, int]:
-    """Return the number of kernels and of copies that a step starts."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-        torch.cuda.synchronize()
-    names = [event.name.lower() for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    copies = sum(name.startswith(("memcpy", "memset")) for name in names)
-    return len(names) - copies, copies
-
-
-def show_gpu(key: str, rounds: int) -> None:
-    found = worlds.run(1, gpu_rank, key, rounds, timeout=LIMIT)[0]
-    _, _, kernels, copies = found[COMPUTE]
-    rows = [[CASES[key].label + ", one GPU", "host, ms", "until the GPU is done, ms", "kernels above plain", "copies above plain"]]
-    for name, (host, whole, more, moved) in found.items():
-        rows.append([name.removesuffix(", gloo"), f"{host * 1e3:.2f}", f"{whole * 1e3:.2f}", str(more - kernels), str(moved - copies)])
-    print("\n" + table(rows), flush=True)
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -280,11 +226,6 @@ def main() -> None:
         show_cpu("a", 2 * rounds, repeats)
     if "memory" in chosen.what:
         show_memory("b", 1 if chosen.quick else 3)
-    if "gpu" in chosen.what and torch.cuda.is_available():
-        for key in chosen.cases:
-            show_gpu(key, rounds)
-    elif "gpu" in chosen.what:
-        print("\nno GPU here")
 
 
 if __name__ == "__main__":

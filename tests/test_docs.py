@@ -58,6 +58,11 @@ def test_links_lead_to_files_and_headings_that_exist() -> None:
     assert dead == []
 
 
+def test_figures_of_gpus_are_on_their_page_alone() -> None:
+    """Other pages point to a row of docs/gpu.md, which a program writes."""
+    assert [page.name for page in PAGES if page.name != "gpu.md" and re.search(r"\b(A100|B200|H100|H200)\b", page.read_text())] == []
+
+
 def test_source_files_that_pages_name_exist() -> None:
     files = {f"/{path.relative_to(ROOT)}" for top in SOURCES for path in (ROOT / top).rglob("*.py")}
     named = [(page, name) for page in PAGES for name in re.findall(r"`([\w/]+\.py)`", page.read_text())]
