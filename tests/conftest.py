@@ -44,6 +44,7 @@ for _signum, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal
 
 # Files that take longest. They are begun first, those that wait beside those that compute, so that at the end no process is alone with one.
 LONGEST = (
+    "gpu/test_run.py",
     *("train/test_mutants.py", "deploy/test_containers.py", "system/test_failover.py", "system/test_etcd_agents.py"),
     *("system/test_checkpoints.py", "system/test_elastic.py", "train/test_kinds.py", "system/test_hostile.py", "system/test_example.py"),
     *("rendezvous/test_sim.py", "system/test_planned_stops.py", "system/test_endings.py", "train/test_ways.py"),

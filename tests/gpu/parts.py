@@ -239,6 +239,13 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         alone=True,
     ),
     Part(
+        "frameworks",
+        90,
+        ("-m", "tests.gpu.frameworks"),
+        (Claim("frameworks", "accelerate, Lightning, transformers: a worker on the GPU is killed, and goes on from its checkpoint"),),
+        alone=True,
+    ),
+    Part(
         "joins",
         60,
         (
@@ -264,7 +271,6 @@ NEVER_TRIED = (  # no machine with it has been at hand
     Claim("schedulers", "GPUs under Slurm and Kubernetes: `--gpus-per-node`, device plugins, MIG"),
     Claim("device-loss", "A GPU that falls off the bus, or reports errors of its memory (Xid, ECC)"),
     Claim("other-vendors", "AMD (ROCm, RCCL), Intel (XPU)"),
-    Claim("frameworks", "accelerate, Lightning and transformers with GPUs"),
     Claim("cuda-graphs", "CUDA graphs that contain the reduction of our module"),
 )
 

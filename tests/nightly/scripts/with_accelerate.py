@@ -1,5 +1,9 @@
-"""accelerate: ``accelerate launch`` taken over by elastirun, state saved and loaded by the Accelerator."""
+"""accelerate, its ``launch`` taken over by elastirun: the Accelerator saves and loads the state.
 
+It trains on CPUs, or on GPUs with TEST_DEVICE=cuda.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -8,10 +12,14 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-accelerator = Accelerator(cpu=True)
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+accelerator = Accelerator(cpu=DEVICE == "cpu")
 folder, net = Path(sys.argv[1]) / "state", torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 net, optimizer, data = accelerator.prepare(net, optimizer, DataLoader(TensorDataset(torch.randn(4000, 4)), batch_size=8))
+device = next(net.parameters()).device
+report.say(f"DEVICE {device} {torch.distributed.get_backend()}")
+assert device.type == DEVICE, device
 steps_done = torch.zeros(1, dtype=torch.long)
 
 

@@ -1,4 +1,7 @@
-"""Lightning's Trainer, DDP on CPUs, a DataLoader with workers, resumed from its last checkpoint."""
+"""Lightning's Trainer, DDP, a DataLoader with workers, resumed from its last checkpoint.
+
+It trains on CPUs, or on GPUs with TEST_DEVICE=cuda.
+"""
 
 import atexit
 import gc
@@ -13,11 +16,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+
 
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
+
+    def on_train_start(self) -> None:
+        report.say(f"DEVICE {self.layer.weight.device} {torch.distributed.get_backend()}")
+        assert self.layer.weight.device.type == DEVICE, self.layer.weight.device
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         report.step(self.global_step)
@@ -33,7 +42,7 @@ if __name__ == "__main__":
     data = DataLoader(TensorDataset(torch.randn(4000, 4)), batch_size=8, num_workers=1, persistent_workers=True)
     last = folder / "last.ckpt"
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=DEVICE,
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp",
