@@ -36,39 +36,39 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {part.name: {**old, **counted}[part.name] for part in PARTS if part.name in {**old, **counted}}
 
 
-def row(claim: Claim, part: Part, found: dict[str, Any] | None) -> tuple[int, str]:
-    """Return how early in the table a claim comes (never tried: 0, missed: 1, else 2), and its row."""
+def row(claim: Claim, part: Part, found: dict[str, Any] | None, machines: list[str]) -> tuple[int, str]:
+    """Return how early in the table a claim comes (never tried: 0, missed: 1, else 2), and its row.
+
+    The row names a machine by its place in ``machines``, where it is added if it is not there.
+    """
     first = f'<a id="{claim.name}"></a>{claim.text}'
     if found is None:
         return 0, f"| {first} | **not tried yet**: `make gpu GPU_PARTS={part.name}` | | | |"
-    where = f"{found['machine']}; {found['versions']} | {found['date']} | {found['commit']} |"
+    machine = f"{found['machine']}; {found['versions']}"
+    if machine not in machines:
+        machines.append(machine)
+    where = f"[{1 + machines.index(machine)}](#machines) | {found['date']} | {found['commit']} |"
     figure = found["figures"].get(claim.name)
     if figure is None:
-        return (
-            1,
-            f"| {first} | **no figure**: the part {part.name} {found['verdict'].replace('late', 'was late')} | {where}",
-        )
-    return (
-        (2, f"| {first} | {figure['text']} | {where}")
-        if figure["holds"]
-        else (1, f"| {first} | **missed**: {figure['text']} | {where}")
-    )
+        verdict = found["verdict"].replace("late", "was late")
+        return 1, f"| {first} | **no figure**: the part {part.name} {verdict} | {where}"
+    missed = "" if figure["holds"] else "**missed**: "
+    return (1 if missed else 2), f"| {first} | {missed}{figure['text']} | {where}"
 
 
 def page(results: dict[str, Any]) -> str:
     """Return docs/gpu.md."""
+    machines: list[str] = []
     rows = [
         (0, f'| <a id="{claim.name}"></a>{claim.text} | **never tried**: none was at hand | | | |')
         for claim in NEVER_TRIED
     ]
-    rows += [row(claim, part, results.get(part.name)) for part in PARTS for claim in part.claims]
+    rows += [row(claim, part, results.get(part.name), machines) for part in PARTS for claim in part.claims]
     lines = [text for _, text in sorted(rows, key=lambda row: row[0])]
-    picture = (
-        "\n![One step of ours above one of torch's](gpu-overlap.svg)\n"
-        if (DOCS / "gpu-overlap.svg").exists()
-        else ""
-    )
-    return "\n".join([HEAD, COLUMNS, *lines, picture])
+    picture = (DOCS / "gpu-overlap.svg").exists()
+    end = "\n![A backward of ours above one of torch's](gpu-overlap.svg)\n" if picture else ""
+    numbered = [f"{number}. {machine}" for number, machine in enumerate(machines, 1)]
+    return "\n".join([HEAD, COLUMNS, *lines, end, "## Machines", "", *numbered, ""])
 
 
 def main(arguments: Sequence[str]) -> None:

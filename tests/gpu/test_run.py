@@ -173,12 +173,14 @@ def test_the_page_has_a_row_for_each_claim_first_those_that_were_never_tried() -
         "ddp": {**FOUND, "figures": {"gradients": {**text, "holds": True}, "no-wait": {**text, "holds": False}}},
         "state": {**FOUND, "verdict": "late", "figures": {}},
     }
-    rows = [line for line in page.page(results).splitlines() if line.startswith("| <a id=")]
+    lines = page.page(results).splitlines()
+    rows = [line for line in lines if line.startswith("| <a id=")]
+    assert "1. G; t" in lines
     claims = [*NEVER_TRIED, *(claim for one in PARTS for claim in one.claims)]
     assert len(rows) == len(claims) == len({claim.name for claim in claims})
     kinds = ["never tried", "not tried yet", "missed", "no figure", "5 ms"]
     order = [next(at for at, kind in enumerate(kinds) if kind in row) // 2 for row in rows]
-    assert order == sorted(order) and rows[-1].endswith("| 5 ms | G; t | d | c |") and "`gradients`" not in rows[-1]
+    assert order == sorted(order) and rows[-1].endswith("| 5 ms | [1](#machines) | d | c |") and "`gradients`" not in rows[-1]
 
 
 def test_a_new_result_takes_the_place_of_an_older_one_unless_it_is_dry_or_was_skipped() -> None:
