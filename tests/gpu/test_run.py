@@ -60,7 +60,8 @@ class DryRun:
 
     def _read(self) -> None:
         assert self.process.stdout
-        self.said.extend(iter(self.process.stdout.readline, ""))
+        with self.process.stdout as lines:
+            self.said.extend(lines)
 
     def part(self, name: str) -> dict[str, Any]:
         until(lambda: self.over or any(line.startswith(f"{name}: ") for line in list(self.said)), f"part {name}", 170, state=self.end)
