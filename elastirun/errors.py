@@ -2,7 +2,8 @@
 
     ElastirunError
     ├── UsageError         invalid option, variable or combination; nothing was started      ExitCode.USAGE
-    ├── StartError         a valid command that this machine cannot carry out                ExitCode.ENVIRONMENT
+    ├── StartError         a valid command that this machine cannot carry out                ExitCode.SICK
+    │   └── BadCommand     what the command names is not there: no node can carry it out       ExitCode.ENVIRONMENT
     ├── NothingFound       there is nothing that a command of ``elastirun`` could show       4
     ├── StoreError         the store did not answer, or answered with an error                retried; ExitCode.RENDEZVOUS when it lasts
     │   ├── StoreRefused   the store refuses this node, so waiting does not help
@@ -35,7 +36,11 @@ class UsageError(ElastirunError):
 
 
 class StartError(ElastirunError):
-    """The command is valid, but this machine cannot carry it out: a port is in use, a script is missing."""
+    """The command is valid, but this machine cannot carry it out: a port is in use, there is no GPU."""
+
+
+class BadCommand(StartError):
+    """A command that no node can carry out: the script, torch or a package is missing."""
 
 
 class NothingFound(ElastirunError):

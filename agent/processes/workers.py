@@ -144,7 +144,7 @@ class Workers:
         except OSError as exc:
             self._kill_all()
             among = f"{len(specs)} worker{'s' * (len(specs) > 1)}"
-            raise OSError(exc.errno, f"cannot start local rank {spec.local_rank} of {among}: {exc.strerror}") from exc
+            raise OSError(exc.errno, f"local rank {spec.local_rank} of {among}: {exc.strerror}") from exc
         finally:
             logs.close_worker_ends()
 

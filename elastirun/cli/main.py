@@ -31,7 +31,7 @@ from elastirun.cli.parse import quote
 from elastirun.cli.resolve import resolve
 from elastirun.cli.token_file import read_token
 from elastirun.config import Command, Etcd, LaunchConfig
-from elastirun.errors import ElastirunError, StartError, UsageError
+from elastirun.errors import BadCommand, ElastirunError, StartError, UsageError
 from elastirun.secret_files import advice
 
 PROBE_TIMEOUT = 300.0  # seconds for importing torch and counting devices: a cold disk or a busy driver may take minutes
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = prepared if isinstance(prepared, int) else _launch(prepared)
     except ElastirunError as error:
         _say(str(error))
-        status = ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.ENVIRONMENT
+        codes = {UsageError: ExitCode.USAGE, BadCommand: ExitCode.ENVIRONMENT}
+        status = codes.get(type(error), ExitCode.SICK)
         _tell_scheduler(status, str(error))
     except KeyboardInterrupt:
         status = ExitCode.signalled(signal.SIGINT)
@@ -88,7 +89,7 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
     config = resolve(options, script, MachineFacts(usable_cpus, count_devices, lambda: str(uuid.uuid4()), this_host))
     _check_command(config.command, os.environ.get("PYTHON_EXEC"))
     if importlib.util.find_spec("torch") is None:
-        raise StartError(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
+        raise BadCommand(f"torch is not installed for {sys.executable}; pip install torch, or start elastirun with another Python")
     _check_log_dir(options, config.logs.log_dir)
     config = replace(config, token=read_token(options))
     _warn_of_readable_secrets(options, config.etcd)
@@ -127,21 +128,21 @@ def _tell_scheduler_of_signals() -> None:
 def _check_command(command: Command, python: str | None) -> None:
     script = command.script
     if python and not command.no_python and shutil.which(python) is None:
-        raise StartError(f"PYTHON_EXEC: there is no program {quote(python)}; give the path of a Python interpreter")
+        raise BadCommand(f"PYTHON_EXEC: there is no program {quote(python)}; give the path of a Python interpreter")
     if command.module or "${local_rank}" in script or script == "-":
         return
     if command.no_python:
         if shutil.which(script) is None:
             if os.path.isfile(script):
-                raise StartError(f"--no-python: {quote(script)} is not executable; chmod +x it, or give the path of a program")
-            raise StartError(f"--no-python: there is no program {quote(script)}; give its path, or a name that is in PATH")
+                raise BadCommand(f"--no-python: {quote(script)} is not executable; chmod +x it, or give the path of a program")
+            raise BadCommand(f"--no-python: there is no program {quote(script)}; give its path, or a name that is in PATH")
     elif os.path.isdir(script):
         if not os.path.isfile(os.path.join(script, "__main__.py")):
-            raise StartError(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
+            raise BadCommand(f"SCRIPT: {quote(script)} is a folder without __main__.py; give a script")
     elif not os.path.exists(script):
-        raise StartError(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python")
+        raise BadCommand(f"SCRIPT: there is no file {quote(script)} in {os.getcwd()}; give its path, or say --module or --no-python")
     elif not os.access(script, os.R_OK):
-        raise StartError(f"SCRIPT: {quote(script)} cannot be read; change its permissions or its owner")
+        raise BadCommand(f"SCRIPT: {quote(script)} cannot be read; change its permissions or its owner")
 
 
 def _check_log_dir(options: GivenOptions, log_dir: Path | None) -> None:
@@ -152,7 +153,7 @@ def _check_log_dir(options: GivenOptions, log_dir: Path | None) -> None:
     if not os.path.isdir(existing):
         raise UsageError(f"{label}: {quote(existing)} is not a folder; give another, or /dev/null for no files")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(f"{label}: {quote(existing)} cannot be written to; give another folder, or /dev/null for no files")
+        raise StartError(f"{label}: {quote(existing)} cannot be written to; give another folder, or /dev/null for no files")
 
 
 def _warn_of_readable_secrets(options: GivenOptions, etcd: Etcd | None) -> None:

@@ -15,7 +15,7 @@ from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.cli.rendezvous_options import resolve_rendezvous
 from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, RendezvousConfig, StdMap, Timing
-from elastirun.errors import UsageError
+from elastirun.errors import StartError, UsageError
 
 STATIC_JOIN_TIMEOUT = 900.0  # seconds; torchrun's default for its static backend
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's variable for --shutdown-timeout
@@ -26,7 +26,10 @@ SHORTEST_EXPIRE = 1.0  # seconds; below this a busy node is taken for a lost one
 
 
 def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -> LaunchConfig:
-    """Return the configuration for ``script``, the program and its arguments. Raises ``UsageError``; adds warnings to ``options``."""
+    """Return the configuration for ``script``, the program and its arguments.
+
+    Raises ``UsageError`` or ``StartError``; adds warnings to ``options``.
+    """
     command = _command(options, script)
     conf = options.read("rdzv_conf", parse.rdzv_conf)
     rendezvous = resolve_rendezvous(options, conf, facts)
@@ -267,7 +270,7 @@ def _workers(options: GivenOptions, facts: MachineFacts) -> int:
             return parse.integer(1, MOST_WORKERS)(word)
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", word):
             raise ValueError(f"{parse.quote(text)} is not a number of workers; give one, or one of {', '.join(kinds)}")
-        found = facts.cpus() if word == "cpu" else facts.devices(word)
+        found = facts.cpus() if word == "cpu" else _devices(options, "nproc_per_node", word, facts)
         what = "usable CPUs" if word == "cpu" else f"devices of kind {word}"
         if word == "auto":
             what = "accelerators" if found else "usable CPUs, as there is no accelerator"
@@ -275,11 +278,20 @@ def _workers(options: GivenOptions, facts: MachineFacts) -> int:
         if found is None:
             raise ValueError(f"torch knows no kind of device {parse.quote(word)}; give a number, or one of {', '.join(kinds)}")
         if not found:
-            raise ValueError(f"torch can use no {word} here; give a number, or cpu")
+            label = options.label("nproc_per_node")
+            raise StartError(f"{label}: torch can use no {word} here; give a number, or cpu")
         options.derive("nproc_per_node", found, what)
         return found
 
     return options.read("nproc_per_node", count)
+
+
+def _devices(options: GivenOptions, dest: str, kind: str, facts: MachineFacts) -> int | None:
+    """Return the number of devices for ``dest``. Raises StartError when torch does not answer here."""
+    try:
+        return facts.devices(kind)
+    except ValueError as error:
+        raise StartError(f"{options.label(dest)}: {error}") from None
 
 
 def _check_ranks(options: GivenOptions, logs: LogPolicy, nproc: int, alone: bool) -> None:
@@ -306,9 +318,7 @@ def _check_gpus(options: GivenOptions, nproc: int, facts: MachineFacts) -> None:
     elif nproc == 1 or options.text("nproc_per_node") in ("gpu", "auto"):
         return
     else:
-        try:
-            count, given = facts.devices("gpu") or 0, "this node has"
-        except ValueError as error:
-            raise UsageError(f"{label}: {error}") from None
+        count, given = _devices(options, "virtual_local_rank", "gpu", facts) or 0, "this node has"
     if 0 < count < nproc:
-        raise UsageError(f"{label}: {nproc} workers need a GPU each, {given} {count}; lower --nproc-per-node")
+        wrong = StartError if visible is None else UsageError
+        raise wrong(f"{label}: {nproc} workers need a GPU each, {given} {count}; lower --nproc-per-node")

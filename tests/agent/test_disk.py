@@ -331,7 +331,7 @@ sys.exit(bool(os.environ["TORCHELASTIC_ERROR_FILE"]))  # must be empty, because 
 """
 
 
-@pytest.mark.parametrize(("inodes", "code"), [(2, 3), (40, 0)])
+@pytest.mark.parametrize(("inodes", "code"), [(2, 202), (40, 0)])
 def test_a_full_log_disk_is_an_error_at_the_very_start_and_later_costs_no_restart(nodes: Cluster, inodes: int, code: int) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a file system needs root")
@@ -359,7 +359,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("options", "code"), [((), 0), (("--standalone", "--rdzv-backend=etcd"), 3)])
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--standalone", "--rdzv-backend=etcd"), 202)])
 def test_without_a_folder_for_temporary_files_a_job_runs_unless_it_needs_one(options: tuple[str, ...], code: int) -> None:
     """A container's file system may be read-only."""
     command = [sys.executable, "-c", NO_TEMPORARY_FOLDER, *options, "--no-python", "true"]

@@ -398,7 +398,7 @@ MUTANTS = (
     ),
     mutant(
         "a worker's own exit code is no verdict on its node",
-        *("ending", "if code == ExitCode.SICK and self.sick:", "if code == ExitCode.SICK:"),
+        *("ending", "if code == ExitCode.SICK and (self.sick or", "if code == ExitCode.SICK and (True or"),
         *("termination_log", "a_workers_own_code_is_no_verdict_on_this_node"),
     ),
     mutant(
@@ -1610,6 +1610,16 @@ MUTANTS = (
         "torch asks no name server",
         *("host/name_servers", ' attempts:0"', '"'),
         *("name_servers", "glibc_is_told_to_ask_no_name_server_beside_what_the_user_tells_it"),
+    ),
+    of_jobs(
+        "a node that cannot start its workers leaves the job",
+        *("agent", 'self._leave_sick(f"cannot start workers here: {error}")', "raise"),
+        *("endings", "202_when_this_node_cannot_start_workers_and_the_others_spend_no_restart"),
+    ),
+    of_scripts(
+        "what this machine alone may lack is no verdict on the job",
+        *("cli/main", "codes.get(type(error), ExitCode.SICK)", "codes.get(type(error), ExitCode.ENVIRONMENT)"),
+        *("endings", "2_for_wrong_use_3_for_a_missing_script_and_202_for_what_is_missing_here"),
     ),
     of_jobs(
         "nor where Python has asked before",

@@ -38,7 +38,7 @@ def ending(outcome: Outcome, signum: int = 0, sick: bool = False, took_part: boo
         (ending(Outcome.SUCCEEDED), 0, "succeeded"),
         (ending(Outcome.FAILED, failures=(failed(),)), 1, "failed"),
         (ending(Outcome.LEFT, signum=15), 143, "left"),
-        (ending(Outcome.LEFT), 3, "environment"),
+        (ending(Outcome.LEFT), 202, "sick"),
         (ending(Outcome.LEFT, sick=True), 202, "sick"),
         (ending(Outcome.FAILED, sick=True), 202, "sick"),
         (ending(Outcome.TIMEOUT), 200, "timeout"),

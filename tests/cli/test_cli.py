@@ -19,7 +19,7 @@ from elastirun.cli import command_line, main, parse
 from elastirun.cli.detected import Host
 from elastirun.cli.options import GROUPS, OPTIONS
 from elastirun.config import Command, LaunchConfig
-from elastirun.errors import StartError, UsageError
+from elastirun.errors import BadCommand, StartError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "correct horse battery staple"
@@ -208,7 +208,6 @@ BAD = [
     ("--nproc-per-node=-1 t.py", "--nproc-per-node"),
     ("--nproc-per-node=1.5 t.py", "--nproc-per-node"),
     ("--nproc-per-node=99999 t.py", "--nproc-per-node"),
-    ("--nproc-per-node=gpu t.py", "gpu"),
     ("--nproc-per-node=foo t.py", "'foo'"),
     ("--nproc-per-nodes=2 t.py", "did you mean --nproc-per-node"),
     ("-nnodes=2 t.py", "did you mean --nnodes"),
@@ -325,6 +324,18 @@ def test_an_interpreter_or_a_torch_that_is_missing_here_too(elastirun: Elastirun
     assert_bad(elastirun("t.py", PYTHON_EXEC="/no/such/python"), "elastirun: PYTHON_EXEC: ", ExitCode.ENVIRONMENT)
 
 
+def test_what_another_machine_may_have_is_status_202(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_bad(elastirun("--nproc-per-node=gpu", "t.py"), "torch can use no gpu here", ExitCode.SICK)
+    broken = "no driver"
+
+    def ask(kind: str) -> int:
+        raise ValueError(broken)
+
+    monkeypatch.setattr(main, "count_devices", ask)
+    for option in (("--nproc-per-node=gpu",), ("--nproc-per-node=2", "--virtual-local-rank")):
+        assert_bad(elastirun(*option, "t.py"), f"{option[-1].split('=')[0]}: {broken}", ExitCode.SICK)
+
+
 def assert_bad(result: SimpleNamespace, part: str, status: ExitCode = ExitCode.USAGE) -> None:
     assert result.status == status
     assert result.err.startswith("elastirun: ") and result.err.count("\n") == 1, result.err
@@ -334,7 +345,7 @@ def assert_bad(result: SimpleNamespace, part: str, status: ExitCode = ExitCode.U
 
 def test_folders_without_permission(elastirun: Elastirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root every access is allowed
-    assert_bad(elastirun("--log-dir=below/here", "--module", "t"), "cannot be written to")
+    assert_bad(elastirun("--log-dir=below/here", "--module", "t"), "cannot be written to", ExitCode.SICK)
     assert_bad(elastirun("t.py"), "'t.py' cannot be read", ExitCode.ENVIRONMENT)
 
 
@@ -545,7 +556,8 @@ def test_no_torch_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("error", "status", "err"),
     [
         (UsageError("two\nlines"), ExitCode.USAGE, "elastirun: two lines\n"),
-        (StartError("port 1 is taken"), ExitCode.ENVIRONMENT, "elastirun: port 1 is taken\n"),
+        (StartError("port 1 is taken"), ExitCode.SICK, "elastirun: port 1 is taken\n"),
+        (BadCommand("no torch"), ExitCode.ENVIRONMENT, "elastirun: no torch\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -13,7 +13,7 @@ from elastirun.cli.given_options import GivenOptions, MachineFacts
 from elastirun.cli.options import OPTIONS
 from elastirun.cli.resolve import resolve
 from elastirun.config import Command, Endpoint, Etcd, LaunchConfig, LogPolicy, Std, StdMap, Timing
-from elastirun.errors import UsageError
+from elastirun.errors import StartError, UsageError
 
 NOBODY: Mapping[str, str] = {}
 LAPTOP = Host("laptop", ("laptop.example.org",))
@@ -41,7 +41,7 @@ def warning_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
 
 
 def error_of(line: str, environ: Mapping[str, str] = NOBODY) -> str:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises((UsageError, StartError)) as caught:
         resolved(line, environ)
     assert str(caught.value).isprintable()
     return str(caught.value)

@@ -87,7 +87,7 @@ def test_a_missing_package_is_named_with_what_to_do(missing: str, monkeypatch: p
 def test_another_package_called_etcd3_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "etcd3.py").touch()
     code = "from elastirun.rendezvous.stores.etcd import messages\ntry:\n    messages.check_installed()\n"
-    code += "except messages.StartError as error:\n    print(error)"
+    code += "except messages.BadCommand as error:\n    print(error)"
     assert f"{tmp_path} is not the package etcd3 >= 0.12" in python(code, tmp_path)
 
 
@@ -105,6 +105,6 @@ def test_a_later_release_of_etcd3_is_read_as_well_or_refused_in_words(style: str
         description = messages._description(messages._folder() / name)
         (folder / name).write_text(newer(repr(description)) if style == "today" else "import everything_new\n")
     code = "from elastirun.rendezvous.stores.etcd import messages\ntry:\n    print(messages.load().RangeRequest(key=b'k').key)\n"
-    code += "except messages.StartError as error:\n    print(error)"
+    code += "except messages.BadCommand as error:\n    print(error)"
     expected = {"today": "b'k'", "unknown": "kv_pb2.py has no description of etcd's protocol that elastirun can read"}
     assert expected[style] in python(code, tmp_path)

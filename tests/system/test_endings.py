@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def broken(self, event):
         raise ZeroDivisionError("a bug")
     return step(self, event)
 Machine.step = broken
+"""
+NO_PROCESS = """
+import errno, os, subprocess
+start = subprocess.Popen.__init__
+def full(self, *args, **options):
+    if os.path.exists(os.environ["FULL"]):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    start(self, *args, **options)
+subprocess.Popen.__init__ = full
 """
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER
 
@@ -88,10 +98,15 @@ def test_1_or_the_workers_own_code_on_every_node_when_a_worker_failed(nodes: Clu
     assert all("Root Cause" in nodes.out(i) for i in (1, 2, 3))
 
 
-def test_2_for_wrong_use_and_3_for_what_is_missing_here(nodes: Cluster) -> None:
+def test_2_for_wrong_use_3_for_a_missing_script_and_202_for_what_is_missing_here(nodes: Cluster) -> None:
     wrong, missing = nodes.launch(1, "--nnodes=two", str(nodes.script)), nodes.launch(2, "nowhere.py")
-    assert (nodes.ends(wrong), nodes.ends(missing)) == (2, 3)
-    assert [nodes.out(i).count("\n") for i in (1, 2)] == [1, 1]
+    no_gpu = nodes.launch(3, "--nproc-per-node=gpu", str(nodes.script), before=("env", "CUDA_VISIBLE_DEVICES="))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{taken.getsockname()[1]}"
+        busy = nodes.launch(4, "--nnodes=2", endpoint, "--rdzv-conf=is_host=1", "--rdzv-id=a", str(nodes.script))
+        codes = [nodes.ends(agent) for agent in (wrong, missing, no_gpu, busy)]
+    assert codes == [2, 3, 202, 202], nodes.everything()
+    assert [nodes.out(i).count("\n") for i in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_3_for_a_node_with_other_settings_than_the_job_which_goes_on(nodes: Cluster) -> None:
@@ -172,6 +187,35 @@ def test_202_when_a_worker_cannot_be_killed_and_the_node_does_not_come_back(node
     assert nodes.ends(sick) == 202
     assert "this node should be checked" in nodes.out(1) and "giving up: a worker hangs in the kernel" in nodes.out(1)
     second.await_death()
+
+
+def test_202_when_this_node_cannot_start_workers_and_the_others_spend_no_restart(nodes: Cluster) -> None:
+    full = nodes.tmp_path / "full"
+    nodes.env["FULL"] = str(full)
+    options = [QUICK, "--max-restarts=1", "--nnodes=1:2", "--rdzv-id=test", str(nodes.script)]
+    where = f"--rdzv-endpoint=127.0.0.1:{nodes.port}"
+    a = nodes.launch(1, where, "--rdzv-conf=is_host=1", *options)
+    b = nodes.launch(2, where, "--rdzv-conf=is_host=0", *options, program=with_change(NO_PROCESS))
+    workers = nodes.round(2)
+    full.touch()
+    workers[0].tell("exit 1")
+    assert nodes.ends(b) == 202
+    (left,) = [line for line in nodes.out(2).splitlines() if "giving up: " in line]
+    assert "cannot start workers here: " in left and "Resource temporarily unavailable" in left
+    (alone,) = nodes.round(1, after=1)
+    alone.tell("exit 0")
+    assert nodes.ends(a) == 0, nodes.everything()
+    assert "cannot start workers here" in nodes.out(1) and "restarts used" not in nodes.out(1)
+
+
+def test_202_at_the_first_start_of_a_single_node_in_one_line(nodes: Cluster) -> None:
+    limit = ("sh", "-c", 'ulimit -n 64 && exec "$@"', "sh")
+    options = ["--nproc-per-node=8", "--tee=3", f"--log-dir={nodes.tmp_path}/logs"]
+    agent = nodes.launch(1, *options, str(nodes.script), before=limit)
+    assert nodes.ends(agent) == 202, nodes.out(1)
+    (line,) = nodes.out(1).splitlines()
+    assert line.startswith("elastirun: giving up: cannot start workers here: ")
+    assert "Too many open files" in line
 
 
 def test_203_for_a_bug_of_ours_and_the_workers_have_their_grace(nodes: Cluster) -> None:

@@ -161,15 +161,15 @@ def test_a_loop_that_stands_still_is_503(nodes: Cluster) -> None:
     assert [get(port, path)[0] for path in ("/readyz", "/status", "/metrics")] == [503] * 3
 
 
-def test_a_port_in_use_is_one_line_and_3_and_nothing_was_started(nodes: Cluster) -> None:
+def test_a_port_in_use_is_one_line_and_202_and_nothing_was_started(nodes: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         nodes.ask_for_messages = True
         agent = nodes.launch(1, f"--health-port=127.0.0.1:{port}", str(nodes.script))
-        assert nodes.ends(agent) == 3
+        assert nodes.ends(agent) == 202
     line = f"cannot listen on 127.0.0.1:{port}: another process has that port; end it, or choose another with --health-port"
     assert nodes.out(1) == f"elastirun: {line}\n"
-    assert (nodes.message(1)["verdict"], nodes.message(1)["reason"]) == ("environment", line)
+    assert (nodes.message(1)["verdict"], nodes.message(1)["reason"]) == ("sick", line)
 
 
 def test_a_second_agent_in_a_container_runs_without_the_port_of_the_first(nodes: Cluster) -> None:

@@ -106,7 +106,7 @@ def test_a_port_that_is_taken_is_named(nodes: Cluster) -> None:
     start(nodes, 1, 1)
     (worker,) = nodes.round(1)
     start(nodes, 2, 1)
-    assert nodes.ends(nodes.agents[1]) == 3
+    assert nodes.ends(nodes.agents[1]) == 202
     assert f"127.0.0.1:{nodes.port}: another process has that port; end it, or choose another with --master-port" in nodes.out(2)
     worker.tell("exit 0")
     assert nodes.ends(nodes.agents[0]) == 0
@@ -119,7 +119,7 @@ def test_without_a_given_port_it_is_of_the_range_and_an_agent_that_finds_none_en
         nodes.launch(i, *where, "--max-restarts=1", "--last-call=0.5", f"--port-range={port}:{port}", str(nodes.script))
         if i == 2:
             one = nodes.round(2)
-    assert nodes.ends(nodes.agents[2]) == 3
+    assert nodes.ends(nodes.agents[2]) == 202
     assert f"no port from {ports[0]} to {ports[0]} of 127.0.0.1 is free; widen --port-range" in nodes.out(3)
     one[-1].tell("exit 3")
     two = nodes.round(2, after=1)

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from elastirun.errors import StartError
+from elastirun.errors import BadCommand
 from elastirun.rendezvous.stores.environment import variable
 
 INSTALL = "pip install 'etcd3==0.12.0' grpcio protobuf"
@@ -74,19 +74,19 @@ class Messages:
 
 
 def check_installed() -> None:
-    """Raise ``StartError`` when a package that the store needs is missing. Imports none of them."""
+    """Raise ``BadCommand`` when a package that the store needs is missing. Imports none of them."""
     for name, package in (("etcd3", "etcd3"), ("grpc", "grpcio"), ("google.protobuf", "protobuf")):
         try:
             found = importlib.util.find_spec(name)
         except ImportError:  # there is no package ``google`` either
             found = None
         if found is None:
-            raise StartError(f"the etcd store needs the package {package}, which is not installed here: {INSTALL}")
+            raise BadCommand(f"the etcd store needs the package {package}, which is not installed here: {INSTALL}")
     _folder()
 
 
 def load() -> Messages:
-    """Return the messages, which are loaded the first time. Raises ``StartError`` when a package is missing or cannot be imported."""
+    """Return the messages, which are loaded the first time. Raises ``BadCommand`` when a package is missing or cannot be imported."""
     with _lock:
         if not _loaded:
             check_installed()
@@ -98,16 +98,16 @@ def load() -> Messages:
                     grpc.insecure_channel("127.0.0.1:1").close()  # reads the verbosity
                 _loaded.append(Messages(descriptions, grpc))
             except ImportError as error:
-                raise StartError(f"the etcd store cannot import what it needs: {error}") from None
+                raise BadCommand(f"the etcd store cannot import what it needs: {error}") from None
         return _loaded[0]
 
 
 def _folder() -> Path:
-    """Return the folder with ``FILES``. Raises ``StartError`` when etcd3 is not the package it should be."""
+    """Return the folder with ``FILES``. Raises ``BadCommand`` when etcd3 is not the package it should be."""
     spec = importlib.util.find_spec("etcd3")
     folder = Path((spec and spec.origin) or "missing").parent / "etcdrpc"
     if not all((folder / name).is_file() for name in FILES):
-        raise StartError(f"{folder.parent} is not the package etcd3 >= 0.12 (etcd3-py is another one of that name): {INSTALL}")
+        raise BadCommand(f"{folder.parent} is not the package etcd3 >= 0.12 (etcd3-py is another one of that name): {INSTALL}")
     return folder
 
 
@@ -115,6 +115,6 @@ def _description(path: Path) -> bytes:
     """Return the serialized description of a protocol from a module that protoc has written."""
     found = _SERIALIZED.search(path.read_text(encoding="utf-8"))
     if found is None:
-        raise StartError(f"{path} has no description of etcd's protocol that elastirun can read: pip install 'etcd3==0.12.0'")
+        raise BadCommand(f"{path} has no description of etcd's protocol that elastirun can read: pip install 'etcd3==0.12.0'")
     value = ast.literal_eval(found[1])
     return value if isinstance(value, bytes) else value.encode("latin-1")

@@ -246,7 +246,7 @@ def connector(
     token is needed. The function raises ``StoreError``, and ``StoreRefused`` where only a person can help. ``say`` gets a line, in the
     store's thread, when the lease expired although the agent lives.
 
-    Errors: ``StartError`` when a package is missing.
+    Errors: ``BadCommand`` when a package is missing.
     """
     check_installed()
     cluster = Cluster(endpoints, access, deadline)
