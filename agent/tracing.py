@@ -58,7 +58,7 @@ class NodeSpans:
         elif isinstance(event, events.End):
             self._now.end(at)
             self._life.set_attributes(values)
-            if event.code:
+            if event.code and event.outcome != "left":  # told to stop, as by a scheduler
                 self._fail(self._life, event.reason)
             self._life.end(at)
         else:

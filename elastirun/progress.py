@@ -5,6 +5,7 @@ What else a worker tells is for the account of its node (docs/account.md): the n
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import mmap
 import os
@@ -40,6 +41,7 @@ LARGEST_STEP = 1 << 53  # as in the name of a checkpoint
 
 _SIGNALS = range(signal.SIGRTMAX - 4, signal.SIGRTMIN + 8, -1)  # candidates for "write your stacks"; programs seldom use these
 
+EXIT_LIMIT = 600  # seconds for the exit of the interpreter: torch and CUDA end threads, and free memory and connections
 LONGEST_STEP = 1e6  # seconds; so many steps of that length fit into the number of nanoseconds
 
 _words: memoryview | None = None  # the numbers of the page; None: this process stamps none
@@ -183,6 +185,7 @@ def _open() -> memoryview | None:
     words[PID] = os.getpid()
     if before is None:
         os.register_at_fork(after_in_child=_forget)
+        atexit.register(_ask_for_time_to_exit)
     else:
         os.close(before)
     _look_at += words[STEPS] - _steps
@@ -207,6 +210,12 @@ def _write_stacks_at_a_signal(fd: int) -> int:
                 break
             return int(signum)
     return 0
+
+
+def _ask_for_time_to_exit() -> None:
+    """Let the agent wait for the exit of the interpreter, which makes no step and writes no stack."""
+    if _words is not None:
+        _words[WITHIN] = max(_words[WITHIN], monotonic_ns() - _words[STAMPED] + EXIT_LIMIT * NS)
 
 
 def _forget() -> None:

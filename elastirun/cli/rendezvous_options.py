@@ -159,8 +159,8 @@ def _rdzv_endpoints(options: GivenOptions, backend: str) -> tuple[tuple[Endpoint
     if spelled != options.text("rdzv_endpoint"):
         options.derive("rdzv_endpoint", spelled, f"{label}, with {backend}'s port")
     for dest, same in (("master_addr", found[0].host), ("master_port", str(found[0].port))):
-        # Operators set the variables of both on every pod, so a variable is not worth a warning.
-        if options.origin(dest) == Origin.COMMAND_LINE and options.text(dest) != same:
+        # An operator may set the variables of one, and the command names the other.
+        if options.is_given(dest) and options.origin(dest) >= options.origin("rdzv_endpoint") and options.text(dest) != same:
             options.warn(f"{options.label(dest)} is ignored: {label} goes before it")
     return found, f"{label}={spelled}"
 

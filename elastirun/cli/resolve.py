@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
+from elastirun.cli.options import OPTIONS
 from elastirun.cli.rendezvous_options import resolve_rendezvous
 from elastirun.config import Command, Endpoint, LaunchConfig, LogPolicy, RendezvousConfig, StdMap, Timing
 from elastirun.errors import StartError, UsageError
@@ -73,6 +74,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         health_optional=_is_beside_another_agent(options),
         **vars(rendezvous),
     )
+    _warn_of_variables(options)
     nproc = _workers(options, facts)  # after everything else that may be wrong, because it may be slow
     _check_ranks(options, logs, nproc, alone=rendezvous.max_nodes == 1)
     _check_gpus(options, nproc, facts)
@@ -284,6 +286,15 @@ def _workers(options: GivenOptions, facts: MachineFacts) -> int:
         return found
 
     return options.read("nproc_per_node", count)
+
+
+def _warn_of_variables(options: GivenOptions) -> None:
+    """Warn of variables that look like those of options, and are none: a typing error would otherwise change nothing, silently."""
+    known = [option.env.removeprefix("PET_") for option in OPTIONS if option.env]
+    for name in sorted(name.removeprefix("PET_") for name in options.environ if name.startswith("PET_")):
+        if name not in known:
+            hint = parse.nearest(name, known).replace("mean ", "mean PET_")
+            options.warn(f"PET_{name} has no effect: no option has this variable{hint}")
 
 
 def _devices(options: GivenOptions, dest: str, kind: str, facts: MachineFacts) -> int | None:

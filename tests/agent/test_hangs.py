@@ -32,6 +32,7 @@ from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.agent.progress_pages import ProgressPages
 from elastirun.agent.stragglers import Median
+from elastirun.progress import EXIT_LIMIT
 from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
 from elastirun.rendezvous.records import Blame, ExitRecord
 from tests.support.cluster import PATIENCE
@@ -113,6 +114,15 @@ def test_a_worker_stamps_its_page_and_writes_its_stacks_at_a_signal(worker: Any,
 
 def await_stack(pages: ProgressPages, local_rank: int) -> Any:
     return until(lambda: main_stack(pages.stacks(local_rank)), f"the stack of the worker with local rank {local_rank}")
+
+
+@pytest.mark.parametrize(("calls", "least"), [("[None]", EXIT_LIMIT * NS), ("[7]", EXIT_LIMIT * NS), ("[math.inf]", FOREVER)])
+def test_a_worker_whose_interpreter_exits_has_time_for_it(worker: Any, pages: ProgressPages, calls: str, least: int) -> None:
+    """An exit writes no stack, so nothing could tell which worker is the cause."""
+    ends = "import atexit; atexit.register(lambda: (print('stamped', flush=True), signal.pause()))\n"
+    worker(calls, ends + WORKER.partition("print(")[0])
+    found = pages.read(0)
+    assert found and found.steps == 1 and least <= found.within <= least + int(PATIENCE * NS)
 
 
 def test_a_pause_that_was_announced_is_not_learned(worker: Any, pages: ProgressPages) -> None:
@@ -222,6 +232,11 @@ def test_a_worker_may_ask_for_time() -> None:
         return first_hang(HangDetector(4.0), [(float(now), {0: page(9, within=within), 1: page(9)}) for now in range(100)])
 
     assert (announced(1), announced(50), announced(math.inf)) == (5.0, 51.0, None)
+
+
+def test_the_exit_of_a_worker_before_the_first_step_is_no_late_first_step() -> None:
+    pages = {0: page(0, within=600), 1: page(0)}
+    assert first_hang(HangDetector(None, 20.0), [(float(now), pages) for now in range(100)]) is None
 
 
 def test_the_time_of_a_standstill_does_not_count() -> None:

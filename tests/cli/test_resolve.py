@@ -224,8 +224,9 @@ def test_ignored_node_numbers_leave_one_node() -> None:
 
 
 def test_variables_that_an_operator_sets_on_every_pod_are_no_noise() -> None:
-    pod = {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h:29400", "PET_RDZV_ID": "j", "PET_NODE_RANK": "2"}
-    assert config_of("t.py", pod | {"PET_MASTER_ADDR": "k", "PET_MASTER_PORT": "1"}).endpoint == Endpoint("h", 29400)
+    pod = {"PET_NNODES": "1:4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "k", "PET_MASTER_PORT": "1"}
+    line = "--rdzv-backend=c10d --rdzv-id=j --rdzv-endpoint=h:29400 t.py"
+    assert config_of(line, pod).endpoint == Endpoint("h", 29400)
 
 
 def test_etcd() -> None:
@@ -302,6 +303,13 @@ def test_an_empty_variable_is_not_given_unless_that_means_something() -> None:
 @pytest.mark.parametrize(("value", "count"), [("4", 4), ("cpu", 6), ("gpu", 2), ("auto", 2), ("npu", 3)])
 def test_workers(value: str, count: int) -> None:
     assert config_of(f"--nproc-per-node={value} t.py").nproc == count
+
+
+@pytest.mark.parametrize(("name", "hint"), [("PET_NNODE", "PET_NNODES"), ("PET_MAX_RESTART", "PET_MAX_RESTARTS"), ("PET_X", "")])
+def test_a_variable_of_no_option_is_named(name: str, hint: str) -> None:
+    found = f" (did you mean {hint}?)" if hint else ""
+    assert warning_of("t.py", {name: "2"}) == f"{name} has no effect: no option has this variable{found}"
+    config_of("t.py", {"PETS": "2", "pet_nnode": "2"})
 
 
 def test_auto_counts_cpus_where_there_is_no_accelerator() -> None:
@@ -454,6 +462,13 @@ def test_rows_say_where_each_value_came_from() -> None:
     assert rows["--nproc-per-node"] == ("6", "derived: usable CPUs")
     assert rows["--monitor-interval"] == ("0.1", "default")
     assert rows["--module"] == ("no", "default")
+
+
+def test_variables_that_name_two_places_to_meet_are_said() -> None:
+    both = {"PET_RDZV_ENDPOINT": "h:1", "PET_RDZV_ID": "j", "PET_NNODES": "2", "PET_MASTER_PORT": "1"}
+    config_of("t.py", both | {"PET_MASTER_ADDR": "h"})
+    config_of("--rdzv-endpoint=k:1 t.py", both | {"PET_MASTER_ADDR": "h"})  # the command line goes before variables
+    assert warning_of("t.py", both | {"PET_MASTER_ADDR": "k"}) == "PET_MASTER_ADDR is ignored: PET_RDZV_ENDPOINT goes before it"
 
 
 def test_signals_to_pass_on() -> None:

@@ -39,6 +39,21 @@ for batch in DataLoader(Data(), num_workers=1):
 dist.destroy_process_group()
 """
 
+EXITING = """
+import atexit, time
+from elastirun.progress import progress
+atexit.register(time.sleep, 6)  # called last, as what torch and CUDA do at the exit
+for _ in range(5):
+    progress()
+"""
+
+
+def test_a_slow_exit_of_the_interpreter_is_no_hang(nodes: Cluster) -> None:
+    nodes.script.write_text(EXITING)
+    agent = nodes.agent(1, "--hang-timeout=1", nnodes="1", nproc=2)
+    assert nodes.ends(agent) == 0, nodes.everything()
+    assert "hang" not in nodes.out(1)
+
 
 def test_a_stopped_worker_is_named_on_every_node(nodes: Cluster) -> None:
     nodes.script.write_text(STOPPED)
