@@ -71,8 +71,9 @@ class HangDetector:
         most = max((page.steps for page in pages.values()), default=0)
         self._stepped = self._stepped or most > 0
         if not self._stepped:
-            asked = any(page.within for page in pages.values())  # for time to exit, without a step
-            return now - self._began if self._first_step and not asked and now - self._began > self._first_step else None
+            if any(page.within for page in pages.values()):  # a worker exits without a step
+                return None
+            return now - self._began if self._first_step and now - self._began > self._first_step else None
         if self._timeout is None or most < (1 if self._timeout else LEAST_STEPS):
             return None
         limit, ages = self.limit, {local_rank: now - seen.moved_at for local_rank, seen in self._seen.items()}

@@ -18,6 +18,7 @@ from elastirun.agent import events
 TURN_ON = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 OTLP = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}  # names of exporters, by OpenTelemetry's name of the protocol
 MOST_WAITING = 10_000  # events that wait for a collector; what comes beyond is lost
+SIGNALLED = range(129, 193)  # exit codes of an agent that a signal told to leave
 LAST_SPANS = 3.0  # seconds at the end of the agent in which the last spans are sent
 
 
@@ -58,7 +59,7 @@ class NodeSpans:
         elif isinstance(event, events.End):
             self._now.end(at)
             self._life.set_attributes(values)
-            if event.code and event.outcome != "left":  # told to stop, as by a scheduler
+            if event.code and not (event.outcome == "left" and event.code in SIGNALLED):
                 self._fail(self._life, event.reason)
             self._life.end(at)
         else:

@@ -27,6 +27,7 @@ from elastirun.config import Endpoint, Etcd
 from elastirun.errors import NothingFound, StartError, UsageError
 
 INTERVAL = "2"  # seconds from one screen to the next, by default
+FORMAT = 1  # of the JSON; raised when a field changes its meaning
 CLEAR = "\x1b[H\x1b[2J"  # puts the cursor at the top left, and erases the screen
 SAME_AS_LAUNCH = ("rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "master_addr", "master_port", "token_file")
 _HELP = """\
@@ -133,7 +134,7 @@ def _show_again(found: Found, target: Target, as_json: bool) -> int:
 
 
 def _text(found: Found, as_json: bool) -> str:
-    return json.dumps(asdict(found)) if as_json else screen(found.jobs)
+    return json.dumps({"v": FORMAT} | asdict(found)) if as_json else screen(found.jobs)
 
 
 def _no_job(found: Found, target: Target) -> str:

@@ -1652,6 +1652,16 @@ MUTANTS = (
         *("hangs", "one_process_stamps_a_page"),
     ),
     of_workers(
+        "a worker that exits has time for it",
+        *("progress", "        atexit.register(_ask_for_time_to_exit)\n", ""),
+        *("hangs", "a_worker_whose_interpreter_exits_has_time_for_it"),
+    ),
+    mutant(
+        "also before the first step",
+        *("hangs", "if any(page.within for", "if False and any(page.within for"),
+        *("hangs", "the_exit_of_a_worker_before_the_first_step_is_no_late_first_step"),
+    ),
+    of_workers(
         "a pause that was announced is not learned",
         *("progress", "    elif not _announced:\n", "    else:\n"),
         *("hangs", "a_pause_that_was_announced_is_not_learned"),

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from elastirun.agent import tracing
 from elastirun.agent.events import CheckpointsHeld, End, Hang, Round
@@ -88,9 +91,18 @@ def test_a_life_with_a_failure_and_a_signal_is_one_trace(nodes: Cluster, collect
     found = {event.name for span in did[1:4] for event in span.events}
     assert found == {"worker_exit", "failure", "round_spent", "broken", "formed"}
     assert [event.name for event in did[4].events] == ["signal"] and not did[4].status.code
-    assert "exit code 3" in did[1].status.message and life.status.message == "SIGTERM"
+    assert "exit code 3" in did[1].status.message and not life.status.code
+    assert values(life.attributes)["elastirun.reason"] == "SIGTERM", "an agent that was told to leave is no error"
     moments = [life.start_time_unix_nano, *(moment for span in did for moment in (span.start_time_unix_nano, span.end_time_unix_nano))]
     assert moments == sorted(moments) and moments[-1] == life.end_time_unix_nano, "one follows the other, without a gap"
+
+
+@pytest.mark.parametrize(("code", "ok"), [(143, True), (202, False)])
+def test_a_node_that_leaves_because_it_is_sick_is_an_error(code: int, ok: bool) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.NodeSpans(provider.get_tracer("t"), {}, 0).take(End("left", "why", code), 1)
+    assert exporter.get_finished_spans()[-1].status.is_ok is ok
 
 
 def test_the_spans_say_whose_they_are(nodes: Cluster, collector: Collector) -> None:

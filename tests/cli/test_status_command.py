@@ -189,7 +189,7 @@ def test_json_is_one_object(run: Run) -> None:
     result = run("status", "--rdzv-endpoint=node0", "--json")
     assert (result.status, result.out.count("\n")) == (0, 1)
     found = json.loads(result.out)
-    assert found["jobs"][0]["state"] == "running" and found["problems"] == []
+    assert (found["v"], found["jobs"][0]["state"], found["problems"]) == (1, "running", [])
     result = run("status", "--rdzv-endpoint=node0", "--json", found=(Found(problems=("why",)),))
     assert (result.status, json.loads(result.out)["problems"]) == (NOTHING_FOUND, ["why"])
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tests.deploy.containers.jobs import Job, StatefulSet
 
 PATIENCE = 180.0  # seconds for what takes some at most, on a machine with other work
+NEVER_STARTED = ("created", "configured", "initialized")  # podman's states
+START_ERROR = 128  # Kubernetes' exit code of a container that could not be started
 GRACE = 30  # seconds between SIGTERM and SIGKILL where the manifest says nothing
 
 
@@ -122,9 +124,12 @@ class Pod:
                     self.times.append(time.monotonic())
                     self._changed.notify_all()
             code = process.wait()
-        state = self.job.cluster.podman("inspect", "--format", "{{.State.ExitCode}} {{.State.OOMKilled}}", self.name, check=False).split()
+        wanted = "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}"
+        state = self.job.cluster.podman("inspect", "--format", wanted, self.name, check=False).split()
+        if state and state[0] in NEVER_STARTED:  # its exit code is 0
+            state[1] = str(START_ERROR)
         with self._changed:
-            self.code, self.oom_killed = (int(state[0]), state[1] == "true") if len(state) == 2 else (code, False)
+            self.code, self.oom_killed = (int(state[1]), state[2] == "true") if len(state) == 3 else (code, False)
             self._changed.notify_all()
         self.job.tell(self)
 
