@@ -98,7 +98,10 @@ class Tracing:
         self._began = time.time()
         self._waiting: queue.Queue[tuple[events.Event, float] | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the limit of processes is reached
+            notice(f"warning: no spans are sent to OpenTelemetry: {error}")
 
     def take(self, event: events.Event, at: float) -> None:
         """Queue an event that happened at ``at``, seconds since the epoch."""

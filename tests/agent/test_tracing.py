@@ -123,6 +123,19 @@ def test_a_collector_that_does_not_answer_delays_no_job(nodes: Cluster) -> None:
         assert nodes.ends(agent, timeout=PATIENCE) == 0
 
 
+def test_without_a_thread_for_spans_the_agent_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    said: list[str] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    made = tracing.begin(SOMEWHERE, "job7", "node0", said.append)
+    assert made is not None
+    made.take(End("succeeded", "", 0), 0.0)
+    made.close()
+    assert said == ["warning: no spans are sent to OpenTelemetry: can't start new thread"]
+
+
 class Hanging:
     """An exporter that does not answer before it is ``released``."""
 
