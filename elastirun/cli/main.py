@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = prepared if isinstance(prepared, int) else _launch(prepared)
     except ElastirunError as error:
         _say(str(error))
-        codes = {UsageError: ExitCode.USAGE, BadCommand: ExitCode.ENVIRONMENT}
-        status = codes.get(type(error), ExitCode.SICK)
+        kinds = ((UsageError, ExitCode.USAGE), (BadCommand, ExitCode.ENVIRONMENT), (ElastirunError, ExitCode.SICK))
+        status = next(code for kind, code in kinds if isinstance(error, kind))
         _tell_scheduler(status, str(error))
     except KeyboardInterrupt:
         status = ExitCode.signalled(signal.SIGINT)
