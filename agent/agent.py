@@ -334,14 +334,15 @@ class Agent:
         self._tree.reap_orphans((*self._workers.pids, *self._forks.pids))
 
     def _on_worker_exit(self, end: WorkerExit) -> None:
-        self._live.worker_ended(end.pid)
+        self._live.worker_ended(end.pid, end.code)
         self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
         if end.code and not self._tracker.stopped:
             self._accounting.worker_failed()
         self._tracker.worker_ended(end)
 
     def _live_workers(self) -> LiveWorkers:
-        return LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered)
+        runs = lambda round: self._round == round and self._finish is None  # noqa: E731
+        return LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered, runs)
 
     def _is_worker(self, pid: int) -> bool:
         return pid in self._workers.pids

@@ -1,7 +1,8 @@
-"""Tells the live workers of a round, on all nodes, which ranks of this node have a state (docs/elastic.md): through the workers' store.
+"""Tells the live workers of a round, on all nodes, what only agents know (docs/elastic.md): through the workers' store.
 
-Rows have no field for this, so the round record cannot carry it. Workers wait until every node has told. So each agent tells in each round
-but the first, in which nobody has a state: with and without live workers of its own.
+Which ranks of this node have a state: rows have no field for this, so the round record cannot carry it. Workers wait until every node has
+told. So each agent tells in each round but the first, in which nobody has a state: with and without live workers of its own.
+That training has ended: a worker that cannot reach the store cannot say so itself, nor can one that ends by ``os._exit``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,16 @@ def tell(address: str, port: int, round: int, node_rank: int, states: Mapping[in
 
     ``states``: ranks that have a state, each with the round in which the ranks agreed upon it.
     """
+    _write(address, port, f"{store_prefix(round)}/node/{node_rank}", json.dumps(sorted(states.items())).encode(), goes_on)
 
+
+def tell_over(address: str, port: int, round: int, goes_on: Callable[[], bool]) -> None:
+    """Write that training has ended, as ``tell`` does: workers that wait to be taken in end with code 0."""
+    _write(address, port, f"{store_prefix(round)}/over", b"1", goes_on)
+
+
+def _write(address: str, port: int, key: str, value: bytes, goes_on: Callable[[], bool]) -> None:
     def write() -> None:
-        key, value = f"{store_prefix(round)}/node/{node_rank}", json.dumps(sorted(states.items())).encode()
         while goes_on():
             with suppress(StoreError):
                 store = PlainTcpStore(address, port, creates=(key,))

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
+from elastirun.agent import live_states
 from elastirun.agent.host.accepting import Accepting
 from elastirun.agent.local_socket import peer_of
 from elastirun.agent.processes.parking import Parking
@@ -27,7 +28,7 @@ class LiveWorkers:
 
     ``is_worker(pid)``: whether this is a worker that runs here. ``on_parked(pid)``: a worker that was asked to park has left its round.
     ``on_lost(pid, round)``: a worker that was not asked has lost peers in that round, and waits to be asked.
-    ``on_gathered(round)``: all workers of that round train together.
+    ``on_gathered(round)``: all workers of that round train together. ``runs(round)``: whether its workers run here.
     Where no socket can be had, ``name`` is empty, and every worker is ended after its round.
     """
 
@@ -38,9 +39,11 @@ class LiveWorkers:
         on_parked: Callable[[int], None],
         on_lost: Callable[[int, int], None] = lambda pid, round: None,
         on_gathered: Callable[[int], None] = lambda round: None,
+        runs: Callable[[int], bool] = lambda round: True,
     ) -> None:
         self._selector, self._is_worker, self._on_parked = selector, is_worker, on_parked
-        self._on_lost, self._on_gathered = on_lost, on_gathered
+        self._on_lost, self._on_gathered, self._runs = on_lost, on_gathered, runs
+        self._trains: dict[int, tuple[int, Mapping[str, str]]] = {}  # workers that began a round with a state, by pid: see ``resume``
         self._parking = Parking()
         self._connections: dict[int, socket.socket] = {}  # by pid
         self.name = f"elastirun-{os.getpid()}-{secrets.token_hex(8)}"
@@ -61,6 +64,8 @@ class LiveWorkers:
 
     def resume(self, pid: int, round: int, env: Mapping[str, str]) -> bool:
         """Let a parked worker take part in ``round``. Return False if it cannot: it has to be ended."""
+        if self.settled(pid):
+            self._trains[pid] = round, env
         return self._parking.resume(pid) and self._send(pid, Resume(round, env))
 
     def is_live(self, pid: int) -> bool:
@@ -75,9 +80,15 @@ class LiveWorkers:
         """Accept connections again when it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
         return None if self._accepting is None else self._accepting.tick(now)
 
-    def worker_ended(self, pid: int) -> None:
-        """Forget a worker. Its forks may hold the connection for longer."""
+    def worker_ended(self, pid: int, code: int) -> None:
+        """Forget a worker. Its forks may hold the connection for longer.
+
+        If it had a state and has succeeded, training has ended for all that have one. Tell that to those which wait to be taken in.
+        """
         self._drop(pid)
+        round, env = self._trains.pop(pid, (0, {}))
+        if round and code == 0:
+            live_states.tell_over(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, lambda: self._runs(round))
 
     def close(self) -> None:
         """Hang up: workers that are parked end by themselves."""

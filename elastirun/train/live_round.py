@@ -43,6 +43,8 @@ LOOK = 0.01  # seconds between two looks for ranks that are ready; each is one e
 COME = 30.0  # seconds for ranks that begin a round with a state; it takes milliseconds, so one that does not come hangs
 TOGETHER = 0.3  # seconds for which the first that is ready waits for the others, so that one change of the world takes them all in
 LAST_CALL = 5.0  # seconds that the end of the process waits for its threads: one that is inside torch would abort the process
+AGAIN = 0.5  # seconds from a broken connection to another one: where the store is gone the agent mostly ends the round before
+AWAY = 10.0  # seconds without the store after which a wait ends with its error: then the agent hears of it
 NUMBER = "ELASTIRUN_WORLD"  # set here: the number of the world within the round
 
 
@@ -53,7 +55,8 @@ class RoundOver(RuntimeError):
 class LiveRound:
     """One round, for one worker; the environment is that of the round. ``asked``: whether the agent wants the worker to leave it.
 
-    Waits end with a RoundOver when it does, and calls raise torch's RuntimeError where the store is lost.
+    Waits end with a RoundOver when it does. They connect again where the connection to the store breaks, and raise torch's RuntimeError
+    where it is away for ``AWAY``.
     """
 
     def __init__(self, number: int, asked: Callable[[], bool]) -> None:
@@ -105,7 +108,7 @@ class LiveRound:
         if self.has(world):
             self._come(world, COME if self._known else math.inf)
             return world
-        self._store.set(f"ready/{self._rank}", "1")
+        self._say(f"ready/{self._rank}")
         self._store.add("ready", 1)
         world = self._wait(lambda: self._unless_over(self._world_after(world.number)))
         self._come(world, or_over=True)
@@ -133,7 +136,7 @@ class LiveRound:
 
     def say_switched(self, world: World) -> None:
         """Tell the new ranks of ``world`` that the others have left the one before."""
-        self._store.set(f"switched/{world.number}", "1")
+        self._say(f"switched/{world.number}")
 
     def wait_until_switched(self, world: World) -> None:
         """Wait until the others are in ``world`` alone. That may take as long as a step, or what a script does between two epochs.
@@ -196,27 +199,50 @@ class LiveRound:
     # -- the store --------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> Any:
+        return self._wait(self._opened)
+
+    def _opened(self) -> Any:
+        """Return a connection to the store; None if there is nobody yet, or not any more."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)  # type: ignore[attr-defined]
+        except RuntimeError:
+            return None
+        return c10d.PrefixStore(store_prefix(self._number), store)
 
-        def attempt() -> Any:
-            try:
-                return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)  # type: ignore[attr-defined]
-            except RuntimeError:
-                return None
-
-        return c10d.PrefixStore(store_prefix(self._number), self._wait(attempt))
+    def _open_again(self) -> None:
+        """Replace a connection that has broken, unless this worker leaves the round, whose connections are cut then."""
+        if not self._stopped.wait(AGAIN) and not self._asked():
+            self._store = self._opened() or self._store
 
     def _wait(self, look: Callable[[], T | None], limit: float = math.inf) -> T:
-        """Return what ``look`` returns when that is not None. Raises RuntimeError after ``limit`` seconds."""
-        (nap, longest), end = NAPS, time.monotonic() + limit
+        """Return what ``look`` returns when that is not None; it may be called again where it has failed.
+
+        Raises RuntimeError after ``limit`` seconds, or if the store is away for ``AWAY``.
+        """
+        (nap, longest), now = NAPS, time.monotonic()
+        end, missed = now + limit, math.inf  # since when the store is away
         while not (self._asked() or self._stopped.is_set()):  # before each look: torch would write a page of a connection that is cut
-            if (found := look()) is not None:
+            try:
+                found, missed = look(), math.inf
+            except RuntimeError:
+                now = time.monotonic()
+                missed = min(missed, now)
+                if now > min(end, missed + AWAY):
+                    raise
+                self._open_again()
+                continue
+            if found is not None:
                 return found
             if time.monotonic() > end:
                 raise RuntimeError(f"not all ranks of the world have come within {limit:g} s")
             time.sleep(nap)
             nap = min(1.5 * nap, longest)
         raise RoundOver("the agent ends the round")
+
+    def _say(self, key: str, limit: float = math.inf) -> None:
+        """Write ``key``, acknowledged: what is sent into a broken connection is lost without an error."""
+        self._wait(lambda: self._store.compare_set(key, "", "1"), limit)
 
     def _read(self, key: str) -> Any:
         """Return a value that was written as JSON; None if there is none."""
@@ -252,10 +278,10 @@ class LiveRound:
         return found if found is not None and self._rank in found.ranks else None
 
     def _look(self, world: World, ask: Callable[[], object]) -> None:
-        """Wait until ranks are ready, write the next world, and ``ask``."""
+        """Wait until ranks are ready, write the next world, and ``ask``. Nothing but the end of the round ends this before."""
         first = None  # when the first was ready
-        try:
-            while not self._stopped.wait(LOOK):
+        while not self._stopped.wait(LOOK):
+            try:
                 ready, now = self._store.add("ready", 0) - (len(world.ranks) - self._first), time.monotonic()
                 first = now if first is None and ready > 0 else first
                 if first is not None and (len(world.ranks) + ready == self._workers or now - first > TOGETHER):
@@ -267,18 +293,18 @@ class LiveRound:
                         if not self._stopped.is_set():
                             ask()
                     return
-        except RuntimeError:  # the round is over: its connections are cut, or its store is gone
-            pass
+            except RuntimeError:
+                self._open_again()
 
     def _end_training(self) -> None:
-        """Tell those that wait to be taken in that training has ended. At the end of the process, unless an exception ends it."""
+        """Tell those that wait to be taken in that training has ended. At the end of the process, unless an exception ends it.
+
+        The agent tells it, too, when this worker has ended with code 0.
+        """
+        if not hasattr(sys, "last_value"):
+            with suppress(RuntimeError):
+                self._say("over", LAST_CALL)
         self.stop()
         end = time.monotonic() + LAST_CALL
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        if hasattr(sys, "last_value"):
-            return
-        try:
-            self._store.set("over", "1")
-        except RuntimeError:
-            pass

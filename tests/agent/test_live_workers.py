@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from elastirun.agent.live_workers import LiveWorkers
 from elastirun.agent.processes.parking import Parking
 from elastirun.errors import TrainError
 from elastirun.live_connection import ENDED, LiveConnection
-from elastirun.live_messages import VARIABLE, Gathered, Hello, Lost, Park, Parked, Resume, decode, encode
+from elastirun.live_messages import VARIABLE, Gathered, Hello, Lost, Park, Parked, Resume, decode, encode, store_prefix
+from elastirun.rendezvous.stores import tcp
+from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from tests.agent.test_workers import FOREVER, FakeClock, Fifo, Loop, clock, fifo, loop, slow, spec, with_fifo
 from tests.support.cluster import PATIENCE
 
@@ -158,6 +160,28 @@ def test_a_worker_is_asked_and_goes_on(agent: Agent) -> None:
         agent.turn(lambda: agent.parked)
         assert agent.live.settled(US) == 2 and agent.live.resume(US, 4, {"RANK": "1"})
         assert decode(worker.recv(1000)) == Resume(4, {"RANK": "1"})
+
+
+@pytest.mark.parametrize(("settled", "code", "told"), [(2, 0, True), (0, 0, False), (2, 1, False)], ids=["succeeds", "new", "fails"])
+def test_of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear(agent: Agent, settled: int, code: int, told: bool) -> None:
+    """It may not have said so itself: it has lost the store, or has ended by ``os._exit``."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
+    server = tcp.serve(listening)
+    with agent.connect() as worker:
+        worker.send(encode(Hello()))
+        agent.turn(lambda: agent.live._parking._live)
+        agent.live.park([US], 3)
+        worker.send(encode(Parked(3, 10, settled)))
+        agent.turn(lambda: agent.parked)
+        agent.live.resume(US, 4, env)
+    agent.live.worker_ended(US, code)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "live states"]:
+        thread.join(PATIENCE)
+    with closing(PlainTcpStore("127.0.0.1", int(env["MASTER_PORT"]))) as store:
+        key = f"{store_prefix(4)}/over"
+        assert (key in store.get([key])) == told
+    del server
 
 
 def test_a_worker_that_connects_while_no_descriptor_is_left_is_live_later(agent: Agent) -> None:
@@ -311,7 +335,7 @@ def test_a_worker_that_has_made_no_step_since_ends_with_its_error(
 def test_a_worker_ends_when_its_agent_wants_no_more_of_it(agent: Agent, worker: LiveConnection) -> None:
     worker.enter(0, PATIENCE)
     worker.leave(17, 3)
-    agent.live.worker_ended(US)
+    agent.live.worker_ended(US, -9)
     with pytest.raises(SystemExit) as ended:
         worker.enter(3, PATIENCE)
     assert ended.value.code == ENDED

@@ -1567,6 +1567,21 @@ MUTANTS = (
         *("status_reader", "an_agent_says_the_steps_of_its_workers_and_which_are_live"),
     ),
     mutant(
+        "an agent says that training has ended",
+        *("live_workers", "        if round and code == 0:\n", "        if False:\n"),
+        *("live_workers", "of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear[succeeds]"),
+    ),
+    mutant(
+        "a worker that fails ends no training",
+        *("live_workers", "        if round and code == 0:\n", "        if round:\n"),
+        *("live_workers", "of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear[fails]"),
+    ),
+    mutant(
+        "a new worker that ends does not end the training of the others",
+        *("live_workers", "        if self.settled(pid):\n", "        if True:\n"),
+        *("live_workers", "of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear[new]"),
+    ),
+    mutant(
         "an agent says which ranks have a state until it is heard",
         *("live_states", "        while goes_on():\n", "        if goes_on():\n"),
         *("live_states", "the_word_comes_as_soon_as_there_is_a_store"),

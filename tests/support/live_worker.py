@@ -5,7 +5,8 @@ step), TEST_DIGESTS (0: none is computed), TEST_EVALUATES (all ranks meet after 
 buffer), TEST_SEED (of the first parameters; none: each process has its own), TEST_CHECKPOINTS (a directory; none: no checkpoints),
 TEST_EVERY (steps from one checkpoint to the next), TEST_DEVICE (cpu or cuda; several workers share a GPU, over NCCL), TEST_HOLD (a fifo: a
 worker that begins in a later round than the first waits until somebody opens it to write), TEST_TRAPS (a folder, see
-tests/support/live_traps.py), TEST_SLICE (with traps: bytes of a slice of the state).
+tests/support/live_traps.py), TEST_SLICE (with traps: bytes of a slice of the state), TEST_CUTS (a worker of the first round shuts its
+connection to the store of a later round down once, in a step), TEST_EXITS (a worker ends by os._exit).
 """
 
 import faulthandler
@@ -14,6 +15,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +62,17 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()[:16]
 
 
+def cut_store() -> None:
+    """Shut down this process's connection to the store of its round."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    if connection.getpeername()[1] == int(os.environ["MASTER_PORT"]):
+                        connection.shutdown(socket.SHUT_RDWR)
+                        write("cut")
+
+
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # for whoever looks at a job that hangs
     torch.set_num_threads(1)
@@ -89,6 +102,7 @@ def main() -> None:
         begun["step"] = state.step
         write("world", rank=rank, world=world_size, step=state.step, digest=digest(model, optimizer))
 
+    cuts = "TEST_CUTS" in os.environ and os.environ["ELASTIRUN_ROUND"] == "1"
     run = elastic.Elastic(state, checkpoints, changed)
     while loader.epoch < EPOCHS:
         for batch in run.batches():
@@ -108,12 +122,17 @@ def main() -> None:
             if run.counts:
                 rate = scheduler.get_last_lr()[0]
                 write("made", step=run.step + 1, digest=digest(model, optimizer), rate=rate, loss=loss.item(), samples=count)
+            if cuts and os.environ["ELASTIRUN_ROUND"] != "1":
+                cut_store()
+                cuts = False
             time.sleep(PAUSE)
         if EVALUATES:
             with suppress(RuntimeError):  # a peer is lost just then
                 dist.all_reduce(torch.zeros(1))
                 write("evaluated", step=run.step)
     write("over", step=run.step)
+    if "TEST_EXITS" in os.environ:
+        os._exit(0)
     dist.destroy_process_group()
 
 

@@ -103,8 +103,17 @@ def test_a_new_worker_that_is_killed_before_it_is_ready_takes_nobody_with_it(tmp
         finish(running, tmp_path)
 
 
-def test_a_job_ends_although_a_new_worker_was_not_ready_in_time(tmp_path: Path) -> None:
-    with held(tmp_path, TEST_EPOCHS="1") as (running, survivors, new):
+def test_a_new_worker_is_taken_in_although_the_others_have_lost_their_connections_to_the_store(tmp_path: Path) -> None:
+    with held(tmp_path, TEST_CUTS="1") as (running, survivors, new):
+        running.wait(lambda lines: pids(live_log.of(lines, "cut")) == survivors)
+        with open(tmp_path / "hold", "w"):
+            assert pids(running.world(3)) == survivors | {new}
+        finish(running, tmp_path)
+
+
+@pytest.mark.parametrize("env", [{}, {"TEST_CUTS": "1"}, {"TEST_EXITS": "1"}], ids=["", "without the store", "by os._exit"])
+def test_a_job_ends_although_a_new_worker_was_not_ready_in_time(tmp_path: Path, env: dict[str, str]) -> None:
+    with held(tmp_path, TEST_EPOCHS="1", **env) as (running, survivors, new):
         running.wait(lambda lines: pids(live_log.of(lines, "over")) == survivors)
         with open(tmp_path / "hold", "w"):
             assert running.agents[1].wait(PATIENCE) == 0

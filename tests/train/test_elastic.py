@@ -451,7 +451,7 @@ def test_the_end_of_the_process_waits_for_the_threads_of_its_round() -> None:
     """A thread that is inside torch when the interpreter ends aborts the process, and the whole training would count as failed."""
     live = object.__new__(LiveRound)
     live._stopped, live._lock, live._threads = threading.Event(), threading.Lock(), []
-    live._store = SimpleNamespace(set=lambda key, value: None)
+    live._store, live._asked = SimpleNamespace(compare_set=lambda key, before, value: value), lambda: False
     looks = threading.Thread(target=lambda: (live._stopped.wait(), time.sleep(0.2)))
     live.start(looks)
     live._end_training()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from elastirun.live_messages import store_prefix
 from elastirun.live_worlds import World, first_world, parse_ranks, parse_states
-from elastirun.train import live_round
+from elastirun.train import group_connections, live_round
 from elastirun.train.live_round import LiveRound, RoundOver
 from tests.support.mutants import PATIENCE
 
@@ -274,6 +276,129 @@ def test_who_waits_ends_well_when_training_ends_without_it(make: Callable[..., R
     with pytest.raises(SystemExit) as ended:
         entered.result(PATIENCE)
     assert ended.value.code == 0
+
+
+def connections(port: int) -> dict[int, int]:
+    """Return the descriptors of this process's connections to ``port``, by their numbers in the kernel."""
+    found = {}
+    for inode, fd in group_connections._sockets().items():
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family in group_connections.INTERNET and connection.getpeername()[1] == port:
+                found[inode] = fd
+    return found
+
+
+class Cut:
+    """A worker whose connection to the store can be cut."""
+
+    def __init__(self, here: Round, rank: int) -> None:
+        before = connections(here.store.port)
+        self.worker = here.worker(rank)
+        [self._fd] = [fd for inode, fd in connections(here.store.port).items() if inode not in before]
+
+    def cut(self) -> None:
+        with socket.socket(fileno=os.dup(self._fd)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_round, "AGAIN", 0.01)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_who_looks_for_new_workers_finds_them_although_its_connection_has_broken(make: Callable[..., Round]) -> None:
+    here = make(2)
+    here.tell((0, 1))
+    old = Cut(here, 0)
+    here.enter(old.worker).result(PATIENCE)
+    asked = threading.Event()
+    old.worker.look_for_ready(asked.set)
+    old.cut()
+    entered = here.enter(here.worker(1))
+    assert asked.wait(PATIENCE)
+    old.worker.begin(old.worker.find_next())
+    entered.result(PATIENCE)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_who_ends_training_says_so_although_its_connection_has_broken(make: Callable[..., Round]) -> None:
+    here = make(2)
+    here.tell((0, 1))
+    old = Cut(here, 0)
+    here.enter(old.worker).result(PATIENCE)
+    entered = here.enter(here.worker(1))
+    old.cut()
+    old.worker._end_training()
+    with pytest.raises(SystemExit):
+        entered.result(PATIENCE)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("waits_for", ["a_world", "the_switch"])
+def test_a_new_worker_is_taken_in_although_its_connection_has_broken(make: Callable[..., Round], waits_for: str) -> None:
+    here = make(2)
+    here.tell((0, 1))
+    old, new = here.worker(0), Cut(here, 1)
+    here.enter(old).result(PATIENCE)
+    entered, asked = here.enter(new.worker), threading.Event()
+    while waits_for == "a_world" and not old._store.check(["ready/1"]):
+        time.sleep(0.001)
+    if waits_for == "a_world":
+        new.cut()
+    old.look_for_ready(asked.set)
+    assert asked.wait(PATIENCE)
+    here.goes_on(old).result(PATIENCE)
+    entered.result(PATIENCE)
+    assert new.worker.world == World(1, (0, 1))
+    if waits_for == "a_world":
+        return
+    waits = here.threads.submit(new.worker.wait_until_switched, new.worker.world)
+    new.cut()
+    old.say_switched(new.worker.world)
+    waits.result(PATIENCE)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_switch_that_could_not_be_said_at_once_is_said_again(make: Callable[..., Round]) -> None:
+    """What is sent into a broken connection first is lost without an error."""
+    here = make(2)
+    old = Cut(here, 0)
+    old.cut()
+    old.worker.say_switched(World(1, (0, 1)))
+    assert here.store.check([f"{store_prefix(2)}/switched/1"])
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_wait_without_a_store_ends_so_that_the_agent_hears_of_it(make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_round, "AWAY", 0.0)
+    here, missed = make(2), 0
+    worker = here.worker(0)
+    monkeypatch.setattr(worker, "_opened", lambda: None)
+
+    def fails() -> None:
+        nonlocal missed
+        if (missed := missed + 1) > 5:
+            here.asked.set()
+        raise RuntimeError("the connection is broken")
+
+    with pytest.raises(RuntimeError, match="the connection is broken"):
+        worker._wait(fails)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_worker_that_leaves_the_round_does_not_connect_again(make: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections are cut then, and the store may be gone: torch would try for seconds."""
+    here = make(2)
+    worker = here.worker(0)
+    monkeypatch.setattr(worker, "_opened", lambda: pytest.fail("it connects again"))
+
+    def is_cut() -> None:
+        here.asked.set()
+        raise RuntimeError("the connection is cut")
+
+    with pytest.raises(RoundOver):
+        worker._wait(is_cut)
 
 
 def test_a_worker_that_ends_with_an_exception_does_not_say_that_training_is_over(

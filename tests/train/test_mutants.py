@@ -540,13 +540,33 @@ MUTANTS = (
         *("plans", "a_rank_that_joins_trains_the_parameters_that_the_others_train"),
     ),
     mutant(
+        "who looks for new workers survives a broken connection",
+        *("live_round", "            except RuntimeError:\n                self._open_again()\n", "            finally:\n                pass\n"),
+        *("live_round", "who_looks_for_new_workers_finds_them_although_its_connection_has_broken"),
+    ),
+    mutant(
+        "a wait survives a broken connection",
+        *("live_round", "                if now > min(end, missed + AWAY):\n", "                if True:\n"),
+        *("live_round", "a_new_worker_is_taken_in_although_its_connection_has_broken[a_world]"),
+    ),
+    mutant(
+        "a wait without a store has an end",
+        *("live_round", "                if now > min(end, missed + AWAY):\n", "                if False:\n"),
+        *("live_round", "a_wait_without_a_store_ends_so_that_the_agent_hears_of_it"),
+    ),
+    mutant(
+        "who leaves the round does not connect again",
+        *("live_round", "if not self._stopped.wait(AGAIN) and not self._asked():", "if True:"),
+        *("live_round", "a_worker_that_leaves_the_round_does_not_connect_again"),
+    ),
+    mutant(
         "a change that is given up waits for nobody",
         *("live_round", "while not (self._asked() or self._stopped.is_set()):", "while not self._asked():"),
         *("live_round", "nobody_is_waited_for_when_the_change_of_the_world_is_given_up"),
     ),
     mutant(
         "an exception is no end of training",
-        *("live_round", '        if hasattr(sys, "last_value"):\n            return\n', ""),
+        *("live_round", '        if not hasattr(sys, "last_value"):\n', "        if True:\n"),
         *("live_round", "a_worker_that_ends_with_an_exception_does_not_say_that_training_is_over"),
     ),
     mutant(
