@@ -45,6 +45,7 @@ from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.events import Changed, Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
 from elastirun.rendezvous.records import Blame, NodeRow, RoundRecord
+from elastirun.rendezvous.rules import QUICK
 from elastirun.rendezvous.stores import torch_class
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
@@ -420,6 +421,7 @@ class Agent:
         if self._round_events.started_at is not None and not self._tracker.stopped:
             self._end_left_running()
         self._round_check.stopping = "no"
+        pause = self._session.machine.pause_of_new if self._tracker.failures else 0.0
         self._tracker.start_round(record.round - 1, alone=record.world_size == 1)
         parked = {local_rank: process.pid for local_rank, process in self._workers.parked.items()}
         self._node = replace(self._node, pages=self._hangs.pages.renew(record.members[node_rank].slots, self._accounting.farthest))
@@ -433,6 +435,11 @@ class Agent:
             if parked and node_rank == 0:  # those who go on need it first; torch is imported
                 self._session.serve_workers()
             self._tell_states(record.round, node_rank, specs, parked)
+            if pause:
+                held = ", ".join(str(spec.rank) for spec in specs if spec.local_rank not in parked)
+                why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start"
+                self._console.say(f"{why}; the new worker of rank {held} starts after {pause:.1f} s, the others go on")
+                specs = [spec if spec.local_rank in parked else replace(spec, pause=pause) for spec in specs]
             self._workers.start(specs, logs, partial(self._resume, record.round, [spec for spec in specs if spec.local_rank in parked]))
             self._accounting.workers_started()
             self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)

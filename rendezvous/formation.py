@@ -10,7 +10,7 @@ from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import choose, member
 from elastirun.rendezvous.records import Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
-from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, pause_before, why_held
+from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, keeps_state, pause_before, why_held
 from elastirun.rendezvous.updates import break_up, count_failure, count_loss
 from elastirun.rendezvous.view import View
 
@@ -65,7 +65,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, re
     if missing:
         return Forming(None, missing)
     pause = pause_before(rules, record) if causes else min(rules.restart_pause, held)
-    if now < over_since + pause:
+    if now < over_since + pause and not keeps_state(chosen, record.round):
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
         return Forming(None, f"{why}; the next one starts after {pause:.1f} s", check_again=over_since + pause, news=True)
     early = _too_early(rules, view, chosen, unchanged_since, over_since, redirected_since) if record.round == 0 else None

@@ -19,7 +19,7 @@ from elastirun.rendezvous.job_store import Effect, Ends, JobStore, Wakes
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.ranks import own_rank
 from elastirun.rendezvous.records import Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
-from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.rules import Rules, keeps_state, pause_before
 from elastirun.rendezvous.timing import GOODBYE, MARKING
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
 
@@ -73,6 +73,13 @@ class Machine:
     def trains_apart(self) -> bool:
         """Whether the workers here may train before those of all other nodes of their round take part (docs/elastic.md)."""
         return self._kept and not self._gathered
+
+    @property
+    def pause_of_new(self) -> float:
+        """The seconds for which workers in place of failed ones wait, while others of the round go on with their state."""
+        record = self._own_round()
+        goes_on = record is not None and keeps_state(self.store.view(record).rows.values(), record.round - 1)
+        return pause_before(self.rules, record) if record is not None and goes_on else 0.0
 
     @property
     def last_words(self) -> tuple[tuple[Place, ...], Vote] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,9 +108,15 @@ def why_held(record: RoundRecord) -> str:
     return f"{record.losses} rounds in a row lost a node within {EARLY:g} s of their start"
 
 
+def keeps_state(rows: Iterable[NodeRow], round: int) -> bool:
+    """Return whether workers of ``rows`` were parked with their state at the end of ``round``, and go on with it (docs/elastic.md)."""
+    return any(row.kept == round for row in rows)
+
+
 def pause_before(rules: Rules, record: RoundRecord) -> float:
     """Return the seconds until the round after a failed one: 0 for the first restart, then 1, 2, 4, ..., each give or take a quarter.
 
+    Where workers keep their state, that round starts at once, and only workers in place of failed ones wait.
     The jitter is the same for all nodes of the job. Without it, many jobs that lost the same file server would come back together.
     """
     if record.quick < 2:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import root_cause, signature
 from elastirun.rendezvous.records import Blame, Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
-from elastirun.rendezvous.rules import EARLY, PROGRESS, QUICK, Rules
+from elastirun.rendezvous.rules import EARLY, PROGRESS, QUICK, Rules, keeps_state
 from elastirun.rendezvous.view import View
 
 
@@ -110,5 +110,5 @@ def count_loss(view: View, lost: list[Member]) -> RoundRecord:
     gone = bool(lost) or (broken.cause is Cause.JOIN and broken.by not in {row.id for row in view.candidates()})
     if broken.cause is Cause.JOIN and not gone:
         return record
-    kept = any(row.kept == record.round for row in view.rows.values())
+    kept = keeps_state(view.rows.values(), record.round)
     return replace(record, losses=0 if broken.ran >= EARLY else record.losses + (gone and not kept))

@@ -1,10 +1,11 @@
 """The first program of every worker: arms the parent-death signal, then executes the worker's command (see docs/decisions/0003).
 
-    python -I -S exec_worker.py AGENT_PID CPUS GROUP FILES COMMAND [ARGUMENT...]
+    python -I -S exec_worker.py AGENT_PID CPUS GROUP FILES PAUSE COMMAND [ARGUMENT...]
 
 CPUS: the numbers of the CPUs that the worker may run on, as in 0,1,5; "-": those of the agent.
 GROUP: the control group (version 2) to enter, below the agent's own; "-": none.
 FILES: the soft limit of open descriptors; "-": the agent's.
+PAUSE: seconds to wait before the command is executed. Signals end this program as they would end the command.
 
 This is a program and not a ``preexec_fn``, because between fork and exec of a process with threads nothing but exec is safe.
 It runs once per worker, so it imports next to nothing: ``_signal`` instead of ``signal`` saves 8 ms.
@@ -14,11 +15,12 @@ import os
 import sys
 from _signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, getsignal, signal  # type: ignore[import-not-found,unused-ignore]
 from ctypes import CDLL, c_ulong
+from time import sleep
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
-def main(agent_pid: int, cpus: str, group: str, files: str, argv: list[str]) -> None:
+def main(agent_pid: int, cpus: str, group: str, files: str, pause: float, argv: list[str]) -> None:
     """Execute ``argv`` as a child of the agent. Does not return."""
     if getsignal(SIGINT) is not SIG_IGN:
         signal(SIGINT, SIG_DFL)  # exec would reset it anyway; until then it prevents a KeyboardInterrupt traceback
@@ -33,6 +35,7 @@ def main(agent_pid: int, cpus: str, group: str, files: str, argv: list[str]) -> 
         enter(group)
     if files != "-":
         limit_files(int(files))
+    sleep(pause)
     try:
         os.execvp(argv[0], argv)  # execvpe would refuse an environment entry without a name
     except OSError as exc:
@@ -81,4 +84,4 @@ def enter(group: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], float(sys.argv[5]), sys.argv[6:])

@@ -354,6 +354,7 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     os.environ.update(message["own"])
     renew_identity()
     set_title(argv)
+    wait(message["pause"])
     why, run = prepare(argv)
     if run is None:
         job.sendall(why.encode(errors="replace"))
@@ -425,6 +426,17 @@ def enter(group: str) -> None:
             file.write(b"0")
     except OSError:
         pass
+
+
+def wait(seconds: float) -> None:
+    """Wait before the script begins. As in ``exec_worker.py``, SIGINT ends this process without a traceback of ours."""
+    from signal import SIG_DFL, SIG_IGN, SIGINT, getsignal, signal
+    from time import sleep
+
+    if (handler := getsignal(SIGINT)) is not SIG_IGN:
+        signal(SIGINT, SIG_DFL)
+    sleep(seconds)
+    signal(SIGINT, handler)
 
 
 def renew_identity() -> None:

@@ -349,7 +349,7 @@ class ParkedForks:
                 pidfd = None  # the fork was killed and reaped, and its number is another process's now, which is none of ours to kill
                 raise OSError
             own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
-            message = json.dumps({"argv": spec.argv, "own": own, "tells": self._learns}).encode() + b"\n"
+            message = json.dumps({"argv": spec.argv, "own": own, "pause": spec.pause, "tells": self._learns}).encode() + b"\n"
             sent = socket.send_fds(job, [message], [1 if stdout is None else stdout, 2 if stderr is None else stderr])
             job.sendall(message[sent:])
             if job.recv(1) != b"\n":

@@ -26,6 +26,7 @@ class WorkerSpec:
     cpus: frozenset[int] | None = None  # CPUs the worker may run on; None: the agent's
     group: str = ""  # the control group the worker enters; empty: it stays in the agent's
     files: int | None = None  # the worker's soft limit of open descriptors; None: the agent's
+    pause: float = 0.0  # seconds for which the process waits before it executes ``argv``, or runs it in a fork
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def spawn(spec: WorkerSpec, stdout: int | None = None, stderr: int | None = None
     """
     cpus = ",".join(map(str, sorted(spec.cpus))) if spec.cpus else _NONE
     command = [sys.executable, "-I", "-S", _EXEC_WORKER, str(os.getpid()), cpus, spec.group or _NONE]
-    command += [_NONE if spec.files is None else str(spec.files), *spec.argv]
+    command += [_NONE if spec.files is None else str(spec.files), f"{spec.pause:g}", *spec.argv]
     child = subprocess.Popen(command, env=dict(spec.env), stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=keep)
     try:
         pidfd = linux.pidfd_open(child.pid)

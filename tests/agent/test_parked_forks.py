@@ -91,13 +91,13 @@ class Agent:
         (pid,) = self.forks.pids
         return pid
 
-    def worker(self, code: str = HOW, *arguments: str, **env: str) -> tuple[Spawned, int]:
+    def worker(self, code: str = HOW, *arguments: str, pause: float = 0.0, **env: str) -> tuple[Spawned, int]:
         """Start a worker that runs ``code``. Return it and the read end of its stdout."""
         assert self.forks is not None
         self.script.write_text(code)
         read, write = os.pipe()
         try:
-            spec = replace(self.spec, argv=(*self.spec.argv, *arguments), env={**self.spec.env, **env})
+            spec = replace(self.spec, argv=(*self.spec.argv, *arguments), env={**self.spec.env, **env}, pause=pause)
             return self.forks.spawn(spec, write, write), read
         finally:
             os.close(write)
@@ -151,6 +151,15 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
             if (found := proc.look(pid)) and found.session in sessions:
                 os.waitpid(pid, 0)
     assert (left, made.spared.sessions, descriptors()) == ([], set(), before)
+
+
+def test_a_fork_that_has_to_wait_begins_its_script_later(agent: Agent) -> None:
+    agent.start("json")
+    began = time.monotonic()
+    started, read = agent.worker("import json, sys\nprint('json' in sys.modules)", pause=0.3)
+    with open(read) as said:
+        assert said.read() == "True\n" and time.monotonic() - began >= 0.3
+    assert ended(started) == 0
 
 
 def module(agent: Agent, name: str, text: str) -> None:

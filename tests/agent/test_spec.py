@@ -290,7 +290,7 @@ def test_the_sets_are_made_once_from_gpus_and_cpus(monkeypatch: pytest.MonkeyPat
 def run_bound(cpus: str) -> subprocess.CompletedProcess[str]:
     """A program that prints its CPUs, started as a worker is."""
     program = [sys.executable, "-I", "-S", "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
-    shim = [sys.executable, "-I", "-S", spawn._EXEC_WORKER, str(os.getpid()), cpus, "-", "-", *program]
+    shim = [sys.executable, "-I", "-S", spawn._EXEC_WORKER, str(os.getpid()), cpus, "-", "-", "0", *program]
     return subprocess.run(shim, capture_output=True, text=True, check=True)
 
 

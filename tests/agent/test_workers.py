@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,13 @@ def wait_ended(pid: int) -> None:
 
 def pids(loop: Loop) -> list[int]:
     return [worker.pid for worker in loop.workers._alive.values()]
+
+
+def test_a_worker_that_has_to_wait_first_fails_as_soon_after_its_start_as_without(slow: Loop, clock: FakeClock) -> None:
+    slow.start(replace(spec("raise SystemExit(3)"), pause=0.05), spec("raise SystemExit(3)", 1))
+    clock.now += 7.0
+    slow.run(lambda: len(slow.exits) == 2)
+    assert {end.local_rank: round(end.after, 2) for end in slow.exits} == {0: 6.95, 1: 7.0}
 
 
 def test_an_exit_arrives_as_an_event_and_nothing_wakes_the_loop_before(loop: Loop, fifo: Fifo) -> None:
@@ -392,7 +400,7 @@ def subreaper(on: bool) -> None:
 
 
 def test_a_worker_whose_agent_died_before_it_was_armed_does_not_start() -> None:
-    command = [sys.executable, "-I", "-S", spawn._EXEC_WORKER, str(os.getppid()), "-", "echo", "started"]
+    command = [sys.executable, "-I", "-S", spawn._EXEC_WORKER, str(os.getppid()), "-", "-", "-", "0", "echo", "started"]
     done = subprocess.run(command, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 

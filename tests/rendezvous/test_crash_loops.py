@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import rules
-from elastirun.rendezvous.records import Broken, Cause
+from elastirun.rendezvous.records import Broken, Cause, ExitRecord
 from tests.rendezvous.test_formation import RULES, after, chosen, form, row
 from tests.sim import invariants
 from tests.sim.world import World
@@ -50,6 +50,31 @@ def test_a_loss_does_not_count_where_workers_go_on_with_their_state(kept: int, l
     record = after("abc", losses=3, broken=Broken(Cause.LOST, "r", "a", ("c",), ran=5.0))
     decision = form(record, [row("a", 1), replace(row("b", 1), kept=kept)], max_restarts=9)
     assert decision.record is not None and decision.record.losses == losses
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(1, "ab"), (0, ""), (2, "")])
+@pytest.mark.parametrize("cause", [Cause.FAILURE, Cause.LOST])
+def test_no_round_waits_whose_workers_go_on_with_their_state(cause: Cause, kept: int, expected: str) -> None:
+    """``LOST``: the survivors need the newcomer, which comes too often."""
+    lost = ("c",) * (cause is Cause.LOST)
+    record = after("ab" + "c" * len(lost), quick=4, losses=9, broken=Broken(cause, "r", "a", lost, ran=5.0))
+    rows = [row("a", 1, failures=() if lost else (ExitRecord("a", 0, 0, 1, 1, 0, 1.0),)), replace(row("b", 1), kept=kept)]
+    comes = [row("d")] * len(lost)
+    decision = form(record, [*rows, *comes], now=0.5, min_nodes=2 + len(comes), max_restarts=9)
+    assert chosen(decision) == (expected and "ab" + "d" * len(comes))
+
+
+def test_only_the_new_worker_waits_where_others_go_on_with_their_state() -> None:
+    world = World(min_nodes=2, max_nodes=2, max_restarts=9)
+    world.keeps = True
+    fails, goes_on = nodes = [world.add(), world.add()]
+    pauses = []
+    for number in range(1, 5):
+        assert world.run(1, lambda: all(node.working and node.working.round == number for node in nodes)), goes_on.said
+        pauses.append(fails.machine.pause_of_new)
+        assert goes_on.machine.pause_of_new == pauses[-1], "its agent knows that no worker has failed there"
+        fails.fail(after=1.0)
+    assert pauses[:2] == [0.0, 0.0] and 0.7 < pauses[2] < 1.3 < pauses[3]
 
 
 @pytest.mark.parametrize(

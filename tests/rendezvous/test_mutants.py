@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     mutant(
         "quick failures wait longer and longer",
-        *("formation", "if now < over_since + pause:", "if False:"),
+        *("formation", "if now < over_since + pause and not", "if False and not"),
         *("rules", "rounds_that_fail_quickly_one_after_the_other_wait_longer_and_longer"),
     ),
     mutant(
@@ -567,8 +567,18 @@ MUTANTS = (
     ),
     mutant(
         "only a state of the round that is over is one to go on with",
-        *("updates", "row.kept == record.round for", "row.kept > 0 for"),
+        *("rules", "any(row.kept == round for", "any(row.kept > 0 for"),
         *("crash_loops", "a_loss_does_not_count_where_workers_go_on_with_their_state"),
+    ),
+    mutant(
+        "no round waits whose workers go on with their state",
+        *("formation", " and not keeps_state(chosen, record.round):", ":"),
+        *("crash_loops", "no_round_waits_whose_workers_go_on_with_their_state"),
+    ),
+    mutant(
+        "a new worker waits where others go on with their state",
+        *("machine", "record.round - 1)", "record.round)"),
+        *("crash_loops", "only_the_new_worker_waits_where_others_go_on_with_their_state"),
     ),
     mutant(
         "a round that ran for long makes early losses forgotten",

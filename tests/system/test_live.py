@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from elastirun.agent import own_agents
 from tests.support import live_log
 from tests.support.cluster import PATIENCE, kill
 from tests.support.gpu import DEVICE, needs_gpu
-from tests.system.live_kills import SAMPLES, Job, job, kill_worker
+from tests.system.live_kills import SAMPLES, Job, job, kill_worker, next_step
 
 
 def pids(lines: list[live_log.Line]) -> set[int]:
@@ -108,6 +110,30 @@ def test_a_new_worker_is_taken_in_although_the_others_have_lost_their_connection
         running.wait(lambda lines: pids(live_log.of(lines, "cut")) == survivors)
         with open(tmp_path / "hold", "w"):
             assert pids(running.world(3)) == survivors | {new}
+        finish(running, tmp_path)
+
+
+def test_the_others_do_not_wait_where_the_same_worker_fails_again_and_again_only_the_new_one_does(tmp_path: Path) -> None:
+    env = {"TEST_PAUSE": "0.005", "PET_RESTART_PAUSE": "10"}
+    with job(tmp_path, 1, 3, "--preload=torch", **env) as running:
+        before = running.world(3)
+        survivors, pauses, seen = pids(before[:2]), list[float](), pids(before)
+        for _ in range(8):  # on a busy machine a round may have lasted for too long to have failed soon
+            last = next(line for line in before if line["pid"] not in survivors)
+            killed_at = time.monotonic()
+            os.kill(last["pid"], signal.SIGKILL)
+            assert pids(running.world(2, last["round"])) == survivors
+            step = next_step(running.lines(), last["round"], survivors, killed_at)
+            before = running.world(3, last["round"])
+            [new] = [line for line in live_log.of(running.lines(), "begun") if line["pid"] not in seen]
+            seen.add(new["pid"])
+            said = [float(pause) for pause in re.findall(r"worker of rank 2 starts after ([\d.]+) s, the others go on", running.said())]
+            if said[len(pauses) :]:
+                pauses = said
+                assert step < new["at"] - killed_at >= pauses[-1] - 0.1
+            if len(pauses) == 2:
+                break
+        assert len(pauses) == 2 and "the next one starts after" not in running.said(), running.said()
         finish(running, tmp_path)
 
 

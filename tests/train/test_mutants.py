@@ -541,7 +541,7 @@ MUTANTS = (
     ),
     mutant(
         "who looks for new workers survives a broken connection",
-        *("live_round", "            except RuntimeError:\n                self._open_again()\n", "            finally:\n                pass\n"),
+        *("live_round", "RuntimeError:\n                self._open_again()\n", "RuntimeError:\n                return\n"),
         *("live_round", "who_looks_for_new_workers_finds_them_although_its_connection_has_broken"),
     ),
     mutant(
