@@ -9,7 +9,7 @@ from elastirun.rendezvous import quorum
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import choose, member
-from elastirun.rendezvous.records import Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.records import Blame, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
 from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, keeps_state, pause_before, why_held
 from elastirun.rendezvous.updates import break_up, count_failure, count_loss
 from elastirun.rendezvous.view import View
@@ -54,8 +54,8 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, re
         return Forming(None, reason, check_again=now + left)
     view = replace(view, record=count_loss(view, lost))
     record, causes = count_failure(rules, view, lost)
-    if causes and (record.failures > rules.max_restarts or (rules.fail_fast and record.repeats > 1)):
-        return _give_up(rules, record, causes)
+    if causes and (why := _why_final(rules, view, record, causes[0])):
+        return _give_up(record, causes, why)
     ready, held = _admit(rules, record, view.candidates())
     chosen = choose(record.members, ready, rules.max_nodes, rules.fixed_ranks)
     waiting = _without_host(rules, view, ready, over_since) or _without_quorum(rules, view, frozenset(row.id for row in chosen))
@@ -228,10 +228,18 @@ def _why(record: RoundRecord, lost: list[Member], causes: tuple[ExitRecord, ...]
     return record.broken.reason
 
 
-def _give_up(rules: Rules, record: RoundRecord, causes: tuple[ExitRecord, ...]) -> Forming:
+def _why_final(rules: Rules, view: View, record: RoundRecord, cause: ExitRecord) -> str:
+    """Return in words why there is no restart after the failure ``cause``, which ``record`` counts; empty: there is one."""
+    if record.failures > rules.max_restarts:
+        return f"--max-restarts={rules.max_restarts} is spent"
+    if cause.blame == Blame.FINAL and not keeps_state(view.rows.values(), record.round):  # else a newcomer is refused, and others train
+        return "as it would after each restart"
+    return "--fail-fast" if rules.fail_fast and record.repeats > 1 else ""
+
+
+def _give_up(record: RoundRecord, causes: tuple[ExitRecord, ...], why: str) -> Forming:
     """Return the decision to close the job as failed."""
     times = "a worker failed" if record.failures == 1 else f"a worker failed in {record.failures} rounds"
-    why = f"--max-restarts={rules.max_restarts} is spent" if record.failures > rules.max_restarts else "--fail-fast"
     same = f"; it was the same failure {record.repeats} times in a row" if record.repeats > 1 else ""
     reason = clip(f"{times}, {why}: {describe(causes[0])}{same}")
     closed = Closed(Verdict.FAILED, reason, record.broken.by if record.broken else "", causes[:16])

@@ -43,6 +43,7 @@ class Verdict(str, Enum):
 class Blame(IntEnum):
     """The kind of a worker's failure. The failure with the lowest value is the root cause. Stored as a number."""
 
+    FINAL = -1  # a refusal that each restart would meet again
     OWN_FAULT = 0  # an exception, exit code or signal of the worker's own, or a signal from outside such as the OOM killer's
     SUSPECT = 3  # stopped by its agent after it had shown an exception of its own
     VICTIM = 5  # failed because it lost its peers

@@ -33,6 +33,7 @@ _PEER_LOST_MESSAGE = re.compile(
 _PEER_EXCEPTION = re.compile(
     r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error|PeerLost|ReductionFailed)"
 )
+_FINAL = "elastirun.train.errors.WrongUse"  # decided there, in one place: the exceptions after which a restart is of no use
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, unlike the frames above it
 _TRACEBACK = "Traceback (most recent call last)"
 # Exceptions that signal handlers raise: Python's, Lightning's, torch's.
@@ -47,7 +48,7 @@ _SHELL_CODES = {126: "command cannot be executed", 127: "command not found"}
 def classify(end: WorkerExit, lines: Sequence[str]) -> Blame:
     """Return the blame of a failed worker, by how it ended and by the last ``lines`` of its stderr.
 
-    Never returns ``Blame.SUSPECT``: ``make_record`` decides that, by what the worker had shown before its agent stopped it.
+    Never returns ``Blame.SUSPECT``: ``make_record`` decides that, by what the worker had shown before its agent stopped it. Nor ``FINAL``.
     """
     if end.killed_by_us:
         return Blame.KILLED_BY_US
@@ -170,6 +171,8 @@ def make_record(
     A worker that its agent killed gets a record only when it had shown a failure before (``shows_own_failure``).
     """
     blame = Blame.OWN_FAULT if alone else classify(end, error or lines)
+    if end.code > 0 and _last_exception(error or lines)[0] == _FINAL:
+        blame, note = Blame.FINAL, last_words(error or lines).partition(f"{_FINAL}: ")[2]
     if end.killed_by_us:
         blame, note = Blame.SUSPECT, "stopped by its agent after it had shown an exception of its own"
     return ExitRecord(

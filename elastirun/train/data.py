@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from .deterministic import DeterministicShards
-from .errors import TrainError
+from .errors import TrainError, WrongUse
 from .keyed_rng import KeyedSamples
 from .permutation import Permutation
 from .shares import share, split
@@ -77,12 +77,12 @@ class ElasticDataLoader:
         **loading: Any,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TrainError(f"ElasticDataLoader needs a dataset with a length and samples by index, which {type(dataset).__name__} is not")
+            raise WrongUse(f"ElasticDataLoader needs a dataset with a length and samples by index, which {type(dataset).__name__} is not")
         if wrong := [name for name in OURS if name in loading]:
-            raise TrainError(f"{wrong[0]} is not an argument of ElasticDataLoader: it has global_batch_size, shuffle, seed and drop_last")
+            raise WrongUse(f"{wrong[0]} is not an argument of ElasticDataLoader: it has global_batch_size, shuffle, seed and drop_last")
         for name, number in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
             if number is not None and number < 1:
-                raise TrainError(f"{name} must be at least 1, not {number}")
+                raise WrongUse(f"{name} must be at least 1, not {number}")
         self.length = len(dataset)
         self.rank, self.world_size = _rank_and_world(rank, world_size)
         self.global_batch_size, self.lr_factor = _scaled(global_batch_size, scale, base_world_size, self.world_size)
@@ -100,7 +100,7 @@ class ElasticDataLoader:
     def set_world(self, rank: int, world_size: int) -> None:
         """Load the share of ``rank`` of ``world_size`` from the next iteration on. Raises TrainError with ``scale``."""
         if self._follows_world:
-            raise TrainError("a loader whose global batch depends on the world size (scale=) cannot go on in another world")
+            raise WrongUse("a loader whose global batch depends on the world size (scale=) cannot go on in another world")
         self.rank, self.world_size = _rank_and_world(rank, world_size)
 
     def _make_loader(self, keyed: bool) -> None:
@@ -259,9 +259,9 @@ def _scaled(global_batch_size: int, scale: str | None, base_world_size: int | No
     if scale is None and base_world_size is None:
         return global_batch_size, 1.0
     if scale not in SCALES:
-        raise TrainError(f"scale must be one of {', '.join(SCALES)}, not {scale!r}; without it base_world_size has no meaning")
+        raise WrongUse(f"scale must be one of {', '.join(SCALES)}, not {scale!r}; without it base_world_size has no meaning")
     if base_world_size is None or base_world_size < 1:
-        raise TrainError("scale needs base_world_size: the number of ranks that global_batch_size and the learning rate were chosen for")
+        raise WrongUse("scale needs base_world_size: the number of ranks that global_batch_size and the learning rate were chosen for")
     size = max(round(global_batch_size * world_size / base_world_size), 1)
     return size, float(SCALES[scale](size / global_batch_size))
 
@@ -269,7 +269,7 @@ def _scaled(global_batch_size: int, scale: str | None, base_world_size: int | No
 def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     if (rank is None) != (world_size is None):
-        raise TrainError("give both rank and world_size, or neither")
+        raise WrongUse("give both rank and world_size, or neither")
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()

@@ -22,7 +22,7 @@ from .comm_hooks import Hook
 from .conclusion import Options
 from .control_words import REQUESTS, Agreement
 from .copies import TIED, FirstBackward
-from .errors import ReductionFailed, TrainError
+from .errors import ReductionFailed, TrainError, WrongUse
 from .nested_tensors import find_tensors, to_device
 from .next_world import NextWorld
 from .optimizer import BucketSteps, applied, step_each, take_over
@@ -129,11 +129,11 @@ class DistributedDataParallel(TorchNames):
         self._copies_buffers = broadcast_buffers is not False or forward_sync_buffers is not None  # at construction
         self._inputs_to = self._take_devices(device_ids, output_device)
         if mean_over not in ("world", "users"):
-            raise TrainError(f'mean_over must be "world" or "users", not {mean_over!r}')
+            raise WrongUse(f'mean_over must be "world" or "users", not {mean_over!r}')
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise TrainError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+            raise WrongUse("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
         if mixed_precision is not None:
-            raise TrainError("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
+            raise WrongUse("mixed_precision= is not supported: use torch.autocast, and register_comm_hook() for gradients of half size")
         cap = self._take_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self._options = Options(cap, mean_over == "users", check_finite, check_replicas_every)
         self._transport_wanted = transport
@@ -574,9 +574,9 @@ class DistributedDataParallel(TorchNames):
         later, the reductions no longer fit together and end in a ReductionFailed or an abort.
         """
         if not callable(hook):
-            raise TrainError("a communication hook must be callable: hook(state, bucket) -> torch.futures.Future")
+            raise WrongUse("a communication hook must be callable: hook(state, bucket) -> torch.futures.Future")
         if self._hook[0] is not None:
-            raise TrainError("there is a communication hook already; a module takes one")
+            raise WrongUse("there is a communication hook already; a module takes one")
         self._hook = (hook, state)
         self._reducer.set_hook(hook, state)
 

@@ -20,7 +20,7 @@ from elastirun.progress import progress
 from .bucket_memory import make_views
 from .collectives import copy_from_first, verify_same
 from .control_words import REQUESTS
-from .errors import TrainError
+from .errors import TrainError, WrongUse
 from .keyed_rng import keyed_rng
 from .process_groups import find_group
 from .replica_description import check_reducible, describe, sparse_names
@@ -65,11 +65,11 @@ class DeterministicShards:
     def __init__(self, module: nn.Module, shards: int = 8, *, threads: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         for name, number in (("shards", shards), ("threads", threads)):
             if number < 1:
-                raise TrainError(f"{name} must be at least 1, not {number}")
+                raise WrongUse(f"{name} must be at least 1, not {number}")
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise TrainError("DeterministicShards takes the module itself: it reduces in place of DistributedDataParallel")
+            raise WrongUse("DeterministicShards takes the module itself: it reduces in place of DistributedDataParallel")
         if sparse := sorted(sparse_names(module)):
-            raise TrainError(f"the gradient of {sparse[0]} is sparse, which deterministic mode does not reduce: use sparse=False")
+            raise WrongUse(f"the gradient of {sparse[0]} is sparse, which deterministic mode does not reduce: use sparse=False")
         check_reducible(list(module.named_parameters()))
         self.module, self.shards, self.threads, self.process_group = module, shards, threads, find_group(process_group)
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
@@ -142,10 +142,10 @@ class DeterministicShards:
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         if self._device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-            raise TrainError("deterministic mode on a GPU needs torch.use_deterministic_algorithms(True)")
+            raise WrongUse("deterministic mode on a GPU needs torch.use_deterministic_algorithms(True)")
         for name, layer in self.module.named_modules():
             if isinstance(layer, _NormBase) and layer.training and (layer.running_mean is not None or isinstance(layer, nn.SyncBatchNorm)):
-                raise TrainError(
+                raise WrongUse(
                     f"{name or 'the module'} is a {type(layer).__name__} in training mode, whose statistics would depend on the number of "
                     "ranks: use GroupNorm or LayerNorm, or freeze the statistics with eval() on this layer"
                 )

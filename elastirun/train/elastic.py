@@ -28,7 +28,7 @@ from .collectives import backends_of, gather
 from .control_words import ADMIT, SWITCH, WHOLE
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
-from .errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError
+from .errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
 from .group_connections import connections
 from .live_round import LiveRound
 from .position import Position, Rehearsal
@@ -388,7 +388,7 @@ class Elastic:
             step()
             return True
         except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is lost
-            if isinstance(error, ModelMismatch) or self._fails_again(error) or not self._is_asked(connection, error):
+            if isinstance(error, ModelMismatch | WrongUse) or self._fails_again(error) or not self._is_asked(connection, error):
                 raise
             self._leave(connection)
             return False
@@ -579,7 +579,7 @@ def _parts(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoade
     models = [part for part in state.values() if isinstance(part, DistributedDataParallel)]
     loaders = [part for part in state.values() if isinstance(part, ElasticDataLoader)]
     if len(models) != 1 or len(loaders) != 1:
-        raise TrainError(
+        raise WrongUse(
             "Elastic needs a state with one DistributedDataParallel of elastirun.train and one ElasticDataLoader, "
             f"this one has {len(models)} and {len(loaders)}"
         )
@@ -599,10 +599,10 @@ def _connect() -> LiveConnection | None:
 def _check(model: DistributedDataParallel) -> None:
     """Raise TrainError if the model cannot change worlds."""
     if dist.get_world_size() > 1:
-        raise TrainError("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
+        raise WrongUse("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
     if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
-        raise TrainError(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
+        raise WrongUse(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
     if model.hook_with_state:
-        raise TrainError("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
+        raise WrongUse("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
     if model.steps_in_backward:
-        raise TrainError("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")
+        raise WrongUse("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .errors import TrainError
+from .errors import WrongUse
 
 
 def applied() -> tuple[int, int]:
@@ -52,7 +52,7 @@ class BucketSteps:
     def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[nn.Parameter]) -> None:
         ours = set(map(id, owned))
         if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
-            raise TrainError("the optimizer also holds parameters that the module does not; those would be stepped with each bucket")
+            raise WrongUse("the optimizer also holds parameters that the module does not; those would be stepped with each bucket")
         self._optimizer = optimizer
 
     def __call__(self, params: Sequence[nn.Parameter]) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from .collectives import backends_of, broadcast, gather
-from .errors import TrainError
+from .errors import TrainError, WrongUse
 from .rank_prefix import one_prefix
 
 OWN = {"gloo", "nccl"}  # backends for which ``make_own_group`` makes a group
@@ -261,9 +261,9 @@ def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> d
     if mesh is None:
         return group
     if group is not None:
-        raise TrainError("Cannot specify both process_group and device_mesh arguments. Give one of them")
+        raise WrongUse("Cannot specify both process_group and device_mesh arguments. Give one of them")
     if mesh.ndim != 1:
-        raise TrainError(f"Only 1D device mesh is supported, but got {mesh}: give one of its dimensions by name, as in mesh['data']")
+        raise WrongUse(f"Only 1D device mesh is supported, but got {mesh}: give one of its dimensions by name, as in mesh['data']")
     if mesh._get_root_mesh() != mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 

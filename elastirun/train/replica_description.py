@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import TrainError
+from .errors import TrainError, WrongUse
 
 
 def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], options: Mapping[str, Any], trained: bool = True) -> list[str]:
@@ -42,7 +42,7 @@ def check_reducible(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise TrainError for parameters that cannot be reduced."""
     for name, param in named:
         if isinstance(param, nn.parameter.UninitializedParameter):
-            raise TrainError("the module has lazy parameters without a shape: run a forward before wrapping it")
+            raise WrongUse("the module has lazy parameters without a shape: run a forward before wrapping it")
         if hasattr(param, "placements"):  # to import DTensor for its type would take a second
             raise TrainError(
                 f"{name} is a DTensor, whose shards this module does not reduce: give device_mesh= a dimension of the mesh that it "

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker
 
 from .collectives import digest, gather, gather_text
-from .errors import TrainError
+from .errors import TrainError, WrongUse
 from .permutation import Permutation
 from .process_groups import find_group
 from .shard_order import Progress, Rest
@@ -70,7 +70,7 @@ class ElasticShards:
         **loading: Any,
     ) -> None:
         if wrong := [name for name in OURS if name in loading]:
-            raise TrainError(f"{wrong[0]} is not an argument of ElasticShards: it has global_batch_size, shuffle and seed")
+            raise WrongUse(f"{wrong[0]} is not an argument of ElasticShards: it has global_batch_size, shuffle and seed")
         self.group = find_group(process_group) if process_group or (dist.is_available() and dist.is_initialized()) else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join
 
 from .buckets import CAP, FIRST_CAP, MIB
 from .collectives import copy_from
-from .errors import ReductionFailed, TrainError
+from .errors import ReductionFailed, TrainError, WrongUse
 from .joining import NOT_JOINING, JoinedRank, announce
 from .nested_tensors import find_tensors
 from .running_stats import find_statistics
@@ -75,7 +75,7 @@ class TorchNames(Original):
         caps = list(bucket_cap_mb_list or ())
         asked = max(caps) if caps else bucket_cap_mb
         if asked is not None and asked <= 0:
-            raise TrainError(f"bucket_cap_mb must be more than 0, not {asked}")
+            raise WrongUse(f"bucket_cap_mb must be more than 0, not {asked}")
         self.bucket_bytes_cap = max(int((asked or CAP / MIB) * MIB), FIRST_CAP)  # torch.compile splits graphs by it
         self.bucket_bytes_cap_list, self.bucket_bytes_cap_default = [int(cap * MIB) for cap in caps], asked is None
         return asked
@@ -86,9 +86,9 @@ class TorchNames(Original):
         self.device = parameters[0].device if parameters else torch.device("cpu")
         self.device_type, self.is_multi_device_module = self.device.type, len({param.device for param in parameters}) > 1
         if ids is not None and len(ids) > 1:
-            raise TrainError(f"device_ids must be None or name one device, not {len(ids)}: start one process per device")
+            raise WrongUse(f"device_ids must be None or name one device, not {len(ids)}: start one process per device")
         if output is not None and (not ids or torch.device(output) != torch.device(ids[0])):
-            raise TrainError(f"output_device must be None or the device of device_ids, not {output}: outputs stay where they are")
+            raise WrongUse(f"output_device must be None or the device of device_ids, not {output}: outputs stay where they are")
         self.device_ids: list[int] | None = None
         self.output_device: int | None = None
         if not ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import TrainError
+from .errors import WrongUse
 
 if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def take_batches(ddp: DistributedDataParallel, data: Iterable[T], samples: Callable[[T], float] | None) -> Iterator[T | None]:
     """Yield this rank's batches, then None as long as another rank has some; see ``DistributedDataParallel.batches``."""
     if hasattr(data, "steps"):
-        raise TrainError(f"batches() reads one batch ahead, which {type(data).__name__} would count as consumed: use its steps(ddp)")
+        raise WrongUse(f"batches() reads one batch ahead, which {type(data).__name__} would count as consumed: use its steps(ddp)")
     end, source = object(), iter(data)
     ddp._reducer.local_report.read_first()
     batch: Any = next(source, end)

@@ -14,6 +14,7 @@ from elastirun.agent.failures.classify import (
 )
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.train.errors import WrongUse
 
 TRACEBACK = (
     "[rank2]: Traceback (most recent call last):",
@@ -196,3 +197,27 @@ def test_a_record() -> None:
 )
 def test_the_exit_code_from_the_worker_is_that_of_the_one_to_blame(ends: list[tuple[int, int]], code: int) -> None:
     assert exit_code(ExitRecord("n", i, i, 1, end, blame, 1.0) for i, (end, blame) in enumerate(ends)) == code
+
+
+WRONG_USE = "elastirun.train.errors.WrongUse: Elastic needs a state with one ElasticDataLoader, this one has 2"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("code", "lines", "blame"),
+    [
+        (1, (*TRACEBACK, f"[rank2]: {WRONG_USE}"), Blame.FINAL),
+        (1, (*TRACEBACK, WRONG_USE, WRAPPED, *TRACEBACK, "RuntimeError: cannot begin"), Blame.FINAL),
+        (1, (*TRACEBACK, "mine.WrongUse: x"), Blame.OWN_FAULT),
+        (1, (*TRACEBACK, WRONG_USE, "During handling of the above exception:", *TRACEBACK, "KeyError: 'x'"), Blame.OWN_FAULT),
+        (-9, (*TRACEBACK, WRONG_USE), Blame.OWN_FAULT),
+    ],
+    ids=["refused", "wrapped", "of_the_script", "caught", "killed"],
+)
+def test_a_refusal_that_each_restart_would_meet_again_is_final(code: int, lines: tuple[str, ...], blame: Blame, alone: bool) -> None:
+    record = make_record("n1", ended(code), lines, alone=alone)
+    assert record.blame == blame and record.note == (WRONG_USE.partition(": ")[2] if blame is Blame.FINAL else "")
+
+
+def test_it_is_known_by_the_name_that_python_shows() -> None:
+    assert f"{WrongUse.__module__}.{WrongUse.__qualname__}" == WRONG_USE.partition(":")[0]

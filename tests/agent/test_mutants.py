@@ -1567,6 +1567,26 @@ MUTANTS = (
         *("status_reader", "an_agent_says_the_steps_of_its_workers_and_which_are_live"),
     ),
     mutant(
+        "a refusal that comes again is known in a job of one worker, too",
+        *("failures/classify", "    if end.code > 0 and _last", "    if end.code > 0 and not alone and _last"),
+        *("classify", "a_refusal_that_each_restart_would_meet_again_is_final[refused-True]"),
+    ),
+    mutant(
+        "of a new worker only the time counts for which it did not have to wait",
+        *("processes/workers", "self._began - spec.pause)", "self._began)"),
+        *("workers", "a_worker_that_has_to_wait_first_fails_as_soon_after_its_start_as_without"),
+    ),
+    mutant(
+        "a new worker waits",
+        *("processes/exec_worker", "    sleep(pause)\n", ""),
+        *("spawn", "a_worker_that_has_to_wait_begins_later_and_is_ended_meanwhile_like_any_other"),
+    ),
+    mutant(
+        "a new worker in a fork waits, too",
+        *("processes/forkserver", '    wait(message["pause"])\n', ""),
+        *("parked_forks", "a_fork_that_has_to_wait_begins_its_script_later"),
+    ),
+    mutant(
         "an agent says that training has ended",
         *("live_workers", "        if round and code == 0:\n", "        if False:\n"),
         *("live_workers", "of_a_worker_with_a_state_that_has_succeeded_those_that_wait_hear[succeeds]"),

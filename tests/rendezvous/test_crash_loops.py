@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import rules
-from elastirun.rendezvous.records import Broken, Cause, ExitRecord
+from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord
 from tests.rendezvous.test_formation import RULES, after, chosen, form, row
 from tests.sim import invariants
 from tests.sim.world import World
@@ -64,13 +64,24 @@ def test_no_round_waits_whose_workers_go_on_with_their_state(cause: Cause, kept:
     assert chosen(decision) == (expected and "ab" + "d" * len(comes))
 
 
+@pytest.mark.parametrize(("blame", "kept", "closes"), [(Blame.FINAL, 0, True), (Blame.OWN_FAULT, 0, False), (Blame.FINAL, 1, False)])
+def test_a_refusal_that_each_restart_would_meet_again_ends_the_job_unless_others_train(blame: Blame, kept: int, closes: bool) -> None:
+    """Where others go on with their state it is a newcomer that is refused, which was started with another script, for example."""
+    refused = ExitRecord("a", 0, 0, 1, 1, blame, 1.0, ("WrongUse: no",), "WrongUse: no")
+    record = after("ab", broken=Broken(Cause.FAILURE, "r", "a", ran=5.0))
+    decision = form(record, [row("a", 1, failures=(refused,)), replace(row("b", 1), kept=kept)], max_restarts=9)
+    assert decision.record is not None and (decision.record.closed is not None) == closes
+    if closes:
+        assert decision.reason == "a worker failed, as it would after each restart: rank 0 on a failed (exit code 1, WrongUse: no)"
+
+
 def test_only_the_new_worker_waits_where_others_go_on_with_their_state() -> None:
     world = World(min_nodes=2, max_nodes=2, max_restarts=9)
     world.keeps = True
     fails, goes_on = nodes = [world.add(), world.add()]
     pauses = []
     for number in range(1, 5):
-        assert world.run(1, lambda: all(node.working and node.working.round == number for node in nodes)), goes_on.said
+        assert world.run(1, lambda n=number: all(node.working and node.working.round == n for node in nodes))  # type: ignore[misc]
         pauses.append(fails.machine.pause_of_new)
         assert goes_on.machine.pause_of_new == pauses[-1], "its agent knows that no worker has failed there"
         fails.fail(after=1.0)

@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     mutant(
         "--max-restarts restarts are allowed",
-        *("formation", "(record.failures > rules.max_restarts or", "(record.failures >= rules.max_restarts or"),
+        *("formation", "    if record.failures > rules.max_restarts:", "    if record.failures >= rules.max_restarts:"),
         *("machine", "a_worker_failure_restarts_everyone_quickly_and_keeps_ranks"),
     ),
     mutant(
@@ -574,6 +574,16 @@ MUTANTS = (
         "no round waits whose workers go on with their state",
         *("formation", " and not keeps_state(chosen, record.round):", ":"),
         *("crash_loops", "no_round_waits_whose_workers_go_on_with_their_state"),
+    ),
+    mutant(
+        "a refusal that comes again ends the job",
+        *("formation", "    if cause.blame == Blame.FINAL and not", "    if False and not"),
+        *("crash_loops", "a_refusal_that_each_restart_would_meet_again_ends_the_job_unless_others_train"),
+    ),
+    mutant(
+        "a refusal of a newcomer does not end the job",
+        *("formation", "Blame.FINAL and not keeps_state(view.rows.values(), record.round):", "Blame.FINAL:"),
+        *("crash_loops", "a_refusal_that_each_restart_would_meet_again_ends_the_job_unless_others_train"),
     ),
     mutant(
         "a new worker waits where others go on with their state",

@@ -181,3 +181,24 @@ def test_who_is_late_at_the_end_of_an_epoch_comes_to_the_next_batch_without_the_
     saved = job.lines("saved")
     assert without.keys() <= saved.keys(), job.said
     assert all(line.startswith(f"saved {2 * STEPS} at 2 of step-{2 * STEPS:08}") for line in saved.values()), job.said
+
+
+REFUSED = """
+from torch import nn, optim
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+
+elastic.init_process_group()
+models = [DistributedDataParallel(nn.Linear(4, 2)) for _ in range(2)]
+optimizer, loader = optim.SGD(models[0].parameters(), lr=0.1), ElasticDataLoader([1, 2, 3], global_batch_size=2)
+elastic.Elastic(TrainState(model=models[0], optimizer=optimizer, data=loader, second=models[1]))
+"""
+
+
+def test_a_script_that_is_refused_ends_the_job_at_once_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REFUSED)
+    line = [sys.executable, "-m", "elastirun", "--standalone", "--nproc-per-node=2", "--max-restarts=3", str(tmp_path / "script.py")]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=3 * PATIENCE)
+    assert done.returncode == 1 and "round 2" not in done.stderr, done.stderr
+    assert "a worker failed, as it would after each restart: rank" in done.stderr, done.stderr
+    assert "exit code 1, Elastic needs a state with one DistributedDataParallel" in done.stderr, done.stderr

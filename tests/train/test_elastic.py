@@ -39,6 +39,7 @@ from elastirun.train import (
     rank_prefix,
 )
 from elastirun.train.control_words import ADMIT, SWITCH, WHOLE
+from elastirun.train.errors import WrongUse
 from elastirun.train.group_connections import _sockets, connections
 from elastirun.train.live_round import LiveRound
 from elastirun.train.position import Position, Rehearsal
@@ -436,6 +437,17 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
     training._leave, training._enter = lambda connection: done.append("leaves"), enter  # type: ignore[method-assign]
     training.save()
     return done
+
+
+def test_wrong_use_within_a_round_is_no_lost_peer() -> None:
+    """The agent would be told of lost peers first, after ten seconds."""
+    training = object.__new__(elastic.Elastic)
+
+    def enters() -> None:
+        raise WrongUse("a loader with scale= cannot go on in another world")
+
+    with pytest.raises(WrongUse):
+        training._attempted(SimpleNamespace(wait_until_asked=lambda *given: pytest.fail("it asks")), enters)  # type: ignore[arg-type]
 
 
 def test_a_save_that_loses_a_peer_is_made_in_the_next_round() -> None:

@@ -540,6 +540,11 @@ MUTANTS = (
         *("plans", "a_rank_that_joins_trains_the_parameters_that_the_others_train"),
     ),
     mutant(
+        "wrong use is no lost peer",
+        *("elastic", "isinstance(error, ModelMismatch | WrongUse)", "isinstance(error, ModelMismatch)"),
+        *("elastic", "wrong_use_within_a_round_is_no_lost_peer"),
+    ),
+    mutant(
         "who looks for new workers survives a broken connection",
         *("live_round", "RuntimeError:\n                self._open_again()\n", "RuntimeError:\n                return\n"),
         *("live_round", "who_looks_for_new_workers_finds_them_although_its_connection_has_broken"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..errors import ReductionFailed, TrainError
+from ..errors import ReductionFailed, TrainError, WrongUse
 from .base import Transport
 from .group import GroupTransport
 from .shared_memory import SharedMemory
@@ -18,7 +18,7 @@ def choose(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto")
     that is impossible; "group" takes the process group.
     """
     if wanted not in ("auto", "group", "shared memory"):
-        raise TrainError(f"there is no transport {wanted!r}: auto, group or shared memory")
+        raise WrongUse(f"there is no transport {wanted!r}: auto, group or shared memory")
 
     try:
         if device.type != "cpu" or dist.get_world_size(group) == 1:
