@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.processes.workers import WorkerExit, stopped_by_signal
+from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import root_cause, signal_name
 from elastirun.rendezvous.records import Blame, ExitRecord
 
@@ -172,7 +173,7 @@ def make_record(
     """
     blame = Blame.OWN_FAULT if alone else classify(end, error or lines)
     if end.code > 0 and _last_exception(error or lines)[0] == _FINAL:
-        blame, note = Blame.FINAL, last_words(error or lines).partition(f"{_FINAL}: ")[2]
+        blame, note = Blame.FINAL, clip(last_words(error or lines).partition(f"{_FINAL}: ")[2])
     if end.killed_by_us:
         blame, note = Blame.SUSPECT, "stopped by its agent after it had shown an exception of its own"
     return ExitRecord(
