@@ -342,8 +342,11 @@ class Agent:
         self._tracker.worker_ended(end)
 
     def _live_workers(self) -> LiveWorkers:
-        runs = lambda round: self._round == round and self._finish is None  # noqa: E731
-        return LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered, runs)
+        return LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered, self._runs)
+
+    def _runs(self, round: int) -> bool:
+        """Return whether the workers of ``round`` are those here. May be called in any thread."""
+        return self._round == round and self._finish is None
 
     def _is_worker(self, pid: int) -> bool:
         return pid in self._workers.pids
@@ -436,10 +439,7 @@ class Agent:
                 self._session.serve_workers()
             self._tell_states(record.round, node_rank, specs, parked)
             if pause:
-                held = ", ".join(str(spec.rank) for spec in specs if spec.local_rank not in parked)
-                why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start"
-                self._console.say(f"{why}; the new worker of rank {held} starts after {pause:.1f} s, the others go on")
-                specs = [spec if spec.local_rank in parked else replace(spec, pause=pause) for spec in specs]
+                specs = self._hold_new(specs, parked, pause, record.quick)
             self._workers.start(specs, logs, partial(self._resume, record.round, [spec for spec in specs if spec.local_rank in parked]))
             self._accounting.workers_started()
             self._hangs.start(partial(self._meeting, record, node_rank) if len(record.members) > 1 else None)
@@ -461,6 +461,13 @@ class Agent:
             states = {spec.rank: self._live.settled(parked[spec.local_rank]) for spec in specs if spec.local_rank in parked}
             having = {rank: settled for rank, settled in states.items() if settled}
             live_states.tell(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, node_rank, having, lambda: self._round == round)
+
+    def _hold_new(self, specs: list[WorkerSpec], parked: Mapping[int, int], pause: float, quick: int) -> list[WorkerSpec]:
+        """Return the workers so that those in place of failed ones begin after ``pause`` seconds. ``quick``: as in the round record."""
+        if held := ", ".join(str(spec.rank) for spec in specs if spec.local_rank not in parked):
+            why = f"{quick} rounds in a row failed within {QUICK:g} s of their start"
+            self._console.say(f"{why}; the new worker of rank {held} starts after {pause:.1f} s, the others go on")
+        return [spec if spec.local_rank in parked else replace(spec, pause=pause) for spec in specs]
 
     def _resume(self, round: int, specs: list[WorkerSpec]) -> None:
         """Let the workers of ``specs``, which were parked, take part in the round. One that cannot be told is ended, and so has failed."""

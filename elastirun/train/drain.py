@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .errors import TrainError
+from .errors import WrongUse
 from .failure_stop import FailureStop
 from .stop_word import StopWord
 
@@ -204,10 +204,10 @@ def _agreeing(module: Any) -> Agreeing:
     """Return ``module`` if its ranks can tell each other of a stop. Raises TrainError if they cannot."""
     if not hasattr(module, "drained"):
         name = type(module).__name__
-        raise TrainError(f"a {name} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer")
+        raise WrongUse(f"a {name} does not tell other ranks of stops: give Drain a module of elastirun.train, or the optimizer")
     world, group = dist.get_world_size(), dist.get_world_size(module.process_group)
     if world != group:
-        raise TrainError(f"Drain needs a module whose process group has all ranks: {world}, not {group}")
+        raise WrongUse(f"Drain needs a module whose process group has all ranks: {world}, not {group}")
     agreeing: Agreeing = module
     return agreeing
 

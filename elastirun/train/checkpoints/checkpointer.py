@@ -25,6 +25,7 @@ from elastirun.errors import CheckpointError, TrainError
 from elastirun.progress import at_step, saving
 from elastirun.train.group_connections import connections
 
+from ..errors import WrongUse
 from . import restoring
 from .dcp import METADATA, DcpFiles
 from .dcp import VALUES as DCP_VALUES
@@ -84,11 +85,11 @@ class Checkpointer:
     ) -> None:
         for name, value in (("keep", keep), ("memory_every", 1 if memory_every is None else memory_every)):
             if not isinstance(value, int) or value < 1:
-                raise TrainError(f"{name} must be a whole number, 1 or more, not {value!r}")
+                raise WrongUse(f"{name} must be a whole number, 1 or more, not {value!r}")
         if not os.fspath(directory):
-            raise TrainError("directory is empty: where are the checkpoints to be?")
+            raise WrongUse("directory is empty: where are the checkpoints to be?")
         if os.fspath(directory).startswith("memory://"):
-            raise TrainError(f"{directory} is the memory of one process: no other rank, and no writer, can use it; take a path or a store")
+            raise WrongUse(f"{directory} is the memory of one process: no other rank, and no writer, can use it; take a path or a store")
         self.pid = os.getpid()
         self._url, self._keep = os.fspath(directory), keep
         self._due = due(every)

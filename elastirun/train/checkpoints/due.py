@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from elastirun.errors import TrainError
-
+from ..errors import WrongUse
 from .ranks import Ranks
 
 LOOK = 1_000_000  # microseconds from one exchange about the time to the next, about; an exchange takes a fraction of a millisecond
@@ -71,7 +70,7 @@ def due(every: int | timedelta) -> EverySteps | EveryPeriod:
     if isinstance(every, timedelta) and every > timedelta(0):
         return EveryPeriod(every)
     if not isinstance(every, int) or every < 1:
-        raise TrainError(f"every must be a whole number, 1 or more, or a timedelta above zero, not {every!r}")
+        raise WrongUse(f"every must be a whole number, 1 or more, or a timedelta above zero, not {every!r}")
     return EverySteps(every)
 
 
