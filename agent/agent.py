@@ -342,7 +342,8 @@ class Agent:
         self._tracker.worker_ended(end)
 
     def _live_workers(self) -> LiveWorkers:
-        return LiveWorkers(self._selector, self._is_worker, self._on_parked, self._on_lost, self._on_gathered, self._runs)
+        heard = self._on_parked, self._on_lost, self._on_gathered
+        return LiveWorkers(self._selector, self._is_worker, *heard, self._runs)
 
     def _runs(self, round: int) -> bool:
         """Return whether the workers of ``round`` are those here. May be called in any thread."""
@@ -462,11 +463,17 @@ class Agent:
             having = {rank: settled for rank, settled in states.items() if settled}
             live_states.tell(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, node_rank, having, lambda: self._round == round)
 
-    def _hold_new(self, specs: list[WorkerSpec], parked: Mapping[int, int], pause: float, quick: int) -> list[WorkerSpec]:
-        """Return the workers so that those in place of failed ones begin after ``pause`` seconds. ``quick``: as in the round record."""
+    def _hold_new(
+        self, specs: list[WorkerSpec], parked: Mapping[int, int], pause: float, quick: int
+    ) -> list[WorkerSpec]:
+        """Return the workers; those in place of failed ones begin after ``pause`` seconds.
+
+        ``quick``: as in the round record.
+        """
         if held := ", ".join(str(spec.rank) for spec in specs if spec.local_rank not in parked):
             why = f"{quick} rounds in a row failed within {QUICK:g} s of their start"
-            self._console.say(f"{why}; the new worker of rank {held} starts after {pause:.1f} s, the others go on")
+            when = f"the new worker of rank {held} starts after {pause:.1f} s"
+            self._console.say(f"{why}; {when}, the others go on")
         return [spec if spec.local_rank in parked else replace(spec, pause=pause) for spec in specs]
 
     def _resume(self, round: int, specs: list[WorkerSpec]) -> None:

@@ -35,8 +35,9 @@ class ExitCode(enum.IntEnum):
     OK = 0, "all workers succeeded", "every worker of the last round succeeded", "nothing: the job is complete"
     FAILED = (
         1, "a worker failed and no restart was left",
-        "the job failed: a worker failed, and `--max-restarts` is spent, `--fail-fast` applies, or `elastirun.train` has refused "
-        "what the script asks for, as it would again; with `--exit-code-from-worker` that worker's own code instead, 128 + n for signal n",
+        "the job failed: a worker failed, and `--max-restarts` is spent, `--fail-fast` applies, or `elastirun.train` "
+        "has refused what the script asks for, as it would again; "
+        "with `--exit-code-from-worker` that worker's own code instead, 128 + n for signal n",
         "fail the job; the failure report has the cause",
     )
     USAGE = (

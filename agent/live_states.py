@@ -1,8 +1,9 @@
-"""Tells the live workers of a round, on all nodes, what only agents know (docs/elastic.md): through the workers' store.
+"""Tells the live workers of a round, on all nodes, what only agents know: through the workers' store (docs/elastic.md).
 
-Which ranks of this node have a state: rows have no field for this, so the round record cannot carry it. Workers wait until every node has
-told. So each agent tells in each round but the first, in which nobody has a state: with and without live workers of its own.
-That training has ended: a worker that cannot reach the store cannot say so itself, nor can one that ends by ``os._exit``.
+Which ranks of this node have a state: rows have no field for this, so the round record cannot carry it. Workers
+wait until every node has told. So each agent tells in each round but the first, in which nobody has a state: with
+and without live workers of its own.
+That training has ended: a worker that cannot reach the store cannot say so itself, nor one that ends by ``os._exit``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def tell(address: str, port: int, round: int, node_rank: int, states: Mapping[in
 
     ``states``: ranks that have a state, each with the round in which the ranks agreed upon it.
     """
-    _write(address, port, f"{store_prefix(round)}/node/{node_rank}", json.dumps(sorted(states.items())).encode(), goes_on)
+    value = json.dumps(sorted(states.items())).encode()
+    _write(address, port, f"{store_prefix(round)}/node/{node_rank}", value, goes_on)
 
 
 def tell_over(address: str, port: int, round: int, goes_on: Callable[[], bool]) -> None:

@@ -28,7 +28,8 @@ class LiveWorkers:
 
     ``is_worker(pid)``: whether this is a worker that runs here. ``on_parked(pid)``: a worker that was asked to park has left its round.
     ``on_lost(pid, round)``: a worker that was not asked has lost peers in that round, and waits to be asked.
-    ``on_gathered(round)``: all workers of that round train together. ``runs(round)``: whether its workers run here.
+    ``on_gathered(round)``: all workers of that round train together.
+    ``runs(round)``: whether the workers of that round run here.
     Where no socket can be had, ``name`` is empty, and every worker is ended after its round.
     """
 
@@ -43,7 +44,7 @@ class LiveWorkers:
     ) -> None:
         self._selector, self._is_worker, self._on_parked = selector, is_worker, on_parked
         self._on_lost, self._on_gathered, self._runs = on_lost, on_gathered, runs
-        self._trains: dict[int, tuple[int, Mapping[str, str]]] = {}  # workers that began a round with a state, by pid: see ``resume``
+        self._trains: dict[int, tuple[int, Mapping[str, str]]] = {}  # by pid: the round that it began with a state
         self._parking = Parking()
         self._connections: dict[int, socket.socket] = {}  # by pid
         self.name = f"elastirun-{os.getpid()}-{secrets.token_hex(8)}"
@@ -83,12 +84,13 @@ class LiveWorkers:
     def worker_ended(self, pid: int, code: int) -> None:
         """Forget a worker. Its forks may hold the connection for longer.
 
-        If it had a state and has succeeded, training has ended for all that have one. Tell that to those which wait to be taken in.
+        If it had a state and has succeeded, training has ended. Tell that to the workers that wait to be taken in.
         """
         self._drop(pid)
         round, env = self._trains.pop(pid, (0, {}))
         if round and code == 0:
-            live_states.tell_over(env["MASTER_ADDR"], int(env["MASTER_PORT"]), round, lambda: self._runs(round))
+            address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+            live_states.tell_over(address, port, round, partial(self._runs, round))
 
     def close(self) -> None:
         """Hang up: workers that are parked end by themselves."""

@@ -229,10 +229,11 @@ def _why(record: RoundRecord, lost: list[Member], causes: tuple[ExitRecord, ...]
 
 
 def _why_final(rules: Rules, view: View, record: RoundRecord, cause: ExitRecord) -> str:
-    """Return in words why there is no restart after the failure ``cause``, which ``record`` counts; empty: there is one."""
+    """Return in words why there is no restart after the failure ``cause``; empty: there is one."""
     if record.failures > rules.max_restarts:
         return f"--max-restarts={rules.max_restarts} is spent"
-    if cause.blame == Blame.FINAL and not keeps_state(view.rows.values(), record.round):  # else a newcomer is refused, and others train
+    trains = keeps_state(view.rows.values(), record.round)  # then only a newcomer was refused
+    if cause.blame == Blame.FINAL and not trains:
         return "as it would after each restart"
     return "--fail-fast" if rules.fail_fast and record.repeats > 1 else ""
 

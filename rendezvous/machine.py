@@ -76,7 +76,7 @@ class Machine:
 
     @property
     def pause_of_new(self) -> float:
-        """The seconds for which workers in place of failed ones wait, while others of the round go on with their state."""
+        """The seconds for which workers in place of failed ones wait, while others go on with their state."""
         record = self._own_round()
         goes_on = record is not None and keeps_state(self.store.view(record).rows.values(), record.round - 1)
         return pause_before(self.rules, record) if record is not None and goes_on else 0.0

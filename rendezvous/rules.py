@@ -109,7 +109,7 @@ def why_held(record: RoundRecord) -> str:
 
 
 def keeps_state(rows: Iterable[NodeRow], round: int) -> bool:
-    """Return whether workers of ``rows`` were parked with their state at the end of ``round``, and go on with it (docs/elastic.md)."""
+    """Return whether workers of the nodes of ``rows`` have kept their state at the end of ``round`` (docs/elastic.md)."""
     return any(row.kept == round for row in rows)
 
 

@@ -34,7 +34,7 @@ _PEER_LOST_MESSAGE = re.compile(
 _PEER_EXCEPTION = re.compile(
     r"(.*\.)?(RuntimeError|OSError|EOFError|TimeoutError|Connection\w*Error|BrokenPipeError|Dist\w*Error|PeerLost|ReductionFailed)"
 )
-_FINAL = "elastirun.train.errors.WrongUse"  # decided there, in one place: the exceptions after which a restart is of no use
+_FINAL = "elastirun.train.errors.WrongUse"  # the exception after which a restart is of no use
 _EXCEPTION_LINE = re.compile(r"(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*)(?::|$)")  # not indented, unlike the frames above it
 _TRACEBACK = "Traceback (most recent call last)"
 # Exceptions that signal handlers raise: Python's, Lightning's, torch's.
@@ -49,7 +49,8 @@ _SHELL_CODES = {126: "command cannot be executed", 127: "command not found"}
 def classify(end: WorkerExit, lines: Sequence[str]) -> Blame:
     """Return the blame of a failed worker, by how it ended and by the last ``lines`` of its stderr.
 
-    Never returns ``Blame.SUSPECT``: ``make_record`` decides that, by what the worker had shown before its agent stopped it. Nor ``FINAL``.
+    Never returns ``Blame.SUSPECT``: ``make_record`` decides that, by what the worker had shown before its agent stopped it.
+    Nor ``Blame.FINAL``, which ``make_record`` decides, too.
     """
     if end.killed_by_us:
         return Blame.KILLED_BY_US

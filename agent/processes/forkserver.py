@@ -429,7 +429,7 @@ def enter(group: str) -> None:
 
 
 def wait(seconds: float) -> None:
-    """Wait before the script begins. As in ``exec_worker.py``, SIGINT ends this process without a traceback of ours."""
+    """Wait before the script begins. As in ``exec_worker.py``, SIGINT ends this process without a traceback."""
     from signal import SIG_DFL, SIG_IGN, SIGINT, getsignal, signal
     from time import sleep
 

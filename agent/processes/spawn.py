@@ -26,7 +26,7 @@ class WorkerSpec:
     cpus: frozenset[int] | None = None  # CPUs the worker may run on; None: the agent's
     group: str = ""  # the control group the worker enters; empty: it stays in the agent's
     files: int | None = None  # the worker's soft limit of open descriptors; None: the agent's
-    pause: float = 0.0  # seconds for which the process waits before it executes ``argv``, or runs it in a fork
+    pause: float = 0.0  # seconds for which the process waits before it runs ``argv``
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class WorkerExit:
     rank: int
     pid: int
     code: int  # exit status; minus the signal number when a signal ended it
-    after: float  # seconds since the start of the round's workers; of one that had to wait first: since it need not any more
+    after: float  # seconds since the start of the round's workers, less the pause of this worker
     killed_by_us: bool  # the worker was alive when the agent signalled it
     catches_term: bool = False  # the worker failed with an exit code, and had a handler for SIGTERM
 
@@ -246,7 +246,8 @@ class Workers:
         assert self._logs is not None
         self._logs.worker_ended(spec.local_rank)
         del self._alive[spec.local_rank]  # not before worker_ended, which may call _check_idle: this exit comes first
-        after, catches_term = max(0.0, self._clock() - self._began - spec.pause), code > 0 and process.catches(signal.SIGTERM)
+        after = max(0.0, self._clock() - self._began - spec.pause)
+        catches_term = code > 0 and process.catches(signal.SIGTERM)
         self._on_exit(WorkerExit(spec.local_rank, spec.rank, process.pid, code, after, process in self._signalled, catches_term))
 
     def _living_pids(self) -> tuple[int, ...]:

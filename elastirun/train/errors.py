@@ -1,7 +1,7 @@
 """Errors of a worker's training core.
 
     TrainError (a RuntimeError)
-    ├── WrongUse           an argument that is refused when something is made: a restart would meet that again, so the job ends at once
+    ├── WrongUse           an argument is refused: each restart would meet that again, so the job ends at once
     ├── ModelMismatch      the ranks do not hold the same parameters: which one, and what each rank has
     ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's forward
     ├── Diverged           the replicas' parameters are no longer the same: the first difference, and the ranks
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class WrongUse(TrainError):
-    """A refusal that depends on nothing but the script. The agent knows it by its name: ``agent/failures/classify.py``."""
+    """A refusal that depends on nothing but the script. ``agent/failures/classify.py`` knows it by its name."""
 
 
 class ModelMismatch(TrainError):

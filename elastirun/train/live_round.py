@@ -43,7 +43,7 @@ LOOK = 0.01  # seconds between two looks for ranks that are ready; each is one e
 COME = 30.0  # seconds for ranks that begin a round with a state; it takes milliseconds, so one that does not come hangs
 TOGETHER = 0.3  # seconds for which the first that is ready waits for the others, so that one change of the world takes them all in
 LAST_CALL = 5.0  # seconds that the end of the process waits for its threads: one that is inside torch would abort the process
-AGAIN = 0.5  # seconds from a broken connection to another one: where the store is gone the agent mostly ends the round before
+AGAIN = 0.5  # seconds from a broken connection to another one; if the store is gone, the agent ends the round before
 AWAY = 10.0  # seconds without the store after which a wait ends with its error: then the agent hears of it
 NUMBER = "ELASTIRUN_WORLD"  # set here: the number of the world within the round
 
@@ -55,8 +55,8 @@ class RoundOver(RuntimeError):
 class LiveRound:
     """One round, for one worker; the environment is that of the round. ``asked``: whether the agent wants the worker to leave it.
 
-    Waits end with a RoundOver when it does. They connect again where the connection to the store breaks, and raise torch's RuntimeError
-    where it is away for ``AWAY``.
+    Waits end with a RoundOver when it does. They connect again where the connection to the store breaks, and raise
+    torch's RuntimeError where the store is away for ``AWAY``.
     """
 
     def __init__(self, number: int, asked: Callable[[], bool]) -> None:
@@ -211,7 +211,7 @@ class LiveRound:
         return c10d.PrefixStore(store_prefix(self._number), store)
 
     def _open_again(self) -> None:
-        """Replace a connection that has broken, unless this worker leaves the round, whose connections are cut then."""
+        """Replace a broken connection, unless this worker leaves the round: its connections are cut then."""
         if not self._stopped.wait(AGAIN) and not self._asked():
             self._store = self._opened() or self._store
 
@@ -278,7 +278,7 @@ class LiveRound:
         return found if found is not None and self._rank in found.ranks else None
 
     def _look(self, world: World, ask: Callable[[], object]) -> None:
-        """Wait until ranks are ready, write the next world, and ``ask``. Nothing but the end of the round ends this before."""
+        """Wait until ranks are ready, write the next world, and ``ask``. Only the end of the round ends this before."""
         first = None  # when the first was ready
         while not self._stopped.wait(LOOK):
             try:

@@ -66,7 +66,7 @@ def test_no_round_waits_whose_workers_go_on_with_their_state(cause: Cause, kept:
 
 @pytest.mark.parametrize(("blame", "kept", "closes"), [(Blame.FINAL, 0, True), (Blame.OWN_FAULT, 0, False), (Blame.FINAL, 1, False)])
 def test_a_refusal_that_each_restart_would_meet_again_ends_the_job_unless_others_train(blame: Blame, kept: int, closes: bool) -> None:
-    """Where others go on with their state it is a newcomer that is refused, which was started with another script, for example."""
+    """Where others go on with their state a newcomer was refused, which may have another script."""
     refused = ExitRecord("a", 0, 0, 1, 1, blame, 1.0, ("WrongUse: no",), "WrongUse: no")
     record = after("ab", broken=Broken(Cause.FAILURE, "r", "a", ran=5.0))
     decision = form(record, [row("a", 1, failures=(refused,)), replace(row("b", 1), kept=kept)], max_restarts=9)

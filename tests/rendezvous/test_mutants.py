@@ -577,12 +577,12 @@ MUTANTS = (
     ),
     mutant(
         "a refusal that comes again ends the job",
-        *("formation", "    if cause.blame == Blame.FINAL and not", "    if False and not"),
+        *("formation", "    if cause.blame == Blame.FINAL and not trains:", "    if False:"),
         *("crash_loops", "a_refusal_that_each_restart_would_meet_again_ends_the_job_unless_others_train"),
     ),
     mutant(
         "a refusal of a newcomer does not end the job",
-        *("formation", "Blame.FINAL and not keeps_state(view.rows.values(), record.round):", "Blame.FINAL:"),
+        *("formation", "Blame.FINAL and not trains:", "Blame.FINAL:"),
         *("crash_loops", "a_refusal_that_each_restart_would_meet_again_ends_the_job_unless_others_train"),
     ),
     mutant(
