@@ -113,21 +113,23 @@ def test_a_new_worker_is_taken_in_although_the_others_have_lost_their_connection
         finish(running, tmp_path)
 
 
-def test_the_others_do_not_wait_where_the_same_worker_fails_again_and_again_only_the_new_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "nproc"), [(1, 3), (2, 1)])
+def test_only_the_new_worker_waits_where_the_same_one_fails_again_and_again(tmp_path: Path, nodes: int, nproc: int) -> None:
     env = {"TEST_PAUSE": "0.005", "PET_RESTART_PAUSE": "10"}
-    with job(tmp_path, 1, 3, "--preload=torch", **env) as running:
-        before = running.world(3)
-        survivors, pauses, seen = pids(before[:2]), list[float](), pids(before)
+    size = nodes * nproc
+    with job(tmp_path, nodes, nproc, "--preload=torch", **env) as running:
+        before = running.world(size)
+        survivors, pauses, seen = pids(before[:-1]), list[float](), pids(before)
         for _ in range(8):  # on a busy machine a round may have lasted for too long to have failed soon
             last = next(line for line in before if line["pid"] not in survivors)
             killed_at = time.monotonic()
             os.kill(last["pid"], signal.SIGKILL)
-            assert pids(running.world(2, last["round"])) == survivors
+            assert pids(running.world(size - 1, last["round"])) == survivors
             step = next_step(running.lines(), last["round"], survivors, killed_at)
-            before = running.world(3, last["round"])
+            before = running.world(size, last["round"])
             [new] = [line for line in live_log.of(running.lines(), "begun") if line["pid"] not in seen]
             seen.add(new["pid"])
-            said = [float(pause) for pause in re.findall(r"worker of rank 2 starts after ([\d.]+) s, the others go on", running.said())]
+            said = [float(pause) for pause in re.findall(r"worker of rank \d starts after ([\d.]+) s", running.said())]
             if said[len(pauses) :]:
                 pauses = said
                 assert step < new["at"] - killed_at >= pauses[-1] - 0.1
@@ -143,6 +145,19 @@ def test_a_job_ends_although_a_new_worker_was_not_ready_in_time(tmp_path: Path, 
         running.wait(lambda lines: pids(live_log.of(lines, "over")) == survivors)
         with open(tmp_path / "hold", "w"):
             assert running.agents[1].wait(PATIENCE) == 0
+        finish(running, tmp_path)
+
+
+def test_a_new_worker_of_another_node_hears_from_the_others_agent_that_they_have_ended(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hold")
+    env = {"TEST_PAUSE": "0.005", "TEST_HOLD": str(tmp_path / "hold"), "TEST_EPOCHS": "1", "TEST_EXITS": "1"}
+    with job(tmp_path, 2, 1, **env) as running:
+        first = running.world(2)
+        [victim] = [pid for pid in pids(first) if parent(pid) == running.agents[1].pid]
+        os.kill(victim, signal.SIGKILL)
+        running.wait(lambda lines: bool(live_log.of(lines, "over")) and bool(list(tmp_path.glob("hold.*"))))
+        with open(tmp_path / "hold", "w"):
+            assert [running.agents[node].wait(PATIENCE) for node in (1, 2)] == [0, 0], running.said()
         finish(running, tmp_path)
 
 
