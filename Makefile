@@ -10,7 +10,8 @@
 #                 installs them in .nightly and uses the network; hangs of many kinds, and honest slowness that must not be taken for one
 # make gpu        every claim about GPUs, checked on one GPU within nine minutes; without a GPU a dry run on the CPU (docs/gpu.md). It needs no
 #                 network: GPU_PYTHON=python3 is a Python with torch (default: that of .venv); GPU_PARTS="ddp steps" some parts, GPU_PARTS=left the rest
-# make gpu-wheels download what tests of GPUs need besides torch into wheels/, for a machine without network; GPU_PYTHON_VERSION=3.12 is its Python
+# make gpu-wheels download what tests of GPUs need besides torch into wheels/, for a machine without network whose Python is GPU_PYTHON_VERSION=3.12
+#                 and whose processors are GPU_ARCH=x86_64 (or aarch64)
 # make lint       ruff and mypy alone
 # make clean      remove what was built (.venv, .nightly and the checkpoints in runs/ stay)
 #
@@ -31,6 +32,7 @@ TESTS :=
 # The Python of the machine with the GPU: .venv's where there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_PYTHON_VERSION ?= 3.12
+GPU_ARCH ?= x86_64
 GPU_PARTS :=
 
 .PHONY: train test test-long test-loaded test-preload mutants failover gpu gpu-wheels nightly lint venv clean
@@ -60,14 +62,14 @@ failover: venv
 	$(BIN)/python examples/failover.py
 
 gpu:
-	PYTHON=$(GPU_PYTHON) tests/gpu/run.sh $(if $(GPU_PARTS),--parts $(GPU_PARTS))
+	PYTHON="$(GPU_PYTHON)" tests/gpu/run.sh $(if $(GPU_PARTS),--parts $(GPU_PARTS))
 
-# Wheels of newer builds run on older images only if they ask for an old C library: manylinux2014 is what all of these offer.
+# For another Python than this one, so without the constraints, whose markers speak of this one.
 gpu-wheels:
-	$(PYTHON) -m pip download -q --disable-pip-version-check --only-binary=:all: --no-deps -c constraints.txt -d wheels \
-	  --python-version $(GPU_PYTHON_VERSION) --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-	  --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux1_x86_64 \
-	  click psutil numpy pytest iniconfig packaging pluggy Pygments
+	$(PYTHON) -m pip download -q --disable-pip-version-check --only-binary=:all: --no-deps -d wheels \
+	  --python-version $(GPU_PYTHON_VERSION) --implementation cp \
+	  $(foreach tag,manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014,--platform $(tag)_$(GPU_ARCH)) \
+	  click psutil numpy pytest iniconfig packaging pluggy Pygments exceptiongroup tomli typing_extensions
 	@du -sh wheels
 
 nightly: venv

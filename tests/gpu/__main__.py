@@ -1,83 +1,64 @@
 """Runs the parts of tests/gpu/parts.py, each within its limit, all within 540 s, and writes what came of them to FOLDER/gpu.json.
 
-A part that fails or is late does not stop the others. Parts that only test run side by side; those that measure run alone, after them.
-Called again with ``--parts left``, only those run that have not passed yet with the same commit, machine and versions.
-The summary comes last. The exit code is 0 if all parts passed, and 1 if one did not.
+A part that fails or is late does not stop the others. Parts that only test run side by side; those that measure run alone, after
+them. Called again with ``--parts left``, only those run that have not passed yet with the same commit, machine and versions.
+The summary comes last. Exit code: 0 if no part failed (of one whose packages are missing nothing is known), 1 if one failed, was late
+or was skipped, 2 for wrong use, 128 + n after signal n.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import date
+from datetime import datetime, timezone
+from json import dumps
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import psutil
 
 from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER
 from tests.gpu import parts
+from tests.gpu.machine import ROOT, UNKNOWN, Machine, look
 from tests.gpu.parts import PARTS, Part
-from tests.support.figures import printed
+from tests.gpu.results import (
+    FAILED,
+    LATE,
+    MISSING,
+    PASSED,
+    SKIPPED,
+    Result,
+    Results,
+    figures_of,
+    keep,
+    read,
+    write,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 540.0  # for everything
 LEAST = 10.0  # seconds: a part is not begun with less left
 GRACE = 5.0  # seconds between the two signals that end a part
 DRY_LIMITS = 4  # times the limit of a part in a dry run, on a few cores that have other work, too
 TOGETHER = 3  # parts side by side: their processes take turns on the GPU
+NOT_INSTALLED = 77  # exit code of a part that lacks packages
 SIZE = 3900  # characters of the summary: below 4,000
 LOG_END = 3000  # characters of the output that gpu.json keeps of a part that did not pass
-SPECIFICATION = """
-import json, platform, torch
-cuda = torch.cuda.is_available()
-properties = torch.cuda.get_device_properties(0) if cuda else None
-print(json.dumps({
-    "gpu": f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory >> 30} GiB" if cuda else "",
-    "versions": f"Python {platform.python_version()}, torch {torch.__version__}" + (
-        f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if cuda else ""),
-}))
-"""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine of a run. ``gpu``: empty where there is none, so that parts run dry."""
-
-    gpu: str
-    cores: int
-    versions: str
-    commit: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.gpu or 'no GPU'}, {self.cores} cores"
-
-
-@dataclass
-class Result:
-    """What came of a part. ``figures``: by claim, {"text", "values", "holds"}. ``end``: of its output, unless it passed."""
-
-    verdict: str  # "passed", "failed", "late" (ended at its limit) or "skipped" (no time was left)
-    seconds: float
-    dry: bool
-    machine: str
-    versions: str
-    commit: str
-    date: str
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    end: str = ""
+UNWANTED = (
+    "PYTEST_ADDOPTS",
+    "PYTHONOPTIMIZE",
+    "TEST_GPU",
+)  # variables that would leave out tests or assertions, or the GPU
 
 
 @dataclass
@@ -87,65 +68,80 @@ class Run:
     machine: Machine
     folder: Path
     until: float  # monotonic time at which everything has ended
-    results: dict[str, dict[str, Any]]
+    results: Results
+    signum: int = 0  # the signal that has ended it; 0: none
+    now: Results = field(default_factory=dict)  # those of this run
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "gpu.json"
 
     def carry_out(self, part: Part) -> None:
         """Run a part, and write what came of it."""
         began = time.monotonic()
         left = self.until - began
-        limit = min(part.limit * (1 if self.machine.gpu else DRY_LIMITS), left)
-        if left < LEAST:
-            verdict, output = "skipped", ""
-        else:
-            code, output = self.start(part, limit)
-            verdict = "late" if code is None else "failed" if code else "passed"
-        seconds = round(time.monotonic() - began, 1)
-        figures = figures_of(part, output, self.folder / f"{part.name}.xml")
-        if verdict == "passed" and any(claim.name not in figures for claim in part.claims):
-            verdict = "failed"
-        end = "" if verdict == "passed" else output[-LOG_END:]
+        usual = part.limit * (1 if self.machine.gpu else DRY_LIMITS)
+        verdict, output = SKIPPED, ""
+        report = self.folder / f"{part.name}.xml"
+        if left >= LEAST and not self.signum:
+            report.unlink(missing_ok=True)
+            code, output = self.start(part, min(usual, left))
+            verdict = self.judge(code, usual <= left)
+        figures = figures_of(part, output, report, verdict)
+        if verdict == PASSED and not all(figures.get(claim.name, {}).get("holds") for claim in part.claims):
+            verdict = FAILED
         machine = self.machine
-        found = Result(
-            verdict,
-            seconds,
-            not machine.gpu,
-            machine.name,
-            machine.versions,
-            machine.commit,
-            date.today().isoformat(),
-            figures,
-            end,
+        seconds = round(time.monotonic() - began, 1)
+        end = "" if verdict == PASSED else output[-LOG_END:]
+        at = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+        found = asdict(
+            Result(
+                verdict,
+                seconds,
+                not machine.gpu,
+                machine.name,
+                machine.versions,
+                machine.commit,
+                at,
+                figures,
+                end,
+            )
         )
         with self.lock:
-            self.results[part.name] = asdict(found)
+            self.now[part.name] = found
+            self.results[part.name] = keep(self.results.get(part.name), found)
             self.write()
-        print(f"{part.name}: {verdict}, {seconds:.0f} s", flush=True)
+        say(f"{part.name}: {verdict}, {seconds:.0f} s")
+
+    def judge(self, code: int | None, whole: bool) -> str:
+        """Return the verdict of a part with this exit code; None: it was late. ``whole``: it had its whole limit."""
+        if self.signum or (code is None and not whole):
+            return SKIPPED
+        return LATE if code is None else {0: PASSED, NOT_INSTALLED: MISSING}.get(code, FAILED)
 
     def start(self, part: Part, limit: float) -> tuple[int | None, str]:
         """Return the exit code of a part, or None if it was late, and its output."""
         log = self.folder / f"{part.name}.log"
-        env = dict(os.environ) if self.machine.gpu else {**os.environ, "TEST_GPU": "dry"}
-        with open(log, "wb") as out:
-            process = subprocess.Popen(
-                command(part, self.folder, not self.machine.gpu),
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        env = {name: value for name, value in os.environ.items() if name not in UNWANTED}
+        env["TEST_GPU"] = "required" if self.machine.gpu else "dry"
+        try:
+            with open(log, "wb") as out:
+                process = subprocess.Popen(
+                    command(part, self.folder, not self.machine.gpu),
+                    cwd=ROOT,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self.running.append(process)
             try:
                 code: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
                 code = None
                 end_tree(process)
-        return code, log.read_text(errors="replace")
+            return code, log.read_text(errors="replace")
+        except OSError as error:
+            return 1, f"{log}: {error}"
 
     def write(self) -> None:
         machine = self.machine
@@ -155,9 +151,17 @@ class Run:
             "commit": machine.commit,
             "parts": self.results,
         }
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(content, indent=1) + "\n")
-        new.replace(self.path)
+        try:
+            write(self.folder / "gpu.json", dumps(content, indent=1) + "\n")
+        except OSError as error:
+            say(f"gpu.json cannot be written: {error}")
+
+    def stop(self, signum: int, _: FrameType | None) -> None:
+        """End the parts that run; no other one begins. The summary says what is known."""
+        self.signum = signum
+        for process in self.running:
+            if process.poll() is None:
+                process.terminate()
 
 
 # -- one part -----------------------------------------------------------------------------------------------------------------
@@ -185,84 +189,33 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.NoSuchProcess):
             one.kill()
     process.kill()
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver cannot be waited for
+        process.wait(GRACE)
 
 
 def end_orphans() -> None:
     """Kill what ended parts have left: this process is the subreaper, so all of it is below this process."""
-    while left_behind := psutil.Process().children(recursive=True):
+    until = time.monotonic() + GRACE
+    while (left_behind := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for one in left_behind:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, 0)[0]:
-                pass
-
-
-def figures_of(part: Part, output: str, report: Path) -> dict[str, dict[str, Any]]:
-    """Return the figures that the part has printed, and a count of the tests of each claim that tests show."""
-    figures = dict(printed(output))
-    if part.is_pytest and report.exists():
-        for claim in part.claims:
-            if claim.tests and (counted := count(report, claim.tests)):
-                figures.setdefault(claim.name, counted)
-    return figures
-
-
-def count(report: Path, beginning: str) -> dict[str, Any] | None:
-    """Return the figure of the tests in pytest's XML whose names begin so; None if none of them ran."""
-    cases = [
-        case
-        for case in ElementTree.parse(report).iter("testcase")
-        if str(case.get("name")).startswith(beginning)
-    ]
-    ran = [case for case in cases if case.find("skipped") is None]
-    if not ran:
-        return None
-    failed = [
-        str(case.get("name"))
-        for case in ran
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    text = f"{len(ran) - len(failed)} of {len(ran)} tests" + (
-        f"; failed: {', '.join(failed)}" if failed else ""
-    )
-    return {"text": text, "values": {"passed": len(ran) - len(failed), "ran": len(ran)}, "holds": not failed}
+        psutil.wait_procs(left_behind, GRACE)
 
 
 # -- all parts ----------------------------------------------------------------------------------------------------------------
 
 
-def look() -> Machine:
-    """Return what is known of this machine. Raises SystemExit where torch cannot say it."""
-    asked = subprocess.run([sys.executable, "-c", SPECIFICATION], capture_output=True, text=True)
-    if asked.returncode:
-        raise SystemExit(f"torch cannot be asked for GPUs:\n{asked.stderr}")
-    said = json.loads(asked.stdout.splitlines()[-1])
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = os.environ.get("GPU_COMMIT") or git.stdout.strip() or "unknown"
-    return Machine(said["gpu"], len(os.sched_getaffinity(0)), said["versions"], commit)
-
-
-def earlier(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of an earlier run that wrote to ``path``; empty if there is none."""
-    try:
-        return dict(json.loads(path.read_text())["parts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def left(results: dict[str, dict[str, Any]], machine: Machine) -> list[Part]:
+def left(results: Results, machine: Machine) -> list[Part]:
     """Return the parts that have not passed with this commit on this machine."""
+    here = [machine.name, machine.versions, machine.commit]
 
     def passed(part: Part) -> bool:
         found = results.get(part.name, {})
-        same = [found.get(what) for what in ("machine", "versions", "commit")] == [
-            machine.name,
-            machine.versions,
-            machine.commit,
-        ]
-        return same and found.get("verdict") == "passed"
+        same = [
+            found.get(what) for what in ("machine", "versions", "commit")
+        ] == here and machine.commit != UNKNOWN
+        return same and found["verdict"] == PASSED
 
     return [part for part in PARTS if not passed(part)]
 
@@ -273,19 +226,41 @@ def summary(run: Run, chosen: Sequence[Part], seconds: float) -> str:
     head = f"{machine.name}; {machine.versions}; {machine.commit}; {seconds:.0f} s" + (
         "" if machine.gpu else "; a dry run"
     )
-    verdicts = [run.results[part.name]["verdict"] for part in chosen]
-    end = ", ".join(
-        f"{verdicts.count(one)} {one}" for one in ("passed", "failed", "late", "skipped") if one in verdicts
-    )
+    verdicts = [run.now[part.name]["verdict"] for part in chosen]
+    kinds = (PASSED, FAILED, LATE, SKIPPED, MISSING)
+    end = ", ".join(f"{verdicts.count(one)} {one}" for one in kinds if one in verdicts)
     room = (SIZE - len(head) - len(end)) // len(chosen) - 1
     lines = [head]
     for part in chosen:
-        found = run.results[part.name]
+        found = run.now[part.name]
         figures = "; ".join(f"{claim}: {figure['text']}" for claim, figure in found["figures"].items())
         last = " ".join(found["end"].split())[-room // 2 :]
         line = f"{part.name:<12} {found['verdict']:<7} {found['seconds']:4.0f} s  {figures}"
         lines.append(line[:room] if not last else f"{line[: room - len(last) - 4]} ... {last}"[:room])
     return "\n".join([*lines, end])
+
+
+def say(text: str) -> None:
+    """Print a line. Nobody need read it: results are in the file."""
+    with suppress(BrokenPipeError):
+        print(text, flush=True)
+
+
+def choose(names: list[str], run: Run) -> list[Part]:
+    """Return the parts with these names. Raises ValueError, with one line, for names that are none."""
+    if names == ["left"]:
+        return left(run.results, run.machine)
+    if unknown := [name for name in names if name not in {part.name for part in PARTS}]:
+        raise ValueError("'left' stands alone" if "left" in unknown else f"there is no part {unknown[0]!r}")
+    return parts.of(names) if names else list(PARTS)
+
+
+def hold(folder: Path) -> int:
+    """Return a lock of ``folder``, for this process alone. Raises OSError where another run has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -304,33 +279,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=SECONDS, help="for everything; default: %(default).0f"
     )
     chosen = parser.parse_args(arguments)
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     began = time.monotonic()
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder: Path = chosen.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    if not 0 < chosen.seconds < float("inf"):
+        parser.error("--seconds: give a number of seconds")
     machine = look()
-    run = Run(machine, folder, began + chosen.seconds - GRACE - 1, earlier(folder / "gpu.json"))
     try:
-        wanted = (
-            left(run.results, machine)
-            if chosen.parts == ["left"]
-            else parts.of(chosen.parts)
-            if chosen.parts
-            else list(PARTS)
+        lock = hold(folder)
+        old = read(folder / "gpu.json") if (folder / "gpu.json").exists() else {}
+        run = Run(machine, folder, began + chosen.seconds - 2 * GRACE, old)
+        wanted = choose(chosen.parts, run)
+    except BlockingIOError:
+        parser.error(f"--folder: another run uses {folder}; wait for its end, or give another folder")
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"{error}; parts are: {names}" if isinstance(error, ValueError) else f"--folder: {error}"
         )
-    except KeyError as error:
-        parser.error(f"there is no part {error}; there are: {names}")
-    print(f"{machine.name}; {machine.versions}; {machine.commit}", flush=True)
-    width = max(2, min(TOGETHER, machine.cores // 4))
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, run.stop)
+    say(f"{machine.name}; {machine.versions}; {machine.commit}")
+    if not machine.gpu and Path("/dev/nvidia0").exists():
+        say(
+            "torch sees no GPU, though there is one: is CUDA_VISIBLE_DEVICES set, and is this torch's CUDA that of the driver?"
+        )
+    if not wanted:
+        say("no part is left")
+        return 0
+    carry_out(run, wanted)
+    say("\n" + summary(run, wanted, time.monotonic() - began))
+    os.close(lock)
+    bad = any(run.now[part.name]["verdict"] not in (PASSED, MISSING) for part in wanted)
+    return 128 + run.signum if run.signum else int(bad)
+
+
+def carry_out(run: Run, wanted: Sequence[Part]) -> None:
+    """Run the parts: first those that can run side by side."""
+    width = max(2, min(TOGETHER, run.machine.cores // 4))
     for together, count in ((True, width), (False, 1)):
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(run.carry_out, [part for part in wanted if part.alone is not together]))
         end_orphans()
-    if not wanted:
-        print("no part is left")
-        return 0
-    print("\n" + summary(run, wanted, time.monotonic() - began), flush=True)
-    return int(any(run.results[part.name]["verdict"] != "passed" for part in wanted))
 
 
 if __name__ == "__main__":

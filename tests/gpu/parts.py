@@ -9,13 +9,14 @@ from dataclasses import dataclass
 class Claim:
     """One row of docs/gpu.md.
 
-    ``name``: its anchor. ``tests``: the beginning of the names of the tests that show it; empty: the part prints a figure for it
-    (``tests.support.gpu.figure``), also where a test has more to say than that it passed.
+    ``name``: its anchor. ``tests``: the beginning of the names of the ``count`` tests that show it; a test with more to say than that
+    it passed prints a figure (``tests.support.gpu.figure``). Empty: the part is a program, which prints a figure.
     """
 
     name: str
     text: str
     tests: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,18 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
                 "gradients",
                 "One rank: the gradients of the plain model, unused parameters included",
                 "test_gradients_on_a_gpu",
+                2,
             ),
             Claim(
                 "no-wait",
-                "In a step in which nothing changes the host never waits for the GPU",
+                "In a step in which nothing changes torch sees no wait of the host for the GPU (one rank; waits for events are not seen)",
                 "test_the_host_does_not_wait",
             ),
             Claim(
                 "shared-gpu",
-                "2 and 3 ranks, over NCCL and gloo: gradients are the average",
+                "2 and 3 ranks over NCCL, 2 over gloo: gradients are the average",
                 "test_ranks_share_a_gpu",
+                4,
             ),
             Claim(
                 "sync-batchnorm",
@@ -70,12 +73,13 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         (
             Claim(
                 "state",
-                "A state of FSDP2 or DDP comes back on 1 to 3 ranks; DCP reads ours, we read DCP's",
+                "A state of FSDP2 or DDP on 1 to 3 ranks, several of them over gloo: DCP reads ours, we read DCP's",
                 "test_a_state_on_a_gpu",
+                6,
             ),
             Claim(
                 "deterministic",
-                "`DeterministicShards`: the same bits with 1, 2 and 3 ranks, after stops too",
+                "`DeterministicShards`: the same parameters, bit by bit, with 1, 2 and 3 ranks (gloo), after stops too",
                 "test_the_same_bits",
             ),
         ),
@@ -90,11 +94,17 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
                 "A worker is killed, ends or fails in a kernel: its GPU memory is free for the next round, also with "
                 "`--preload=torch`",
                 "test_the_next_round_finds_the_memory",
+                6,
             ),
-            Claim("agent-killed", "A killed agent leaves no process on the GPU", "test_a_killed_agent"),
+            Claim(
+                "agent-killed",
+                "A killed agent: its workers end, and their GPU memory is free",
+                "test_a_killed_agent",
+                2,
+            ),
             Claim(
                 "fork-server",
-                "The fork server has opened nothing of CUDA before it forks",
+                "The fork server and its parked forks hold no device file of CUDA, and one thread each",
                 "test_the_fork_server",
             ),
         ),
@@ -108,6 +118,7 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
                 "live",
                 "Live workers over NCCL: the others of a killed one go on, a new one gets their state",
                 "test_",
+                2,
             ),
         ),
     ),
@@ -116,11 +127,11 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         200,
         (*PYTEST, "tests/train/test_gpu_mesh.py"),
         (
-            Claim("mesh-fsdp2", "FSDP2 on 4 ranks trains as one process", "test_fsdp2"),
-            Claim("mesh-hsdp", "HSDP, 2 × 2 ranks, trains as one process", "test_hsdp"),
+            Claim("mesh-fsdp2", "torch alone: FSDP2 on 4 ranks trains as one process", "test_fsdp2"),
+            Claim("mesh-hsdp", "torch alone: HSDP, 2 × 2 ranks, trains as one process", "test_hsdp"),
             Claim(
                 "mesh-tp-fsdp2",
-                "Tensor parallelism × FSDP2, 2 × 2 ranks, trains as one process",
+                "torch alone: tensor parallelism × FSDP2, 2 × 2 ranks, trains as one process",
                 "test_tp_fsdp2",
             ),
             Claim(
@@ -135,7 +146,7 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
             ),
             Claim(
                 "mesh-pp-fsdp2",
-                "Pipeline (1F1B) × FSDP2, 2 × 2 ranks, trains as one process",
+                "torch alone: pipeline (1F1B) × FSDP2, 2 × 2 ranks, trains as one process",
                 "test_pp_fsdp2",
             ),
             Claim(
@@ -152,7 +163,7 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         (
             Claim(
                 "compile",
-                "`torch.compile` inside and around our module: gradients as without it, replicas equal",
+                "`torch.compile` inside and around our module: gradients as without it (2e-5; bf16 3 %), replicas equal",
                 "test_compile",
             ),
         ),
@@ -174,7 +185,10 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         120,
         ("-m", "tests.gpu.steps"),
         (
-            Claim("step-resnet", "Step of a ResNet-50, bf16, one rank, with a batch that fills the GPU, beside torch's class"),
+            Claim(
+                "step-resnet",
+                "Step of a ResNet-50, bf16, one rank, with a batch that fills the GPU, beside torch's class",
+            ),
             Claim(
                 "step-transformer",
                 "Step of a transformer, bf16, one rank, with a batch that fills the GPU, beside torch's class",
@@ -218,9 +232,9 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         120,
         (*PYTEST, "tests/system/test_gpu_hangs.py"),
         (
-            Claim("hang-skipped", "NCCL: a rank leaves out a collective"),
-            Claim("hang-spins", "NCCL: a rank's kernel never ends"),
-            Claim("straggler", "NCCL: a rank that is slower than the others"),
+            Claim("hang-skipped", "NCCL: a rank leaves out a collective", "test_a_rank_that_leaves_out"),
+            Claim("hang-spins", "NCCL: a rank's kernel never ends", "test_a_rank_whose_kernel"),
+            Claim("straggler", "NCCL: a rank that is slower than the others", "test_a_rank_that_computes"),
         ),
         alone=True,
     ),
@@ -233,7 +247,7 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
                 "checkpoint-blocks",
                 "A save of 1.2 GB on the GPU blocks training for, beside DCP and `torch.save`",
             ),
-            Claim("checkpoint-fsdp2", "A save of FSDP2 state on the GPU blocks training for"),
+            Claim("checkpoint-fsdp2", "A save of FSDP2 state, a mesh of one rank, blocks training for"),
             Claim("checkpoint-restore", "1.2 GB restored from the disk to the GPU within"),
         ),
         alone=True,
@@ -242,7 +256,12 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
         "frameworks",
         90,
         ("-m", "tests.gpu.frameworks"),
-        (Claim("frameworks", "accelerate, Lightning, transformers: a worker on the GPU is killed, and goes on from its checkpoint"),),
+        (
+            Claim(
+                "frameworks",
+                "accelerate, Lightning, transformers: a worker on the GPU is killed, and goes on from its checkpoint",
+            ),
+        ),
         alone=True,
     ),
     Part(

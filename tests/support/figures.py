@@ -16,9 +16,10 @@ def figure(claim: str, text: str, **values: float) -> None:
 
 
 def printed(output: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (claim, figure) of each figure in ``output``. Lines that are cut off are left out."""
+    """Yield (claim, figure) of each figure in ``output``. Lines that are cut off, or are none of ``figure``, are left out."""
     for line in output.splitlines():
         if MARK in line:
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 said = json.loads(line.partition(MARK)[2])
-                yield said["claim"], {"text": said["text"], "values": said["values"], "holds": True}
+                if isinstance(said["claim"], str) and isinstance(said["text"], str):
+                    yield said["claim"], {"text": said["text"], "values": said["values"], "holds": True}

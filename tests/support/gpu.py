@@ -1,6 +1,6 @@
 """The GPU that tests and measurements of GPUs use; the CPU and gloo as stand-ins in a dry run, so that the programs are known to work.
 
-``TEST_GPU=dry`` asks for the stand-ins where there is no GPU. Several ranks may share one GPU: see ``share``.
+``TEST_GPU=dry`` asks for the stand-ins where there is no GPU, ``=required`` refuses them. Several ranks may share one GPU: see ``share``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from tests.support.figures import figure
 
 HERE = torch.cuda.is_available()
 DRY = not HERE and os.environ.get("TEST_GPU") == "dry"
+if not HERE and os.environ.get("TEST_GPU") == "required":
+    raise RuntimeError("torch sees no GPU any more")  # or what runs on the CPU would be taken for a result of the GPU
 DEVICE = "cuda" if HERE else "cpu"
 NCCL = "nccl" if HERE else "gloo"
 BOTH = "cpu:gloo,cuda:nccl" if HERE else "gloo"  # for process groups that reduce tensors of both kinds
