@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -368,8 +369,8 @@ class DistributedDataParallel(TorchNames):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():  # first: here the compiler gives up this function, and compiles the ones it calls
             begun = time.perf_counter()
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = self._post_forward(self.module(*inputs, **kwargs))
+            inputs, kwargs = _uncompiled(type(self)._pre_forward)(self, *inputs, **kwargs)
+            output = _uncompiled(type(self)._post_forward)(self, self.module(*inputs, **kwargs))
             if self._trained and not self._without_reducer:
                 self._reducer.times.add_forward(time.perf_counter() - begun)
             return output
@@ -635,6 +636,17 @@ class DistributedDataParallel(TorchNames):
             self._end_own_group()
             del self.__dict__["_made"], self._transport, self._group, self._end_own_group
         del self.process_group
+
+
+def _uncompiled(function: Callable[..., T]) -> Callable[..., T]:
+    """Return ``function`` so that torch.compile does not look into it. Its guards would fail in each step."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., T]) -> Callable[..., T]:
+    made: Callable[..., T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:

@@ -255,6 +255,8 @@ class Reducer:
         if self._broken is not None and self.drops_failed_steps:
             self._begin_dropped()
             return
+        if self._backward is not None and self._backward.phase is STARTED and not self.is_in(autograd_engine.task()):
+            self.end(Trigger.INTERRUPTED)  # an ``autograd.grad`` that has failed, with no forward since
         if self._backward is not None:
             return
         progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
@@ -410,7 +412,8 @@ class Reducer:
                 self._backward = None
                 return
             raise self._broken
-        if backward.phase is STARTED and backward.has_accumulated(self.params):
+        # After an exception nothing is looked at: by now the script may have changed the gradients, such as by zero_grad().
+        if backward.phase is STARTED and trigger is Trigger.GRAPH_DONE and backward.has_accumulated(self.params):
             self._accumulate(backward)
         phase = backward.advance(trigger)
         if phase is EMPTY:

@@ -211,6 +211,22 @@ def test_a_compiled_module_is_split_where_buckets_end() -> None:
         assert graphs == buckets == 4
 
 
+def recompiled(rank: int, world: int) -> int:
+    """Steps of a compiled module, an evaluation among them, in which nothing may be compiled a second time."""
+    ddp, made = DDP(nn.Sequential(Layers(), nn.BatchNorm1d(512))), 0
+    model = torch.compile(ddp, backend="eager")
+    for step in range(12):
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            model(torch.randn(2, 512)).pow(2).mean().backward()
+            ddp.zero_grad()
+            made += 1
+    return made
+
+
+def test_nothing_of_the_wrapper_is_compiled_again_in_later_steps() -> None:
+    assert run(2, recompiled) == [12, 12]
+
+
 def compiled_in_worlds(rank: int, world: int, inner: bool) -> tuple[int, int]:
     """Graphs that were compiled in the first world, and in the two after it: the world shrinks, then grows while the old one is used."""
     graphs: list[int] = []

@@ -1107,6 +1107,21 @@ MUTANTS = (
         *("ways", "the_same_as_with_torchs_class[gradients_asked_for-group]"),
     ),
     mutant(
+        "autograd.grad that fails reduces nothing whatever becomes of the gradients until the next forward",
+        *("reducer", "STARTED and trigger is Trigger.GRAPH_DONE and backward.has", "STARTED and backward.has"),
+        *("ways", "the_same_as_with_torchs_class[gradients_asked_for_then_dropped-group]"),
+    ),
+    mutant(
+        "a backward does not join an autograd.grad that has failed",
+        *("reducer", "self._backward.phase is STARTED and not self.is_in(autograd_engine.task())", "False"),
+        *("ways", "the_same_as_with_torchs_class[gradients_asked_for_between-group]"),
+    ),
+    mutant(
+        "the compiler does not look into the wrapper",
+        *("ddp", 'return _disabled(function) if "torch._dynamo" in sys.modules else function', "return function"),
+        *("more", "nothing_of_the_wrapper_is_compiled_again_in_later_steps"),
+    ),
+    mutant(
         "replicas that differ on purpose are not compared",
         *("conclusion", "every > 0 and self._extensions.compares_replicas and", "every > 0 and"),
         *("ways", "the_same_as_with_torchs_class[local_steps_wrapped-group]"),

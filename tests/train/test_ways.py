@@ -104,11 +104,12 @@ def loss_left_aside(rank: int, wrap: Wrap) -> list[Any]:
     return found
 
 
-def gradients_asked_for(rank: int, wrap: Wrap) -> list[Any]:
-    """``autograd.grad`` through the module fails on one rank, which goes on."""
+def gradients_asked_for(rank: int, wrap: Wrap, zeroed: str = "before", to_none: bool = True) -> list[Any]:
+    """``autograd.grad`` through the module fails on one rank, which goes on. ``zeroed``: whether the gradients are before it or after."""
     ddp, found = wrap(make()), []
     for step in range(8):
-        ddp.zero_grad()
+        if zeroed == "before":
+            ddp.zero_grad()
         if step in (1, 5):
             x = batch(step + 50, rank).requires_grad_()
             handle = ddp.module[1].register_forward_hook(fail_in_its_backward if rank == 1 else lambda *_: None)
@@ -118,7 +119,38 @@ def gradients_asked_for(rank: int, wrap: Wrap) -> list[Any]:
                 torch.autograd.grad(out.sum(), x)
             except ValueError:
                 assert rank == 1
+        if zeroed == "after":
+            ddp.zero_grad(set_to_none=to_none)
         ddp(batch(step, rank)).pow(2).mean().backward()
+        found.append(grads(ddp))
+    return found
+
+
+def gradients_asked_for_then_dropped(rank: int, wrap: Wrap) -> list[Any]:
+    return gradients_asked_for(rank, wrap, "after")
+
+
+def gradients_asked_for_then_zeroed(rank: int, wrap: Wrap) -> list[Any]:
+    return gradients_asked_for(rank, wrap, "after", to_none=False)
+
+
+def gradients_asked_for_between(rank: int, wrap: Wrap) -> list[Any]:
+    """… between a forward and its backward: no other forward comes before that."""
+    ddp, found = wrap(make()), []
+    for step in range(8):
+        ddp.zero_grad()
+        x = batch(step, rank).requires_grad_()
+        hooks: list[Any] = []
+        handle = ddp.module[1].register_forward_hook(lambda module, inputs, output, to=hooks: to.append(output.register_hook(fails)))
+        out = ddp(x)
+        handle.remove()
+        if step in (1, 5) and rank == 1:
+            try:
+                torch.autograd.grad(out.sum(), x, retain_graph=True)
+            except ValueError:
+                pass
+        hooks[0].remove()
+        out.pow(2).mean().backward()
         found.append(grads(ddp))
     return found
 
@@ -225,6 +257,9 @@ CASES = [
     wrapped_twice,
     half_of_it,
     gradients_asked_for,
+    gradients_asked_for_then_dropped,
+    gradients_asked_for_then_zeroed,
+    gradients_asked_for_between,
     local_steps,
     local_steps_wrapped,
     nothing_reduced,
