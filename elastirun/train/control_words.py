@@ -20,7 +20,8 @@ from torch import Tensor
 
 # The requests of a live job, see world_change.py: to prepare the next world; when all ask, to go on in it, and to share the data in it.
 ADMIT, SWITCH, WHOLE = "admit", "switch", "whole"
-REQUESTS = ("checkpoint", "drain", ADMIT, SWITCH, WHOLE)
+LEFT = "left"  # of a live job: this rank has left the loop over the batches in the middle of an epoch
+REQUESTS = ("checkpoint", "drain", ADMIT, SWITCH, WHOLE, LEFT)
 FAILED, NOT_FINITE = 1, 2  # bits of a rank's status
 TRAINED_LIMIT = 1 << 20  # digests are smaller, so that not even the rounding of a mean changes one
 _COUNTS = 5

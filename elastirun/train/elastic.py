@@ -7,7 +7,7 @@ gradients, so ranks are one step apart at most. A step that no rank has finished
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from elastirun.progress import begin_round, saving
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.ranks import begin_world
 from .collectives import backends_of, gather
-from .control_words import ADMIT, SWITCH, WHOLE
+from .control_words import ADMIT, LEFT, SWITCH, WHOLE
 from .data import ElasticDataLoader
 from .ddp import DistributedDataParallel
 from .errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
@@ -35,6 +35,7 @@ from .position import Position, Rehearsal
 from .process_groups import abort_groups, end_beside, init_default_group, leave_groups
 from .rank_prefix import one_prefix
 from .state_copy import StateKept, copy_state
+from .steps import Step
 from .train_state import TrainState
 from .under_way import settle
 from .world_change import WorldChange, connecting
@@ -46,6 +47,11 @@ LAST_SAVE = 1800.0  # seconds for ``save`` to be published, more than the writer
 LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
+ONE_HAS_LEFT = (
+    "a rank has left the loop over the batches in the middle of an epoch and waits in run.save(), while another one is "
+    "still in the loop: leave it by run.step, not by a number that the script counts by itself, which is another one "
+    "on a worker that came later"
+)
 # Environment of NCCL in a live worker: torch must neither end the process when a peer is lost, nor write a dump for a minute.
 OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
@@ -117,6 +123,9 @@ class Elastic:
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
     _completed = 0  # reductions that were completed before the batch under way
     _open: object | None = None  # a token of the batch that the script has, and has not come back from; None: it has none
+    # The number of the world whose step the script has left the loop in, if that step counts (-1: it does not). What
+    # follows it is due when the script comes back. None: the script has not left the loop since the last batch.
+    _left: int | None = None
     _save_failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
     # A late rank's copy of what the script may change until this rank has caught up; None: it is not late. The others of a late rank are in
     # the next epoch, or have left ``save``, and wait for it.
@@ -172,23 +181,29 @@ class Elastic:
         return self._checkpoints
 
     def batches(self) -> Iterator[Any]:
-        """Yield this rank's share of each global batch that is left in the epoch; each is one step.
+        """Yield this rank's share of each global batch that is left in the epoch; each is one step, with one reduction.
 
         A batch is None where this rank has no sample of it: call ``model.skip()`` in place of forward and backward. If the world changes,
         the gradients of the step under way are None, which optimizers leave out; the step does not count, and its batch comes again.
-        A step in which the script leaves the loop counts if its gradients came. Raises CheckpointError if two saves in a row fail.
+        A step in which the script leaves the loop counts if its gradients came. Raises CheckpointError if two saves in a row fail, and
+        TrainError after a batch with no reduction, or with several.
         """
-        self._end_loop(self._open)
-        self._saves_done = 0
-        self._catch_up()
-        connection = self._connection
-        if connection is not None and self._live is not None and (self._model.failed or connection.asked):
-            self._leave(connection)
-            self._enter(connection)
+        return self._loop(self._loader)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield each global batch that is left in the epoch as a loop over this rank's micro-batches.
+
+        See ``ElasticDataLoader.steps``: the loader's ``micro_batch_size`` is the most samples of one.
+        The last backward of each step reduces, and a rank without samples has an empty loop. Otherwise as ``batches``.
+        """
+        return self._loop(_Steps(self._loader, self._model))
+
+    def _loop(self, data: Iterable[Any]) -> Iterator[Any]:
+        """Yield each batch of ``data`` that is left in the epoch, and end its step when the script asks for the next one."""
+        self._begin_loop()
         epoch = self._loader.epoch
-        self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
         while self._loader.epoch == epoch:
-            for batch in self._loader:
+            for batch in data:
                 self._model.count_samples(self._whole)
                 if batch is not None:
                     self._model.set_samples(self._loader.samples if self._whole else 0)
@@ -198,6 +213,8 @@ class Elastic:
                 except GeneratorExit:  # the script has left the loop
                     self._end_loop(token)
                     raise
+                if self._open is not token:
+                    raise TrainError("run.save() or another loop came within the loop over the batches: leave this one before")
                 self._open = None
                 trains = self._whole and not self._rehearses
                 if not self._end_step():
@@ -205,29 +222,52 @@ class Elastic:
                         epoch = self._loader.epoch  # a new worker is in that of the others now
                     break
 
+    def _begin_loop(self) -> None:
+        """Do what is due before the first batch: first what follows the step in which the script left the last loop."""
+        self._end_loop(self._open)
+        self._saves_done = 0
+        self._catch_up()
+        if self._left == self._worlds:
+            self._follow_up(dropped=False)
+        self._left = None
+        connection = self._connection
+        if connection is not None and self._live is not None and (self._model.failed or connection.asked):
+            self._leave(connection)
+            self._enter(connection)
+        self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
+
     def _end_loop(self, token: object | None) -> None:
         """Count the step in which the script has left the loop if its reduction was made; else its batch comes again.
 
         ``token``: of its batch; nothing is done unless that is still open. This takes part in nothing: an exception may be ending this
-        worker, and then its peers go on without it.
+        worker, and then its peers go on without it. So what follows a step is done when the script comes back.
         """
         if token is None or token is not self._open:
             return
-        self._open = None
+        self._open, self._left = None, -1
         if self._model.failed:
             self._tried += bool(self._before.others)
-        if self._model.completed > self._completed and not self._rehearses:
+        counts = self._model.completed > self._completed
+        if counts:
+            self._left = self._worlds
+        if counts and not self._rehearses:
             self.state.step += 1
             self._before.take()
-            if self._live is not None and self._change is None and ADMIT in self._model.agreement.requests:
-                self._model.request(ADMIT)  # it was asked for in a step that nobody follows up
+            self._ask_again()
         else:
             self._before.restore()
+
+    def _ask_again(self) -> None:
+        """Ask again to take a new worker in, where that was asked for in a reduction after which nobody may follow it up."""
+        if self._live is not None and self._change is None and ADMIT in self._model.agreement.requests:
+            self._model.request(ADMIT)
 
     def _end_step(self) -> bool:
         """Count the step, unless its reduction failed. Return whether the world is still the same: else what was loaded ahead is wrong."""
         settle()  # the others wait for what an exception has interrupted, before they come to the collectives of a checkpoint
         dropped = self._is_dropped
+        if not dropped:
+            self._verify_step()
         if self._rehearses or self._model.failed:  # other parts may not be what they are on the other ranks
             self._tried += bool(self._before.others)
         if dropped or self._rehearses:
@@ -235,6 +275,31 @@ class Elastic:
         else:
             self.state.step += 1
             self._before.take()
+        return self._follow_up(dropped)
+
+    def _verify_step(self) -> None:
+        """Raise TrainError unless the script has made one reduction for its batch, and no rank has left the loop.
+
+        A step with another number of reductions would count with other gradients, or not count, wherever a peer is lost.
+        """
+        made = self._model.completed - self._completed
+        if made == 0:
+            raise TrainError(
+                f"no reduction was made for the batch of step {self.state.step + 1}: make one for each batch before "
+                "asking for the next. To accumulate gradients use run.steps(); for a batch that is left out, also "
+                "after an exception, call model.skip()"
+            )
+        if made > 1:
+            raise TrainError(
+                f"{made} reductions were made for the batch of step {self.state.step + 1}: make one for each batch, "
+                "and all other backwards of it within model.no_sync()"
+            )
+        if LEFT in self._model.agreement.requests:
+            raise TrainError(ONE_HAS_LEFT)
+
+    def _follow_up(self, dropped: bool) -> bool:
+        """Do what follows a step: a save that is due, then a change of the world. Return whether the world is still the same."""
+        if not dropped and not self._rehearses:
             self._save()
         connection = self._connection
         if self._rehearses:
@@ -307,9 +372,34 @@ class Elastic:
             if self._late is not None:
                 self._catch_up()
                 self._must_be_whole()
+            else:
+                self._leave_loop()
             self._save_together()
         finally:
             self._saves, self._saves_done = False, self._saves_done + 1
+
+    def _leave_loop(self) -> None:
+        """Find out in a reduction whether all ranks have left the loop, if this one has in the middle of an epoch.
+
+        Raises TrainError if not: a script that counts the batches by itself may still be in the loop on a rank that
+        came later, and the two would wait for each other.
+        """
+        left, self._left, was_whole = self._left, None, self._whole
+        if left is None or self._live is None:
+            return
+        if left == self._worlds and not self._follow_up(dropped=False):
+            if was_whole:
+                self._must_be_whole()
+            return
+        if self._model.failed or self._loader.left == 0:
+            return
+        self._model.request(LEFT)
+        self._model.skip()
+        self._model.withdraw(LEFT)
+        if not self._model.failed:
+            if LEFT not in self._model.agreement.unanimous:
+                raise TrainError(ONE_HAS_LEFT)
+            self._ask_again()
 
     def _save_together(self) -> None:
         """Publish the last step with the ranks that are left, unless these have seen it published, and have gone on."""
@@ -572,6 +662,18 @@ class Elastic:
         self._whole, self._rehearsal = True, None
         self._before.take()
         self._on_change(dist.get_rank(), dist.get_world_size())
+
+
+class _Steps:
+    """The steps of ``loader`` for ``model``, each counted as consumed when it is handed out, as batches are."""
+
+    def __init__(self, loader: ElasticDataLoader, model: DistributedDataParallel) -> None:
+        self._loader, self._model = loader, model
+
+    def __iter__(self) -> Iterator[Step]:
+        for step in self._loader.steps(self._model):
+            step.done()
+            yield step
 
 
 def _parts(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoader]:

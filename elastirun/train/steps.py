@@ -25,11 +25,11 @@ class Step:
 
     def __init__(self, size: int | None, samples: int, batches: Iterable[Any], done: Callable[[], None]) -> None:
         self.size, self.samples = size, samples
-        self._batches, self._done = batches, done
+        self._batches, self.done = batches, done
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._batches
-        self._done()
+        self.done()
 
 
 def accumulate(ddp: DistributedDataParallel, sizes: Sequence[int], batches: Iterable[Any]) -> Iterator[Any]:

@@ -140,7 +140,8 @@ def test_a_step_counts_once_where_somebody_still_holds_the_loop(live: Make) -> N
     training, _ = live()
     held = training.batches()
     step(training.state, training._model, next(held))
-    training._checkpoints = SimpleNamespace(restored=None, save=lambda number, state, now: None, wait=lambda limit: None)  # type: ignore[assignment]
+    checkpoints = SimpleNamespace(restored=None, save=lambda number, state, now=False: None, wait=lambda limit: None)
+    training._checkpoints = checkpoints  # type: ignore[assignment]
     training.save()
     assert training.step == 1
     again = training.batches()
