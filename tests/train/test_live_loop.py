@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +20,16 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastirun.errors import CheckpointError
 from elastirun.live_worlds import World
-from elastirun.train import DistributedDataParallel, ReductionFailed, elastic, process_groups
+from elastirun.train import DistributedDataParallel, ReductionFailed, TrainError, elastic, process_groups
 from elastirun.train.control_words import ADMIT
 from elastirun.train.group_connections import connections
 from elastirun.train.position import Rehearsal
 from elastirun.train.process_groups import end_beside, init_default_group, leave_groups
 from elastirun.train.state_copy import StateKept
+from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
-from tests.train.test_elastic import Masked, alone, made, step
+from tests.train.test_elastic import BATCH, SAMPLES, Masked, alone, made, step
 
 Make = Callable[..., tuple[elastic.Elastic, "Peers"]]
 
@@ -292,6 +295,221 @@ def test_a_restored_step_is_no_reason_to_end_for_a_rank_that_has_lost_the_one_af
     lose_a_peer(training)
     training.save()
     assert done == [1]
+
+
+# -- one reduction for each batch
+
+
+def accumulates(training: elastic.Elastic) -> None:
+    """Reduce in each second batch, as scripts for torch do."""
+    model = training._model
+    for at, (_, data) in enumerate(training.batches()):
+        with model.no_sync() if at % 2 == 0 else nullcontext():
+            model(data).square().mean().backward()
+        if at % 2:
+            training.state["optimizer"].step()
+
+
+def accumulates_by_number(training: elastic.Elastic) -> None:
+    training._model.accumulate(2)
+    for batch in training.batches():
+        step(training.state, training._model, batch)
+
+
+def looks_ahead(training: elastic.Elastic) -> None:
+    batches = training.batches()
+    before = next(batches)
+    for batch in batches:
+        step(training.state, training._model, before)
+        before = batch
+
+
+def goes_on_after_an_exception(training: elastic.Elastic) -> None:
+    for at, (numbers, data) in enumerate(training.batches()):
+        with suppress(RuntimeError):
+            step(training.state, training._model, (numbers, data[:, :3] if at == 2 else data))
+
+
+def makes_two_steps(training: elastic.Elastic) -> None:
+    """As for the two networks of a GAN."""
+    for batch in training.batches():
+        step(training.state, training._model, batch)
+        step(training.state, training._model, batch)
+
+
+def calls_back(training: elastic.Elastic) -> None:
+    """LBFGS computes the gradients as often as it likes."""
+    model = training._model
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    for _, data in training.batches():
+
+        def closure(data: Any = data) -> Any:
+            optimizer.zero_grad()
+            loss = model(data).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def saves_in_the_loop(training: elastic.Elastic) -> None:
+    for batch in training.batches():
+        step(training.state, training._model, batch)
+        training.save()
+
+
+SCRIPTS = {
+    accumulates: ("no reduction was made for the batch of step 1: .*run.steps()", 0),
+    accumulates_by_number: ("no reduction was made for the batch of step 1", 0),
+    looks_ahead: ("no reduction was made for the batch of step 1", 0),
+    goes_on_after_an_exception: ("no reduction was made for the batch of step 3", 2),
+    makes_two_steps: ("2 reductions were made for the batch of step 1: .*no_sync()", 0),
+    calls_back: ("[2-9] reductions were made for the batch of step 1", 0),
+    saves_in_the_loop: ("within the loop over the batches", 1),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("by_itself", [False, True], ids=["live", "by_itself"])
+def test_a_batch_without_one_reduction_of_its_own_is_an_error(live: Make, script: Callable[..., None], by_itself: bool) -> None:
+    """Its step would count with other gradients as soon as a peer is lost. So a script learns it before it has any."""
+    training, _ = live()
+    if by_itself:
+        training._connection = training._live = None
+    error, steps = SCRIPTS[script]
+    with pytest.raises(TrainError, match=error) as found:
+        script(training)
+    assert training.step == steps and "\n" not in str(found.value)
+
+
+def test_a_batch_that_is_left_out_counts(live: Make) -> None:
+    training, _ = live()
+    for batch in training.batches():
+        if training.step == 2:
+            training._model.skip()
+        else:
+            step(training.state, training._model, batch)
+    assert training.step == 5
+
+
+def test_a_step_whose_second_reduction_fails_is_no_error(live: Make) -> None:
+    """The first one was used, and the peer is lost; the script shows its mistake in the next batch."""
+    training, peers = live()
+    with pytest.raises(TrainError, match="2 reductions"):
+        for batch in training.batches():
+            step(training.state, training._model, batch)
+            if training.step == 0:
+                lose_a_peer(training)
+            step(training.state, training._model, batch)
+    assert peers.left == [1]
+
+
+# -- steps of micro-batches
+
+
+def by_steps(training: elastic.Elastic, loses: bool = False, leaves: bool = False) -> list[int]:
+    """The samples of the steps that count. ``loses``: a peer, in the second step; ``leaves``: each loop of micro-batches at its end."""
+    state, model, seen = training.state, training._model, []
+    training._loader.micro_batch_size = 3
+    lost = False
+    for one in training.steps():
+        state["optimizer"].zero_grad()
+        offered: list[int] = []
+        for numbers, data in one:
+            if loses and not lost and training.step == 1 and offered:
+                lose_a_peer(training)
+                lost = True
+            model(data).square().mean().backward()
+            offered += numbers.tolist()
+            if leaves and len(offered) == BATCH:
+                break
+        state["optimizer"].step()
+        state["scheduler"].step()
+        seen += offered if training.counts else []
+    return seen
+
+
+@pytest.mark.parametrize("how", [{}, {"loses": True}, {"leaves": True}], ids=["undisturbed", "a_peer_is_lost", "left_at_its_end"])
+def test_steps_of_micro_batches_are_those_of_whole_batches(live: Make, how: dict[str, bool]) -> None:
+    training, peers = live()
+    seen = by_steps(training, **how)
+    assert training.step == 5 and sorted(seen) == list(range(SAMPLES)) and peers.left == [1] * how.get("loses", False)
+    other, _ = live()
+    for batch in other.batches():
+        step(other.state, other._model, batch)
+    for here, there in zip(training._model.parameters(), other._model.parameters(), strict=True):
+        torch.testing.assert_close(here, there)
+
+
+def test_a_step_that_was_left_before_its_last_micro_batch_is_an_error(live: Make) -> None:
+    training, _ = live()
+    training._loader.micro_batch_size = 3
+    with pytest.raises(TrainError, match="no reduction"):
+        for one in training.steps():
+            for _, data in one:
+                training._model(data).square().mean().backward()
+                break
+
+
+# -- the script leaves the loop in the middle of an epoch
+
+
+class Together:
+    """A checkpointer of two ranks that meet in each save, as where each step is due."""
+
+    restored = None
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def save(self, number: int, state: Any, now: bool = False) -> bool:
+        both = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(both, torch.tensor([float(number)]))
+        assert both[0] == both[1] == number, both
+        self.saved.append(number)
+        return True
+
+    def wait(self, limit: float) -> None:
+        pass
+
+
+def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bool) -> list[Any]:
+    """A script that leaves the loop after so many ``batches`` on each rank. The ranks are real, their agent is pretended."""
+    dist.destroy_process_group()  # ``Elastic`` makes its own
+    where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    elastic.init_process_group()
+    training, saved = elastic.Elastic(made(rank)[0]), Together()
+    training._checkpoints = saved  # type: ignore[assignment]
+    Peers(training, 2)
+    try:
+        while training._loader.epoch < 1:
+            for at, batch in enumerate(training.batches()):
+                step(training.state, training._model, batch)
+                if at + 1 == batches[rank]:
+                    break
+            if saves:
+                training.save()
+    except TrainError as error:
+        return [training.step, str(error)]
+    dist.barrier()
+    return [training.step, saved.saved]
+
+
+@pytest.mark.parametrize("batches", [(2, 2), (2, 3), (4, 1)])
+def test_ranks_that_leave_the_loop_at_different_batches_and_come_back_make_the_same_saves(batches: tuple[int, int]) -> None:
+    assert run(2, leaves, free_port(), batches, False) == [[5, [1, 2, 3, 4, 5]]] * 2
+
+
+@pytest.mark.parametrize("batches", [(2, 3), (4, 2), (2, 9)])
+def test_a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both(batches: tuple[int, int]) -> None:
+    """They would wait for each other. The script counts the batches by itself, and one of the ranks came later."""
+    for _, error in run(2, leaves, free_port(), batches, True):
+        assert error.startswith("a rank has left the loop"), error
+
+
+def test_ranks_that_leave_the_loop_together_save_that_step() -> None:
+    assert run(2, leaves, free_port(), (2, 2), True) == [[5, [1, 2, 2, 3, 4, 4, 5, 5]]] * 2
 
 
 # -- the state
