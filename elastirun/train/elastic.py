@@ -253,6 +253,7 @@ class Elastic:
         if counts and not self._rehearses:
             self.state.step += 1
             self._before.take()
+            self._before.restore()  # of an epoch's last batch: the next one begins, as where the loop ends by itself
             self._ask_again()
         else:
             self._before.restore()
@@ -314,7 +315,7 @@ class Elastic:
         number, ends = self._worlds, self._model.failed or connection.asked
         if self._model.failed and not self._whole:
             self._live.end_if_over(OVER)
-        if ends and self._whole and not dropped and self._loader.left == 0 and self._live.size > 1:
+        if ends and self._whole and not dropped and self._steps_left == 0 and self._live.size > 1:
             return True  # the others do what comes between two epochs already, in this world: this rank must not do it alone in the next
         if ends:
             self._leave(connection)
@@ -322,6 +323,11 @@ class Elastic:
         elif not self._attempted(connection, partial(self._go_on, self._live)):
             self._enter(connection)
         return self._worlds == number
+
+    @property
+    def _steps_left(self) -> int:
+        """Return how many steps are left in the epoch after one that counts."""
+        return self._loader.left if self._loader.consumed else 0
 
     def _go_on(self, live: LiveRound) -> None:
         """Do what is due after a step to go on to the next world of the round, if there is one."""
@@ -332,7 +338,7 @@ class Elastic:
                 self._model.request(ADMIT)  # later: the buckets of the next world are made by the plan
             else:
                 self._change = WorldChange(live, self._model, self.state, _backend, _timeout)
-        elif self._change.after_step(self._loader.left):
+        elif self._change.after_step(self._steps_left):
             self._begin_world(live)
 
     def _begin_world(self, live: LiveRound) -> None:
@@ -387,15 +393,15 @@ class Elastic:
         Raises TrainError if not: where a script counts the batches by itself, a rank that came later may still be in
         the loop, and the two would wait for each other.
         """
-        left, self._left, was_whole = self._left, None, self._whole
+        left, self._left, number, was_whole = self._left, None, self._round, self._whole
         if left is None or self._live is None:
             return
-        if left == self._worlds and not self._follow_up(dropped=False):
+        if left == self._worlds:
+            self._follow_up(dropped=False)
             if was_whole:
                 self._must_be_whole()
-            return
-        if self._model.failed or self._loader.left == 0:
-            return
+        if self._round != number or self._model.failed or (left > 0 and self._steps_left == 0):
+            return  # where a peer is lost, others may be in ``save`` already
         self._model.request(LEFT)
         self._model.skip()
         self._model.withdraw(LEFT)

@@ -1,0 +1,110 @@
+"""What scripts do with their batches: real workers, one of which is lost, end right or with an error that says why."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+EPOCHS, BATCHES = 20, 20
+ENDS = EPOCHS * BATCHES  # steps
+SCRIPT = f"""
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastirun.train import Checkpointer, DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+
+how, folder = sys.argv[1:]
+torch.set_num_threads(1)
+elastic.init_process_group()
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn({8 * BATCHES}, 4))
+loader = ElasticDataLoader(data, global_batch_size=8, micro_batch_size=3)
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader), lambda: Checkpointer(folder, every=1))
+
+
+def say(*words):
+    os.write(1, (" ".join(map(str, [os.getpid(), *words])) + "\\n").encode())
+
+
+def disturb():
+    if run.step == 5 and os.environ.get("ELASTIRUN_ROUND") == "1" and dist.get_rank() == 1:
+        if how == "exception":
+            raise ValueError("on purpose")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if run.step > 5 and "ELASTIRUN_ROUND" in os.environ and dist.get_world_size() == 1:
+        time.sleep(0.02)  # until the new worker is there
+
+
+def compute(batch):
+    disturb()
+    model(batch[0]).square().mean().backward()
+
+
+joined = 0
+while loader.epoch < {EPOCHS}:
+    for at, batch in enumerate(run.steps() if how == "steps" else run.batches()):
+        optimizer.zero_grad()
+        try:
+            for one in batch if how == "steps" else [batch]:
+                compute(one)
+        except ValueError:
+            continue
+        optimizer.step()
+        joined += run.counts and dist.get_world_size() == 2
+        if how.startswith("break") and at == 6:
+            break
+    if how == "break and save":
+        run.save()
+run.save()
+say("ended at", run.step, "of", joined, "weights", *(round(float(p.double().square().sum()), 6) for p in model.parameters()))
+dist.destroy_process_group()
+"""
+
+
+def launch(folder: Path, how: str, *launcher: str) -> tuple[int, str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "TMPDIR": str(folder), "PET_RESTART_PAUSE": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launcher, str(script), how, str(folder / f"checkpoints {len(launcher)}")]
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = job.communicate(timeout=3 * PATIENCE)
+    finally:
+        job.kill()
+    return job.returncode, said
+
+
+LIVE = ("-m", "elastirun", "--standalone", "--nproc-per-node=2", "--preload=torch", "--max-restarts=1")
+
+
+@pytest.mark.parametrize("how", ["steps", "exception", "break"])
+def test_a_script_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path, how: str) -> None:
+    """It accumulates by ``run.steps()``; or one rank passes over an exception, or leaves the loop by a count of its own."""
+    code, said = launch(tmp_path, how, *LIVE)
+    alone, told = launch(tmp_path, how)
+    assert code == alone == 0, said + told
+    ended = dict(re.findall(rf"(\d+) ended at {ENDS} of (\d+) weights", said))
+    weights = set(re.findall(r"weights (.*)", said + told))
+    assert len(ended) == 2 and all(int(steps) > 0 for steps in ended.values()) and len(weights) == 1, said + told
+    assert ("no reduction was made for the batch of step 6" in said) is (how == "exception"), said
+
+
+def test_who_saves_while_another_is_in_the_loop_ends_with_a_line_that_says_why(tmp_path: Path) -> None:
+    code, said = launch(tmp_path, "break and save", *LIVE)
+    assert code != 0 and "TrainError: a rank has left the loop over the batches in the middle of an epoch" in said, said
