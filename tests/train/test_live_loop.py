@@ -429,10 +429,18 @@ def by_steps(training: elastic.Elastic, loses: bool = False, leaves: bool = Fals
     return seen
 
 
-@pytest.mark.parametrize("how", [{}, {"loses": True}, {"leaves": True}], ids=["undisturbed", "a_peer_is_lost", "left_at_its_end"])
-def test_steps_of_micro_batches_are_those_of_whole_batches(live: Make, how: dict[str, bool]) -> None:
+HOW = {
+    "undisturbed": {},
+    "a_peer_is_lost": {"loses": True},
+    "left_at_its_end": {"leaves": True},
+    "left_at_its_end_then_a_peer_is_lost": {"leaves": True, "loses": True},
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_steps_of_micro_batches_are_those_of_whole_batches(live: Make, name: str) -> None:
     training, peers = live()
-    seen = by_steps(training, **how)
+    seen = by_steps(training, **(how := HOW[name]))
     assert training.step == 5 and sorted(seen) == list(range(SAMPLES)) and peers.left == [1] * how.get("loses", False)
     other, _ = live()
     for batch in other.batches():
@@ -508,8 +516,10 @@ def test_a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both(
         assert error.startswith("a rank has left the loop"), error
 
 
-def test_ranks_that_leave_the_loop_together_save_that_step() -> None:
-    assert run(2, leaves, free_port(), (2, 2), True) == [[5, [1, 2, 2, 3, 4, 4, 5, 5, 5]]] * 2
+@pytest.mark.parametrize(("batches", "saved"), [((2, 2), [1, 2, 2, 3, 4, 4, 5, 5, 5]), ((5, 9), [1, 2, 3, 4, 5, 5, 5])])
+def test_ranks_that_leave_the_loop_in_one_step_save_it(batches: tuple[int, int], saved: list[int]) -> None:
+    """To leave it in the last step of an epoch is as to go on."""
+    assert run(2, leaves, free_port(), batches, True) == [[5, saved]] * 2
 
 
 # -- the state

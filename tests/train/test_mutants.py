@@ -266,23 +266,73 @@ MUTANTS = (
     ),
     mutant(
         "a worker alone leaves its round",
-        *("elastic", "self._loader.left == 0 and self._live.size > 1:", "self._loader.left == 0:"),
+        *("elastic", "self._steps_left == 0 and self._live.size > 1:", "self._steps_left == 0:"),
         *("live_loop", "a_worker_alone_leaves_its_round_also_where_each_step_is_the_last_of_an_epoch"),
     ),
     mutant(
         "the step in which the script leaves the loop counts",
-        *("elastic", "if self._model.completed > self._completed and not self._rehearses:", "if False:"),
+        *("elastic", "counts = self._model.completed > self._completed", "counts = False"),
         *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[False]"),
     ),
     mutant(
         "but not if its reduction failed",
-        *("elastic", "if self._model.completed > self._completed and not self._rehearses:", "if True:"),
+        *("elastic", "counts = self._model.completed > self._completed", "counts = True"),
         *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[True]"),
     ),
     mutant(
         "who leaves the loop in a failed step leaves the round when it comes back",
         *("elastic", "self._live is not None and (self._model.failed or connection.asked):", "False:"),
         *("live_loop", "a_script_that_leaves_the_loop_in_a_failed_step_leaves_its_round_when_it_comes_back"),
+    ),
+    mutant(
+        "a batch without a reduction is an error",
+        *("elastic", "        if made == 0:\n", "        if False:\n"),
+        *("live_loop", "a_batch_without_one_reduction_of_its_own_is_an_error[live-accumulates]"),
+    ),
+    mutant(
+        "a batch with two reductions is an error",
+        *("elastic", "        if made > 1:\n", "        if False:\n"),
+        *("live_loop", "a_batch_without_one_reduction_of_its_own_is_an_error[live-makes_two_steps]"),
+    ),
+    mutant(
+        "a batch whose reduction failed is none",
+        *("elastic", "        if not dropped:\n            self._verify_step()", "        if True:\n            self._verify_step()"),
+        *("live_loop", "steps_of_micro_batches_are_those_of_whole_batches[a_peer_is_lost]"),
+    ),
+    mutant(
+        "a step is not counted twice by a save within the loop",
+        *("elastic", "                if self._open is not token:\n", "                if False:\n"),
+        *("live_loop", "a_batch_without_one_reduction_of_its_own_is_an_error[live-saves_in_the_loop]"),
+    ),
+    mutant(
+        "a step of micro-batches that was left at its end is consumed",
+        *("elastic", "            step.done()\n", ""),
+        *("live_loop", "steps_of_micro_batches_are_those_of_whole_batches[left_at_its_end_then_a_peer_is_lost]"),
+    ),
+    mutant(
+        "what follows a step is done when the script comes back to the loop",
+        *("elastic", "        if self._left == self._worlds:\n", "        if False:\n"),
+        *("live_loop", "ranks_that_leave_the_loop_at_different_batches_and_come_back_make_the_same_saves[batches1]"),
+    ),
+    mutant(
+        "and when it saves",
+        *("elastic", "        if left == self._worlds:\n", "        if False:\n"),
+        *("live_loop", "ranks_that_leave_the_loop_at_different_batches_and_come_back_make_the_same_saves[batches2]"),
+    ),
+    mutant(
+        "who is in the loop learns that another has left it",
+        *("elastic", "        if not dropped and LEFT in", "        if False and LEFT in"),
+        *("live_loop", "a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both[batches0]"),
+    ),
+    mutant(
+        "who has left the loop learns that another is in it",
+        *("elastic", "            if LEFT not in self._model.agreement.unanimous:", "            if False:"),
+        *("live_loop", "a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both[batches0]"),
+    ),
+    mutant(
+        "to leave the loop in the last step of an epoch is as to go on",
+        *("elastic", "            self._before.restore()  # of an", "            pass  # of an"),
+        *("live_loop", "ranks_that_leave_the_loop_in_one_step_save_it[batches1-saved1]"),
     ),
     mutant(
         "a step counts where somebody still holds the loop",
@@ -296,7 +346,7 @@ MUTANTS = (
     ),
     mutant(
         "a request to take a new worker in is made again",
-        *("elastic", "                self._model.request(ADMIT)  # it was", "                pass  # it was"),
+        *("elastic", "            self._ask_again()\n        else:", "            pass\n        else:"),
         *("live_loop", "a_request_to_take_a_new_worker_in_is_made_again_where_the_script_leaves_the_loop"),
     ),
     mutant(
@@ -315,9 +365,9 @@ MUTANTS = (
         *("live_loop", "a_copy_of_the_model_computes_after_the_end_of_all_groups"),
     ),
     mutant(
-        "a batch that the script has left comes again",
+        "a step counts when the script has left the loop in it",
         *("elastic", "                    self._end_loop(token)\n", "                    pass\n"),
-        *("live_loop", "a_script_that_leaves_the_loop_before_its_step_gets_the_batch_again"),
+        *("live_loop", "the_step_in_which_the_script_leaves_the_loop_counts_if_its_reduction_was_made[False]"),
     ),
     mutant(
         "a step counts whose gradients were used before a peer was lost",
@@ -336,7 +386,7 @@ MUTANTS = (
     ),
     mutant(
         "a worker that an exception ends takes part in no reduction on its way out",
-        *("elastic", "        if self._model.completed > self._c", "        settle()\n        if self._model.completed > self._c"),
+        *("elastic", "        counts = self._model", "        settle()\n        counts = self._model"),
         *("live_loop", "a_worker_that_an_exception_ends_takes_part_in_no_reduction_on_its_way_out"),
     ),
     mutant(
