@@ -640,8 +640,9 @@ def test_what_a_script_does_between_two_epochs_is_not_undone(monkeypatch: pytest
 def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: bool, same: bool) -> None:
     """The others may be in an evaluation already, and wait for this rank there."""
     training = object.__new__(elastic.Elastic)
-    training._model = SimpleNamespace(failed=failed, completed=0)  # type: ignore[assignment]
-    training._loader, training.state = SimpleNamespace(left=left), SimpleNamespace(step=1)  # type: ignore[assignment]
+    said = SimpleNamespace(requests=())
+    training._model = SimpleNamespace(failed=failed, completed=int(not failed), agreement=said)  # type: ignore[assignment]
+    training._loader, training.state = SimpleNamespace(left=left, consumed=8), SimpleNamespace(step=1)  # type: ignore[assignment]
     training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[])  # type: ignore[assignment]
     training._checkpoints, training._live = None, SimpleNamespace(size=2)  # type: ignore[assignment]
     training._connection = SimpleNamespace(asked=True)  # type: ignore[assignment]
