@@ -716,7 +716,7 @@ MUTANTS = (
     ),
     mutant(
         "what comes between two epochs is done in one world",
-        *("elastic", "not dropped and self._loader.left == 0", "not dropped and False"),
+        *("elastic", "not dropped and self._steps_left == 0", "not dropped and False"),
         *("elastic", "what_comes_between_two_epochs_is_done_in_one_world[0-False-True]"),
     ),
     mutant(
