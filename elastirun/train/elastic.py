@@ -48,9 +48,9 @@ LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
 ONE_HAS_LEFT = (
-    "a rank has left the loop over the batches in the middle of an epoch and is in run.save(), while another is still "
-    "in the loop: leave it by run.step, not by a number that the script counts, which differs on a worker that came "
-    "later"
+    "a rank has left the loop over the batches in the middle of an epoch and is in run.save(), while another "
+    "is still in the loop: leave it by run.step, not by a number that the script counts, which differs on a "
+    "worker that came later"
 )
 # Environment of NCCL in a live worker: torch must neither end the process when a peer is lost, nor write a dump for a minute.
 OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -123,8 +123,8 @@ class Elastic:
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
     _completed = 0  # reductions that were completed before the batch under way
     _open: object | None = None  # a token of the batch that the script has, and has not come back from; None: it has none
-    # The number of the world in whose step the script has left the loop, if that step counts (-1: it does not). What
-    # follows is due when the script comes back. None: the script has not left the loop since the last batch.
+    # The number of the world in whose step the script has left the loop, if that step counts (-1: it does
+    # not). What follows is due when the script comes back. None: it has not left the loop since the last batch.
     _left: int | None = None
     _save_failed = False  # the last save could not be made, for another reason than a lost peer as far as this rank knows
     # A late rank's copy of what the script may change until this rank has caught up; None: it is not late. The others of a late rank are in
@@ -181,12 +181,12 @@ class Elastic:
         return self._checkpoints
 
     def batches(self) -> Iterator[Any]:
-        """Yield this rank's share of each global batch that is left in the epoch; each is one step with one reduction.
+        """Yield this rank's share of each global batch that is left in the epoch; each is one step.
 
         A batch is None where this rank has no sample of it: call ``model.skip()`` in place of forward and backward. If the world changes,
         the gradients of the step under way are None, which optimizers leave out; the step does not count, and its batch comes again.
-        A step in which the script leaves the loop counts if its gradients came. Raises CheckpointError if two saves in
-        a row fail, and TrainError after a batch without a reduction, or with several.
+        A step in which the script leaves the loop counts if its gradients came. Raises CheckpointError if two
+        saves in a row fail, and TrainError after a batch without a reduction, or with several.
         """
         return self._loop(self._loader)
 
@@ -194,12 +194,12 @@ class Elastic:
         """Yield each global batch that is left in the epoch as a loop over this rank's micro-batches.
 
         See ``ElasticDataLoader.steps``: the loader's ``micro_batch_size`` is the most samples of one.
-        The last backward of a step reduces, and a rank without samples has an empty loop. Otherwise as ``batches``.
+        The last backward of a step reduces; a rank without samples has an empty loop. Else as ``batches``.
         """
         return self._loop(_Steps(self._loader, self._model))
 
     def _loop(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Yield each batch of ``data`` that is left in the epoch; end its step when the script asks for the next one."""
+        """Yield each batch of ``data`` that is left in the epoch; end its step when the script comes back."""
         self._begin_loop()
         epoch = self._loader.epoch
         while self._loader.epoch == epoch:
@@ -214,7 +214,8 @@ class Elastic:
                     self._end_loop(token)
                     raise
                 if self._open is not token:
-                    raise TrainError("run.save() or another loop came within the loop over the batches: leave it before")
+                    what = "run.save() or another loop came within the loop over the batches"
+                    raise TrainError(f"{what}: leave that loop first")
                 self._open = None
                 trains = self._whole and not self._rehearses
                 if not self._end_step():
@@ -223,7 +224,7 @@ class Elastic:
                     break
 
     def _begin_loop(self) -> None:
-        """Do what is due before the first batch: first what follows the step in which the script left the loop."""
+        """Do what is due before the first batch: first what follows the step in which the loop was left."""
         self._end_loop(self._open)
         self._saves_done = 0
         self._catch_up()
@@ -253,13 +254,13 @@ class Elastic:
         if counts and not self._rehearses:
             self.state.step += 1
             self._before.take()
-            self._before.restore()  # of an epoch's last batch: the next one begins, as where the loop ends by itself
+            self._before.restore()  # after an epoch's last batch: the next one begins, as where the loop ends
             self._ask_again()
         else:
             self._before.restore()
 
     def _ask_again(self) -> None:
-        """Ask again to take a new worker in, if that was asked for in a reduction that perhaps nobody follows up."""
+        """Ask again to take a new worker in, if a reduction that nobody may follow up has asked for it."""
         if self._live is not None and self._change is None and ADMIT in self._model.agreement.requests:
             self._model.request(ADMIT)
 
@@ -286,22 +287,23 @@ class Elastic:
         made = self._model.completed - self._completed
         if made == 0:
             raise TrainError(
-                f"no reduction was made for the batch of step {self.state.step + 1}: make one for each batch before "
-                "asking for the next. To accumulate gradients use run.steps(); for a batch that is left out, also "
-                "after an exception, call model.skip()"
+                f"no reduction was made for the batch of step {self.state.step + 1}: make one for each batch "
+                "before asking for the next. To accumulate gradients use run.steps(); for a batch that is "
+                "left out, also after an exception, call model.skip()"
             )
         if made > 1:
             raise TrainError(
-                f"{made} reductions were made for the batch of step {self.state.step + 1}: make one for each batch, "
-                "and all other backwards of it within model.no_sync()"
+                f"{made} reductions were made for the batch of step {self.state.step + 1}: make one for each "
+                "batch, and all other backwards of it within model.no_sync()"
             )
 
     def _follow_up(self, dropped: bool) -> bool:
-        """Do what follows a step: a save that is due, then a change of the world. Return whether the world is the same.
+        """Do what follows a step: a save that is due, and a change of the world.
 
-        Raises TrainError if another rank has left the loop, and takes part in this step from ``save``.
+        Return whether the world is still the same. Raises TrainError if another rank has left the loop, and
+        takes part in this step from ``save``.
         """
-        if not dropped and LEFT in self._model.agreement.requests:
+        if self._live is not None and not dropped and LEFT in self._model.agreement.requests:
             raise TrainError(ONE_HAS_LEFT)
         if not dropped and not self._rehearses:
             self._save()
@@ -388,10 +390,10 @@ class Elastic:
             self._saves, self._saves_done = False, self._saves_done + 1
 
     def _leave_loop(self) -> None:
-        """Find out in a reduction whether all ranks have left the loop, if this one has in the middle of an epoch.
+        """Find out in a reduction whether all ranks have left the loop, if this one has within an epoch.
 
-        Raises TrainError if not: where a script counts the batches by itself, a rank that came later may still be in
-        the loop, and the two would wait for each other.
+        Raises TrainError if not: where a script counts the batches by itself, a rank that came later may still
+        be in the loop, and the two would wait for each other.
         """
         left, self._left, number, was_whole = self._left, None, self._round, self._whole
         if left is None or self._live is None:

@@ -255,10 +255,10 @@ class Reducer:
         if self._broken is not None and self.drops_failed_steps:
             self._begin_dropped()
             return
-        if self._backward is not None and self._backward.phase is STARTED and not self.is_in(autograd_engine.task()):
-            self.end(Trigger.INTERRUPTED)  # an ``autograd.grad`` that has failed, with no forward since
         if self._backward is not None:
-            return
+            if self._backward.phase is not STARTED or self.is_in(autograd_engine.task()):
+                return
+            self.end(Trigger.INTERRUPTED)  # an ``autograd.grad`` that has failed, with no forward since
         progress()  # before this rank waits for the others: a rank that never comes has made fewer steps
         self._conclude()
         reduces = self.schedule.count()
@@ -412,8 +412,9 @@ class Reducer:
                 self._backward = None
                 return
             raise self._broken
-        # After an exception nothing is looked at: by now the script may have changed the gradients, such as by zero_grad().
-        if backward.phase is STARTED and trigger is Trigger.GRAPH_DONE and backward.has_accumulated(self.params):
+        # Not after an exception: the script may have changed the gradients by now, such as by zero_grad().
+        may_tell = backward.phase is STARTED and trigger is Trigger.GRAPH_DONE
+        if may_tell and backward.has_accumulated(self.params):
             self._accumulate(backward)
         phase = backward.advance(trigger)
         if phase is EMPTY:

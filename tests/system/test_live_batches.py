@@ -1,4 +1,4 @@
-"""What scripts do with their batches: real workers, one of which is lost, end right or with an error that says why."""
+"""What scripts do with their batches: real workers, of which one is lost, end right or with a clear error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ model = DistributedDataParallel(nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(torch.randn({8 * BATCHES}, 4))
 loader = ElasticDataLoader(data, global_batch_size=8, micro_batch_size=3)
-run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader), lambda: Checkpointer(folder, every=EVERY))
+state = TrainState(model=model, optimizer=optimizer, data=loader)
+run = elastic.Elastic(state, lambda: Checkpointer(folder, every=EVERY))
 
 
 def say(*words):
@@ -73,7 +74,8 @@ while loader.epoch < {EPOCHS} and begun < LIMIT:
         if (how == "break" and at == 6) or begun == LIMIT:
             break
 run.save()
-say("ended at", run.step, "of", joined, "weights", *(round(p.double().square().sum().item(), 6) for p in model.parameters()))
+weights = [round(param.double().square().sum().item(), 6) for param in model.parameters()]
+say("ended at", run.step, "of", joined, "weights", *weights)
 dist.destroy_process_group()
 """
 
@@ -81,7 +83,7 @@ dist.destroy_process_group()
 def launch(folder: Path, how: str, *launcher: str) -> tuple[int, str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "TMPDIR": str(folder), "PET_RESTART_PAUSE": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TMPDIR": str(folder), "PET_RESTART_PAUSE": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, str(script), how, str(folder / f"checkpoints {len(launcher)}")]
     job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -96,16 +98,16 @@ LIVE = ("-m", "elastirun", "--standalone", "--nproc-per-node=2", "--preload=torc
 
 @pytest.mark.parametrize("how", ["steps", "exception", "break"])
 def test_a_script_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path, how: str) -> None:
-    """It accumulates by ``run.steps()``; or one rank passes over an exception, or leaves the loop by a count of its own."""
+    """It accumulates; or one rank passes over an exception, or leaves the loop by a count of its own."""
     code, said = launch(tmp_path, how, *LIVE)
     alone, told = launch(tmp_path, how)
     assert code == alone == 0, said + told
     ended = dict(re.findall(rf"(\d+) ended at {ENDS} of (\d+) weights", said))
     weights = set(re.findall(r"weights (.*)", said + told))
-    assert len(ended) == 2 and all(int(steps) > 0 for steps in ended.values()) and len(weights) == 1, said + told
+    assert len(ended) == 2 and all(map(int, ended.values())) and len(weights) == 1, said + told
     assert ("no reduction was made for the batch of step 6" in said) is (how == "exception"), said
 
 
 def test_who_saves_while_another_is_in_the_loop_ends_with_a_line_that_says_why(tmp_path: Path) -> None:
     code, said = launch(tmp_path, "count", *LIVE)
-    assert code != 0 and "TrainError: a rank has left the loop over the batches in the middle of an epoch" in said, said
+    assert code != 0 and "TrainError: a rank has left the loop over the batches" in said, said

@@ -372,7 +372,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 @pytest.mark.parametrize("by_itself", [False, True], ids=["live", "by_itself"])
 def test_a_batch_without_one_reduction_of_its_own_is_an_error(live: Make, script: Callable[..., None], by_itself: bool) -> None:
-    """Its step would count with other gradients as soon as a peer is lost. So a script learns it before it has any."""
+    """Its step would count with other gradients as soon as a peer is lost; the script learns it before."""
     training, _ = live()
     if by_itself:
         training._connection = training._live = None
@@ -408,7 +408,10 @@ def test_a_step_whose_second_reduction_fails_is_no_error(live: Make) -> None:
 
 
 def by_steps(training: elastic.Elastic, loses: bool = False, leaves: bool = False) -> list[int]:
-    """The samples of the steps that count. ``loses``: a peer, in the second step; ``leaves``: each loop of micro-batches at its end."""
+    """The samples of the steps that count.
+
+    ``loses``: a peer is lost in the second step. ``leaves``: the script leaves each loop of micro-batches at its end.
+    """
     state, model, seen = training.state, training._model, []
     training._loader.micro_batch_size = 3
     lost = False
@@ -441,7 +444,8 @@ HOW = {
 def test_steps_of_micro_batches_are_those_of_whole_batches(live: Make, name: str) -> None:
     training, peers = live()
     seen = by_steps(training, **(how := HOW[name]))
-    assert training.step == 5 and sorted(seen) == list(range(SAMPLES)) and peers.left == [1] * how.get("loses", False)
+    assert training.step == 5 and sorted(seen) == list(range(SAMPLES))
+    assert peers.left == [1] * how.get("loses", False)
     other, _ = live()
     for batch in other.batches():
         step(other.state, other._model, batch)
@@ -482,7 +486,7 @@ class Together:
 
 
 def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bool) -> list[Any]:
-    """A script that leaves the loop after so many ``batches`` on each rank. The ranks are real, their agent is pretended."""
+    """A script that leaves the loop after so many ``batches`` on each rank. Their agent is pretended."""
     dist.destroy_process_group()  # ``Elastic`` makes its own
     where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})
@@ -511,7 +515,7 @@ def test_ranks_that_leave_the_loop_at_different_batches_and_come_back_make_the_s
 
 @pytest.mark.parametrize("batches", [(2, 3), (4, 2), (2, 9)])
 def test_a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both(batches: tuple[int, int]) -> None:
-    """They would wait for each other. The script counts the batches by itself, and one of the ranks came later."""
+    """They would wait for each other: the script counts the batches by itself, and one rank came later."""
     for _, error in run(2, leaves, free_port(), batches, True):
         assert error.startswith("a rank has left the loop"), error
 

@@ -212,7 +212,7 @@ def test_a_compiled_module_is_split_where_buckets_end() -> None:
 
 
 def recompiled(rank: int, world: int) -> int:
-    """Steps of a compiled module, an evaluation among them, in which nothing may be compiled a second time."""
+    """Return the number of steps of a compiled module; after the first one nothing may be compiled again."""
     ddp, made = DDP(nn.Sequential(Layers(), nn.BatchNorm1d(512))), 0
     model = torch.compile(ddp, backend="eager")
     for step in range(12):

@@ -321,7 +321,7 @@ MUTANTS = (
     ),
     mutant(
         "who is in the loop learns that another has left it",
-        *("elastic", "        if not dropped and LEFT in", "        if False and LEFT in"),
+        *("elastic", "not dropped and LEFT in", "False and LEFT in"),
         *("live_loop", "a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both[batches0]"),
     ),
     mutant(
@@ -331,7 +331,7 @@ MUTANTS = (
     ),
     mutant(
         "to leave the loop in the last step of an epoch is as to go on",
-        *("elastic", "            self._before.restore()  # of an", "            pass  # of an"),
+        *("elastic", "            self._before.restore()  # after an", "            pass  # after an"),
         *("live_loop", "ranks_that_leave_the_loop_in_one_step_save_it[batches1-saved1]"),
     ),
     mutant(
@@ -1158,12 +1158,12 @@ MUTANTS = (
     ),
     mutant(
         "autograd.grad that fails reduces nothing whatever becomes of the gradients until the next forward",
-        *("reducer", "STARTED and trigger is Trigger.GRAPH_DONE and backward.has", "STARTED and backward.has"),
+        *("reducer", "STARTED and trigger is Trigger.GRAPH_DONE\n", "STARTED\n"),
         *("ways", "the_same_as_with_torchs_class[gradients_asked_for_then_dropped-group]"),
     ),
     mutant(
         "a backward does not join an autograd.grad that has failed",
-        *("reducer", "self._backward.phase is STARTED and not self.is_in(autograd_engine.task())", "False"),
+        *("reducer", "self._backward.phase is not STARTED or self.is_in(autograd_engine.task())", "True"),
         *("ways", "the_same_as_with_torchs_class[gradients_asked_for_between-group]"),
     ),
     mutant(

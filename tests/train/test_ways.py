@@ -105,7 +105,10 @@ def loss_left_aside(rank: int, wrap: Wrap) -> list[Any]:
 
 
 def gradients_asked_for(rank: int, wrap: Wrap, zeroed: str = "before", to_none: bool = True) -> list[Any]:
-    """``autograd.grad`` through the module fails on one rank, which goes on. ``zeroed``: whether the gradients are before it or after."""
+    """``autograd.grad`` through the module fails on one rank, which goes on.
+
+    ``zeroed``: whether the gradients are zeroed before it or after it.
+    """
     ddp, found = wrap(make()), []
     for step in range(8):
         if zeroed == "before":
@@ -141,7 +144,11 @@ def gradients_asked_for_between(rank: int, wrap: Wrap) -> list[Any]:
         ddp.zero_grad()
         x = batch(step, rank).requires_grad_()
         hooks: list[Any] = []
-        handle = ddp.module[1].register_forward_hook(lambda module, inputs, output, to=hooks: to.append(output.register_hook(fails)))
+
+        def fail(module: nn.Module, inputs: Any, output: Tensor, to: list[Any] = hooks) -> None:
+            to.append(output.register_hook(fails))
+
+        handle = ddp.module[1].register_forward_hook(fail)
         out = ddp(x)
         handle.remove()
         if step in (1, 5) and rank == 1:
