@@ -30,7 +30,7 @@ class Trigger(str, Enum):
     GRADIENT_TO_REDUCE = "a gradient is accumulated in a backward that reduces"
     GRAPH_DONE = "the engine has run the whole graph"
     INTERRUPTED = "an exception ended the run of the engine"
-    SKIPPED = "this rank has no data"
+    NO_BACKWARD = "this rank has no data, or its gradients are there"
     REDUCED = "all buckets are reduced"
     FAILED = "an exception was raised within the reduction"
 
@@ -42,7 +42,7 @@ TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
     (STARTED, Trigger.GRADIENT_TO_REDUCE): COLLECTING,
     (STARTED, Trigger.GRAPH_DONE): EMPTY,
     (STARTED, Trigger.INTERRUPTED): EMPTY,
-    (STARTED, Trigger.SKIPPED): REDUCING,
+    (STARTED, Trigger.NO_BACKWARD): REDUCING,
     (STARTED, Trigger.FAILED): BROKEN,
     (KEEPING, Trigger.GRAPH_DONE): DONE,
     (KEEPING, Trigger.INTERRUPTED): DONE,

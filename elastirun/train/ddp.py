@@ -140,7 +140,7 @@ class DistributedDataParallel(TorchNames):
         self._transport_wanted = transport
         self._hook: tuple[Hook | None, Any] = (None, None)
         self._optimizer: torch.optim.Optimizer | None = None
-        self.register_state_dict_pre_hook(_adopt)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
         take_both_forms(self)
         settle()
         if device_mesh is not None:
@@ -380,6 +380,8 @@ class DistributedDataParallel(TorchNames):
         if not self._without_reducer:
             # Within join() rank 0 may have no inputs any more; its statistics are out of date then.
             self._reducer.running_stats.before_forward(at_once=not self._join_config.enable)
+            if self._trained:
+                self._reducer.refuse_unreduced()
         self._before_forward(self._trained)
         return to_device(inputs, self._inputs_to), to_device(kwargs, self._inputs_to)
 
@@ -450,6 +452,23 @@ class DistributedDataParallel(TorchNames):
             yield
         finally:
             self._reducer.schedule.set_sync(before)
+            self._reducer.accept_gradients()
+
+    def reduce(self) -> None:
+        """Reduce the gradients that are there, as a backward does at its end. Every rank calls it, before the step of the optimizer.
+
+        For gradients that no backward brings: those of ``torch.autograd.grad``, and of pipeline schedules that compute the gradients of
+        inputs and of weights apart (zero bubble, DualPipeV):
+
+            with ddp.no_sync():     # of each stage of this rank
+                schedule.step(x)
+            ddp.reduce()
+
+        Without it, the next forward, ``state_dict()`` or ``check_replicas()`` raises OutsideForward. Gradients within ``no_sync()`` may
+        stay local, but for those of a schedule.
+        """
+        self._prepare()
+        self._reducer.reduce()
 
     def accumulate(self, n: int) -> None:
         """Reduce only in each ``n``-th backward from now on (1: in each one). Micro-batches of a pipeline need no no_sync() then.
@@ -564,6 +583,7 @@ class DistributedDataParallel(TorchNames):
         """
         self._look_at_parameters()
         settle()
+        self._reducer.refuse_unreduced()
         self._reducer.check_replicas(gradually)
 
     # -- extensions -----------------------------------------------------------------------------------------------------
@@ -653,6 +673,13 @@ def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
     """Take over rank 0's running statistics."""
     if not ddp._without_reducer:
         ddp._reducer.running_stats.adopt()
+
+
+def _before_state_dict(ddp: DistributedDataParallel, *_: Any) -> None:
+    """Take over rank 0's running statistics. Raises OutsideForward if gradients have come that nothing has reduced."""
+    _adopt(ddp)
+    if not ddp._without_reducer:
+        ddp._reducer.refuse_unreduced()
 
 
 def _nothing() -> None:

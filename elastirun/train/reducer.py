@@ -176,6 +176,22 @@ class Reducer:
         self._unannounced.announced = True
         return autograd_engine.before_backward(outputs, self)
 
+    def promise(self) -> None:
+        """Expect a gradient by a backward before the next forward outside of ``no_sync()``."""
+        self._unannounced.promise(self.schedule.sync)
+
+    def accept_gradients(self) -> None:
+        """Accept the gradients that have come without a backward so far: they are meant to stay local."""
+        self._unannounced.accept()
+
+    def refuse_unreduced(self) -> None:
+        """Raise OutsideForward if gradients have come that nothing has reduced, because no backward has brought them."""
+        if self.world > 1 and self._unannounced.without_backward(self.bucket_set.buckets, self.schedule.sync):
+            raise OutsideForward(
+                "gradients have come without a backward, as in pipeline schedules that compute those of inputs and of weights apart (zero "
+                "bubble), so they are not reduced: run the step within no_sync(), and call reduce() before that of the optimizer"
+            )
+
     def leave(self) -> Left:
         """Return what the reducer of the next world takes over, and let go of what keeps the process groups."""
         self._broken = self._backward = None  # the traceback of the failure leads to them
@@ -286,6 +302,7 @@ class Reducer:
     def _accumulate(self, backward: Backward) -> None:
         """Be certain that ``backward`` accumulates gradients; ``autograd.grad`` does not."""
         backward.accumulate()
+        self._unannounced.by_backward()
         if backward.reduces:
             self.bucket_set.release_outdated()
 
@@ -328,6 +345,7 @@ class Reducer:
         Such a backward may be that of a penalty, which is the same on every rank. Twice in a row is a penalty after a step and one
         before the next.
         """
+        self._unannounced.accept()
         elsewhere = any(one.trained.holds(self.params[index]) for one in under_way.in_task(autograd_engine.task()))
         grad = self.params[index].grad
         if not self.schedule.sync or elsewhere or grad is None:
@@ -429,13 +447,22 @@ class Reducer:
 
     def skip(self, zero_samples: float = 0.0) -> None:
         """Take part in a reduction without gradients. ``zero_samples``: the number of samples that count as gradients of zero."""
+        self._reduce_now(0.0, zero_samples)
+
+    def reduce(self) -> None:
+        """Reduce the gradients that are there."""
+        self.watch.seen.update(index for index, param in enumerate(self.params) if param.grad is not None)
+        self._reduce_now(self.local_report.weight)
+
+    def _reduce_now(self, samples: float, zero_samples: float = 0.0) -> None:
+        """Reduce without a backward."""
         if self._broken is not None and self.drops_failed_steps:
             self.trained.drop_gradients()
             return
         self._conclude()
-        backward = self._backward = Backward(True, 0.0, self.watch.expected.copy(), self.watch.seen)
+        backward = self._backward = Backward(True, samples, self.watch.expected.copy(), self.watch.seen)
         backward.zero_samples = zero_samples
-        backward.advance(Trigger.SKIPPED)
+        backward.advance(Trigger.NO_BACKWARD)
         self.bucket_set.reset()
         self.times.begin()
         self._finalize(backward)

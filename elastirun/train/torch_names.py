@@ -254,6 +254,7 @@ class TorchReducer:
     def prepare_for_backward(self, outputs: Sequence[Any]) -> None:
         """Expect a backward from ``outputs``; from any parameter if there are none. Lightning calls it within the module's forward."""
         self._reducer.expect(find_tensors(list(outputs)))
+        self._reducer.promise()
 
     def _rebuild_buckets(self) -> bool:
         """Return False: buckets are planned anew in backwards."""

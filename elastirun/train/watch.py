@@ -81,10 +81,13 @@ class Watch:
 
 
 class Unannounced:
-    """Gradients of backwards that did not begin at an output of the module's forward."""
+    """Gradients that did not come by a backward that began at an output of the module's forward: by another one, or by none at all."""
 
     def __init__(self) -> None:
         self.announced = False  # there was a forward since the last reduction: gradients may come
+        self.promised = False  # a pipeline has said that the last backward of a step follows, and none has accumulated a gradient
+        self.due = False  # … outside of ``no_sync()``, so that it would have reduced
+        self._there = UNKNOWN  # how many gradients ``without_backward`` saw last; UNKNOWN: backwards have come since
         self._found: dict[int, tuple[int, int]] = {}  # by parameter: version of its gradient, and how often it was zeroed before
 
     def zeroed(self, index: int, grad: Tensor) -> int:
@@ -94,7 +97,33 @@ class Unannounced:
         self._found[index] = grad._version, zeroed
         return zeroed
 
+    def accept(self) -> None:
+        """Accept the gradients that are there."""
+        self._there = UNKNOWN
+
+    def promise(self, sync: bool) -> None:
+        """Expect a backward that accumulates a gradient, and reduces unless it comes within ``no_sync()``."""
+        self.promised, self.due = True, self.due or sync
+
+    def by_backward(self) -> None:
+        """Note that a backward accumulates gradients."""
+        self.promised = self.due = False
+        self.accept()
+
+    def without_backward(self, buckets: Sequence[Bucket], sync: bool) -> bool:
+        """Return whether gradients have come without a backward since the last call, as from ``autograd.grad`` and an addition by hand.
+
+        One parameter of each bucket is looked at, which has a hook. ``sync``: this is not within ``no_sync()``, where pipelines run their
+        forwards.
+        """
+        there = sum(bucket.params[-1].grad is not None for bucket in buckets) if sync else 0
+        if self.due or sync and (self.promised or there > self._there):
+            return True
+        self._there = there if sync else self._there
+        return False
+
     def clear(self) -> None:
         """Begin anew after a reduction."""
         self.announced = False
         self._found.clear()
+        self.by_backward()

@@ -28,7 +28,7 @@ from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
 
 from .garbage import no_collection
-from .sharded import is_sharded, is_sharded_type, local_part
+from elastirun.train.sharded import is_sharded, is_sharded_type, local_part
 from .shells import ALIGNMENT, shell
 from .tree import NESTED, Flat
 from .values import DTYPES

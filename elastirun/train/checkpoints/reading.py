@@ -25,7 +25,7 @@ from elastirun.errors import CheckpointError
 from .copying import copy_all
 from .garbage import no_collection
 from .layout import local_box
-from .sharded import is_sharded
+from elastirun.train.sharded import is_sharded
 from .values import DTYPES
 
 Saved = SavedTensor[torch.dtype]

@@ -19,7 +19,7 @@ from elastirun.errors import CheckpointError
 
 from .names import ParameterNames, plain_names
 from .per_rank import PerRank, is_stateful
-from .sharded import is_sharded_type
+from elastirun.train.sharded import is_sharded_type
 from .values import PER_RANK, PLAIN, TAG, TENSOR, Fixed, Node, join, to_node
 
 NESTED = "a checkpoint cannot hold a nested tensor; save the list that its unbind() returns"
