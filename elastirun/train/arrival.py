@@ -13,6 +13,7 @@ from .bucket_memory import Bucket
 from .collectives import all_reduce
 from .conclusion import Outcome
 from .extensions import OptimizerStep
+from .sharded import local_part, with_part
 from .transports.base import reduction_errors
 
 
@@ -65,10 +66,10 @@ class Arrival:
             users = had.to(device)
             all_reduce(users, self.group)
             for param, mine, theirs in zip(params, had.tolist(), users.tolist(), strict=True):
-                grad = param.grad if mine else None
-                total = torch.zeros_like(param) if grad is None else (grad.to_dense() if grad.is_sparse else grad) * self.scale
+                grad = local_part(param.grad) if mine and param.grad is not None else torch.zeros_like(local_part(param))
+                total = (grad.to_dense() if grad.is_sparse else grad).detach() * self.scale
                 all_reduce(total, self.group)
-                param.grad = total.mul_(self.outcome.factor(theirs)) if theirs else None
+                param.grad = with_part(param, total.mul_(self.outcome.factor(theirs))) if theirs else None
         self._optimize(params)
 
     def _optimize(self, params: Sequence[nn.Parameter]) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .sharded import is_sharded, local_part, with_part
+
 if TYPE_CHECKING:
     from .transports.base import Work
 
@@ -55,11 +57,14 @@ class Portion:
         self.pending = 0  # how many of the watched parameters have not yet fired as often as expected
         self.gathered = False
         self.lacking: list[int] = []  # positions in the bucket that had no gradient
+        self._sharded = any(map(is_sharded, params))
 
     def gather(self, scale: float) -> None:
         """Gather the gradients, times ``scale``, in ``flat``."""
         self.gathered, self.lacking = True, []
         grads = [param.grad for param in self.params]
+        if self._sharded:
+            grads = [None if grad is None else local_part(grad) for grad in grads]
         if self.large and scale != 1.0 or not self._copy(grads):
             self._copy_each(grads, scale)
         elif scale != 1.0:
@@ -94,17 +99,20 @@ class Portion:
         """Add the gradients that came after ``gather``: from another use of a parameter, or later than their neighbours."""
         for at, (param, view) in enumerate(zip(self.params, self.views, strict=True), self.first):
             if param.grad is not None:
-                view.add_(param.grad.to_dense() if param.grad.is_sparse else param.grad, alpha=scale)
+                grad = local_part(param.grad)
+                view.add_(grad.to_dense() if grad.is_sparse else grad, alpha=scale)
                 param.grad = None
                 self.lacking = [other for other in self.lacking if other != at]
 
 
 class Bucket:
-    """Gradients that travel together. ``views[i]`` is the place of ``params[i]``'s gradient in ``flat``."""
+    """Gradients that travel together. ``views[i]`` is the place of ``params[i]``'s gradient in ``flat``, ``grads[i]`` that gradient: of a
+    DTensor, one with the view as its part."""
 
     def __init__(self, label: str, indices: Sequence[int], params: Sequence[nn.Parameter], flat: Tensor) -> None:
         self.label, self.indices, self.params, self.flat = label, indices, params, flat
         self.views = make_views(params, flat)
+        self.grads = [with_part(param, view) for param, view in zip(params, self.views, strict=True)]
         self.portions: list[Portion] = []
         first = begun = at = 0
         for position, view in enumerate(self.views, 1):
@@ -146,14 +154,15 @@ class Bucket:
         extra = torch.zeros_like(self.flat)
         for param, view in zip(self.params, make_views(self.params, extra), strict=True):
             if param.grad is not None:
-                view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
+                grad = local_part(param.grad)
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
                 param.grad = None
         return extra.mul_(scale)
 
     def set_gradients(self, users: Sequence[int] | None) -> None:
         """Make the reduced values the parameters' gradients. A parameter whose number of ``users`` is 0 gets none."""
-        for param, view in zip(self.params, self.views, strict=True):
-            param.grad = view
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
         for at in self.lacking:
             if users is not None and users[self.indices[at]] == 0:
                 self.params[at].grad = None
@@ -166,12 +175,12 @@ class Bucket:
 
 
 def make_views(params: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Return a view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
+    """Return a view of ``flat`` for each parameter (of a DTensor, this rank's part), with its shape and, where it is dense, its strides.
 
     Each view has a version counter of its own (``.data``), so that a change of one gradient does not count as a change of the others.
     """
     views, at = [], 0
-    for param in params:
+    for param in map(local_part, params):
         size = param.numel() * (2 if param.is_complex() else 1)
         part = flat[at : at + size]
         if param.is_complex():

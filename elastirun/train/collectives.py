@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .errors import ModelMismatch
 from .group_waits import finish
+from .sharded import local_part
 
 MOST_NAMED = 8  # ranks in a message
 CHUNK = 32 << 20  # bytes that are broadcast together; a copy of so many bytes is held meanwhile
@@ -73,10 +74,10 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
 
 
 def copy_from(source: int, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy the values of rank ``source`` to every rank, a chunk at a time."""
+    """Copy the values of rank ``source`` (of DTensors, its parts) to every rank, a chunk at a time."""
     first = dist.get_global_rank(group, source)
     with torch.no_grad():
-        for _, same in groupby(sorted(tensors, key=_kind), key=_kind):
+        for _, same in groupby(sorted(map(local_part, tensors), key=_kind), key=_kind):
             chunk: list[Tensor] = []
             nbytes = 0
             for tensor in [*same, None]:

@@ -145,7 +145,7 @@ class DistributedDataParallel(TorchNames):
         settle()
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._join(group_of(process_group, device_mesh, module), init_sync)
+        self._join(group_of(process_group, device_mesh), init_sync)
         release_at_exit(self)
 
     # -- the world --------------------------------------------------------------------------------------------------
@@ -205,7 +205,8 @@ class DistributedDataParallel(TorchNames):
     def _list_parameters(self) -> None:
         """List the names and parameters that are not to be ignored."""
         self._named = [(name, param) for name, param in self.module.named_parameters() if name not in self.parameters_to_ignore]
-        check_reducible(self._named)
+        assert self.process_group is not None
+        check_reducible(self._named, self.process_group)
 
     def _list_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the names and buffers that are not to be ignored."""

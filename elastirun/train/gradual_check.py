@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .replica_check import verify_replicas
+from .sharded import local_part
 
 LEAST = 256 << 10  # bytes that are compared in a step at least: that takes as long as the words between the ranks
 FLOW = 20_000_000  # bytes for each second that a step takes, a fiftieth of it where a checksum runs at 1 GB/s
@@ -33,7 +34,7 @@ class GradualCheck:
         """
         names, parts, room = [], [], max(LEAST, int(FLOW * seconds))
         while room > 0 and not self.done:
-            flat = self._tensors[self._tensor].detach().reshape(-1)
+            flat = local_part(self._tensors[self._tensor]).detach().reshape(-1)
             part = flat[self._element : self._element + max(1, room // flat.element_size())]
             names.append(self._names[self._tensor])
             parts.append(part)

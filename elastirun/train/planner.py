@@ -22,6 +22,7 @@ from . import buckets as plans
 from .bucket_memory import Storage
 from .buckets import MIB, Gradient, Link
 from .collectives import broadcast
+from .sharded import local_part
 from .transports.base import Transport
 
 MEASURED = 3  # backwards; the plan is made from the medians of their times
@@ -56,7 +57,7 @@ class Planner:
     ) -> None:
         self.gradients = [
             Gradient(p.numel() * 2, p.dtype.to_real(), p.device, True) if p.is_complex() else Gradient(p.numel(), p.dtype, p.device)
-            for p in params
+            for p in map(local_part, params)
         ]
         self.device = params[0].device
         self.epoch = 0

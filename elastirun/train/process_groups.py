@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from .collectives import backends_of, broadcast, gather
@@ -255,18 +254,13 @@ def end_own_group(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
         end(made)
 
 
-def group_of(group: dist.ProcessGroup | None, mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
-    """The group of ``device_mesh=``; or the one of ``process_group=``. A module that lies on another dimension of the mesh becomes one of
-    plain tensors with torch's own function."""
+def group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup | None:
+    """Return the group of ``device_mesh=``, or the one of ``process_group=``."""
     if mesh is None:
         return group
     if group is not None:
         raise WrongUse("Cannot specify both process_group and device_mesh arguments. Give one of them")
     if mesh.ndim != 1:
         raise WrongUse(f"Only 1D device mesh is supported, but got {mesh}: give one of its dimensions by name, as in mesh['data']")
-    if mesh._get_root_mesh() != mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
     found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
     return found

@@ -45,6 +45,7 @@ from .group_waits import confirm
 from .planner import MeasuredPlan, Planner
 from .running_stats import LayerBuffer, RunningStatistics
 from .schedule import Schedule
+from .sharded import placed_as
 from .step_times import StepTimes
 from .trained import Trained
 from .transports.base import AGAIN, Transport, reduction_errors
@@ -451,7 +452,10 @@ class Reducer:
 
     def reduce(self) -> None:
         """Reduce the gradients that are there."""
-        self.watch.seen.update(index for index, param in enumerate(self.params) if param.grad is not None)
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                self.watch.seen.add(index)
+                param.grad = placed_as(param, param.grad)
         self._reduce_now(self.local_report.weight)
 
     def _reduce_now(self, samples: float, zero_samples: float = 0.0) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .collectives import all_reduce, exchanged_on, gather, ranks
 from .errors import Diverged
+from .sharded import local_part
 
 CHUNK = 1 << 16  # elements; each place in a chunk has its own random odd weight, and each chunk one of its own
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, of MMIX: odd, so that no chunk is lost modulo 2**64
@@ -27,7 +28,7 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
     random = torch.Generator("cpu").manual_seed(0)
     weights = (torch.randint(-(1 << 62), 1 << 62, (CHUNK,), generator=random, dtype=torch.int64, device="cpu") * 2 + 1).to(device)
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for tensor in tensors:
+    for tensor in map(local_part, tensors):
         real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         for part in real.contiguous().view(-1).view(BITS[real.element_size()]).split(CHUNK):  # type: ignore[no-untyped-call]
             total = total * MULTIPLIER + (part.to(torch.int64) * weights[: part.numel()]).sum()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from .errors import TrainError, WrongUse
+from .errors import WrongUse
+from .sharded import is_sharded, local_part
 
 
 def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], options: Mapping[str, Any], trained: bool = True) -> list[str]:
@@ -15,13 +17,20 @@ def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], opt
 
     ``trained``: the lines say which parameters are frozen.
     """
-    lines = [f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{frozen(t) * trained}{' sparse' * (name in sparse)}" for name, t in tensors]
+    lines = [
+        f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{part(t)}{frozen(t) * trained}{' sparse' * (name in sparse)}" for name, t in tensors
+    ]
     return lines + [f"{name}={value}" for name, value in options.items()]
 
 
 def strides(tensor: Tensor) -> str:
     """Return " with strides (…)", empty for a contiguous tensor. Strides must match, because a gradient has those of its parameter."""
     return "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+
+
+def part(tensor: Any) -> str:
+    """Return " (…) at […]", which part of a DTensor this rank has: its shape, and its place in the mesh. Empty for another tensor."""
+    return f" {tuple(local_part(tensor).shape)} at {tensor.device_mesh.get_coordinate()}" if is_sharded(tensor) else ""
 
 
 def frozen(tensor: Tensor) -> str:
@@ -38,13 +47,14 @@ def sparse_names(module: nn.Module) -> set[str]:
     }
 
 
-def check_reducible(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise TrainError for parameters that cannot be reduced."""
+def check_reducible(named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
+    """Raise TrainError for parameters that cannot be reduced over ``group``."""
+    reduced = set(dist.get_process_group_ranks(group))
     for name, param in named:
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise WrongUse("the module has lazy parameters without a shape: run a forward before wrapping it")
-        if hasattr(param, "placements"):  # to import DTensor for its type would take a second
-            raise TrainError(
-                f"{name} is a DTensor, whose shards this module does not reduce: give device_mesh= a dimension of the mesh that it "
-                "lies on, or use torch.distributed.fsdp.fully_shard"
+        if is_sharded(param) and len(reduced.intersection(param.device_mesh.mesh.flatten().tolist())) > 1:  # type: ignore[attr-defined]
+            raise WrongUse(
+                f"{name} is a DTensor over ranks of this module's process group: give device_mesh= a dimension of the mesh that it does not "
+                "lie on, or use torch.distributed.fsdp.fully_shard"
             )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .autograd_engine import versions_kept
 from .bucket_memory import make_views
+from .sharded import is_sharded
 
 EXACT = (torch.float32, torch.float16, torch.bfloat16)  # types that float32, in which statistics travel, holds exactly
 LayerBuffer = tuple[nn.Module, str]  # a layer, and the name of one of its buffers: the tensor there may be replaced
@@ -23,7 +24,7 @@ def find_statistics(module: nn.Module, ignored: Collection[str] = ()) -> list[La
         for name, layer in layers
         for buffer in ("running_mean", "running_var", "num_batches_tracked")
         if (value := layer._buffers.get(buffer)) is not None and f"{name}.{buffer}".lstrip(".") not in ignored
-        if value.dtype in EXACT or not value.is_floating_point()
+        if (value.dtype in EXACT or not value.is_floating_point()) and not is_sharded(value)
     ]
 
 

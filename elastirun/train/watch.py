@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from . import autograd_engine
 from .bucket_memory import Bucket
+from .sharded import is_sharded, placed_as
 
 UNKNOWN = 1 << 60  # how often a parameter fires, before the first backward
 
@@ -21,6 +22,7 @@ class Watch:
 
     def __init__(self, params: Sequence[nn.Parameter], sparse: Sequence[int], always_all: bool) -> None:
         self._nodes = [autograd_engine.accumulator(param) for param in params]
+        self._placing = [node.register_prehook(placing(param)) for node, param in zip(self._nodes, params, strict=True) if is_sharded(param)]
         self._sparse, self._always_all = sparse, always_all
         self._handles: dict[int, Any] = {}  # by parameter
         self.all_watched = True  # every parameter has a hook
@@ -51,9 +53,9 @@ class Watch:
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._placing):
             handle.remove()
-        self._handles = {}
+        self._handles, self._placing = {}, []
 
     def executes_any(self) -> bool:
         """Return whether the backward under way accumulates the gradient of any parameter, as far as the engine knows."""
@@ -78,6 +80,15 @@ class Watch:
         """Expect each parameter to fire as often as in the last reducing backward, or more often."""
         for index, (expected, fired) in enumerate(zip(self.expected, self._fired, strict=True)):
             self.expected[index] = max(fired, 1 if expected == UNKNOWN else expected)
+
+
+def placing(param: nn.Parameter) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    """Return a hook that brings the gradient of ``param``, a DTensor, to where its parts are.
+
+    All ranks of its mesh take part, so it comes where the graph says, which is the same on all of them. Their buckets may differ.
+    """
+    like = param.detach()
+    return lambda grads: tuple(placed_as(like, grad) for grad in grads)
 
 
 class Unannounced:

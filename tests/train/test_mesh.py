@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import gelu, mse_loss
 
@@ -95,11 +95,16 @@ def stages_of(name: str, position: int) -> list[int]:
 
 
 def pipeline(rank: int, world: int, name: str, by_hand: bool) -> list[float]:
-    """Train in a pipeline of two ranks, two replicas. Return how far each stage is off, and the number of its reductions."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    """Train two replicas in a pipeline of two stages or four. Return how far each stage is off, and the number of its reductions a step.
+
+    On eight ranks each stage is split over two of them.
+    """
+    mesh = init_device_mesh("cpu", (2, 2, world // 4), mesh_dim_names=("dp", "pp", "tp"))
     replica, numbers = mesh["dp"].get_local_rank(), stages_of(name, mesh["pp"].get_local_rank())
     count = 2 * len(numbers)
     parts = [make()[number * BLOCKS // count : (number + 1) * BLOCKS // count] for number in numbers]
+    if world > 4:
+        parts = [split(part, mesh["tp"]) for part in parts]
     ddps = [DDP(part, process_group=mesh["dp"].get_group()) for part in parts]
     device, group = torch.device("cpu"), mesh["pp"].get_group()
     stages = [PipelineStage(ddp, number, count, device, group=group) for ddp, number in zip(ddps, numbers, strict=True)]
@@ -127,11 +132,16 @@ SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDual
 
 
 @pytest.mark.parametrize(("name", "by_hand"), [*((name, False) for name in HOOKS), *((name, True) for name in HOOKS + SPLIT)])
-def test_a_pipeline_trains_as_one_process(name: str, by_hand: bool) -> None:
-    for found in run(4, pipeline, name, by_hand):
+def test_a_pipeline_trains_as_one_process(name: str, by_hand: bool, world: int = 4) -> None:
+    for found in run(world, pipeline, name, by_hand):
         half = len(found) // 2
         assert max(found[:half]) < TOLERANCE, found
         assert found[half:] == [1.0] * half
+
+
+@pytest.mark.parametrize(("name", "by_hand"), [("Schedule1F1B", False), ("ScheduleZBVZeroBubble", True)])
+def test_a_pipeline_whose_stages_are_split_trains_as_one_process(name: str, by_hand: bool) -> None:
+    test_a_pipeline_trains_as_one_process(name, by_hand, world=8)
 
 
 def unreduced(rank: int, world: int, name: str, folder: str) -> str:
@@ -177,9 +187,63 @@ def by_hand(rank: int, world: int, after: str) -> list[Any]:
     ddp(batch(0)[0])
     alone = make()
     mse_loss(alone(batch(9)[0]), batch(9)[1]).backward()
-    return [refused, max(float((a.grad - b.grad).abs().max()) < 1e-6 for a, b in zip(params, alone.parameters(), strict=True))]
+    return [refused, max(float((a.grad - b.grad).abs().max()) for a, b in zip(params, alone.parameters(), strict=True)) < 1e-6]
 
 
 @pytest.mark.parametrize("after", ["forward", "state", "check", "no_sync"])
 def test_gradients_that_are_set_by_hand_are_refused_until_they_are_reduced(after: str) -> None:
     assert run(2, by_hand, after) == [[after != "no_sync", True]] * 2
+
+
+# -- tensor parallelism --------------------------------------------------------------------------------------------------
+
+
+def split(module: nn.Sequential, mesh: DeviceMesh, norms: bool = False) -> nn.Sequential:
+    """Split the matrices of each block over the ranks of ``mesh``. ``norms``: also the samples of the normalizing layers, so that the
+    gradients of these layers are sums over the ranks of ``mesh``, which are still to be made."""
+    for block in module:
+        up = ColwiseParallel()
+        if norms:
+            parallelize_module(block.ln, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)))  # type: ignore[arg-type]
+            parallelize_module(block.ln, mesh, SequenceParallel(sequence_dim=0))  # type: ignore[arg-type]
+            up = ColwiseParallel(input_layouts=Shard(0))
+        parallelize_module(block, mesh, {"up": up, "down": RowwiseParallel()})
+    return module
+
+
+def tensor_parallel(rank: int, world: int, norms: bool, group: bool, folder: str) -> list[Any]:
+    """Train two replicas that are split over two ranks each. Return how far the parameters are off, and what the state has."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = split(make(), mesh["tp"], norms)
+    optimizer = sgd(module)  # made before: the parameters stay the same objects
+    ddp = DDP(module, process_group=mesh["dp"].get_group()) if group else DDP(module, device_mesh=mesh["dp"])
+    for step in range(STEPS):
+        x, target = batch(step, mesh["dp"].get_local_rank(), 2)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        mse_loss(ddp(x), target).backward()
+        optimizer.step()
+    ddp.check_replicas()
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(STEPS, {"model": ddp, "optimizer": optimizer})
+    checkpoints.close()
+    parts = sum(isinstance(tensor, DTensor) for tensor in ddp.state_dict().values())
+    return [off(module, reference()), set(ddp.state_dict()) == {f"module.{name}" for name in make().state_dict()}, parts, ddp.stats()["steps"]]
+
+
+@pytest.mark.parametrize(("norms", "group"), [(False, False), (False, True), (True, False)])
+def test_a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters(norms: bool, group: bool, tmp_path: Path) -> None:
+    for most, kept, parts, steps in run(4, tensor_parallel, norms, group, str(tmp_path / "c")):
+        assert most < TOLERANCE
+        assert kept and parts == BLOCKS * (6 if norms else 4) and steps == STEPS
+    [alone] = run(1, restored, str(tmp_path / "c"))
+    assert alone < TOLERANCE
+
+
+def restored(rank: int, world: int, folder: str) -> float:
+    """Restore in one process, whole; return how far the parameters are off."""
+    module = make()
+    nn.init.zeros_(module[0].up.weight)
+    checkpoints = Checkpointer(folder)
+    checkpoints.restore({"model": module, "optimizer": sgd(module)})
+    checkpoints.close()
+    return off(module, reference())
