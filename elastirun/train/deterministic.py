@@ -70,7 +70,7 @@ class DeterministicShards:
             raise WrongUse("DeterministicShards takes the module itself: it reduces in place of DistributedDataParallel")
         if sparse := sorted(sparse_names(module)):
             raise WrongUse(f"the gradient of {sparse[0]} is sparse, which deterministic mode does not reduce: use sparse=False")
-        check_reducible(list(module.named_parameters()))
+        check_reducible(list(module.named_parameters()), None)
         self.module, self.shards, self.threads, self.process_group = module, shards, threads, find_group(process_group)
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._spans = [subtrees(share(shards, rank, self.world_size), (0, shards)) for rank in range(self.world_size)]  # by rank

@@ -47,14 +47,20 @@ def sparse_names(module: nn.Module) -> set[str]:
     }
 
 
-def check_reducible(named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
-    """Raise TrainError for parameters that cannot be reduced over ``group``."""
-    reduced = set(dist.get_process_group_ranks(group))
+def check_reducible(named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None) -> None:
+    """Raise TrainError for parameters that cannot be reduced over ``group``. None: DTensors cannot."""
+    reduced = set(() if group is None else dist.get_process_group_ranks(group))
     for name, param in named:
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise WrongUse("the module has lazy parameters without a shape: run a forward before wrapping it")
-        if is_sharded(param) and len(reduced.intersection(param.device_mesh.mesh.flatten().tolist())) > 1:  # type: ignore[attr-defined]
+        if is_sharded(param) and (group is None or len(reduced & set(_ranks_of(param))) > 1):
             raise WrongUse(
-                f"{name} is a DTensor over ranks of this module's process group: give device_mesh= a dimension of the mesh that it does not "
-                "lie on, or use torch.distributed.fsdp.fully_shard"
+                f"{name} is a DTensor, whose shards are not copies: give DistributedDataParallel device_mesh=, a dimension of the mesh "
+                f"that {name} does not lie on, or use torch.distributed.fsdp.fully_shard"
             )
+
+
+def _ranks_of(tensor: Any) -> list[int]:
+    """Return the ranks that have parts of a DTensor."""
+    ranks: list[int] = tensor.device_mesh.mesh.flatten().tolist()
+    return ranks

@@ -22,7 +22,8 @@ class Watch:
 
     def __init__(self, params: Sequence[nn.Parameter], sparse: Sequence[int], always_all: bool) -> None:
         self._nodes = [autograd_engine.accumulator(param) for param in params]
-        self._placing = [node.register_prehook(placing(param)) for node, param in zip(self._nodes, params, strict=True) if is_sharded(param)]
+        both = zip(self._nodes, params, strict=True)
+        self._placing = [node.register_prehook(placing(param)) for node, param in both if is_sharded(param)]
         self._sparse, self._always_all = sparse, always_all
         self._handles: dict[int, Any] = {}  # by parameter
         self.all_watched = True  # every parameter has a hook

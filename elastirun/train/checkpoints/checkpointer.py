@@ -27,6 +27,7 @@ from elastirun.train.group_connections import connections
 
 from ..errors import WrongUse
 from . import restoring
+from .copies import verify_copies
 from .dcp import METADATA, DcpFiles
 from .dcp import VALUES as DCP_VALUES
 from .due import due
@@ -254,7 +255,9 @@ class Checkpointer:
             return encode(own)
 
         everyones = map(decode, on_every_rank(self._ranks, take))
-        self._plan = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
+        made = plan([*everyones], self._ranks.nodes, keep_node_complete=self._memory.there)
+        verify_copies(flat, self._ranks)
+        self._plan = made
         gpu = next((tensor.device for tensor in flat.tensors.values() if tensor.is_cuda), None)
         self._staging.arrange(image_files(self._plan, self._ranks.rank), self._plan.tensors_json(), gpu)
         self._pieces = own

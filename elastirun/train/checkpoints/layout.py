@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from elastirun.checkpoint.boxes import Box, overlapping, volume
 from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
+from elastirun.train.sharded import is_sharded, is_sharded_type, local_part
 
 from .garbage import no_collection
-from elastirun.train.sharded import is_sharded, is_sharded_type, local_part
 from .shells import ALIGNMENT, shell
 from .tree import NESTED, Flat
 from .values import DTYPES

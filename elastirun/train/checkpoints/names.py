@@ -51,6 +51,11 @@ class ParameterNames:
     def __init__(self) -> None:
         self._modules: list[tuple[str, nn.Module, dict[int, str]]] = []
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the modules, in their order."""
+        return [module for _, module, _ in self._modules]
+
     def add(self, path: str, module: nn.Module, names: Iterable[str], tensors: Iterable[Any]) -> None:
         """Add the ``tensors`` of the module at ``path``. A tensor with several names has the first."""
         found: dict[int, str] = {}

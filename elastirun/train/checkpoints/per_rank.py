@@ -12,8 +12,8 @@ from torch import Tensor
 
 from elastirun.checkpoint.record import clip, number, parse
 from elastirun.errors import CheckpointError
-
 from elastirun.train.sharded import is_sharded
+
 from .values import DTYPES, check_node, to_node, to_value
 
 LIMIT = 64 << 20  # bytes; larger values belong into sharded tensors

@@ -43,10 +43,12 @@ class Ranks:
         self._group: dist.ProcessGroup | None = None
         self._waiting: Waiting | None = None
         self.rank, self.world_size = 0, 1
+        self._first = 0  # rank 0 of the group in the default group: groups of other ranks have checkpointers of the same number
         self.made_alone = group is None and not (dist.is_available() and dist.is_initialized())
         if group is not None or (dist.is_available() and dist.is_initialized()):
             found = find_group(group)
             self.rank, self.world_size = dist.get_rank(found), dist.get_world_size(found)
+            self._first = dist.get_global_rank(found, 0)
             if self.world_size > 1:
                 self._group = make_gloo_group(found)
                 self._waiting = Waiting(self.rank, self.world_size, self.board)
@@ -113,7 +115,7 @@ class Ranks:
     @cached_property
     def board(self) -> Any:
         """The key-value store in which ranks leave notes for each other at any time, from any thread. Only for more than one rank."""
-        return c10d.PrefixStore(f"elastirun/checkpoints/{self._number}", c10d._get_default_store())
+        return c10d.PrefixStore(f"elastirun/checkpoints/{self._number}/{self._first}", c10d._get_default_store())
 
     def close(self) -> None:
         """End the group and the thread, unless the program has ended all groups already.

@@ -21,11 +21,11 @@ from elastirun.checkpoint.boxes import Box, common, volume
 from elastirun.checkpoint.record import clip, is_file_name
 from elastirun.checkpoint.tensors import TENSORS, Chunk, SavedTensor, decode_tensors
 from elastirun.errors import CheckpointError
+from elastirun.train.sharded import is_sharded
 
 from .copying import copy_all
 from .garbage import no_collection
 from .layout import local_box
-from elastirun.train.sharded import is_sharded
 from .values import DTYPES
 
 Saved = SavedTensor[torch.dtype]

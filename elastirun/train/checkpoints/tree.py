@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
+from elastirun.train.sharded import is_sharded_type
 
 from .names import ParameterNames, plain_names
 from .per_rank import PerRank, is_stateful
-from elastirun.train.sharded import is_sharded_type
 from .values import PER_RANK, PLAIN, TAG, TENSOR, Fixed, Node, join, to_node
 
 NESTED = "a checkpoint cannot hold a nested tensor; save the list that its unbind() returns"
@@ -28,13 +28,14 @@ _TENSORS = {Tensor, nn.Parameter, nn.Buffer}  # the exact types of nearly all te
 
 @dataclass(frozen=True)
 class Flat:
-    """A state as tensors by name, in the state's order, and the tree of everything else.
+    """A state as tensors by name, in the state's order, the tree of everything else, and its modules.
 
     The tensors are those of the state, neither copied nor detached: read them under ``torch.no_grad()``.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     tree: dict[str, Node] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
 
 
 def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
@@ -47,7 +48,7 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
         raise CheckpointError("the state has too many containers within each other; does one contain itself?") from None
     if type(tree) is not dict or TAG in tree:
         raise CheckpointError("the state must be a dict whose keys are texts")
-    return Flat(work.tensors, tree)
+    return Flat(work.tensors, tree, work.names.modules)
 
 
 class _Flattening:
