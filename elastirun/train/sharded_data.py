@@ -20,7 +20,7 @@ from .permutation import Permutation
 from .process_groups import find_group
 from .shard_order import Progress, Rest
 from .shares import share
-from .steps import Step, accumulate
+from .steps import Step, accumulate, verify_ranks
 
 if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
@@ -96,6 +96,7 @@ class ElasticShards:
             raise TrainError(
                 f"ElasticShards needs DistributedDataParallel: {type(ddp).__name__} needs samples by index (ElasticDataLoader)"
             )
+        verify_ranks(self.rank, self.world_size, ddp)
         parts = self._load()
         part = next(parts, None)
         more = any(there for (there,) in gather([part is not None], ddp.process_group, _device(ddp.process_group)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from .errors import TrainError
 
@@ -30,6 +31,19 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         yield from self._batches
         self.done()
+
+
+def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> None:
+    """Raise TrainError unless data of ``rank`` of ``world_size`` are data of a rank of ``ddp``'s process group.
+
+    Where several ranks share a replica (tensor parallelism, pipelines) that group is smaller than the world.
+    """
+    group = ddp.process_group
+    if (rank, world_size) != (theirs := (dist.get_rank(group), dist.get_world_size(group))):
+        raise TrainError(
+            f"the data are those of rank {rank} of {world_size}, the module is rank {theirs[0]} of {theirs[1]}, so ranks that share a "
+            "replica would get different samples: give the data the ranks of the module (rank=, world_size=; ElasticShards: process_group=)"
+        )
 
 
 def accumulate(ddp: DistributedDataParallel, sizes: Sequence[int], batches: Iterable[Any]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import gelu, mse_loss
 
-from elastirun.train import Checkpointer, CheckpointError, OutsideForward, PerRank, TrainState
+from elastirun.train import Checkpointer, CheckpointError, ElasticDataLoader, ElasticShards, OutsideForward, PerRank, TrainError, TrainState
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train.checkpoints.copies import compare, samples
 from elastirun.train.checkpoints.tree import Flat
@@ -319,7 +319,10 @@ def test_ranks_may_differ_in_what_is_theirs(tmp_path: Path) -> None:
         assert told.startswith("rank 1: seen is another tensor than that of rank 0: put what each rank has of its own into PerRank")
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool])
+KINDS = torch.float32, torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensors_of_every_type_are_compared(kind: torch.dtype) -> None:
     ones = torch.ones(5, 40).to(kind)
     odd = ones.clone()
@@ -328,3 +331,36 @@ def test_tensors_of_every_type_are_compared(kind: torch.dtype) -> None:
     compare(found[0], found[1])
     with pytest.raises(CheckpointError, match="x is another tensor"):
         compare(found[0], found[2])
+
+
+# -- data ----------------------------------------------------------------------------------------------------------------
+
+
+def shares_of_replicas(rank: int, world: int) -> list[Any]:
+    """Load data where two ranks share a replica: without, and with the ranks of the module. Return the errors and the samples."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ddp = DDP(nn.Linear(1, 1), device_mesh=mesh["dp"])
+    points = [torch.tensor([float(number)]) for number in range(12)]
+    files = [[point] for point in points]
+    told = []
+    for data in (ElasticDataLoader(points, 4), ElasticShards(files, iter, 4)):  # type: ignore[arg-type]
+        with pytest.raises(TrainError) as error:
+            next(iter(data.steps(ddp)))
+        told.append(str(error.value))
+    seen = []
+    mine = ElasticDataLoader(points, 4, rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size())  # type: ignore[arg-type]
+    for step in mine.steps(ddp):
+        for part in step:
+            seen += part.flatten().tolist()
+            ddp(part).sum().backward()
+    return [told, seen]
+
+
+def test_ranks_that_share_a_replica_are_told_to_load_the_same_samples() -> None:
+    found = run(4, shares_of_replicas)
+    for rank, (told, _) in enumerate(found):
+        said = f"the data are those of rank {rank} of 4, the module is rank {rank // 2} of 2"
+        assert [text.startswith(said) for text in told] == [True, True]
+    samples_of = [seen for _, seen in found]
+    assert samples_of[0] == samples_of[1] and samples_of[2] == samples_of[3]
+    assert sorted(samples_of[0] + samples_of[2]) == list(map(float, range(12)))
