@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from .errors import TrainError
 
@@ -38,8 +37,7 @@ def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> No
 
     Where several ranks share a replica (tensor parallelism, pipelines) that group is smaller than the world.
     """
-    group = ddp.process_group
-    if (rank, world_size) != (theirs := (dist.get_rank(group), dist.get_world_size(group))):
+    if (rank, world_size) != (theirs := (ddp._reducer.rank, ddp._reducer.world)):
         raise TrainError(
             f"the data are those of rank {rank} of {world_size}, the module is rank {theirs[0]} of {theirs[1]}, so ranks that share a "
             "replica would get different samples: give the data the ranks of the module (rank=, world_size=; ElasticShards: process_group=)"

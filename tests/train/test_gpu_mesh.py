@@ -6,7 +6,6 @@ would pass.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -145,9 +144,7 @@ def off(module: nn.Module, losses: Tensor, replicas: DeviceMesh | None = None) -
     found = [relative(losses, expected)] if len(losses) else []
     for name, weight in reference.named_parameters():
         try:
-            mine = functools.reduce(
-                getattr, name.split("."), module
-            )  # by attributes, which hold a DTensor that is no parameter, too
+            mine = module.get_parameter(name)
         except AttributeError:
             continue  # another stage's
         found.append(relative(whole(mine), weight))

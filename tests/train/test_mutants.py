@@ -1837,6 +1837,56 @@ MUTANTS = (
         *("ckpt_rounds", "what_only_a_lost_rank_had_does_not_make_a_copy_incomplete"),
     ),
     mutant(
+        "gradients that a pipeline has promised are missed in its next step",
+        *("watch", "if self.due or sync and", "if sync and"),
+        *("mesh", "a_pipeline_whose_gradients_nothing_reduces_is_refused[ScheduleInterleavedZeroBubble]"),
+    ),
+    mutant(
+        "gradients that are set by hand are refused",
+        *("watch", "(self.promised or there > self._there)", "self.promised"),
+        *("mesh", "gradients_that_are_set_by_hand_are_refused_until_they_are_reduced[state]"),
+    ),
+    mutant(
+        "gradients within no_sync may stay local",
+        *("ddp", "            self._reducer.accept_gradients()\n", ""),
+        *("mesh", "gradients_that_are_set_by_hand_are_refused_until_they_are_reduced[no_sync]"),
+    ),
+    mutant(
+        "gradients are there as a backward of samples",
+        *("reducer", "self._reduce_now(self.local_report.weight)", "self._reduce_now(0.0)"),
+        *("mesh", "a_pipeline_trains_as_one_process[ScheduleInterleavedZeroBubble-True]"),
+    ),
+    mutant(
+        "sums over the ranks of a split layer are made",
+        *("watch", "tuple(placed_as(like, grad) for grad in grads)", "tuple(grads)"),
+        *("mesh", "a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters[True-False]"),
+    ),
+    mutant(
+        "the gradient of a DTensor is one",
+        *("bucket_memory", "self.grads = [with_part(param, view) for", "self.grads = [view for"),
+        *("mesh", "a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters[False-False]"),
+    ),
+    mutant(
+        "a plain tensor is a copy of rank 0's",
+        *("checkpoints/copies", "abs(a - b) > close", "False"),
+        *("mesh", "stages_are_not_saved_as_copies_of_one_another[same]"),
+    ),
+    mutant(
+        "rank 0 has each tensor",
+        *("checkpoints/copies", "        if name not in first:\n", "        if name not in first and False:\n"),
+        *("mesh", "stages_are_not_saved_as_copies_of_one_another[other]"),
+    ),
+    mutant(
+        "checkpointers of several groups have notes of their own",
+        *("checkpoints/ranks", "{self._number}/{self._first}", "{self._number}"),
+        *("mesh", "stages_are_not_saved_as_copies_of_one_another[same]"),
+    ),
+    mutant(
+        "ranks that share a replica load the same samples",
+        *("steps", "if (rank, world_size) != (theirs", "if () != () and (theirs"),
+        *("mesh", "ranks_that_share_a_replica_are_told_to_load_the_same_samples"),
+    ),
+    mutant(
         "all else is",
         *("checkpoints/memory", "return self.needed <= self.holders.keys()", "return True"),
         *("ckpt_rounds", "what_only_a_lost_rank_had_does_not_make_a_copy_incomplete"),
