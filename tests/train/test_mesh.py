@@ -158,9 +158,8 @@ def unreduced(rank: int, world: int, name: str, folder: str) -> str:
     try:
         pipeline(rank, world, name, by_hand=False)
     except RuntimeError as error:
-        refused = error.__cause__ or error  # torch's, of a forward within the schedule, or ours
-        if isinstance(refused, OutsideForward):
-            Path(folder, str(rank)).write_text(str(refused))
+        if isinstance(error.__cause__, OutsideForward):  # in a forward within the schedule
+            Path(folder, str(rank)).write_text(str(error.__cause__))
             os._exit(3)
         return "the other rank of the pipeline has ended"
     return "trained"
