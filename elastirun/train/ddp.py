@@ -583,8 +583,8 @@ class DistributedDataParallel(TorchNames):
         module had been wrapped.
         """
         self._look_at_parameters()
-        settle()
         self._reducer.refuse_unreduced()
+        settle()
         self._reducer.check_replicas(gradually)
 
     # -- extensions -----------------------------------------------------------------------------------------------------
