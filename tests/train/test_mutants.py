@@ -847,7 +847,9 @@ MUTANTS = (
     ),
     mutant(
         "what comes after its portion is added",
-        *("bucket_memory", " if param.grad is not None:\n                grad = local_part(param.grad)\n                view.add_", " if False:\n                view.add_"),
+        "bucket_memory",
+        " if param.grad is not None:\n                grad = local_part(param.grad)\n                view.add_",
+        " if False:\n                grad = local_part(param.grad)\n                view.add_",
         *("ddp", "a_gradient_that_comes_after_it_was_looked_for_is_added[portion]"),
     ),
     mutant(
