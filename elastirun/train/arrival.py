@@ -66,7 +66,8 @@ class Arrival:
             users = had.to(device)
             all_reduce(users, self.group)
             for param, mine, theirs in zip(params, had.tolist(), users.tolist(), strict=True):
-                grad = local_part(param.grad) if mine and param.grad is not None else torch.zeros_like(local_part(param))
+                before = param.grad if mine else None
+                grad = torch.zeros_like(local_part(param)) if before is None else local_part(before)
                 total = (grad.to_dense() if grad.is_sparse else grad).detach() * self.scale
                 all_reduce(total, self.group)
                 param.grad = with_part(param, total.mul_(self.outcome.factor(theirs))) if theirs else None

@@ -106,8 +106,10 @@ class Portion:
 
 
 class Bucket:
-    """Gradients that travel together. ``views[i]`` is the place of ``params[i]``'s gradient in ``flat``, ``grads[i]`` that gradient: of a
-    DTensor, one with the view as its part."""
+    """Gradients that travel together. ``views[i]`` is the place of ``params[i]``'s gradient in ``flat``.
+
+    ``grads[i]`` is that gradient: the view, or for a DTensor one whose part the view is.
+    """
 
     def __init__(self, label: str, indices: Sequence[int], params: Sequence[nn.Parameter], flat: Tensor) -> None:
         self.label, self.indices, self.params, self.flat = label, indices, params, flat
@@ -175,7 +177,9 @@ class Bucket:
 
 
 def make_views(params: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Return a view of ``flat`` for each parameter (of a DTensor, this rank's part), with its shape and, where it is dense, its strides.
+    """Return a view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
+
+    Of a DTensor, this rank's part counts.
 
     Each view has a version counter of its own (``.data``), so that a change of one gradient does not count as a change of the others.
     """

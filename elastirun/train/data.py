@@ -48,8 +48,9 @@ class ElasticDataLoader:
     keyed_rng           seed torch, ``random`` and numpy for each sample by (seed, epoch, sample), so that random augmentations in the
                         dataset are the same at every world size and number of loading workers; default: with ``DeterministicShards``
     drop_last           leave out the last batch of an epoch if it is smaller
-    rank, world_size    default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1. Where several ranks share a
-                        replica (tensor parallelism, pipelines), those of the data-parallel group: they need the same samples
+    rank, world_size    default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1.
+                        Where ranks share a replica (tensor parallelism, pipelines), give those of the
+                        data-parallel group, because such ranks need the same samples
     loading             the other arguments of ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, …
 
     A batch is None where this rank has no sample of the global batch, because the batch has fewer samples than there are ranks. The others
@@ -150,7 +151,7 @@ class ElasticDataLoader:
         """
         exact = ddp if isinstance(ddp, DeterministicShards) else None
         if exact is None:
-            verify_ranks(self.rank, self.world_size, ddp)  # type: ignore[arg-type]  # it is no DeterministicShards
+            verify_ranks(self.rank, self.world_size, ddp)  # type: ignore[arg-type]
             self.contract = {}
         else:
             self._begin_exact(exact)

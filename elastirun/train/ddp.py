@@ -456,17 +456,18 @@ class DistributedDataParallel(TorchNames):
             self._reducer.accept_gradients()
 
     def reduce(self) -> None:
-        """Reduce the gradients that are there, as a backward does at its end. Every rank calls it, before the step of the optimizer.
+        """Reduce the gradients that are there, as a backward does at its end.
 
-        For gradients that no backward brings: those of ``torch.autograd.grad``, and of pipeline schedules that compute the gradients of
-        inputs and of weights apart (zero bubble, DualPipeV):
+        Every rank calls it, before the step of the optimizer. It is for gradients that no backward brings:
+        those of ``torch.autograd.grad``, and of pipeline schedules that compute the gradients of inputs and
+        of weights apart (zero bubble, DualPipeV):
 
             with ddp.no_sync():     # of each stage of this rank
                 schedule.step(x)
             ddp.reduce()
 
-        Without it, the next forward, ``state_dict()`` or ``check_replicas()`` raises OutsideForward. Gradients within ``no_sync()`` may
-        stay local, but for those of a schedule.
+        Without it, the next forward, ``state_dict()`` or ``check_replicas()`` raises OutsideForward.
+        Gradients within ``no_sync()`` may stay local, but for those of a schedule.
         """
         self._prepare()
         self._reducer.reduce()
@@ -677,7 +678,7 @@ def _adopt(ddp: DistributedDataParallel, *_: Any) -> None:
 
 
 def _before_state_dict(ddp: DistributedDataParallel, *_: Any) -> None:
-    """Take over rank 0's running statistics. Raises OutsideForward if gradients have come that nothing has reduced."""
+    """Take over rank 0's running statistics; raise OutsideForward if nothing has reduced the gradients."""
     _adopt(ddp)
     if not ddp._without_reducer:
         ddp._reducer.refuse_unreduced()

@@ -3,7 +3,8 @@
     TrainError (a RuntimeError)
     ├── WrongUse           an argument is refused: each restart would meet that again, so the job ends at once
     ├── ModelMismatch      the ranks do not hold the same parameters: which one, and what each rank has
-    ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's forward
+    ├── OutsideForward     a gradient came from a backward that did not begin from an output of the module's
+    │                      forward, or from no backward at all
     ├── Diverged           the replicas' parameters are no longer the same: the first difference, and the ranks
     ├── RoundUnknown       nobody could tell whether this worker's round is still the current one (``is_current``)
     ├── CheckpointError    a checkpoint cannot be written, or is not whole: which file, and what to do

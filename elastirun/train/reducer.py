@@ -186,11 +186,12 @@ class Reducer:
         self._unannounced.accept()
 
     def refuse_unreduced(self) -> None:
-        """Raise OutsideForward if gradients have come that nothing has reduced, because no backward has brought them."""
+        """Raise OutsideForward if gradients have come without a backward: nothing has reduced them."""
         if self.world > 1 and self._unannounced.without_backward(self.bucket_set.buckets, self.schedule.sync):
             raise OutsideForward(
-                "gradients have come without a backward, as in pipeline schedules that compute those of inputs and of weights apart (zero "
-                "bubble), so they are not reduced: run the step within no_sync(), and call reduce() before that of the optimizer"
+                "gradients have come without a backward, as in pipeline schedules that compute those of "
+                "inputs and of weights apart (zero bubble), so they are not reduced: run the step within "
+                "no_sync(), and call reduce() before that of the optimizer"
             )
 
     def leave(self) -> Left:

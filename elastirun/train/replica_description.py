@@ -18,7 +18,9 @@ def describe(tensors: Iterable[tuple[str, Tensor]], sparse: Collection[str], opt
     ``trained``: the lines say which parameters are frozen.
     """
     lines = [
-        f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{part(t)}{frozen(t) * trained}{' sparse' * (name in sparse)}" for name, t in tensors
+        f"{name} {tuple(t.shape)} {t.dtype}{strides(t)}{part(t)}"
+        f"{frozen(t) * trained}{' sparse' * (name in sparse)}"
+        for name, t in tensors
     ]
     return lines + [f"{name}={value}" for name, value in options.items()]
 
@@ -29,8 +31,10 @@ def strides(tensor: Tensor) -> str:
 
 
 def part(tensor: Any) -> str:
-    """Return " (…) at […]", which part of a DTensor this rank has: its shape, and its place in the mesh. Empty for another tensor."""
-    return f" {tuple(local_part(tensor).shape)} at {tensor.device_mesh.get_coordinate()}" if is_sharded(tensor) else ""
+    """Return " (…) at […]" for a DTensor: the shape of this rank's part, and the rank's place; else empty."""
+    if not is_sharded(tensor):
+        return ""
+    return f" {tuple(local_part(tensor).shape)} at {tensor.device_mesh.get_coordinate()}"
 
 
 def frozen(tensor: Tensor) -> str:
@@ -55,8 +59,9 @@ def check_reducible(named: Sequence[tuple[str, nn.Parameter]], group: dist.Proce
             raise WrongUse("the module has lazy parameters without a shape: run a forward before wrapping it")
         if is_sharded(param) and (group is None or len(reduced & set(_ranks_of(param))) > 1):
             raise WrongUse(
-                f"{name} is a DTensor, whose shards are not copies: give DistributedDataParallel device_mesh=, a dimension of the mesh "
-                f"that {name} does not lie on, or use torch.distributed.fsdp.fully_shard"
+                f"{name} is a DTensor, whose shards are not copies: give DistributedDataParallel "
+                f"device_mesh=, a dimension of the mesh that {name} is not on, or use "
+                "torch.distributed.fsdp.fully_shard"
             )
 
 

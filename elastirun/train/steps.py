@@ -33,14 +33,15 @@ class Step:
 
 
 def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> None:
-    """Raise TrainError unless data of ``rank`` of ``world_size`` are data of a rank of ``ddp``'s process group.
+    """Raise TrainError unless ``rank`` of ``world_size`` is that of this process in ``ddp``'s process group.
 
     Where several ranks share a replica (tensor parallelism, pipelines) that group is smaller than the world.
     """
     if (rank, world_size) != (theirs := (ddp._reducer.rank, ddp._reducer.world)):
         raise TrainError(
-            f"the data are those of rank {rank} of {world_size}, the module is rank {theirs[0]} of {theirs[1]}, so ranks that share a "
-            "replica would get different samples: give the data the ranks of the module (rank=, world_size=; ElasticShards: process_group=)"
+            f"the data are those of rank {rank} of {world_size}, the module is rank {theirs[0]} of "
+            f"{theirs[1]}, so ranks that share a replica would get different samples: give the data the ranks of "
+            "the module (rank=, world_size=; ElasticShards: process_group=)"
         )
 
 

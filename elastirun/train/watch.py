@@ -86,20 +86,21 @@ class Watch:
 def placing(param: nn.Parameter) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
     """Return a hook that brings the gradient of ``param``, a DTensor, to where its parts are.
 
-    All ranks of its mesh take part, so it comes where the graph says, which is the same on all of them. Their buckets may differ.
+    All ranks of its mesh take part, so this comes where the graph has the gradient: the graph is the same on
+    all of them, and their buckets may differ.
     """
     like = param.detach()
     return lambda grads: tuple(placed_as(like, grad) for grad in grads)
 
 
 class Unannounced:
-    """Gradients that did not come by a backward that began at an output of the module's forward: by another one, or by none at all."""
+    """Gradients by backwards that did not begin at an output of the module's forward, or by none at all."""
 
     def __init__(self) -> None:
         self.announced = False  # there was a forward since the last reduction: gradients may come
-        self.promised = False  # a pipeline has said that the last backward of a step follows, and none has accumulated a gradient
+        self.promised = False  # a pipeline has announced the last backward of a step, and none has come since
         self.due = False  # … outside of ``no_sync()``, so that it would have reduced
-        self._there = UNKNOWN  # how many gradients ``without_backward`` saw last; UNKNOWN: backwards have come since
+        self._there = UNKNOWN  # gradients that ``without_backward`` saw; UNKNOWN: backwards have come since
         self._found: dict[int, tuple[int, int]] = {}  # by parameter: version of its gradient, and how often it was zeroed before
 
     def zeroed(self, index: int, grad: Tensor) -> int:
@@ -123,10 +124,10 @@ class Unannounced:
         self.accept()
 
     def without_backward(self, buckets: Sequence[Bucket], sync: bool) -> bool:
-        """Return whether gradients have come without a backward since the last call, as from ``autograd.grad`` and an addition by hand.
+        """Return whether gradients have come without a backward since the last call (``autograd.grad``).
 
-        One parameter of each bucket is looked at, which has a hook. ``sync``: this is not within ``no_sync()``, where pipelines run their
-        forwards.
+        One parameter of each bucket is looked at, which has a hook. ``sync``: this is not within
+        ``no_sync()``, where pipelines run their forwards.
         """
         there = sum(bucket.params[-1].grad is not None for bucket in buckets) if sync else 0
         if self.due or sync and (self.promised or there > self._there):

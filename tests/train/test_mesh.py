@@ -1,6 +1,7 @@
-"""Pipelines and tensor parallelism beside data parallelism, on four ranks, each compared with the same training in one process.
+"""Pipelines and tensor parallelism beside data parallelism, compared with the same training in one process.
 
-The optimizer is SGD with momentum: AdamW divides a gradient by its size, so a gradient of the wrong scale would pass.
+The optimizer is SGD with momentum: AdamW divides a gradient by its size, so a gradient of the wrong scale
+would pass.
 """
 
 from __future__ import annotations
@@ -18,10 +19,25 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.functional import gelu, mse_loss
 
-from elastirun.train import Checkpointer, CheckpointError, ElasticDataLoader, ElasticShards, OutsideForward, PerRank, TrainError, TrainState
+from elastirun.train import (
+    Checkpointer,
+    CheckpointError,
+    ElasticDataLoader,
+    ElasticShards,
+    OutsideForward,
+    PerRank,
+    TrainError,
+    TrainState,
+)
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train.checkpoints.copies import compare, samples
 from elastirun.train.checkpoints.tree import Flat
@@ -37,7 +53,11 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ln, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.ln, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(gelu(self.up(self.ln(x))))
@@ -84,7 +104,7 @@ def off(mine: nn.Module, theirs: nn.Module) -> float:
     return max(float((whole(a) - whole(b)).abs().max()) for a, b in pairs)
 
 
-# -- pipelines -----------------------------------------------------------------------------------------------------------
+# -- pipelines ------------------------------------------------------------------------------------------
 
 
 def stages_of(name: str, position: int) -> list[int]:
@@ -95,7 +115,7 @@ def stages_of(name: str, position: int) -> list[int]:
 
 
 def pipeline(rank: int, world: int, name: str, by_hand: bool) -> list[float]:
-    """Train two replicas in a pipeline of two stages or four. Return how far each stage is off, and the number of its reductions a step.
+    """Train two replicas in a pipeline. Return how far each stage is off, and its reductions a step.
 
     On eight ranks each stage is split over two of them.
     """
@@ -107,7 +127,10 @@ def pipeline(rank: int, world: int, name: str, by_hand: bool) -> list[float]:
         parts = [split(part, mesh["tp"]) for part in parts]
     ddps = [DDP(part, process_group=mesh["dp"].get_group()) for part in parts]
     device, group = torch.device("cpu"), mesh["pp"].get_group()
-    stages = [PipelineStage(ddp, number, count, device, group=group) for ddp, number in zip(ddps, numbers, strict=True)]
+    stages = [
+        PipelineStage(ddp, number, count, device, group=group)
+        for ddp, number in zip(ddps, numbers, strict=True)
+    ]
     schedule = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
     pipe = schedule(stages[0] if len(stages) == 1 else stages, MICRO, loss_fn=mse_loss)
     optimizer = sgd(nn.ModuleList(ddps))
@@ -115,7 +138,10 @@ def pipeline(rank: int, world: int, name: str, by_hand: bool) -> list[float]:
     for step in range(STEPS):
         x, target = batch(step, replica, 2)
         optimizer.zero_grad()
-        with nullcontext() if not by_hand else ddps[0].no_sync(), ddps[-1].no_sync() if by_hand else nullcontext():
+        with (
+            nullcontext() if not by_hand else ddps[0].no_sync(),
+            ddps[-1].no_sync() if by_hand else nullcontext(),
+        ):
             pipe.step(*([x] if first else []), **({"target": target} if last else {}))
         for ddp in ddps if by_hand else ():
             ddp.reduce()
@@ -123,7 +149,10 @@ def pipeline(rank: int, world: int, name: str, by_hand: bool) -> list[float]:
     alone = reference()
     for ddp in ddps:
         ddp.check_replicas()
-    found = [off(part, alone[n * BLOCKS // count : (n + 1) * BLOCKS // count]) for part, n in zip(parts, numbers, strict=True)]
+    found = [
+        off(part, alone[n * BLOCKS // count : (n + 1) * BLOCKS // count])
+        for part, n in zip(parts, numbers, strict=True)
+    ]
     return [*found, *(ddp.stats()["steps"] / STEPS for ddp in ddps)]
 
 
@@ -133,13 +162,15 @@ SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDual
 
 @pytest.fixture(autouse=True)
 def v_schedules(request: pytest.FixtureRequest) -> None:
-    """Skip schedules in which a rank has neighbouring stages, where torch would let it send to itself over gloo."""
+    """Skip schedules in which a rank has neighbouring stages, so that torch sends to itself over gloo."""
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name", "")
     if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") and TORCH < (2, 13):
         pytest.skip("before torch 2.13 this schedule does not run over gloo")
 
 
-@pytest.mark.parametrize(("name", "by_hand"), [*((name, False) for name in HOOKS), *((name, True) for name in HOOKS + SPLIT)])
+@pytest.mark.parametrize(
+    ("name", "by_hand"), [*((name, False) for name in HOOKS), *((name, True) for name in HOOKS + SPLIT)]
+)
 def test_a_pipeline_trains_as_one_process(name: str, by_hand: bool, world: int = 4) -> None:
     for found in run(world, pipeline, name, by_hand):
         half = len(found) // 2
@@ -153,7 +184,7 @@ def test_a_pipeline_whose_stages_are_split_trains_as_one_process(name: str, by_h
 
 
 def unreduced(rank: int, world: int, name: str, folder: str) -> str:
-    """Train in a pipeline of two ranks, two replicas, without ``reduce()``. End with status 3 when that is refused."""
+    """Train in a pipeline without ``reduce()``. End with status 3 when that is refused."""
     logging.disable()  # torch logs the whole schedule
     try:
         pipeline(rank, world, name, by_hand=False)
@@ -167,7 +198,7 @@ def unreduced(rank: int, world: int, name: str, folder: str) -> str:
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_pipeline_whose_gradients_nothing_reduces_is_refused(name: str, tmp_path: Path) -> None:
-    """Check that each replica is refused in its second step, by the ranks that have a stage whose gradients come without hooks."""
+    """Check that the second step is refused, by the ranks with a stage whose gradients come without hooks."""
     ends = run(4, unreduced, name, str(tmp_path), died=True)
     told = [path.read_text() for path in tmp_path.iterdir()]
     assert told and all("run the step within no_sync(), and call reduce()" in said for said in told)
@@ -175,7 +206,7 @@ def test_a_pipeline_whose_gradients_nothing_reduces_is_refused(name: str, tmp_pa
 
 
 def by_hand(rank: int, world: int, after: str) -> list[Any]:
-    """Set gradients by hand, and go on. Return whether that is refused, and whether ``reduce`` makes them the mean."""
+    """Set gradients by hand. Return whether that is refused, and whether ``reduce`` makes them the mean."""
     ddp = DDP(make())
     params = list(ddp.parameters())
     for step in range(5):  # the second one measures the plan
@@ -194,7 +225,11 @@ def by_hand(rank: int, world: int, after: str) -> list[Any]:
     ddp(batch(0)[0])
     alone = make()
     mse_loss(alone(batch(9)[0]), batch(9)[1]).backward()
-    return [refused, max(float((a.grad - b.grad).abs().max()) for a, b in zip(params, alone.parameters(), strict=True)) < 1e-6]
+    return [
+        refused,
+        max(float((a.grad - b.grad).abs().max()) for a, b in zip(params, alone.parameters(), strict=True))
+        < 1e-6,
+    ]
 
 
 @pytest.mark.parametrize("after", ["forward", "state", "check", "no_sync"])
@@ -202,16 +237,21 @@ def test_gradients_that_are_set_by_hand_are_refused_until_they_are_reduced(after
     assert run(2, by_hand, after) == [[after != "no_sync", True]] * 2
 
 
-# -- tensor parallelism --------------------------------------------------------------------------------------------------
+# -- tensor parallelism ---------------------------------------------------------------------------------
 
 
 def split(module: nn.Sequential, mesh: DeviceMesh, norms: bool = False) -> nn.Sequential:
-    """Split the matrices of each block over the ranks of ``mesh``. ``norms``: also the samples of the normalizing layers, so that the
-    gradients of these layers are sums over the ranks of ``mesh``, which are still to be made."""
+    """Split the matrices of each block over the ranks of ``mesh``.
+
+    ``norms``: also the samples of the normalizing layers, so that the gradients of these layers are sums over
+    the ranks of ``mesh``, which are still to be made.
+    """
     for block in module:
         up = ColwiseParallel()
         if norms:
-            parallelize_module(block.ln, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)))  # type: ignore[arg-type]
+            parallelize_module(
+                block.ln, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0))
+            )  # type: ignore[arg-type]
             parallelize_module(block.ln, mesh, SequenceParallel(sequence_dim=0))  # type: ignore[arg-type]
             up = ColwiseParallel(input_layouts=Shard(0))
         parallelize_module(block, mesh, {"up": up, "down": RowwiseParallel()})
@@ -219,7 +259,7 @@ def split(module: nn.Sequential, mesh: DeviceMesh, norms: bool = False) -> nn.Se
 
 
 def tensor_parallel(rank: int, world: int, norms: bool, group: bool, folder: str) -> list[Any]:
-    """Train two replicas that are split over two ranks each. Return how far the parameters are off, and what the state has."""
+    """Train two replicas that are split over two ranks each. Return how far they are off, and more."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = split(make(), mesh["tp"], norms)
     optimizer = sgd(module)  # made before: the parameters stay the same objects
@@ -239,7 +279,9 @@ def tensor_parallel(rank: int, world: int, norms: bool, group: bool, folder: str
 
 
 @pytest.mark.parametrize(("norms", "group"), [(False, False), (False, True), (True, False)])
-def test_a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters(norms: bool, group: bool, tmp_path: Path) -> None:
+def test_a_module_that_is_split_trains_as_one_process_and_keeps_its_parameters(
+    norms: bool, group: bool, tmp_path: Path
+) -> None:
     for most, kept, parts, steps in run(4, tensor_parallel, norms, group, str(tmp_path / "c")):
         assert most < TOLERANCE
         assert kept and parts == BLOCKS * (6 if norms else 4) and steps == STEPS
@@ -257,11 +299,11 @@ def restored(rank: int, world: int, folder: str) -> float:
     return off(module, reference())
 
 
-# -- checkpoints of ranks that are no copies -----------------------------------------------------------------------------
+# -- checkpoints of ranks that are no copies ------------------------------------------------------------
 
 
 def save_stages(rank: int, world: int, folder: str, names: str) -> list[Any]:
-    """Save stages of a pipeline, of two replicas, with one checkpointer; then with one for each stage, and restore."""
+    """Save stages of a pipeline with one checkpointer, then with one for each stage, and restore."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     stage = mesh["pp"].get_local_rank()
     module: nn.Module = nn.Sequential(*make()[2 * stage : 2 * stage + 2])
@@ -288,20 +330,32 @@ def save_stages(rank: int, world: int, folder: str, names: str) -> list[Any]:
 @pytest.mark.parametrize("names", ["same", "other"])
 def test_stages_are_not_saved_as_copies_of_one_another(names: str, tmp_path: Path) -> None:
     for told, *restored in run(4, save_stages, str(tmp_path), names):
-        which = "model.0.ln.weight is another tensor than that of" if names == "same" else "model.2.ln.weight is not in the state of"
-        assert told.startswith(f"rank 1: {which} rank 0") and "\n" not in told and "a Checkpointer of its own" in told
+        which = (
+            "model.0.ln.weight is another tensor than that of"
+            if names == "same"
+            else "model.2.ln.weight is not in the state of"
+        )
+        assert (
+            told.startswith(f"rank 1: {which} rank 0")
+            and "\n" not in told
+            and "a Checkpointer of its own" in told
+        )
         assert restored == [1, True]
 
 
 def save_what_differs(rank: int, world: int, folder: str) -> str:
-    """Save a state in which the ranks differ as they may; with ``own``, a tensor besides. Return the error of that."""
+    """Save a state in which ranks differ as they may, then with one more tensor. Return the error of that."""
     torch.manual_seed(rank)  # of the random numbers
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with torch.no_grad():
         for param in module.parameters():
             param.fill_(0.5 + 1e-6 * rank)  # rounded elsewhere
     module(torch.randn(8, 4))  # running statistics
-    state = TrainState(model=module, optimizer=torch.optim.AdamW(module.parameters()), mine=PerRank(torch.full((3,), float(rank))))
+    state = TrainState(
+        model=module,
+        optimizer=torch.optim.AdamW(module.parameters()),
+        mine=PerRank(torch.full((3,), float(rank))),
+    )
     if rank == 0:
         state["log"] = torch.ones(3)
     with closing(Checkpointer(folder)) as checkpoints:
@@ -315,10 +369,20 @@ def save_what_differs(rank: int, world: int, folder: str) -> str:
 
 def test_ranks_may_differ_in_what_is_theirs(tmp_path: Path) -> None:
     for told in run(2, save_what_differs, str(tmp_path / "c")):
-        assert told.startswith("rank 1: seen is another tensor than that of rank 0: put what each rank has of its own into PerRank")
+        assert told.startswith(
+            "rank 1: seen is another tensor than that of rank 0: put what each rank has of its own into"
+        )
 
 
-KINDS = torch.float32, torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool
+KINDS = (
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -332,11 +396,11 @@ def test_tensors_of_every_type_are_compared(kind: torch.dtype) -> None:
         compare(found[0], found[2])
 
 
-# -- data ----------------------------------------------------------------------------------------------------------------
+# -- data -----------------------------------------------------------------------------------------------
 
 
 def shares_of_replicas(rank: int, world: int) -> list[Any]:
-    """Load data where two ranks share a replica: without, and with the ranks of the module. Return the errors and the samples."""
+    """Load data where two ranks share a replica. Return errors without the module's ranks, and samples."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ddp = DDP(nn.Linear(1, 1), device_mesh=mesh["dp"])
     points = [torch.tensor([float(number)]) for number in range(12)]
@@ -347,7 +411,9 @@ def shares_of_replicas(rank: int, world: int) -> list[Any]:
             next(iter(data.steps(ddp)))
         told.append(str(error.value))
     seen = []
-    mine = ElasticDataLoader(points, 4, rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size())  # type: ignore[arg-type]
+    dp = mesh["dp"]
+    place = {"rank": dp.get_local_rank(), "world_size": dp.size()}
+    mine = ElasticDataLoader(points, 4, **place)  # type: ignore[arg-type]
     for step in mine.steps(ddp):
         for part in step:
             seen += part.flatten().tolist()

@@ -1875,7 +1875,7 @@ MUTANTS = (
     ),
     mutant(
         "rank 0 has each tensor",
-        *("checkpoints/copies", "        if name not in first:\n", "        if name not in first and False:\n"),
+        *("checkpoints/copies", "        if name not in first:\n", "        if name not in own:\n"),
         *("mesh", "stages_are_not_saved_as_copies_of_one_another[other]"),
     ),
     mutant(

@@ -43,7 +43,7 @@ class Ranks:
         self._group: dist.ProcessGroup | None = None
         self._waiting: Waiting | None = None
         self.rank, self.world_size = 0, 1
-        self._first = 0  # rank 0 of the group in the default group: groups of other ranks have checkpointers of the same number
+        self._first = 0  # the group's rank 0, in the default group: other groups use the same numbers
         self.made_alone = group is None and not (dist.is_available() and dist.is_initialized())
         if group is not None or (dist.is_available() and dist.is_initialized()):
             found = find_group(group)
@@ -115,7 +115,8 @@ class Ranks:
     @cached_property
     def board(self) -> Any:
         """The key-value store in which ranks leave notes for each other at any time, from any thread. Only for more than one rank."""
-        return c10d.PrefixStore(f"elastirun/checkpoints/{self._number}/{self._first}", c10d._get_default_store())
+        prefix = f"elastirun/checkpoints/{self._number}/{self._first}"
+        return c10d.PrefixStore(prefix, c10d._get_default_store())
 
     def close(self) -> None:
         """End the group and the thread, unless the program has ended all groups already.
