@@ -7,7 +7,9 @@ cpu      CPU time per parameter above plain autograd: (a) in a world of one
 memory   steady peak above the model, as multiples of the parameters' bytes; every variant in a fresh world
 adamw    steps with AdamW
 
-On a GPU: tests/gpu/steps.py. The variants take turns within one run, round by round and in another order each time. A turn is one step that is not counted, which fills
+On a GPU: tests/gpu/steps.py.
+
+The variants take turns within one run, round by round and in another order each time. A turn is one step that is not counted, which fills
 the caches with this variant's data, and ``--repeats`` counted steps, each after a barrier. A step takes as long as on the slowest rank, and
 a round's value is the median of its turn. Every counted step is used. "of torch" is the ratio of the medians, "paired" the median of the
 rounds' ratios. Where the two differ, the machine was busy with other work.

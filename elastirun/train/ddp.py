@@ -383,6 +383,7 @@ class DistributedDataParallel(TorchNames):
             self._reducer.running_stats.before_forward(at_once=not self._join_config.enable)
             if self._trained:
                 self._reducer.refuse_unreduced()
+                refuse_capture(self._named[0][1])
         self._before_forward(self._trained)
         return to_device(inputs, self._inputs_to), to_device(kwargs, self._inputs_to)
 
@@ -658,6 +659,12 @@ class DistributedDataParallel(TorchNames):
             self._end_own_group()
             del self.__dict__["_made"], self._transport, self._group, self._end_own_group
         del self.process_group
+
+
+def refuse_capture(param: Tensor) -> None:
+    """Raise WrongUse while a CUDA graph is captured: its replay would leave out what the host does in each step."""
+    if param.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise WrongUse("a CUDA graph cannot contain a step of this module, in which the host takes part: use torch's class for graphs")
 
 
 def _uncompiled(function: Callable[..., T]) -> Callable[..., T]:

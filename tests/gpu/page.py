@@ -25,8 +25,8 @@ Made by `python -m tests.gpu.page` from [gpu.json](gpu.json), never by hand. `ma
 GPU, within nine minutes. It needs torch and no network ([how](../CONTRIBUTING.md#gpus)); without a GPU it runs dry, on the CPU.
 
 Where a row names several ranks, they shared one GPU. Unless the row says gloo, NCCL connected them: it takes them for ranks of
-several hosts (`NCCL_HOSTID`) and uses sockets, and the GPU gives its time to one process after the other. So figures of several ranks show what holds, and how
-two programs compare, not how fast several GPUs are. "ours" is the class of `elastirun.train`.
+several hosts (`NCCL_HOSTID`) and uses sockets, and the GPU gives its time to one process after the other. So figures of several
+ranks show what holds, and how two programs compare, not how fast several GPUs are. "ours" is the class of `elastirun.train`.
 """
 COLUMNS = "| claim | figure | machine | date | commit |\n|---|---|---|---|---|"
 

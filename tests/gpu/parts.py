@@ -290,7 +290,7 @@ NEVER_TRIED = (  # no machine with it has been at hand
     Claim("schedulers", "GPUs under Slurm and Kubernetes: `--gpus-per-node`, device plugins, MIG"),
     Claim("device-loss", "A GPU that falls off the bus, or reports errors of its memory (Xid, ECC)"),
     Claim("other-vendors", "AMD (ROCm, RCCL), Intel (XPU)"),
-    Claim("cuda-graphs", "CUDA graphs that contain the reduction of our module"),
+    Claim("cuda-graphs", "A CUDA graph that contains a step of our module is refused with one line (torch's class can be captured)"),
 )
 
 

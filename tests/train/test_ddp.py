@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import TrainError, bucket_memory
+from elastirun.train.ddp import refuse_capture
+from elastirun.train.errors import WrongUse
 from tests.support.worlds import run
 
 WIDTH = 4
@@ -423,3 +426,14 @@ def passes(rank: int, world: int) -> list[int]:
 def test_even_weights_cost_no_second_pass() -> None:
     for counts in run(2, passes):
         assert counts[0] > 0 and counts[1:] == [0] * 6
+
+
+def test_a_cuda_graph_is_refused_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replay would leave out what the host does; on a GPU it ended in "invalid argument"."""
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    refuse_capture(nn.Parameter(torch.ones(1)))
+    with pytest.raises(WrongUse, match="CUDA graph"):
+        refuse_capture(on_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    refuse_capture(on_gpu)
