@@ -4,7 +4,8 @@
 
 The jobs are those of ``tests.nightly.frameworks``, with one worker each: NCCL takes one rank for each GPU, and the
 frameworks know nothing of ``tests.support.gpu.share``. The three run side by side, first with executed workers, then
-with ``--preload=torch``. A framework that is not installed is named in the figure, and does not fail the part.
+with ``--preload=torch``. The figure is of the frameworks that are installed. Ends with 1 if a job did not recover,
+otherwise with ``MISSING`` if a framework is not installed; without a figure if none is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MODES = {"": "", "torch": "with --preload=torch"}  # the values of PET_PRELOAD, 
 # A line of each worker: the device of the parameters, and the backend of the process group.
 TRAINED = re.compile(r"^DEVICE (\w+)\S* (\w+)$", re.MULTILINE)
 FROM = 5  # the step of each script's first checkpoint: a worker that goes on from one does not begin below it
+MISSING = 77  # exit code: what this needs is not installed here
 END = 2500  # characters of a failed job's output
 
 
@@ -81,7 +83,7 @@ def train(name: str, preload: str, limit: float) -> Recovery:
     return recovery
 
 
-def tell(found: list[Found], missing: list[str], modes: list[str]) -> None:
+def tell(found: list[Found], modes: list[str]) -> None:
     """Print the figure of what is known so far; ``modes``: those in which the jobs have run."""
     good = [one for one in found if not one.wrong]
     texts: list[str] = []
@@ -100,8 +102,6 @@ def tell(found: list[Found], missing: list[str], modes: list[str]) -> None:
             f"{names}: killed, first step again after {'; '.join(times)}; ended with 0 ({DEVICE}, {NCCL}, 1 rank)"
         )
     texts += [f"{one.title} failed: {'; '.join(one.wrong)}" for one in found if one.wrong]
-    if missing:
-        texts.append(f"not installed: {', '.join(missing)}" if found else "none is installed here")
     figure("frameworks", "; ".join(texts), **values)
 
 
@@ -111,9 +111,10 @@ def main() -> int:
         return 1
     found = [Found(name) for name in NAMES if find_spec(CASES[name].needs)]
     missing = [name for name in NAMES if not find_spec(CASES[name].needs)]
+    if missing:
+        print(f"not installed: {', '.join(missing)}", flush=True)
     if not found:
-        tell(found, missing, [])
-        return 0
+        return MISSING
     end = time.monotonic() + SECONDS
     modes: list[str] = []
     for preload, mode in MODES.items():
@@ -126,8 +127,10 @@ def main() -> int:
                 one.wrong.append(f"{mode or 'executed'}: {recovery.wrong}")
             else:
                 one.good.append(recovery)
-        tell(found, missing, modes)
-    return int(any(one.wrong for one in found))
+        tell(found, modes)
+    if any(one.wrong for one in found):
+        return 1
+    return MISSING if missing else 0
 
 
 if __name__ == "__main__":

@@ -78,6 +78,12 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
                 6,
             ),
             Claim(
+                "state-restored",
+                "The same states, restored by us on 1 to 3 ranks: every bit",
+                "test_what_we_restore",
+                6,
+            ),
+            Claim(
                 "deterministic",
                 "`DeterministicShards`: the same parameters, bit by bit, with 1, 2 and 3 ranks (gloo), after stops too",
                 "test_the_same_bits",

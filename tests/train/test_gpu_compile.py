@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from elastirun.train import DistributedDataParallel as DDP
+from tests.support.differences import highest, relative
 from tests.support.gpu import BOTH, DEVICE, HERE, figure, needs_gpu
 from tests.support.worlds import run
 
@@ -70,7 +71,7 @@ def expected(net: Net, step: int, world: int, kind: str) -> list[Tensor]:
 def differ(rank: int, world: int, backend: str, where: str, kind: str) -> float:
     """Train, and return by how much any gradient differs, relative to the largest of its tensor.
 
-    Raises where replicas differ in the end.
+    NaN, where either is NaN. Raises where replicas differ in the end.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -81,18 +82,19 @@ def differ(rank: int, world: int, backend: str, where: str, kind: str) -> float:
     else:
         ddp = DDP(net, bucket_cap_mb=1)
         model = torch.compile(ddp, backend=backend)
-    optimizer, most = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), 0.0
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    found: list[float] = []
     for step in range(STEPS):
         without = expected(net, step, world, kind)
         optimizer.zero_grad()
         backward(model, batch(step, rank), kind)
         for param, gradient in zip(net.parameters(), without, strict=True):
             assert param.grad is not None
-            most = max(most, float((param.grad - gradient).abs().max() / gradient.abs().max()))
+            found.append(relative(param.grad, gradient))
         optimizer.step()
     ddp.check_replicas()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1  # it was compiled
-    return most
+    return highest(found)
 
 
 def all_cases(rank: int, world: int, folder: str) -> list[Found]:
@@ -120,9 +122,10 @@ def of_ranks() -> dict[tuple[str, str, str], list[Found]]:
     with tempfile.TemporaryDirectory(prefix="elastirun-compile-") as folder:
         ranks = run(2, all_cases, folder, backend=BOTH, timeout=LIMIT)
     of = {case: [rank[at] for rank in ranks] for at, case in enumerate(CASES)}
-    most: dict[str, float] = {}
+    offs: dict[str, list[float]] = {}
     for (backend, _, kind), found in of.items():
-        most[f"{backend} {kind}"] = max(most.get(f"{backend} {kind}", 0.0), *(off for off, _ in found))
+        offs.setdefault(f"{backend} {kind}", []).extend(off for off, _ in found)
+    most = {what: highest(values) for what, values in offs.items()}
     text = ", ".join(f"{what} {off:.1e}" for what, off in most.items())
     passed = {what.replace(" ", "_"): off for what, off in most.items() if off < float("inf")}
     figure("compile", f"largest difference of a gradient, of the largest of its tensor: {text}", **passed)
@@ -133,6 +136,6 @@ def of_ranks() -> dict[tuple[str, str, str], list[Found]]:
 def test_compile_gives_the_same_gradients(
     case: tuple[str, str, str], of_ranks: dict[tuple[str, str, str], list[Found]]
 ) -> None:
-    most, errors = max(off for off, _ in of_ranks[case]), [error for _, error in of_ranks[case] if error]
+    most, errors = highest(off for off, _ in of_ranks[case]), [error for _, error in of_ranks[case] if error]
     assert not errors, errors[0]
     assert most < TOLERANCE[case[2]]

@@ -24,6 +24,7 @@ from torch.nn.functional import gelu, mse_loss
 from elastirun.train import Checkpointer, TrainState
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train.checkpoints.tree import flatten
+from tests.support.differences import highest, relative
 from tests.support.gpu import BOTH, DEVICE, figure, needs_gpu
 from tests.support.worlds import run
 from tests.train.test_ckpt_dcp import ordered
@@ -148,7 +149,7 @@ def off(module: nn.Module, losses: Tensor, replicas: DeviceMesh | None = None) -
         except AttributeError:
             continue  # another stage's
         found.append(relative(whole(mine), weight))
-    return max(found)
+    return highest(found)
 
 
 def whole(tensor: Any) -> Tensor:
@@ -158,10 +159,6 @@ def whole(tensor: Any) -> Tensor:
     detached = tensor.detach()
     full: Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
     return full
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().abs().max() / expected.detach().abs().max())
 
 
 def shard(module: Net, mesh: DeviceMesh) -> Net:
@@ -224,7 +221,7 @@ def pp_fsdp2(rank: int, world: int) -> float:
 
 
 def compare(claim: str, way: Callable[[int, int], float]) -> None:
-    most = max(run(4, way, backend=BOTH, timeout=LIMIT))
+    most = highest(run(4, way, backend=BOTH, timeout=LIMIT))
     figure(claim, f"{most:.1e} off one process, relative, after {STEPS} steps of SGD with momentum", off=most)
     assert most < TOLERANCE
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +32,21 @@ from tests.train.test_ckpt_tree import same
 pytestmark = needs_gpu
 
 WIDTH = 37  # which no number of ranks divides
+CASES = (  # kind and ranks of the world that saves, and of the one that loads
+    *((("cuda-fsdp", 1), ("cuda-fsdp", 1)), (("cuda-fsdp", 1), ("cuda-ddp", 2)), (("cuda-ddp", 1), ("cpu-fsdp", 2))),
+    *((("cuda-fsdp", 2), ("cuda-fsdp", 1)), (("cuda-fsdp", 2), ("cuda-fsdp", 3)), (("cpu-fsdp", 2), ("cuda-fsdp", 2))),
+)
+
+
+class Loaded(NamedTuple):
+    """The tensors of each way back. ``of_dcp``: we read DCP's folder; ``by_dcp``: DCP read ours."""
+
+    ours: dict[str, Tensor]
+    of_dcp: dict[str, Tensor]
+    by_dcp: dict[str, Tensor]
+
+
+Both = tuple[list[dict[str, Tensor]], list[Loaded]]  # of each rank that saved, and of each that loaded
 
 
 def make(kind: str, seed: int) -> TrainState:
@@ -105,7 +122,7 @@ def saves(rank: int, world: int, folder: str, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def loads(rank: int, world: int, folder: str, kind: str) -> list[dict[str, Tensor]]:
+def loads(rank: int, world: int, folder: str, kind: str) -> Loaded:
     """Restore what we have saved; load the folder of DCP; let DCP load ours."""
     ours, of_dcp, by_dcp = (make(kind, 2) for _ in range(3))
     checkpoints = Checkpointer(f"{folder}/ours")
@@ -119,24 +136,34 @@ def loads(rank: int, world: int, folder: str, kind: str) -> list[dict[str, Tenso
     set_model_state_dict(by_dcp["model"], found["model"])
     set_optimizer_state_dict(by_dcp["model"], by_dcp["optimizer"], found["optimizer"])
     assert {state["optimizer"].param_groups[0]["lr"] for state in (ours, of_dcp, by_dcp)} == {0.02}
+    found_in = Loaded(*(content(state) for state in (ours, of_dcp, by_dcp)))  # of before the state changes
     step(ours)
     step(make(kind, 2))
-    return [content(state) for state in (of_dcp, by_dcp)]
+    return found_in
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        *((("cuda-fsdp", 1), ("cuda-fsdp", 1)), (("cuda-fsdp", 1), ("cuda-ddp", 2)), (("cuda-ddp", 1), ("cpu-fsdp", 2))),
-        *((("cuda-fsdp", 2), ("cuda-fsdp", 1)), (("cuda-fsdp", 2), ("cuda-fsdp", 3)), (("cpu-fsdp", 2), ("cuda-fsdp", 2))),
-    ],
-    ids=str,
-)
-def test_a_state_on_a_gpu_comes_back_in_any_world(saved: tuple[str, int], loaded: tuple[str, int], tmp_path: Path) -> None:
-    before, *others = run(saved[1], saves, str(tmp_path), saved[0])
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def saved_and_loaded(request: pytest.FixtureRequest) -> Both:
+    """What each rank had when it saved, and what each rank of the other world had when it had loaded that."""
+    (saved, ranks), (loaded, others) = request.param
+    with tempfile.TemporaryDirectory(prefix="elastirun-state-") as folder:
+        return run(ranks, saves, folder, saved), run(others, loads, folder, loaded)
+
+
+def test_a_state_on_a_gpu_comes_back_in_any_world(saved_and_loaded: Both) -> None:
+    """Compare what we read of DCP's folder, and DCP of ours."""
+    (before, *others), found = saved_and_loaded
     assert all(same(ordered(other), ordered(before)) for other in others)
-    for found in run(loaded[1], loads, str(tmp_path), loaded[0]):
-        assert all(same(ordered(after), ordered(before)) for after in found)
+    for rank in found:
+        assert same(ordered(rank.of_dcp), ordered(before)) and same(ordered(rank.by_dcp), ordered(before))
+
+
+def test_what_we_restore_in_another_world_has_the_same_bits(saved_and_loaded: Both) -> None:
+    """Compare what ``Checkpointer.restore`` brings back: the weights and the optimizer's state."""
+    (before, *others), found = saved_and_loaded
+    assert before and all(same(ordered(other), ordered(before)) for other in others)
+    for rank in found:
+        assert same(ordered(rank.ours), ordered(before))
 
 
 # --- deterministic mode
@@ -151,7 +178,10 @@ class Numbers(Dataset[Tensor]):
 
 
 def exact(rank: int, world: int, path: str = "", halt: int = 0) -> str:
-    """Train two epochs on the GPU, from ``path`` on; or ``halt`` steps, saved there. Return a digest of all bits."""
+    """Train two epochs on the GPU, from ``path`` on; or ``halt`` steps, saved there.
+
+    Return a digest of all bits of the parameters and of the optimizer's state.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     device = share(rank)
@@ -179,7 +209,20 @@ def exact(rank: int, world: int, path: str = "", halt: int = 0) -> str:
     if checkpoints:
         checkpoints.save(state.step, state, now=True)
         checkpoints.close()
-    return hashlib.sha256(repr([param.tolist() for param in module.parameters()]).encode()).hexdigest()
+    return digest([*module.parameters(), *moments(optimizer)])
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield all tensors of the optimizer's state: for each parameter its moments, and the count of steps."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield from (optimizer.state[param][name] for name in sorted(optimizer.state[param]))
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """Return a digest of all bits. Raises AssertionError if a value is not finite: of NaNs all digests would agree."""
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return hashlib.sha256(repr([tensor.tolist() for tensor in tensors]).encode()).hexdigest()
 
 
 def test_the_same_bits_at_any_number_of_ranks_that_share_a_gpu(tmp_path: Path) -> None:
