@@ -1653,7 +1653,7 @@ MUTANTS = (
     ),
     of_scripts(
         "what this machine alone may lack is no verdict on the job",
-        *("cli/main", "codes.get(type(error), ExitCode.SICK)", "codes.get(type(error), ExitCode.ENVIRONMENT)"),
+        *("cli/main", "(ElastirunError, ExitCode.SICK))", "(ElastirunError, ExitCode.ENVIRONMENT))"),
         *("endings", "2_for_wrong_use_3_for_a_missing_script_and_202_for_what_is_missing_here"),
     ),
     of_jobs(
