@@ -48,7 +48,7 @@ class PrivateEtcd:
         command += ["--listen-client-urls", f"unix://{CLIENTS}", "--advertise-client-urls", f"unix://{CLIENTS}"]
         command += ["--listen-peer-urls", f"unix://{PEERS}", "--initial-advertise-peer-urls", PEER]
         command += ["--initial-cluster", f"default={PEER}", "--heartbeat-interval=10", "--election-timeout=100", "--unsafe-no-fsync"]
-        dies_with_us = [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), "-", "-", "-"]
+        dies_with_us = [sys.executable, "-I", "-S", exec_worker.__file__, str(os.getpid()), "-", "-", "-", "0"]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 [*dies_with_us, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
