@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def carry_out(run: Run, wanted: Sequence[Part]) -> None:
     """Run the parts: first those that can run side by side."""
-    width = max(2, min(TOGETHER, run.machine.cores // 4))
+    width = max(1, min(TOGETHER, run.machine.cores // 2))
     for together, count in ((True, width), (False, 1)):
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(run.carry_out, [part for part in wanted if part.alone is not together]))

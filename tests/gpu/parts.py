@@ -171,6 +171,7 @@ PARTS = (  # the most valuable first; those that measure time come last, one by 
                 "compile",
                 "`torch.compile` inside and around our module: gradients as without it (2e-5; bf16 3 %), replicas equal",
                 "test_compile",
+                8,
             ),
         ),
     ),
@@ -296,7 +297,10 @@ NEVER_TRIED = (  # no machine with it has been at hand
     Claim("schedulers", "GPUs under Slurm and Kubernetes: `--gpus-per-node`, device plugins, MIG"),
     Claim("device-loss", "A GPU that falls off the bus, or reports errors of its memory (Xid, ECC)"),
     Claim("other-vendors", "AMD (ROCm, RCCL), Intel (XPU)"),
-    Claim("cuda-graphs", "A CUDA graph that contains a step of our module is refused with one line (torch's class can be captured)"),
+    Claim(
+        "cuda-graphs",
+        "A CUDA graph that contains a step of our module is refused with one line (torch's class can be captured)",
+    ),
 )
 
 
