@@ -487,7 +487,7 @@ def test_the_steps_of_torchs_optimizers_are_stamped_in_a_fork_until_the_script_s
             pid = int(agent.output(STEPS, *arguments, **{VARIABLE: path}).split()[-1])  # the compiler has something to say before
             found = pages.read(0)
             assert found and (found.pid, found.steps) == (pid, steps)
-            assert EXIT_LIMIT <= found.within / 1e9 < 2 * EXIT_LIMIT  # what it asks for to exit, and not what the script asked for before a step
+            assert EXIT_LIMIT <= found.within / 1e9 < 2 * EXIT_LIMIT  # to exit; not what the script asked for
     finally:
         pages.close()
 
