@@ -149,9 +149,17 @@ class ElasticDataLoader:
         its loop is over. Raises TrainError within ``ddp.no_sync()`` and after ``ddp.accumulate()``; with ``DeterministicShards``, where
         the micro-batches are shards, if the result would have other bits than before.
         """
+        if not isinstance(ddp, DeterministicShards):
+            verify_ranks(self.rank, self.world_size, ddp)
+        yield from self.steps_in_any_world(ddp)
+
+    def steps_in_any_world(self, ddp: DistributedDataParallel | DeterministicShards) -> Iterator[Step]:
+        """Yield steps as ``steps`` does, also where the module is in another world than the data.
+
+        A new worker of a live job is in a world of its own until the others take it in.
+        """
         exact = ddp if isinstance(ddp, DeterministicShards) else None
         if exact is None:
-            verify_ranks(self.rank, self.world_size, ddp)  # type: ignore[arg-type]
             self.contract = {}
         else:
             self._begin_exact(exact)

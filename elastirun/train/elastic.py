@@ -682,7 +682,7 @@ class _Steps:
         self._loader, self._model = loader, model
 
     def __iter__(self) -> Iterator[Step]:
-        for step in self._loader.steps(self._model):
+        for step in self._loader.steps_in_any_world(self._model):
             step.done()
             yield step
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import TrainError
+from .errors import TrainError, WrongUse
 
 if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
@@ -33,12 +33,12 @@ class Step:
 
 
 def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> None:
-    """Raise TrainError unless ``rank`` of ``world_size`` is that of this process in ``ddp``'s process group.
+    """Raise WrongUse unless ``rank`` of ``world_size`` is that of this process in ``ddp``'s process group.
 
     Where several ranks share a replica (tensor parallelism, pipelines) that group is smaller than the world.
     """
     if (rank, world_size) != (theirs := (ddp._reducer.rank, ddp._reducer.world)):
-        raise TrainError(
+        raise WrongUse(
             f"the data are those of rank {rank} of {world_size}, the module is rank {theirs[0]} of "
             f"{theirs[1]}, so ranks that share a replica would get different samples: give the data the ranks of "
             "the module (rank=, world_size=; ElasticShards: process_group=)"
