@@ -36,6 +36,7 @@ class Writer:
         self.errors: list[str] = []
         self.doubtful: set[int] = set()  # writes that may or may not have been applied
         self.heard = 0
+        self.ended_by: BaseException | None = None  # what ended the thread before its time
         self._progress = threading.Condition()
         self.store = self._connected()
         self._stop = threading.Event()
@@ -43,6 +44,14 @@ class Writer:
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._count()
+        except BaseException as error:
+            with self._progress:
+                self.ended_by = error
+                self._progress.notify_all()
+
+    def _count(self) -> None:
         number = 0
         while not self._stop.wait(BEAT):
             number += 1
@@ -103,12 +112,17 @@ class Writer:
         """Wait for ``count`` more writes."""
         with self._progress:
             wanted = len(self.set) + count
-            assert self._progress.wait_for(lambda: len(self.set) >= wanted, PATIENCE), self.errors[-3:]
+            in_time = self._progress.wait_for(lambda: len(self.set) >= wanted or self.ended_by is not None, PATIENCE)
+            if self.ended_by is not None:
+                raise self.ended_by
+            assert in_time, self.errors[-3:]
 
     def end(self) -> None:
         self._stop.set()
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
+        if self.ended_by is not None:
+            raise self.ended_by
 
     @property
     def longest_gap(self) -> float:
