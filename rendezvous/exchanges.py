@@ -1,7 +1,7 @@
 """One exchange with the store at a time, given up when it takes too long. No I/O here: a subclass executes the exchanges.
 
-An exchange that is not answered within its limit is abandoned together with its connection, and a fresh connection takes over. What
-the abandoned connection still writes is harmless, because every write is a compare-and-set. What it still answers reaches nobody.
+Each operation of an exchange has the same limit. An exchange with an operation that is not answered within the limit is abandoned together
+with its connection, and a fresh connection takes over. What the abandoned connection still writes is harmless, because every write is a compare-and-set. What it still answers reaches nobody.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Connection:
     answers: deque[Answer] = field(default_factory=deque)
     at: Place | None = None  # the store that it leads to, see ``Sync.at``
     connected: bool = False
-    deadline: float | None = None  # of the exchange under way, or of the connection that is being made for it
+    deadline: float | None = None  # of the operation under way, or of the connection that is being made for it
 
 
 C = TypeVar("C", bound=Connection)
@@ -41,7 +41,7 @@ C = TypeVar("C", bound=Connection)
 class Exchanges(Generic[C]):
     """Runs each exchange over a connection that ``new`` makes. A subclass has ``_execute``, ``_abandon`` and ``fileno``.
 
-    ``now`` is the clock. Limits in seconds: ``time_limit`` for one exchange, ``connect_limit`` for the connection that the exchange may
+    ``now`` is the clock. Limits in seconds: ``time_limit`` for one operation, ``connect_limit`` for the connection that the exchange may
     need first.
     """
 

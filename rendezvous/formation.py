@@ -15,6 +15,7 @@ from elastirun.rendezvous.updates import break_up, count_failure, count_loss
 from elastirun.rendezvous.view import View
 
 LOOK_BACK = 2.0  # seconds; a store that has taken over from this one says so within 1.3 s to whoever serves an empty one in its place
+MOST_CAME = 16  # newcomers that a record names: where more come at once, no single node comes again and again
 MOST_NAMES = 3  # nodes that one line names; such a line is repeated every 10 s
 
 
@@ -37,10 +38,10 @@ def names(rows: Sequence[NodeRow | Member]) -> str:
     return ", ".join(shown) + (f", and {len(rows) - MOST_NAMES} more" if len(rows) > MOST_NAMES else "")
 
 
-def form(rules: Rules, view: View, unchanged_since: float, over_since: float, redirected_since: float | None = None) -> Forming:
+def form(rules: Rules, view: View, settled_since: float, over_since: float, redirected_since: float | None = None) -> Forming:
     """Decide on the round after that of ``view``, which is broken or the empty round 0.
 
-    ``unchanged_since``: when this node last saw the set of candidates change; ``over_since``: when it first saw that
+    ``settled_since``: from when the wait for more candidates counts (``SameSince.settled_since``); ``over_since``: when it first saw that
     the round is over; ``redirected_since``: since when the record has sent it to a place where nobody answers. Seconds of its own clock.
     """
     record, now = view.record, view.now
@@ -68,7 +69,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, re
     if now < over_since + pause and not keeps_state(chosen, record.round):
         why = f"{record.quick} rounds in a row failed within {QUICK:g} s of their start" if causes else why_held(record)
         return Forming(None, f"{why}; the next one starts after {pause:.1f} s", check_again=over_since + pause, news=True)
-    early = _too_early(rules, view, chosen, unchanged_since, over_since, redirected_since) if record.round == 0 else None
+    early = _too_early(rules, view, chosen, settled_since, over_since, redirected_since) if record.round == 0 else None
     if early is not None:
         return early
     host = record.host if record.term else next((row.id for row in chosen if row.hosts), "")
@@ -78,6 +79,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, re
         round=record.round + 1,
         members=tuple(member(row) for row in chosen),
         reason=_why(record, lost, causes),
+        came=tuple(row.id for row in chosen if record.round and record.index(row.id) is None)[:MOST_CAME],
         broken=None,
         moved=None,
         host=host,
@@ -87,7 +89,7 @@ def form(rules: Rules, view: View, unchanged_since: float, over_since: float, re
 
 
 def _too_early(
-    rules: Rules, view: View, chosen: list[NodeRow], unchanged_since: float, over_since: float, redirected_since: float | None
+    rules: Rules, view: View, chosen: list[NodeRow], settled_since: float, over_since: float, redirected_since: float | None
 ) -> Forming | None:
     """Return the decision to wait before the first round: for more nodes, or because this job may run elsewhere. None: do not wait."""
     now = view.now
@@ -96,7 +98,7 @@ def _too_early(
     if place is not None and redirected_since is not None and others_could_run and now < redirected_since + rules.longest_alone:
         reason = f"this job has moved to {place.address}, where nobody answers; a new run begins after {rules.longest_alone:.0f} s of that"
         return Forming(None, reason, check_again=redirected_since + rules.longest_alone, news=True)
-    until = unchanged_since + rules.last_call
+    until = settled_since + rules.last_call
     if len(chosen) < rules.max_nodes and now < until:
         reason = f"{len(chosen)} of at most {rules.max_nodes} nodes joined ({names(chosen)}); last call for more"
         return Forming(None, reason, check_again=until)
@@ -119,10 +121,10 @@ def _admit(rules: Rules, record: RoundRecord, ready: list[NodeRow]) -> tuple[lis
     return ready, held
 
 
-def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], began: float, unchanged_since: float) -> Forming:
+def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], began: float, settled_since: float) -> Forming:
     """Decide whether the node of ``own`` ends the round of ``view``, which runs without it, so that the next one includes the newcomers.
 
-    ``began``: when this node first saw the round; ``unchanged_since``: as for ``form``.
+    ``began``: when this node first saw the round; ``settled_since``: as for ``form``.
     """
     record = view.record
     held_by = holder(rules, record, own)
@@ -138,8 +140,8 @@ def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], be
         reason = f"{why_held(record)}; newcomers are taken in after {hold(record):g} s"
         return Forming(None, reason, check_again=admitted_at, news=True)
     more_may_come = len(record.members) + len(newcomers) < rules.max_nodes
-    if more_may_come and view.now < unchanged_since + rules.debounce:
-        return Forming(None, "", check_again=unchanged_since + rules.debounce)
+    if more_may_come and view.now < settled_since + rules.debounce:
+        return Forming(None, "", check_again=settled_since + rules.debounce)
     joined = break_up(record, Cause.JOIN, f"{names(newcomers)} joined", own.id, view.now - began)
     return Forming(joined, "")
 

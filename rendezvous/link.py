@@ -108,7 +108,9 @@ class Link:
     def candidates(self, view: View, row: NodeRow) -> list[NodeRow]:
         """Return the candidates for the next round, and remember since when they are the same. ``row``: this node's, as it is to be."""
         found = view.trusted(row).candidates()
-        self.same.candidates.see((frozenset(one.id for one in found), view.record.round), view.now)
+        round = view.record.round
+        self.same.candidates.see((frozenset(one.id for one in found), round), view.now)
+        self.same.enough.see((len(found) >= (1 if view.record.open else self.rules.min_nodes), round), view.now)
         return found
 
     def put(self, record: RoundRecord | None, row: NodeRow, now: float) -> Put | None:

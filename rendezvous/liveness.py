@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from elastirun.rendezvous.records import NodeRow, Status
 from elastirun.rendezvous.timing import SURE, Lease
 
+MOST_WAITS = 5  # waits for more candidates, counted from the first moment at which there were enough
 
 @dataclass
 class _Seen:
@@ -175,5 +176,13 @@ class SameSince:
         self.round = Since(now)  # the round in the store, or that there is none
         self.over = Since(now)  # that the round is over
         self.candidates = Since(now)  # the candidates for the next round, beside the same round
+        self.enough = Since(now)  # whether they are enough to wait for no more than ``MOST_WAITS``
         self.formable = Since(now)  # whether a round could be formed, if only by another node
         self.earlier = Since(now)  # the record of an earlier run
+
+    def settled_since(self, wait: float) -> float:
+        """Return the moment from which a ``wait`` for more candidates counts.
+
+        It is the last change of the candidates, but nodes that come and go do not extend the wait without end: see ``MOST_WAITS``.
+        """
+        return min(self.candidates.since, self.enough.since + (MOST_WAITS - 1) * wait)

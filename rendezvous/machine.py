@@ -256,7 +256,7 @@ class Machine:
         if self._prepares:
             self._progress(f"{PREPARES} before it joins round {record.round}")
             return
-        decision = formation.take_in(self.rules, view, self.row, newcomers, began, self.store.same.candidates.since)
+        decision = formation.take_in(self.rules, view, self.row, newcomers, began, self.store.same.settled_since(self.rules.debounce))
         if decision.excluded:
             self._end(Outcome.EXCLUDED, decision.reason)
         elif decision.record is None:
@@ -278,7 +278,8 @@ class Machine:
             return
         over = self.store.same.over.see(record.round, self._now)
         redirected = self.store.redirected_since(record)
-        decision = formation.form(self.rules, view.trusted(self.row), self.store.same.candidates.since, over, redirected)
+        settled = self.store.same.settled_since(self.rules.last_call)
+        decision = formation.form(self.rules, view.trusted(self.row), settled, over, redirected)
         self.store.note_minority(decision.minority)
         can_form = self.store.same.formable.see(decision.record is not None, self._now)
         if decision.record is None:

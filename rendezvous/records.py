@@ -178,6 +178,7 @@ class RoundRecord:
     repeats: int = 0  # times that failure happened in a row, with no progress between
     quick: int = 0  # rounds in a row that failed soon after their start
     losses: int = 0  # rounds in a row that lost a node soon after their start
+    came: tuple[str, ...] = ()  # ids of members that the round before did not have; empty in the first round
     settings: tuple[str, ...] = ()  # the options that every node must have been started with
     members_digest: str = ""  # in the store only, in place of ``members`` and ``quorums``: the digest of their ``MemberList``
     host: str = ""  # id of the node whose agent serves this store; empty: no agent of this job does, or it is not known yet

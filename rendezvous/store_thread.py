@@ -101,9 +101,8 @@ class StoreThread(Exchanges[Connection]):
                 if not (watched or sync.look):
                     watched = True
                     store.watch(connection.protocol.round_key, lambda: self._on_changed(connection))
-                started = clock.now()
-                connection.connected, connection.deadline = True, started + self._time_limit
-                answer: Answer = connection.protocol.carry_out(store, sync, started)
+                self._await_answer(connection)
+                answer: Answer = connection.protocol.carry_out(store, sync, clock.now(), lambda: self._await_answer(connection))
             except Exception as error:  # whatever it was: if this thread died, the agent would wait for ever
                 if store is not None:
                     store.close()
@@ -113,6 +112,10 @@ class StoreThread(Exchanges[Connection]):
             self._hand_over(connection, answer)
         if store is not None:
             store.close()
+
+    def _await_answer(self, connection: Connection) -> None:
+        """Give the next operation of the exchange its time: on a slow network, each answer is progress."""
+        connection.connected, connection.deadline = True, clock.now() + self._time_limit
 
     def _on_changed(self, connection: Connection) -> None:
         """Hand over that the record has changed. In the watch's thread, which may outlive an exchange that hangs, and is not heard then."""

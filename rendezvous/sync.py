@@ -40,8 +40,11 @@ def _list(record: RoundRecord) -> MemberList:
     return MemberList(record.members, record.quorums)
 
 
-def execute(steps: Steps, store: Any) -> Any:
-    """Execute the operations of ``steps`` on ``store``, and return what ``steps`` returns. Errors: ``StoreError``."""
+def execute(steps: Steps, store: Any, answered: Callable[[], None] = lambda: None) -> Any:
+    """Execute the operations of ``steps`` on ``store``, and return what ``steps`` returns. Errors: ``StoreError``.
+
+    ``answered`` is called after each operation.
+    """
     answer: Any = None
     while True:
         try:
@@ -49,6 +52,7 @@ def execute(steps: Steps, store: Any) -> Any:
         except StopIteration as done:
             return done.value
         answer = operation(store)
+        answered()
 
 
 def _is_earlier(record: RoundRecord | None, job: RoundRecord | None) -> bool:
@@ -87,9 +91,9 @@ class SyncProtocol:
         other._newest, other._listed = self._newest, dict(self._listed)
         return other
 
-    def carry_out(self, store: Any, sync: Sync, started: float) -> Synced:
-        """Execute the whole exchange on ``store``. Errors: ``StoreError``."""
-        synced: Synced = replace(execute(self.steps(sync, started), store), hosting=store.hosting)
+    def carry_out(self, store: Any, sync: Sync, started: float, answered: Callable[[], None] = lambda: None) -> Synced:
+        """Execute the whole exchange on ``store``. ``answered``: see ``execute``. Errors: ``StoreError``."""
+        synced: Synced = replace(execute(self.steps(sync, started), store, answered), hosting=store.hosting)
         return synced
 
     def steps(self, sync: Sync, started: float) -> Steps:

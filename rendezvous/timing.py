@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elastirun.errors import UsageError
 
-# Seconds for one exchange with the store before it counts as failed.
+# Seconds for each operation of an exchange with the store, before the exchange counts as failed. On a slow network each answer is progress.
 EXCHANGE_LIMIT = 3.0  # TCPStore; less than the default ``expire``, so that one exchange that hangs does not make this node lost
 ETCD_LIMIT = 10.0  # etcd; an election of a new leader is waited for, and each endpoint is tried
 

@@ -99,15 +99,18 @@ def count_failure(rules: Rules, view: View, lost: list[Member]) -> tuple[RoundRe
 def count_loss(view: View, lost: list[Member]) -> RoundRecord:
     """Return the record with the broken round counted if it lost a node early, its version not raised.
 
-    A round that ended because newcomers came says nothing about those newcomers yet, unless the one that ended it is gone again: that is
-    a loss, too. A round whose workers go on with their state has lost no progress.
+    A node that leaves the round in which it came counts as one that is lost. One that had been there longer does not: nodes are upgraded one
+    after the other. A round that ended because newcomers came says nothing about those newcomers yet, unless the one that ended it is gone
+    again: that is a loss, too. A round whose workers go on with their state has lost no progress.
     """
     record = view.record
     broken = record.broken
     if broken is None:
         return record
     lost = [m for m in lost if m.id in broken.died or m.id not in broken.lost]
-    gone = bool(lost) or (broken.cause is Cause.JOIN and broken.by not in {row.id for row in view.candidates()})
+    here = {row.id for row in view.candidates()}
+    came = {Cause.JOIN: {broken.by}, Cause.LEAVE: {*record.came}}.get(broken.cause, set())
+    gone = bool(lost or came - here)
     if broken.cause is Cause.JOIN and not gone:
         return record
     kept = keeps_state(view.rows.values(), record.round)

@@ -1,42 +1,43 @@
-"""The store over torch's ``TCPStore``.
+"""The store over torch's ``TCPStore``, which one agent of the job serves.
 
-How its operations behave (torch 2.13, measured), and what follows:
+How the server behaves (torch 2.6 to 2.14, measured), and what follows:
 
-- ``set`` and ``append`` are not acknowledged, but ``compare_set`` is. So only ``compare_set`` writes values.
-- ``get`` of a missing key blocks, and beyond its timeout when the server is silent. ``compare_set`` with an expectation that never holds
-  answers at once with the present value. So that is how one key is read.
-- Connecting to a stopped server blocks without limit: the server's kernel accepts, and nobody answers.
-  Both sides also look up the other's name in DNS, for a log line, which takes seconds when a name server is silent.
-- ``list_keys`` is slow with many keys. So an index holds the keys under each prefix, one line each, and ``append`` extends it without
-  conflict. A key is written before it is indexed, so every indexed key exists, and ``multi_get`` of indexed keys does not block.
+- Setting and appending are not acknowledged, but compare-and-set is. So only compare-and-set writes values.
+- Reading a missing key blocks. Compare-and-set with an expectation that never holds answers at once with the present value. So that is
+  how a key is read (tcp_plain.py).
+- Listing keys is slow with many keys. So an index holds the keys under each prefix, one line each, and appending extends it without
+  conflict. A key is written before it is indexed, so every indexed key exists (tcp_index.py).
 - The server listens on every interface unless it gets a bound socket.
-- It pushes nothing by itself, but a client can wait for a key. So whoever replaces a value that others watch creates a key that says so.
-  The waiting is in tcp_watch.py, the index in tcp_index.py.
+- It pushes nothing by itself, but a client can wait for a key. So whoever replaces a value that others watch creates a key that says so
+  (tcp_watch.py).
+
+Torch's own client only deletes the keys of an earlier round. Its calls cannot be interrupted, each key that it reads costs a round trip,
+and it asks a name server.
 """
 
 from __future__ import annotations
 
-import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from elastirun import clock
 from elastirun.errors import StoreError
+from elastirun.rendezvous.stores import tcp_wire
 from elastirun.rendezvous.stores.tcp_index import index_of, is_listed, keys_in, line
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from elastirun.rendezvous.stores.tcp_watch import WATCHED, TcpWatch, mark
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 
-MISSING = secrets.token_hex(16)  # a random value that no key ever holds
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which a store bound to every interface is reached from this machine
-MANY = 16  # keys; so many are not read one by one. The owner of a store that takes over reads the votes of all nodes
 KEPT_MARKS = 4  # of one connection; a watch waits for the newest, and a slow one soon reads the value again
-CONNECT_TIMEOUT = 15.0  # seconds, for TCPStore's handshake and its DNS queries; the caller has probed the address before
+TORCH_TIMEOUT = 15.0  # seconds, for the handshake of torch's client and its DNS queries
+HANG_LIMIT = EXCHANGE_LIMIT + 1.0  # seconds for an answer; by then the exchange was given up, and its thread ends
 
 
 def serve(listening: socket.socket) -> Any:
@@ -48,7 +49,7 @@ def serve(listening: socket.socket) -> Any:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=CONNECT_TIMEOUT),
+        timeout=timedelta(seconds=TORCH_TIMEOUT),
         master_listen_fd=listening.detach(),
     )
 
@@ -81,73 +82,58 @@ def _translated(what: str) -> Iterator[None]:
         raise StoreError(f"{what}: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from None
 
 
-class TcpStore:
-    """A connection to the TCPStore at ``address:port``. ``hosting``: this process serves that store."""
+class TcpStore(PlainTcpStore):
+    """An agent's connection to the TCPStore at ``address:port``. ``hosting``: this process serves that store. Errors: ``StoreError``."""
 
     def __init__(self, address: str, port: int, hosting: bool = False) -> None:
         self.hosting = hosting
         self._where = (address, port)
-        with _translated(f"cannot use the store at {address}:{port}"):
-            store_class = tcp_store_class()
-            timeout = timedelta(seconds=CONNECT_TIMEOUT)
-            self._store = store_class(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self._known: set[str] = set()  # keys that existed when they were read; multi_get does not block on them
         self._indexed: set[str] = set()  # keys that this connection has put into the index
         self._marks: deque[str] = deque()  # that this connection has created, the newest at the end
         self._watches: list[TcpWatch] = []
-        self._side: PlainTcpStore | None = None  # a connection to read many keys at once, for which torch's client has no call
-
-    def get(self, keys: Iterable[str]) -> dict[str, bytes]:
-        with _translated("get"):
-            wanted = list(keys)
-            found = self._read_unknown([key for key in wanted if key not in self._known])
-            known = [key for key in wanted if key in self._known and key not in found]
-            found.update(self._read(known))
-            self._known.update(key for key in found if is_listed(key))
-            return found
+        super().__init__(address, port, HANG_LIMIT)
 
     def put_if(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
-        with _translated("put"):
-            now: bytes = self._store.compare_set(key, b"" if expected is None else expected, value)
-            if now == expected:  # TCPStore answers with the expectation when the key is missing
-                return self._read_one(key)
-            # Once per connection, and also for another's value: that client's append may have been lost.
-            if key not in self._indexed and is_listed(key):
-                self._store.append(index_of(key), line(key))
-                self._indexed.add(key)
-            if now == value:
-                self._mark_replaced(key, expected or b"")
-            return now
+        now = self._compare_set(key, expected or b"", value)
+        if now == expected:  # the server answers with the expectation when the key is missing
+            return self.get([key]).get(key)
+        # Once per connection, and also for another's value: that client's line may have been lost.
+        if key not in self._indexed and is_listed(key):
+            self._send(tcp_wire.append(index_of(key), line(key).encode()))
+            self._indexed.add(key)
+        if now == value:
+            self._mark_replaced(key, expected or b"")
+        return now
 
     def keep_alive(self, key: str) -> bool:
         return False  # there are no leases
 
     def delete(self, key: str) -> None:
-        with _translated("delete"):
-            self._known.discard(key)
-            value = self._read_one(key) if key.endswith(WATCHED) else None
-            self._store.delete_key(key)
-            if value is not None:
-                self._mark_replaced(key, value)
+        value = self.get([key]).get(key) if key.endswith(WATCHED) else None
+        self._delete_key(key)
+        if value is not None:
+            self._mark_replaced(key, value)
 
     def clear(self, keep: str, limit: float) -> bool:
         """Delete every key that does not begin with ``keep``. Return False when that takes longer than ``limit`` seconds."""
         until = clock.now() + limit
         with _translated("clear"):
-            for key in self._store.list_keys():
-                if clock.now() > until:
-                    return False
-                if not key.startswith(keep):
-                    self._store.delete_key(key)
+            client = tcp_store_class()(*self._where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TORCH_TIMEOUT))
+            keys = client.list_keys()
+        for key in keys:
+            if clock.now() > until:
+                return False
+            if not key.startswith(keep):
+                self._delete_key(key)
         return clock.now() <= until
 
     def under(self, prefix: str) -> dict[str, bytes]:
         """See ``Store.under``. A prefix that ends with ``tcp_index.UNLISTED`` has no keys here."""
-        with _translated("list"):
-            keys = keys_in(self._read_one(index_of(prefix)) or b"", prefix)
-            # A key of ours that is missing from the index was overwritten there; the next put appends it again.
-            self._indexed -= {key for key in self._indexed if key.startswith(prefix)} - keys
-            return self._read(sorted(keys))
+        index = index_of(prefix)
+        keys = keys_in(self.get([index]).get(index, b""), prefix)
+        # A key of ours that is missing from the index was overwritten there; the next put appends it again.
+        self._indexed -= {key for key in self._indexed if key.startswith(prefix)} - keys
+        return self.get(sorted(keys))
 
     def watch(self, key: str, changed: Callable[[], None]) -> None:
         """See ``Store.watch``. ``changed`` is called from the watch's thread, the first time when the watch begins.
@@ -158,9 +144,7 @@ class TcpStore:
         self._watches.append(TcpWatch(*self._where, key, changed))
 
     def close(self) -> None:
-        self._store = None
-        if self._side is not None:
-            self._side.close()
+        super().close()
         for watch in self._watches:
             watch.close()
 
@@ -168,28 +152,9 @@ class TcpStore:
         """Tell those who watch ``key`` that ``value`` was replaced. Costs no answer of the server, so it is as fast as the network."""
         if key.endswith(WATCHED):
             self._marks.append(mark(key, value))
-            self._store.set(self._marks[-1], b"1")
+            self._send(tcp_wire.put(self._marks[-1], b"1"))
             if len(self._marks) > KEPT_MARKS:
-                self._store.delete_key(self._marks.popleft())
-
-    def _read(self, keys: list[str]) -> dict[str, bytes]:
-        """Return the values of those keys that exist. The check keeps multi_get from blocking on keys that an intruder has indexed."""
-        if not keys or self._store.check(keys):
-            return dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
-        return {key: value for key in keys if (value := self._read_one(key)) is not None}
-
-    def _read_unknown(self, keys: list[str]) -> dict[str, bytes]:
-        """Return the values of those keys that exist. Many are read at once: one by one they may take longer than an exchange is given."""
-        if len(keys) < MANY:
-            return {key: value for key in keys if (value := self._read_one(key)) is not None}
-        if self._side is None:
-            self._side = PlainTcpStore(*self._where)
-        return self._side.get(keys)
-
-    def _read_one(self, key: str) -> bytes | None:
-        """Return the value of a key without blocking; None: no such key."""
-        value: bytes = self._store.compare_set(key, MISSING, MISSING)
-        return None if value == MISSING.encode() else value
+                self._delete_key(self._marks.popleft())
 
 
 def connector(

@@ -1,6 +1,7 @@
-"""A connection to a TCPStore without torch: reads values, replaces them, and creates a few.
+"""A connection to a TCPStore without torch's client: reads values, replaces them, and creates a few.
 
-For the guard (``agent/processes/guard.py``) and ``elastirun status``, which must not load torch, and speak to the store for a moment only.
+For the guard (``agent/processes/guard.py``) and ``elastirun status``, which must not load torch and speak to the store for a moment only.
+The agent's connection adds what only an agent writes (tcp.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from elastirun.rendezvous.stores.tcp_index import index_of, keys_in
 from elastirun.rendezvous.stores.tcp_watch import WATCHED, mark
 
 ANSWER_LIMIT = 3.0  # seconds to connect, and for the answers to what is sent at once
-AT_ONCE = 32  # requests that are sent before the first answer is read: a thousand round trips would take long in a large network
+AT_ONCE = 256  # keys that are read in one round trip; their requests, some 30 KB, fit into the buffers of a connection
 
 
 class PlainTcpStore:
@@ -80,6 +81,10 @@ class PlainTcpStore:
         """Return the value of ``key`` after it was set to ``value`` if it held ``expected``; ``expected`` if there is no such key."""
         self._send(tcp_wire.compare_set(key, expected, value))
         return self._value()
+
+    def _delete_key(self, key: str) -> None:
+        self._send(tcp_wire.delete_key(key))
+        self._received(lambda: tcp_wire.receive(self._socket, 8, self._until))  # the number of keys that were deleted
 
     def _send(self, data: bytes) -> None:
         self._until = clock.now() + self._limit + len(data) / tcp_wire.SLOWEST

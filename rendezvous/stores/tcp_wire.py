@@ -1,6 +1,6 @@
-"""The few requests of torch's TCPStore that are made without torch's client, whose calls cannot be interrupted and which looks names up.
+"""The requests of torch's TCPStore that are made without torch's client, whose calls cannot be interrupted and which looks names up.
 
-As in TCPStore.cpp of torch 2.6 to 2.13: numbers are little-endian, a text follows its length, and torch puts "/" before each key.
+As in TCPStore.cpp of torch 2.6 to 2.14: numbers are little-endian, a text follows its length, and torch puts "/" before each key.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ def put(key: str, value: bytes) -> bytes:
 def compare_set(key: str, expected: bytes, value: bytes) -> bytes:
     """Return the request to set ``key`` if it holds ``expected``. It is answered with the value of the key; without one, ``expected``."""
     return b"\x02" + _key(key) + _text(expected) + _text(value)
+
+
+def delete_key(key: str) -> bytes:
+    """Return the request to delete ``key``. It is answered with the number of keys that were deleted, in eight bytes."""
+    return b"\x08" + _key(key)
+
+
+def append(key: str, value: bytes) -> bytes:
+    """Return the request to add ``value`` to the end of ``key``. It is not answered."""
+    return b"\x09" + _key(key) + _text(value)
 
 
 def wait(key: str) -> bytes:

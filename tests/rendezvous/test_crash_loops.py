@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import rules
-from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord
+from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, RoundRecord, Status
 from tests.rendezvous.test_formation import RULES, after, chosen, form, row
 from tests.sim import invariants
 from tests.sim.world import World
@@ -43,6 +43,24 @@ def test_a_host_that_has_left_with_its_store_is_no_loss(lost: tuple[str, ...], l
     record = after("abc", losses=3, broken=Broken(Cause.LEAVE, "r", "c", lost, over=True, ran=5.0))
     decision = form(record, [row("a", 1), *([row("b", 1)] if "b" not in lost else [])], max_restarts=9)
     assert decision.record is not None and decision.record.losses == losses
+
+
+@pytest.mark.parametrize(("came", "losses"), [((), 3), (("c",), 4), (("b",), 3), (("b", "c"), 4)])
+def test_a_node_that_leaves_the_round_in_which_it_came_is_a_loss(came: tuple[str, ...], losses: int) -> None:
+    """The others that leave are upgraded one after the other, and nobody has to wait for those in their place."""
+    record = after("abc", losses=3, came=came, broken=Broken(Cause.LEAVE, "r", "c", ran=5.0))
+    left = row("c", 1, status=Status.LEFT)
+    for rows in ([row("a", 1), row("b", 1), left], [row("a", 1), row("b", 1), left, row("d")]):
+        decision = form(record, rows, max_restarts=9)
+        assert decision.record is not None and decision.record.losses == losses
+
+
+def test_a_record_names_who_was_not_there_before() -> None:
+    """Of the first round nobody was, and where many come at once no single one comes again and again."""
+    rows = [row("a", 1), row("b", 1), row("d")]
+    for record, came in ((after("ab"), ("d",)), (replace(after("ab"), came=("b",)), ("d",)), (RoundRecord("store"), ())):
+        decision = form(record, rows)
+        assert decision.record is not None and decision.record.came == came
 
 
 @pytest.mark.parametrize(("kept", "losses"), [(1, 3), (0, 4), (2, 4)])
@@ -134,6 +152,38 @@ def test_a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their
     assert 4 <= max(number for number, _ in world.history) <= 11, "59 when nobody has to wait"
     assert world.run(rules.LONGEST_HOLD + 20, world.running(*stay, comes[-1])), "when it has come to stay it is taken in"
     assert any("newcomers are taken in after" in said for node in comes for said in node.said)
+
+
+@pytest.mark.parametrize("alive", [2.0, 4.0, 12.0])
+def test_nor_does_one_that_comes_and_says_goodbye_again_and_again(alive: float) -> None:
+    """As under a supervisor with a limit of time, or a probe that ends the pod."""
+    world = World(min_nodes=2, max_nodes=3)
+    invariants.install(world)
+    stay, comes = [world.add(), world.add()], [world.add("x")]
+    assert world.run(30, world.running(*stay, *comes))
+
+    def leave() -> None:
+        comes[-1].leave()
+        world.at(1.0, again)
+
+    def again() -> None:
+        comes.append(world.add("x"))
+        world.at(alive, leave)
+
+    world.at(alive, leave)
+    world.run(300)
+    assert 4 <= max(number for number, _ in world.history) <= 11, "47 to 200 when nobody has to wait"
+
+
+def test_nodes_that_are_upgraded_one_after_the_other_are_not_held_back() -> None:
+    world = World(min_nodes=2, max_nodes=4)
+    nodes = [world.add(str(i)) for i in range(4)]
+    assert world.run(30, world.running(*nodes))
+    for i in range(4):
+        nodes[i].leave()
+        world.run(10)
+        nodes[i] = world.add(f"new {i}")
+        assert world.run(15, world.running(*nodes)), nodes[i].said
 
 
 def test_where_workers_keep_their_state_a_node_that_crashes_again_and_again_is_taken_in_each_time() -> None:

@@ -15,7 +15,7 @@ import pytest
 from elastirun.rendezvous.stores import tcp, tcp_watch, tcp_wire
 from elastirun.rendezvous.stores.tcp import KEPT_MARKS, TcpStore
 from elastirun.rendezvous.stores.tcp_watch import TcpWatch, mark
-from tests.rendezvous.test_stores import Server, new_server
+from tests.rendezvous.test_stores import Server, all_closed, new_server  # noqa: F401 - a fixture
 from tests.support.cluster import PATIENCE
 from tests.support.descriptors import descriptors
 from tests.support.listener import Listener, count_up
@@ -111,10 +111,10 @@ def test_threads_descriptors_and_keys_are_flat_over_reconnects_and_writes(server
     # The server, in this process too, closes its ends when it gets to it.
     until(lambda: len(descriptors()) <= before, f"the end of all but {before} descriptors", state=descriptors)
     writer = server.connect()
-    keys = writer._store.num_keys()
+    keys = server.foul("num_keys")
     for _ in range(50):
         count_up(writer, key)
-    assert writer._store.num_keys() <= keys + KEPT_MARKS
+    assert server.foul("num_keys") <= keys + KEPT_MARKS
 
 
 def test_a_change_is_heard_of_at_once(server: Server, key: str) -> None:
@@ -277,8 +277,8 @@ def test_nothing_but_the_watched_keys_is_marked(server: Server) -> None:
     prefix = f"elastirun/{os.urandom(4).hex()}/"
     store: TcpStore = server.connect()
     store.put_if(prefix + "node/a", None, b"0")
-    keys = store._store.num_keys()
+    keys = server.foul("num_keys")
     for i in range(20):
         store.put_if(prefix + "node/a", b"%d" % i, b"%d" % (i + 1))
-    assert store._store.num_keys() == keys
+    assert server.foul("num_keys") == keys
     assert tcp.WATCHED == "/round"

@@ -600,9 +600,13 @@ class World:
     def begin(self, node: Node, sync: Sync) -> None:
         """Begin an exchange over the node's connection. After it is given up it goes on: its writes arrive, but nobody hears of them."""
         connection = node.connection
-        limit = EXCHANGE_LIMIT if sync.at == node.machine.store.place else LOOK_LIMIT
-        connection.connected, connection.deadline = True, node.now + limit
+        self._await_answer(node, connection)
         self._go_on(node, connection, connection.protocol.steps(sync, node.now), None)
+
+    def _await_answer(self, node: Node, connection: Connection) -> None:
+        """Give the next operation of an exchange its time."""
+        limit = EXCHANGE_LIMIT if connection.at == node.machine.store.place else LOOK_LIMIT
+        connection.connected, connection.deadline = True, node.now + limit
 
     def _go_on(self, node: Node, connection: Connection, steps: Steps, found: Any) -> None:
         try:
@@ -661,6 +665,7 @@ class World:
         def take() -> None:
             for name, what in store.learnt.items() if isinstance(store, LeasedStore) else ():
                 setattr(node, name, what)
+            self._await_answer(node, connection)
             self._go_on(node, connection, steps, found)
 
         local = self._is_local(node, at)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from tests.support.cluster import PATIENCE
 
 
 class Relay:
-    """A relay in front of a server, which listens at ``endpoint``. ``silence`` drops the data of present connections, not of new ones."""
+    """A relay in front of a server, which listens at ``endpoint``. ``silence`` drops the data of present connections, not of new ones.
 
-    def __init__(self, target: str) -> None:
+    ``delay``: seconds for which each direction holds back what it has read, as a long line does: half of a round-trip time.
+    """
+
+    def __init__(self, target: str, delay: float = 0.0) -> None:
         host, _, port = target.rpartition(":")
+        self._delay = delay
         self._target = (host, int(port))
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listening.getsockname()[1]}"
@@ -33,25 +39,45 @@ class Relay:
         while True:
             try:
                 client, _ = self._listening.accept()
-                server = socket.create_connection(self._target)
             except OSError:
                 return
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # the server does not listen yet
+                client.close()
+                continue
             self.connections += 1
             self._sockets += [client, server]
             for source, sink in ((client, server), (server, client)):
-                thread = threading.Thread(target=self._pump, args=(source, sink, self._silent[-1]))
-                self._threads.append(thread)
-                thread.start()
+                line: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+                for thread in (
+                    threading.Thread(target=self._read, args=(source, line)),
+                    threading.Thread(target=self._write, args=(line, sink, self._silent[-1])),
+                ):
+                    self._threads.append(thread)
+                    thread.start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, silent: threading.Event) -> None:
-        try:
-            while data := source.recv(1 << 16):
+    def _read(self, source: socket.socket, line: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        """Put what ``source`` sends into ``line``, each piece with the time at which it is due; its end is an empty piece."""
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""  # the other direction has closed the connection
+            line.put((time.monotonic() + self._delay, data))
+
+    def _write(self, line: queue.SimpleQueue[tuple[float, bytes]], sink: socket.socket, silent: threading.Event) -> None:
+        with suppress(OSError):  # the other direction has closed the connection
+            while True:
+                due, data = line.get()
+                time.sleep(max(0.0, due - time.monotonic()))  # this is the delay itself
+                if not data:
+                    break
                 if not silent.is_set():
                     sink.sendall(data)
             if not silent.is_set():
                 sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # the other direction has closed the connection
 
     def __enter__(self) -> Relay:
         return self
