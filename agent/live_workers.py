@@ -15,7 +15,7 @@ from functools import partial
 
 from elastirun.agent import live_states
 from elastirun.agent.host.accepting import Accepting
-from elastirun.agent.local_socket import peer_of
+from elastirun.linux import peer_of
 from elastirun.agent.processes.parking import Parking
 from elastirun.live_messages import MAX_MESSAGE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 

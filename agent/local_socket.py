@@ -9,7 +9,6 @@ import array
 import os
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 from elastirun import clock
 from elastirun.agent.host.accepting import Accepting
+from elastirun.linux import peer_of
 
 MAX_CLIENTS = 64  # connections at once; one more closes the oldest
 MAX_PATH = 107  # bytes of a unix socket's address (unix(7))
@@ -166,12 +166,3 @@ def _bind(listening: socket.socket, folder: str, name: str) -> None:
         listening.bind(f"/proc/self/fd/{fd}/{name}")
     finally:
         os.close(fd)
-
-
-def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end by the kernel's word; -1 where the kernel does not know."""
-    try:
-        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    except OSError:
-        return -1, -1
-    return pid, uid

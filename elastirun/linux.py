@@ -6,6 +6,8 @@ Each function is Python's own where there is one. Errors: OSError. Imports littl
 
 import os
 import signal
+import socket
+import struct
 
 PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434  # numbers of the calls, the same on each architecture that torch runs on
 P_PIDFD = 3  # for os.waitid, from <linux/wait.h>
@@ -46,3 +48,12 @@ def _call(function: str, *arguments: int | bytes) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return result
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end by the kernel's word; -1 where the kernel does not know."""
+    try:
+        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except OSError:
+        return -1, -1
+    return pid, uid

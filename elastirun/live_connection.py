@@ -5,6 +5,7 @@ A thread of its own listens, so an order to park is heard while the main thread 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from elastirun.errors import TrainError
+from elastirun.linux import peer_of
 from elastirun.live_messages import MAX_MESSAGE, VARIABLE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
 log = logging.getLogger("elastirun.live")
@@ -45,6 +47,8 @@ class LiveConnection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.connect("\0" + os.environ[VARIABLE])
+            if peer_of(self._socket)[1] != os.geteuid():  # the name is free when the agent has ended, and anybody may take it
+                raise OSError(errno.EPERM, "another user listens at the socket of this worker's agent")
             self._send(Hello())
         except OSError:
             self._socket.close()

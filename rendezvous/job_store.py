@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from elastirun.rendezvous import earlier_run, quorum, rules, updates
 from elastirun.rendezvous.actions import Change, Outcome, Reconnect, Say, Sync
-from elastirun.rendezvous.contact import Contact
+from elastirun.rendezvous.contact import SLOW_IN_A_ROW, Contact, slow_store
 from elastirun.rendezvous.events import Synced, SyncFailed
 from elastirun.rendezvous.formation import Forming
 from elastirun.rendezvous.link import Link
@@ -66,6 +66,7 @@ class JobStore:
         self._moves = Moves(row.id, rules)
         self._look_at: float | None = None  # the time of the next look at another store; None: none is needed
         self._notes = Notes(now)
+        self._told_slow = False  # people were told that the store answers slowly
 
     # -- what is known of the store -----------------------------------------------------------------------------------
 
@@ -263,7 +264,11 @@ class JobStore:
         away = self._link.answered(event)
         self.hosting = event.hosting
         self._hosts = event.hosting and not self.rules.private
-        return [Say(f"the store is back after {away:.0f} s")] if away > self.rules.expire else []
+        said: list[Effect] = [Say(f"the store is back after {away:.0f} s")] if away > self.rules.expire else []
+        if self._link.contact.slow == SLOW_IN_A_ROW and not self._told_slow:
+            self._told_slow = True
+            said.append(Say(slow_store(self.rules)))
+        return said
 
     def _adopt(self, found: RoundRecord | None) -> list[Effect]:
         """Adopt the record of this job; None: there is none yet."""

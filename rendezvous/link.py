@@ -47,7 +47,7 @@ class Link:
 
         After a failure or a slow answer, the silence of other nodes is counted from this answer.
         """
-        before, self.contact = self.contact, self.contact.answered(event.now, event.started)
+        before, self.contact = self.contact, self.contact.answered(event.now, event.started, self.rules.slow_answer)
         if before.trouble or self.contact.took > self.rules.slow_exchange:
             self.live.excuse(event.now + (RECONNECT_SPREAD if self.rules.lasting else 0.0))
         return event.now - before.last if before.trouble and before.last is not None else 0.0

@@ -26,6 +26,7 @@ LEASE_TTL, ABSENCE = 0.6, 0.4
 SHORTEST_LEASE = 2  # seconds; etcd grants none that is shorter
 SURE = 0.8  # of a lease's time to live: by any clock the lease lasts longer
 
+SLOW_ANSWER = 0.3  # of ``expire``, see ``Timing.slow_answer``
 LATE = 2.5  # beats without a sign of life after which a member may be lost, and perhaps its neighbours with it; one beat may be missed
 PROOF = 2.0  # beats in which a living node changes its row before our eyes
 SHORTEST_GUARD_LEASE = 10.0  # seconds; a starved machine holds up a healthy agent for some seconds
@@ -85,6 +86,11 @@ class Timing:
     def slow_exchange(self) -> float:
         """Length of an exchange beyond which the store is in trouble: no silence of other nodes until its end counts."""
         return self.expire / 2
+
+    @property
+    def slow_answer(self) -> float:
+        """Length of an exchange beyond which keep-alives, of which several may fail within ``expire``, come too seldom."""
+        return SLOW_ANSWER * self.expire
 
     @property
     def row_lease(self) -> Lease:

@@ -148,18 +148,34 @@ def make_run_folder(base: Path | None, run_id: str, node: str, mode: int = PRIVA
 
 
 def _link_latest(base: Path, run: str, node: str, mode: int) -> None:
-    """Point the link ``.latest/<node>`` at this run. Ignores errors, and never replaces anything but a link."""
-    links, link = base / LATEST, base / LATEST / node
+    """Point the link ``.latest/<node>`` at this run. Ignores errors, and never replaces anything but a link.
+
+    In a log folder that others may write to, ``.latest`` may be somebody else's, or a link to a folder elsewhere. Then nothing is done.
+    """
+    links = base / LATEST
     with suppress(OSError):
         with suppress(FileExistsError):
             make_folder(str(links), mode)
-        if link.is_symlink() or not os.path.lexists(link):
+        folder = os.open(links, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(folder).st_uid != os.geteuid() or not _is_free(node, folder):
+                return
             new = base / run / LATEST
             os.symlink(os.path.join("..", run), new)
             try:
-                os.rename(new, link)  # atomic: there is always a link, the old or the new one
+                os.rename(new, node, dst_dir_fd=folder)  # atomic: there is always a link, the old or the new one
             except OSError:
                 os.unlink(new)
+        finally:
+            os.close(folder)
+
+
+def _is_free(name: str, folder: int) -> bool:
+    """Return whether a link, or nothing, has this name in the open ``folder``."""
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def _file_name(text: str, max_bytes: int) -> str:

@@ -266,6 +266,19 @@ def test_a_worker_that_is_in_no_round_yet_promises_at_once(agent: Agent, worker:
     assert worker.enter(0, PATIENCE) == (4, {"RANK": "1"}) and not cuts
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's name, which only root can")
+def test_a_worker_speaks_to_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of the socket is free when the agent has ended, and anybody may take it."""
+    name = f"elastirun-test-{os.urandom(8).hex()}"
+    listens = "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)"
+    listens += f"; s.bind(chr(0) + {name!r}); s.listen(); print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", listens], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline() == b"ready\n"
+        monkeypatch.setenv(VARIABLE, name)
+        with pytest.raises(OSError, match="another user listens"):
+            LiveConnection()
+
+
 def test_a_worker_in_a_round_is_cut_until_its_main_thread_has_left(agent: Agent, worker: LiveConnection, cuts: list[float]) -> None:
     assert worker.enter(0, PATIENCE) == (3, {})
     agent.live.park([US], 3)

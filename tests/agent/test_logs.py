@@ -290,6 +290,18 @@ def test_each_node_has_a_link_to_its_newest_run_where_no_glob_follows(tmp_path: 
     latest.mkdir()
     begin()
     assert list(latest.iterdir()) == []
+    latest.rmdir()
+    elsewhere = tmp_path / "elsewhere"
+    latest.parent.rename(elsewhere)
+    latest.parent.symlink_to(elsewhere)
+    begin("n9")
+    assert not (elsewhere / "n9").is_symlink(), "a link may be somebody else's, and lead anywhere"
+    if os.geteuid() == 0:
+        latest.parent.unlink()
+        latest.parent.mkdir()
+        os.chown(latest.parent, 65534, 65534)
+        begin("n9")
+        assert list(latest.parent.iterdir()) == [], "a folder of another user"
 
 
 @pytest.mark.parametrize("run_id", ["../a b" + "x" * 300, "\u8bad" * 90, "\udcff" * 90])

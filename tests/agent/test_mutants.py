@@ -287,6 +287,16 @@ MUTANTS = (
         *("checkpoint_memory", "what_a_client_brings_is_closed_with_it"),
     ),
     mutant(
+        "a live worker speaks to no other user",
+        *("live_connection", "if peer_of(self._socket)[1] != os.geteuid():", "if False:"),
+        *("live_workers", "a_worker_speaks_to_no_other_user"),
+    ),
+    mutant(
+        "the link to the newest run is in a folder of ours",
+        *("output/log_files", "os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC", "os.O_DIRECTORY | os.O_CLOEXEC"),
+        *("logs", "each_node_has_a_link_to_its_newest_run_where_no_glob_follows"),
+    ),
+    mutant(
         OTHERS,
         *("local_socket", "if peer_of(connection)[1] != os.geteuid():", "if False:"),
         *("checkpoint_memory", "another_user_is_not_answered"),

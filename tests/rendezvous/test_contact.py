@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastirun.rendezvous.contact import Contact
-from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT, Timing
 
 BEAT, GRACE = 0.5, 20.0
 
@@ -32,3 +32,10 @@ def test_a_store_that_is_back_in_time_is_found_before_the_grace_is_over() -> Non
         contact = Contact().answered(-tenths / 10, -tenths / 10)
         over = GRACE - tenths / 10
         assert attempts(contact, over)[-1] > over - EXCHANGE_LIMIT - BEAT - 1e-9
+
+
+def test_several_slow_answers_in_a_row_are_worth_a_line() -> None:
+    contact = Contact()
+    for took, slow in ((2.0, 1), (2.0, 2), (1.0, 0), (2.0, 1), (2.0, 2), (2.0, 3), (2.0, 4), (2.0, 4)):
+        contact = contact.answered(10.0, 10.0 - took, Timing().slow_answer)
+        assert contact.slow == slow

@@ -63,6 +63,36 @@ MUTANTS = (
         *("formation", "a_re_formation_waits_for_no_last_call"),
     ),
     mutant(
+        "nodes that come and go do not extend a last call without end",
+        *("machine", "self.store.same.settled_since(self.rules.last_call)", "self.store.same.candidates.since"),
+        *("machine", "nodes_that_come_and_go_extend_the_last_call_to_five_times_at_most"),
+    ),
+    mutant(
+        "the last call begins when there are enough nodes",
+        *("link", "(1 if view.record.open else self.rules.min_nodes)", "1"),
+        *("machine", "the_last_call_is_not_over_when_there_are_enough_at_last"),
+    ),
+    mutant(
+        "newcomers that come and go do not hold up another one without end",
+        *("machine", "self.store.same.settled_since(self.rules.debounce)", "self.store.same.candidates.since"),
+        *("machine", "newcomers_that_crash_keep_a_sound_one_waiting_for_five_times_the_wait_at_most"),
+    ),
+    mutant(
+        "a node that comes and says goodbye is a loss",
+        *("updates", "Cause.LEAVE: {*record.came}", "Cause.LEAVE: set()"),
+        *("crash_loops", "nor_does_one_that_comes_and_says_goodbye_again_and_again"),
+    ),
+    mutant(
+        "a node that leaves after a long time is no loss",
+        *("updates", "Cause.LEAVE: {*record.came}", "Cause.LEAVE: {*record.ids}"),
+        *("crash_loops", "nodes_that_are_upgraded_one_after_the_other_are_not_held_back"),
+    ),
+    mutant(
+        "each answer of a slow network is progress",
+        *("sync", "        answered()\n", "        pass\n"),
+        *("slow_network", "an_exchange_may_take_longer_than_each_of_its_answers"),
+    ),
+    mutant(
         "a lost member costs no restart",
         *("updates", "record.broken.cause is not Cause.FAILURE or lost:", "record.broken.cause is not Cause.FAILURE:"),
         *("machine", "a_lost_node_is_dropped_within_expire_and_two_seconds_and_costs_no_restart"),
@@ -816,7 +846,7 @@ MUTANTS = (
     ),
     mutant(
         "many keys are read at once",
-        *("rendezvous/stores/tcp", "if len(keys) < MANY:", "if True:"),
+        *("rendezvous/stores/tcp_plain", "range(0, len(wanted), AT_ONCE)", "range(0, len(wanted), AT_ONCE // 128)"),
         *("stores", "many_keys_are_not_read_one_by_one"),
     ),
     mutant(
@@ -826,7 +856,7 @@ MUTANTS = (
     ),
     mutant(
         "who replaces a watched value says so",
-        *("rendezvous/stores/tcp", "            if now == value:\n", "            if False:\n"),
+        *("rendezvous/stores/tcp", "        if now == value:\n", "        if False:\n"),
         *("tcp_watch", "a_change_is_heard_of_at_once"),
     ),
     mutant(
@@ -862,11 +892,6 @@ MUTANTS = (
     mutant(
         "the index does not grow with the rounds",
         *("rendezvous/stores/tcp", "if key not in self._indexed and is_listed(key):", "if key not in self._indexed:"),
-        *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
-    ),
-    mutant(
-        "what a connection remembers does not grow with the rounds",
-        *("rendezvous/stores/tcp", "(key for key in found if is_listed(key))", "(found)"),
         *("stores", "keys_that_each_round_has_anew_pile_up_neither_in_an_index_nor_in_a_connection"),
     ),
     mutant(
