@@ -44,6 +44,7 @@ from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.events import Changed, Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
+from elastirun.rendezvous.failures import LOST_PEERS
 from elastirun.rendezvous.records import Blame, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import QUICK
 from elastirun.rendezvous.stores import torch_class
@@ -236,6 +237,8 @@ class Agent:
         if deadline is not None and now >= deadline:
             self._workers.tick(now)
         if now >= self._tracker.report_at:
+            if victims := self._tracker.victims:
+                self._tracker.note_missed(self._hangs.stacks.elsewhere(victims))
             failures = self._tracker.take_report()
             for record in failures:
                 self._events_log.write(events.Failure.of(self._round, record))
@@ -339,7 +342,10 @@ class Agent:
         self._events_log.write(events.WorkerExit(end.rank, end.local_rank, end.pid, end.code, end.after))
         if end.code and not self._tracker.stopped:
             self._accounting.worker_failed()
+        before = self._tracker.victims
         self._tracker.worker_ended(end)
+        if self._tracker.victims and not before and not self._tracker.stopped:
+            self._hangs.stacks.ask()  # they are there when the failure is reported
 
     def _live_workers(self) -> LiveWorkers:
         heard = self._on_parked, self._on_lost, self._on_gathered
@@ -509,6 +515,8 @@ class Agent:
         if self._tracker.stopped:  # the second request for the same round: the stop must be shorter
             self._workers.stop(action.within or 0.0)
             return
+        if not action.planned and LOST_PEERS in action.reason and not any(map(self._live.is_live, self._workers.pids)):
+            self._look_whom_others_missed()
         self._end_round(action.planned)
         asked = [] if self._signum else self._live.park([process.pid for process in self._workers.processes.values()], self._round)
         all_asked = bool(asked) and len(asked) == len(self._workers.processes)
@@ -524,6 +532,14 @@ class Agent:
         self._workers.stop(grace, self._stop_signal(), asked)
         if not all_asked:
             self._console.start_dropping()  # after the signal, so that there is room for their last output
+
+    def _look_whom_others_missed(self) -> None:
+        """Take the stacks of the workers here before they are stopped: peers have failed, probably for having waited for one of them."""
+        victims = self._tracker.victims
+        if not victims:
+            self._hangs.stacks.ask()
+        self._hangs.stacks.wait()
+        self._tracker.note_missed(self._hangs.stacks.elsewhere(victims))
 
     def _end_round(self, planned: bool) -> None:
         """Note that the round is over here. Workers that were found to hang are killed now, see ``_on_hung``."""

@@ -123,6 +123,18 @@ def judge(workers: Sequence[WorkerState]) -> Verdict:
     return Verdict((lowest.rank,), WAITING if lowest.waits_for_peers else UNCLEAR)
 
 
+def elsewhere(running: Sequence[Observed], victims: Sequence[tuple[int, int]]) -> list[Observed]:
+    """Return the running workers that are not where failed peers have waited for them. ``victims``: ranks and steps of such peers.
+
+    Without any here, the peers are those of another node. Workers whose stack is not known are never named.
+    """
+    seen = [worker for worker in running if worker.stack or worker.stopped]
+    most = max((worker.steps for worker in seen), default=0)
+    lost = [WorkerState(rank, steps, False, True, True, "") for rank, steps in victims or ((-1, most),)]
+    verdict = judge([*(worker.state for worker in seen), *lost])
+    return [] if verdict.how in (UNCLEAR, WAITING) else [worker for worker in seen if worker.rank in verdict.ranks]
+
+
 def _where_most_are(workers: Sequence[WorkerState]) -> tuple[int, str] | None:
     """Return the number of steps and the place that more than half of the workers have in common; None: there is no such place."""
     first = Counter((worker.steps, worker.place) for worker in workers if worker.place).most_common(1)

@@ -24,6 +24,7 @@ from elastirun.agent.processes import py_spy, stuck
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.workers import Workers
 from elastirun.agent.progress_pages import ProgressPages
+from elastirun.agent.stacks import Stacks
 from elastirun.agent.step_rates import StepRates, WorkerSteps
 from elastirun.agent.stragglers import WINDOW, Stragglers
 from elastirun.progress_page import Page
@@ -51,6 +52,7 @@ class HangWatch:
         on_hung: Callable[[int, Blame, str, list[str], float], None],
     ) -> None:
         self.pages = ProgressPages()
+        self.stacks = Stacks(workers, self.pages)
         self.stragglers: list[int] = []  # ranks of workers that were named as such in this round
         self._rates = StepRates()
         self._stragglers = Stragglers()
@@ -147,7 +149,7 @@ class HangWatch:
             elif self._judge_at is None:
                 self._ask_for_stacks(pages, now)
             elif self._act_at is None and now >= self._judge_at:
-                self._judge(pages, seconds, now)
+                self._judge(seconds, now)
             self._listen(now)
             if self._act_at is not None and now >= self._act_at and seconds is not None:
                 self._act(seconds)
@@ -167,19 +169,14 @@ class HangWatch:
         if paused or any(stuck.state(process.pid).traced for process in processes.values()):
             self._detector.excuse(now)
             return
-        for local_rank, page in pages.items():
-            process = processes[local_rank]
-            # The numbers are the worker's. A signal without a handler would end it.
-            if page.pid == process.pid and 0 < page.signal <= 64 and process.catches(page.signal):
-                self.pages.clear_stacks(local_rank)
-                process.signal(page.signal)
+        self.stacks.ask()
         self._judge_at = now + STACKS_LIMIT
 
-    def _judge(self, pages: Mapping[int, Page], seconds: float, now: float) -> None:
+    def _judge(self, seconds: float, now: float) -> None:
         assert self._detector is not None
         limit = self._detector.limit
         processes = self._workers.processes
-        self._observed = [self._observe(local_rank, process, pages.get(local_rank)) for local_rank, process in processes.items()]
+        self._observed = [self._observe(local_rank, process) for local_rank, process in processes.items()]
         if self._ask_py_spy():
             self._judge_at = now + py_spy.LIMIT
             return
@@ -230,13 +227,10 @@ class HangWatch:
             self._verdict = Verdict(self._verdict.ranks, hang_causes.WAITING)
             self._act_at = now + self._verdict.hold
 
-    def _observe(self, local_rank: int, process: Process, page: Page | None) -> Observed:
-        state = stuck.state(process.pid)
+    def _observe(self, local_rank: int, process: Process) -> Observed:
+        observed = self.stacks.observe(local_rank, process)
         question = self._questions.pop(local_rank, None)
-        stack = question.end() if question else hang_causes.main_stack(self.pages.stacks(local_rank))
-        return Observed(
-            local_rank, process.spec.rank, process.pid, page.steps if page else 0, state.stopped, stack, state.waits_in
-        )
+        return replace(observed, stack=question.end()) if question else observed
 
     def _act(self, seconds: float) -> None:
         """End the workers that are the cause, as far as known."""

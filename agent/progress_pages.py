@@ -36,9 +36,13 @@ class ProgressPages:
 
     def read(self, local_rank: int) -> Page | None:
         """Return the page of a worker that stamps it; None if it does not."""
-        fd = self._fds.get(local_rank)
-        page = Page.parse(os.pread(fd, HEADER, 0)) if fd is not None else None
+        page = self.look(local_rank)
         return page if page and page.pid else None
+
+    def look(self, local_rank: int) -> Page | None:
+        """Return the page of a worker, also of one that stamps none; None where there is no page."""
+        fd = self._fds.get(local_rank)
+        return Page.parse(os.pread(fd, HEADER, 0)) if fd is not None else None
 
     def read_all(self) -> list[Page]:
         """Return the pages of all workers of the round that stamp theirs, also of those that have ended."""

@@ -11,7 +11,7 @@ from string import Template
 from elastirun import live_messages, progress_page
 from elastirun.agent.host import numa
 from elastirun.agent.processes import marks
-from elastirun.agent.processes.spawn import WorkerSpec
+from elastirun.agent.processes.spawn import STARTUP, WorkerSpec
 from elastirun.config import Command, LaunchConfig
 from elastirun.rendezvous.ranks import WorkerRanks, worker_ranks
 from elastirun.rendezvous.records import RoundRecord
@@ -107,7 +107,12 @@ def _same_always(config: LaunchConfig, node: NodeEnvironment) -> dict[str, str]:
         "ELASTIRUN_DEADLINE": f"{config.timing.grace:g}",
     }
     unless_set = {} if "TORCH_NCCL_ASYNC_ERROR_HANDLING" in node.environ else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    return env | unless_set
+    return env | unless_set | (_with_stacks(node.environ) if config.stacks and not config.command.no_python else {})
+
+
+def _with_stacks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes Python run ``STARTUP``, which takes itself out of the environment again."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (STARTUP, environ.get("PYTHONPATH", ""))))}
 
 
 def _shared(config: LaunchConfig, record: RoundRecord, node_rank: int, node: NodeEnvironment) -> dict[str, str]:

@@ -132,6 +132,7 @@ class LaunchConfig(RendezvousConfig):
     strikes: int = 0  # rounds in which this node did harm before it sits out; 0: it never does
     strikes_cooldown: float = 600.0  # seconds for which it sits out at most
     first_step_timeout: float | None = None  # seconds without a first step of a round after which workers hang; None: off
+    stacks: bool = True  # Python workers write their stacks at a signal, from their start on
     logs: LogPolicy = field(default_factory=LogPolicy)
     token: bytes | None = field(default=None, repr=False)  # the secret that signs every record in the store
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # these stop this node

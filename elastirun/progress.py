@@ -30,6 +30,7 @@ from elastirun.progress_page import (
     PID,
     SAMPLED,
     SAVING,
+    SHOWS,
     SIGNAL,
     STAMPED,
     STEPS,
@@ -182,7 +183,7 @@ def _open() -> memoryview | None:
         return None
     before, _fd = _fd, fd
     words[SIGNAL] = _write_stacks_at_a_signal(fd)
-    words[PID] = os.getpid()
+    words[PID] = words[SHOWS] = os.getpid()
     if before is None:
         os.register_at_fork(after_in_child=_forget)
         atexit.register(_ask_for_time_to_exit)

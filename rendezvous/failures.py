@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.records import Blame, ExitRecord
 
+LOST_PEERS = "perhaps for having lost its peers"  # in a reason: other workers may be the cause
+
 
 def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
     """Return the failures, most likely root cause first: by blame, then by seconds since the start of the round."""
@@ -23,8 +25,10 @@ def signature(failure: ExitRecord) -> str:
 
 def describe(failure: ExitRecord) -> str:
     """Return one line for people about the failure."""
+    if failure.blame == Blame.KILLED_BY_US:  # it did not fail
+        return clip(f"rank {failure.rank} on {failure.node} {failure.note}")
     how = f"exit code {failure.code}" if failure.code >= 0 else signal_name(-failure.code)
-    perhaps = ", perhaps for having lost its peers" if failure.blame >= Blame.VICTIM else ""
+    perhaps = f", {LOST_PEERS}" if failure.blame >= Blame.VICTIM else ""
     note = f", {failure.note.partition(' (')[0]}" if failure.note else ""
     return clip(f"rank {failure.rank} on {failure.node} failed ({how}{note}){perhaps}")
 

@@ -245,6 +245,7 @@ def _give_up(record: RoundRecord, causes: tuple[ExitRecord, ...], why: str) -> F
     times = "a worker failed" if record.failures == 1 else f"a worker failed in {record.failures} rounds"
     same = f"; it was the same failure {record.repeats} times in a row" if record.repeats > 1 else ""
     reason = clip(f"{times}, {why}: {describe(causes[0])}{same}")
-    closed = Closed(Verdict.FAILED, reason, record.broken.by if record.broken else "", causes[:16])
+    shown = (*causes[:12], *causes[12:][-4:])  # workers that the others missed come last
+    closed = Closed(Verdict.FAILED, reason, record.broken.by if record.broken else "", shown)
     leader = record.members[0].id if record.members else ""
     return Forming(replace(record, version=record.version + 1, closed=closed), reason, leader)

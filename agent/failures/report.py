@@ -17,6 +17,7 @@ from elastirun.rendezvous.records import Blame, ExitRecord
 _BLAME_WORDS: dict[int, str] = {Blame.VICTIM: ", probably for having lost its peers", Blame.KILLED_BY_US: ", stopped by its agent"}
 _MAX_ERROR_FILE = 1 << 20  # bytes that are read of an error file; a traceback is far shorter
 _MAX_OTHERS = 16  # other failures that get a line, so that the report stays below 50 lines
+_MAX_MISSED, _MAX_STACK = 2, 4  # workers that others have missed and that get lines; lines of such a worker's stack
 _WIDTH = 80  # characters of a ruler, as in torchrun's report
 
 
@@ -42,12 +43,17 @@ def report(
     rule, thin = "=" * _WIDTH, "-" * _WIDTH
     lines = [rule, f"{script} FAILED", thin]
     causes = root_cause(records)
+    missed = [record for record in causes if record.blame == Blame.KILLED_BY_US]
+    causes = tuple(record for record in causes if record not in missed) or causes
     if causes[1:]:
         lines += [f"Other failures ({len(causes) - 1}):", *(_other(record) for record in causes[1 : 1 + _MAX_OTHERS])]
         more = len(causes) - 1 - _MAX_OTHERS
         lines += [f"  ... and {more} more", thin] if more > 0 else [thin]
     if causes:
         lines += ["Root Cause (first observed failure):", "[0]:", *_root(causes[0], round, began), thin]
+    if causes and causes[0].blame == Blame.VICTIM and missed:
+        shown = [line for record in missed[:_MAX_MISSED] for line in _missed(record)]
+        lines += ["Missed by the others, so probably the cause:", *shown, thin]
     lines += [f"  logs      : {logs} (on this node)"] if logs is not None else []
     lines += [f"  restarts used: {used}"] if used else []
     return "".join(f"{_printable(line)}\n" for line in [*lines, f"  reason    : {reason}", rule])
@@ -70,6 +76,11 @@ def _root(record: ExitRecord, round: int, began: float | None) -> list[str]:
     ]
 
 
+def _missed(record: ExitRecord) -> list[str]:
+    """Return the lines on a worker that had not failed, with the innermost part of its stack."""
+    return [f"  {_where(record)} {record.note}", *(f"    {line}" for line in record.lines[-_MAX_STACK:])]
+
+
 def _date(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(int(seconds)).isoformat(sep="_")
@@ -78,8 +89,11 @@ def _date(seconds: float) -> str:
 
 
 def _other(record: ExitRecord) -> str:
-    where = f"rank {record.rank} ({record.node}, local_rank {record.local_rank}, pid {record.pid})"
-    return f"  {where}: {_how(record)}; {record.after:.1f} s after the start"
+    return f"  {_where(record)}: {_how(record)}; {record.after:.1f} s after the start"
+
+
+def _where(record: ExitRecord) -> str:
+    return f"rank {record.rank} ({record.node}, local_rank {record.local_rank}, pid {record.pid})"
 
 
 def _how(record: ExitRecord) -> str:

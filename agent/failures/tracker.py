@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from elastirun.agent.failures.classify import (
     shows_own_failure,
 )
 from elastirun.agent.failures.report import read_error_file
+from elastirun.agent.hang_causes import Observed, describe, traceback
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes.workers import WorkerExit
@@ -40,6 +42,7 @@ from elastirun.rendezvous.records import Blame, ExitRecord
 VICTIM_HOLD = 0.3  # seconds; enough for the culprit to write its traceback and end, which takes tens of milliseconds
 SIGNAL_HOLD = 1.0  # seconds; enough for a supervisor to signal the agent too, which takes milliseconds
 LOST_PEERS = "lost peers of which no agent has seen a failure; its process goes on"
+MAX_MISSED = 3  # of these, at least so many are workers that the others have missed
 MAX_REPORTED = 8  # failures per node and round that the node's row carries; more would not fit
 
 
@@ -64,6 +67,8 @@ class FailureTracker:
         self._leaving = False  # the agent was signalled, so this node leaves
         self._shown: dict[int, tuple[str, ...]] = {}  # by local rank: the output of workers that were failing when the agent stopped them
         self.hung: set[int] = set()  # local ranks of workers that hang, which are their failures
+        self._ended_well: list[WorkerExit] = []
+        self._noted = False  # the workers that peers have missed are among ``_records``
         self._oom_kills = oom.oom_kills()
         self.stopped = False
         self.report_at = math.inf
@@ -73,8 +78,33 @@ class FailureTracker:
     @property
     def failures(self) -> tuple[ExitRecord, ...]:
         """The failures so far: the root cause first and whole, the others with their last lines only."""
-        first, others = root_cause(self._records)[:1], root_cause(self._records)[1:MAX_REPORTED]
-        return (*first, *map(shorten, others))
+        first, *others = root_cause(self._records) or (None,)
+        if len(others) >= MAX_REPORTED:
+            others = [*others[: MAX_REPORTED - 1 - MAX_MISSED], *others[-MAX_MISSED:]]  # those that were missed come last
+        return () if first is None else (first, *map(shorten, others))
+
+    @property
+    def victims(self) -> tuple[tuple[int, int], ...]:
+        """Ranks and local ranks of the workers that have failed, if all of them probably for having lost their peers."""
+        lost = all(record.blame == Blame.VICTIM for record in self._records if record.blame != Blame.KILLED_BY_US)
+        return tuple((record.rank, record.local_rank) for record in self._records if record.blame == Blame.VICTIM) if lost else ()
+
+    def note_missed(self, elsewhere: Iterable[Observed]) -> None:
+        """Note whom failed peers have probably missed: the workers that are ``elsewhere``, and those that have ended well. Once a round."""
+        if self._noted:
+            return
+        self._noted = True
+        for worker in elsewhere:
+            note = f"was not where the others waited: {describe(worker)}"
+            lines = limit_lines(traceback(worker)[1:])
+            self._records.append(
+                ExitRecord(self._node, worker.rank, worker.local_rank, worker.pid, -signal.SIGKILL, Blame.KILLED_BY_US, 0.0, lines, note)
+            )
+        for end in self._ended_well:
+            note = f"had ended with 0, {end.after:.1f} s after the start, while others went on"
+            self._records.append(
+                ExitRecord(self._node, end.rank, end.local_rank, end.pid, 0, Blame.KILLED_BY_US, round(end.after, 3), (), note)
+            )
 
     def add(self, record: ExitRecord, hold: float = 0.0) -> None:
         """Record a failure that is to be reported to the machine in ``hold`` seconds."""
@@ -112,7 +142,9 @@ class FailureTracker:
         if end.killed_by_us:
             if end.code and end.local_rank in self._shown:
                 self.add(make_record(self._node, end, self._shown[end.local_rank], alone=self._alone))
-        elif end.code:
+        elif not end.code:
+            self._ended_well.append(end)
+        else:
             lines, error = self._logs.last_lines(end.local_rank), self._error(end.local_rank)
             unread = self._logs.inherits_stdout(end.local_rank) and lost_its_stdout(end.code, error or lines) and has_no_reader(1)
             note = "; ".join(filter(None, (self._signal_note(end, lines), self._full_disk(end), STDOUT_CLOSED if unread else "")))

@@ -358,7 +358,9 @@ def work(job: socket, group: str, handlers: dict[Any, Any]) -> Callable[[], obje
     why, run = prepare(argv)
     if run is None:
         job.sendall(why.encode(errors="replace"))
-        os.execve(argv[0], argv, {**_ENVIRON, **message["own"]})
+        os.execve(argv[0], argv, {**_ENVIRON, **message["own"], **message["executed"]})
+    if message["executed"]:
+        show_stacks()
     stamp_steps()
     if message["tells"]:
         sys.meta_path.insert(0, Reporter(job, argv))
@@ -454,6 +456,12 @@ def renew_identity() -> None:
         main = sys.modules["threading"].main_thread()
         if hasattr(main, "_set_native_id"):
             main._set_native_id()
+
+
+def show_stacks() -> None:
+    """Let the agent's signal write the stacks of this process, as in an executed worker: the server's Python has run that file already."""
+    with open(os.path.join(os.path.dirname(__file__), "startup", "sitecustomize.py")) as file:
+        exec(compile(file.read(), file.name, "exec"), {"__name__": "startup"})
 
 
 def stamp_steps() -> None:

@@ -21,7 +21,7 @@ from elastirun import clock, linux
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.processes import forkserver, proc
 from elastirun.agent.processes.process_tree import ProcessTree
-from elastirun.agent.processes.spawn import Spawned, WorkerSpec, spawn
+from elastirun.agent.processes.spawn import STARTUP, Spawned, WorkerSpec, spawn
 
 NEARLY_WITHIN = 5.0  # seconds; where the modules but the last took longer, so may the last one
 LOAD_LIMIT = 60.0  # seconds that a node waits for its fork server before it joins the job; a cold disk is slow
@@ -349,7 +349,9 @@ class ParkedForks:
                 pidfd = None  # the fork was killed and reaped, and its number is another process's now, which is none of ours to kill
                 raise OSError
             own = {name: value for name, value in spec.env.items() if name in forkserver.ROUND_NAMES}
-            message = json.dumps({"argv": spec.argv, "own": own, "pause": spec.pause, "tells": self._learns}).encode() + b"\n"
+            executed = {"PYTHONPATH": path} if (path := spec.env.get("PYTHONPATH", "")).startswith(STARTUP) else {}
+            work = {"argv": spec.argv, "own": own, "executed": executed, "pause": spec.pause, "tells": self._learns}
+            message = json.dumps(work).encode() + b"\n"
             sent = socket.send_fds(job, [message], [1 if stdout is None else stdout, 2 if stderr is None else stderr])
             job.sendall(message[sent:])
             if job.recv(1) != b"\n":

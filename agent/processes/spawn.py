@@ -12,6 +12,7 @@ from pathlib import Path
 from elastirun import linux
 
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
+STARTUP = str(Path(__file__).absolute().with_name("startup"))  # at the beginning of PYTHONPATH: Python workers show their stacks
 _NONE = "-"  # stands for an argument of exec_worker.py that is not given
 
 

@@ -83,6 +83,7 @@ GROUPS = {
         Option("fail_fast", "", None, "End the job when the same failure occurs twice without progress in between.", new=True),
         Option("hang_timeout", "off|auto|SECONDS", "off", "Restart when no worker of this node has made a step for so long.", new=True),
         Option("first_step_timeout", "off|SECONDS", "off", "The same before the first step of a round.", new=True),
+        Option("stacks", "on|off", "on", "Whether Python workers can write their stacks at a signal of their agent.", new=True),
         Option("strikes", "N", "0", "A node that fails or straggles in N rounds sits out, a spare takes its place; 0: never.", new=True),
         Option("strikes_cooldown", "SECONDS", "600", "For how long such a node sits out before it joins again.", new=True),
         Option("restart_pause", "SECONDS", _PAUSE, "Longest pause before a restart; pauses grow when rounds fail quickly.", new=True),

@@ -62,6 +62,7 @@ def resolve(options: GivenOptions, script: Sequence[str], facts: MachineFacts) -
         timing=timing,
         hang_timeout=options.read("hang_timeout", parse.seconds_or(off=None, auto=0.0)),
         first_step_timeout=options.read("first_step_timeout", parse.seconds_or(off=None)),
+        stacks=options.read("stacks", parse.choice("on", "off")) == "on",
         strikes=options.read("strikes", parse.integer(0)),
         strikes_cooldown=options.read("strikes_cooldown", parse.seconds(0.0, above=True)),
         logs=logs,

@@ -90,6 +90,7 @@ restart-window - PET_RESTART_WINDOW 0
 fail-fast - PET_FAIL_FAST flag
 hang-timeout - PET_HANG_TIMEOUT off
 first-step-timeout - PET_FIRST_STEP_TIMEOUT off
+stacks - PET_STACKS on
 strikes - PET_STRIKES 0
 strikes-cooldown - PET_STRIKES_COOLDOWN 600
 restart-pause - PET_RESTART_PAUSE 10

@@ -1,0 +1,49 @@
+"""Lets a Python worker write its stacks at a signal from its start on. Python runs this file before the script.
+
+The agent puts this folder at the beginning of ``PYTHONPATH``. The folder is taken out again, from ``sys.path`` and from the environment, so
+neither the script nor its children see it, and a ``sitecustomize`` of the user is run as if this one were not there. This file runs in
+whatever interpreter a worker has: it imports nothing of ours, and next to nothing of Python. Forks of the fork server call ``show_stacks``.
+"""
+
+import os
+import sys
+
+VARIABLE, MAGIC, HEADER, SIGNAL, SHOWS = "ELASTIRUN_PROGRESS", b"elastpg1", 4096, 2, 15  # as in elastirun/progress_page.py
+
+
+def show_stacks() -> None:
+    """Let a signal write all Python stacks behind the progress page, and say so there. Another process of this worker may be first."""
+    import faulthandler
+    from _signal import SIG_DFL, SIGRTMAX, SIGRTMIN, getsignal  # type: ignore[import-not-found,unused-ignore]
+
+    fd = os.open(os.environ[VARIABLE], os.O_RDWR | os.O_CLOEXEC)
+    number = next((n for n in range(SIGRTMAX - 4, SIGRTMIN + 8, -1) if getsignal(n) == SIG_DFL), 0)
+    if not number or os.pread(fd, 8, 0) != MAGIC or any(os.pread(fd, 8, 8 * SHOWS)):
+        os.close(fd)
+        return
+    os.lseek(fd, HEADER, os.SEEK_SET)
+    faulthandler.register(number, fd, True)
+    os.pwrite(fd, number.to_bytes(8, "little"), 8 * SIGNAL)
+    os.pwrite(fd, os.getpid().to_bytes(8, "little"), 8 * SHOWS)
+
+
+def leave() -> None:
+    """Take this folder out of the paths of this process and its children, and run the ``sitecustomize`` that Python would have run."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    rest = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != here]
+    os.environ.pop("PYTHONPATH", None)
+    if rest:
+        os.environ["PYTHONPATH"] = os.pathsep.join(rest)
+    sys.path[:] = [path for path in sys.path if path != here]
+    sys.path_importer_cache.pop(here, None)
+    del sys.modules["sitecustomize"]
+    __import__("sitecustomize")  # another one; without any an ImportError, which Python expects
+
+
+if os.environ.get(VARIABLE):
+    try:
+        show_stacks()
+    except Exception:  # of another user, in another pid namespace, an old Python: the worker goes on without
+        pass
+if __name__ == "sitecustomize":
+    leave()
