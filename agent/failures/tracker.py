@@ -94,11 +94,12 @@ class FailureTracker:
         if self._noted:
             return
         self._noted = True
+        after = round(time.time() - (self.began or time.time()), 3)
         for worker in elsewhere:
             note = f"was not where the others waited: {describe(worker)}"
             lines = limit_lines(traceback(worker)[1:])
             self._records.append(
-                ExitRecord(self._node, worker.rank, worker.local_rank, worker.pid, -signal.SIGKILL, Blame.KILLED_BY_US, 0.0, lines, note)
+                ExitRecord(self._node, worker.rank, worker.local_rank, worker.pid, -signal.SIGKILL, Blame.KILLED_BY_US, after, lines, note)
             )
         for end in self._ended_well:
             note = f"had ended with 0, {end.after:.1f} s after the start, while others went on"

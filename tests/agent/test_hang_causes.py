@@ -59,6 +59,26 @@ def test_the_worker_that_is_not_where_the_others_wait_is_the_cause(workers: list
     assert (verdict.ranks, verdict.how) == (named, how)
 
 
+@pytest.mark.parametrize(
+    ("running", "victims", "named"),
+    [
+        ([seen(0, LOADER)], [(1, 40)], [0]),
+        ([seen(0, LOADER)], [], [0]),  # the victims are on another node
+        ([seen(0, BARRIER)], [(1, 40)], []),
+        ([seen(0)], [(1, 40)], []),  # its stack is not known
+        ([seen(0, stopped=True), seen(2, LOADER)], [(1, 40)], [0]),
+        ([seen(0, LOADER), seen(2, BARRIER)], [(1, 40)], [0]),
+        ([seen(i, LOADER) for i in range(4)], [(4, 40)], []),  # most are there: their peers did not wait for them
+        ([seen(0, BARRIER), seen(1, BACKWARD), seen(2, BACKWARD), seen(3, BACKWARD)], [(4, 40)], [0]),
+        ([], [(1, 40)], []),
+    ],
+)
+def test_who_is_not_where_failed_peers_have_waited_is_missed(
+    running: list[Observed], victims: list[tuple[int, int]], named: list[int]
+) -> None:
+    assert [worker.rank for worker in hang_causes.elsewhere(running, victims)] == named
+
+
 def test_a_node_that_knows_the_cause_better_acts_first() -> None:
     holds = [hang_causes.Verdict((0,), how).hold for how in (STOPPED, BEHIND, OUTSIDE, ELSEWHERE, UNCLEAR, WAITING)]
     assert holds == sorted(holds) and holds[0] == 0 and len({*holds}) == len(hang_causes.WORDS) == 6

@@ -31,6 +31,7 @@ from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.agent.progress_pages import ProgressPages
+from elastirun.agent.stacks import Stacks
 from elastirun.agent.stragglers import Median
 from elastirun.progress import EXIT_LIMIT
 from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
@@ -314,6 +315,7 @@ class Watched:
         workers: Any = SimpleNamespace(processes={process.spec.local_rank: process})
         self.watch = HangWatch(timeout, first, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end[:4]))
         self.watch.pages = self.pages = pages
+        self.watch.stacks = Stacks(self.watch._workers, pages)
         self.local_rank = process.spec.local_rank
         self.watch.start(None if alone else lambda: MEETING)
         self.now = clock.now()

@@ -1156,8 +1156,18 @@ MUTANTS = (
         *("hangs", "the_verdict_of_all_nodes_takes_the_place_of_this_nodes_own[ranks1]"),
     ),
     mutant(
+        "no rank is missed where nothing tells the ranks apart",
+        *("hang_causes", "[] if verdict.how in (UNCLEAR, WAITING) else ", ""),
+        *("hang_causes", "who_is_not_where_failed_peers_have_waited_is_missed[running1-victims1-named1]"),
+    ),
+    mutant(
+        "no rank is missed whose stack is not known",
+        *("hang_causes", "[worker for worker in running if worker.stack or worker.stopped]", "list(running)"),
+        *("hang_causes", "who_is_not_where_failed_peers_have_waited_is_missed[running3-victims3-named3]"),
+    ),
+    mutant(
         "a signal without a handler is not sent",
-        *("hang_watch", " and process.catches(page.signal):", ":"),
+        *("stacks", " and process.catches(page.signal):", ":"),
         *("hangs", "a_signal_that_the_worker_does_not_catch_is_not_sent"),
     ),
     mutant(
