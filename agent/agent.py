@@ -305,7 +305,8 @@ class Agent:
 
     def _describe_store(self) -> str:
         live = [process.spec.rank for process in self._workers.processes.values() if self._live.is_live(process.pid)]
-        return self._session.describe_store([asdict(one) for one in self._hangs.steps(clock.now())], sorted(live))
+        steps = [asdict(one) for one in self._hangs.steps(clock.now())]
+        return self._session.describe_store(steps, sorted(live), sorted(self._workers.finished))
 
     def _on_store(self, mask: int) -> None:
         for line in self._session.receive():

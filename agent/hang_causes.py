@@ -33,6 +33,7 @@ _WAITS_FOR_PEERS = re.compile(
 )
 _OURS_OR_TORCH = re.compile(r"/elastirun/train/|/torch/(autograd|cuda|distributed|nn|optim|utils|_\w+)\b")
 _DEBUGGER = re.compile(r"/python3\.\d+t?/(pdb|bdb)\.py|/debugpy/|/pydevd")
+MOST_RANKS = 8  # that a line names for one place
 INNERMOST, OUTERMOST = 3, 2  # frames of a stack that a line shows
 
 
@@ -67,10 +68,14 @@ class Observed:
 
     @property
     def _place(self) -> str:
-        """The innermost line of the script, below which all is Python's, torch's or ours."""
+        return self.own_call.partition(" in ")[0]
+
+    @property
+    def own_call(self) -> str:
+        """The innermost line of the script, below which all is Python's, torch's or ours, and its function."""
         own = [frame for frame in self.stack if not _PASSED.search(frame[0]) and not _OURS_OR_TORCH.search(frame[0])]
-        for file, line, _ in own[:1] or self.stack[-1:]:
-            return f"{file.rpartition('/')[2]}:{line}"
+        for file, line, function in own[:1] or self.stack[-1:]:
+            return f"{file.rpartition('/')[2]}:{line} in {function}"
         return f"the kernel's {self.waits_in}" if self.waits_in else ""
 
 
@@ -164,6 +169,18 @@ def describe(worker: Observed) -> str:
     if len(frames) > INNERMOST + OUTERMOST:
         frames[INNERMOST:-OUTERMOST] = ["..."]
     return " < ".join(frames) or (f"in the kernel's {worker.waits_in}" if worker.waits_in else "no stack")
+
+
+def standing(running: Sequence[Observed], finished: Sequence[int]) -> str:
+    """Return in one line which workers have ended, and what the others do. ``finished``: ranks."""
+    groups: dict[str, list[int]] = {"ended with 0": [*finished]} if finished else {}
+    for worker in running:
+        steps = f"{worker.steps} steps, " if worker.steps else "no step yet, "
+        does = "waits for others" if waits_for_peers(worker.stack) else "runs"
+        where = f" ({worker.own_call})" if worker.own_call else ""
+        groups.setdefault("stopped by a signal" if worker.stopped else f"{steps}{does}{where}", []).append(worker.rank)
+    named = {text: ", ".join([*map(str, ranks[:MOST_RANKS]), *["..."] * (len(ranks) > MOST_RANKS)]) for text, ranks in groups.items()}
+    return "; ".join(f"rank {ranks}: {text}" for text, ranks in named.items())
 
 
 def traceback(worker: Observed) -> list[str]:

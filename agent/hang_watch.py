@@ -25,6 +25,7 @@ from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.workers import Workers
 from elastirun.agent.progress_pages import ProgressPages
 from elastirun.agent.stacks import Stacks
+from elastirun.agent.standing import Standing
 from elastirun.agent.step_rates import StepRates, WorkerSteps
 from elastirun.agent.stragglers import WINDOW, Stragglers
 from elastirun.progress_page import Page
@@ -54,6 +55,7 @@ class HangWatch:
         self.pages = ProgressPages()
         self.stacks = Stacks(workers, self.pages)
         self.stragglers: list[int] = []  # ranks of workers that were named as such in this round
+        self._standing = Standing(workers, self.stacks, timeout is not None or first_step is not None, say)
         self._rates = StepRates()
         self._stragglers = Stragglers()
         self._job_times = JobTimes()
@@ -86,6 +88,8 @@ class HangWatch:
         self._stragglers.start_round()
         self.stragglers.clear()
         self._compare_at = clock.now() + WINDOW
+        if meet is not None or len(self._workers.processes) > 1:
+            self._standing.start(clock.now())
         self._meet = meet
         if self._detector is not None:
             self._debugged = {}
@@ -107,6 +111,7 @@ class HangWatch:
     def stop(self) -> None:
         """The round's workers are being stopped, or have ended."""
         self._look_at = self._compare_at = math.inf
+        self._standing.stop()
         self._forget()
 
     def close(self) -> None:
@@ -115,7 +120,7 @@ class HangWatch:
 
     def tick(self, now: float) -> float:
         """Do what is due. Returns when to be called next, on ``elastirun.clock``."""
-        return min(self._look_for_hangs(now), self._look_for_stragglers(now))
+        return min(self._look_for_hangs(now), self._look_for_stragglers(now), self._standing.tick(now))
 
     def _look_for_stragglers(self, now: float) -> float:
         if now >= self._compare_at:

@@ -82,6 +82,7 @@ class Snapshot:
     seconds_since_keep_alive: float  # since the store last acknowledged a sign of life of this node
     hosts_store: bool
     workers: Mapping[str, int]  # of this node, by state
+    finished: tuple[int, ...]  # ranks of workers of this node that have ended with 0
     checkpoints_held_bytes: int
     steps: tuple[WorkerSteps, ...]  # of the workers of this node that stamp them
     account: Totals  # what the time of this agent was spent on
@@ -112,6 +113,7 @@ def snapshot(parts: Parts, now: float) -> Snapshot:
         seconds_since_round_start=None if started_at is None else round(now - started_at, 3),
         seconds_since_keep_alive=round(now - machine.store.kept_alive, 3),
         hosts_store=machine.hosting,
+        finished=tuple(sorted(parts.workers.finished)),
         workers=_workers(parts.workers, state, config.nproc),
         checkpoints_held_bytes=parts.memory.size,
         steps=parts.hangs.steps(now),

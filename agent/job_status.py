@@ -68,6 +68,7 @@ class JobStatus:
     events: tuple[str, ...]  # failed workers, root cause first, nodes that sit out, and nodes that left
     steps: tuple[WorkerSteps, ...]  # of the workers on this machine that stamp them, by rank
     live: tuple[int, ...]  # ranks on this machine whose workers keep their processes when the world changes, see docs/elastic.md
+    finished: tuple[int, ...]  # ranks on this machine whose workers have ended with 0
     ignored: tuple[str, ...]  # records that do not parse, or were not signed with the token
 
 
@@ -78,6 +79,7 @@ def judge(
     ignored: tuple[str, ...] = (),
     steps: tuple[WorkerSteps, ...] = (),
     live: tuple[int, ...] = (),
+    finished: tuple[int, ...] = (),
 ) -> JobStatus:
     """Return the status of a job whose records are those of ``view``. ``view.me`` is nobody."""
     record = view.record
@@ -103,6 +105,7 @@ def judge(
         events=_events(view),
         steps=steps,
         live=live,
+        finished=finished,
         ignored=ignored,
     )
 

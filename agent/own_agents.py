@@ -25,7 +25,7 @@ LISTENS = "00010000"  # in the column Flags of /proc/net/unix
 class OwnAgent:
     """The word of one agent. ``endpoints``: of its launch. ``store``: where its job meets, as ``StoreAccess.for_status`` describes it.
 
-    ``steps``: of its workers that stamp them, by rank. ``live``: ranks of its live workers.
+    ``steps``: of its workers that stamp them, by rank. ``live``: ranks of its live workers; ``finished``: of those that have ended with 0.
     """
 
     job: str
@@ -33,6 +33,7 @@ class OwnAgent:
     store: dict[str, Any]
     steps: tuple[WorkerSteps, ...] = ()
     live: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
 
 
 def sockets() -> list[str]:
@@ -46,8 +47,8 @@ def ask(path: str) -> OwnAgent | None:
     try:
         answer = json.loads(agent_socket.ask(path, STORE, ASK_LIMIT)[0])
         steps = tuple(_steps(**one) for one in answer["steps"])
-        live = tuple(map(int, answer["live"]))
-        return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps, live)
+        live, finished = (tuple(map(int, answer[name])) for name in ("live", "finished"))
+        return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps, live, finished)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -45,16 +45,19 @@ class Stacks:
             before = texts
             time.sleep(GLANCE)
 
+    def steps(self, local_rank: int) -> int:
+        """Return how many steps a worker has stamped in this round."""
+        page = self._pages.read(local_rank)
+        return page.steps if page else 0
+
     def observe(self, local_rank: int, process: Process) -> Observed:
         """Return where a worker is, as far as it has written that."""
-        page = self._pages.read(local_rank)
         state = stuck.state(process.pid)
         stack = hang_causes.main_stack(self._pages.stacks(local_rank))
-        return Observed(local_rank, process.spec.rank, process.pid, page.steps if page else 0, state.stopped, stack, state.waits_in)
+        return Observed(local_rank, process.spec.rank, process.pid, self.steps(local_rank), state.stopped, stack, state.waits_in)
 
     def elsewhere(self, victims: Collection[tuple[int, int]]) -> list[Observed]:
         """Return the workers that are not where their peers waited which have failed. ``victims``: their ranks and local ranks."""
-        pages = {rank: self._pages.read(local_rank) for rank, local_rank in victims}
-        lost = [(rank, page.steps if page else 0) for rank, page in pages.items()]
+        lost = [(rank, self.steps(local_rank)) for rank, local_rank in victims]
         running = [self.observe(local_rank, process) for local_rank, process in self._workers.processes.items()]
         return hang_causes.elsewhere(running, lost)

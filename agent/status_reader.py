@@ -101,6 +101,7 @@ class _Answer:
     others: list[str] = field(default_factory=list)
     steps: list[tuple[str, WorkerSteps]] = field(default_factory=list)  # job, and the steps of one of its workers here
     live: list[tuple[str, int]] = field(default_factory=list)  # job, and the rank of one of its live workers here
+    finished: list[tuple[str, int]] = field(default_factory=list)  # the same of workers that have ended with 0
 
 
 class StatusReader:
@@ -123,7 +124,8 @@ class StatusReader:
         questions = {str(at): partial(self._follow, at, target.job) for at in starts}
         questions |= {f"the agent at {path}": partial(self._ask_agent, path) for path in self._find_agents()}
         best: dict[str, _Sight] = {}
-        unreadable, others, steps, live = list[str](), list[str](), list[tuple[str, WorkerSteps]](), list[tuple[str, int]]()
+        unreadable, others, steps = list[str](), list[str](), list[tuple[str, WorkerSteps]]()
+        live, finished = list[tuple[str, int]](), list[tuple[str, int]]()
         for answer in _answers(questions, LOOK_LIMIT if target.job is None else LATER_LIMIT):
             for sight in answer.sights:
                 if sight.job not in best or best[sight.job].newness < sight.newness:
@@ -133,11 +135,12 @@ class StatusReader:
             others += answer.others
             steps += answer.steps
             live += answer.live
+            finished += answer.finished
         self._drop_unused()
         shown = {sight.watched for sight in best.values()}
         self._watched = {key: rows for key, rows in self._watched.items() if key in shown}
         jobs = tuple(
-            self._judge(best[job], [one for name, one in steps if name == job], [rank for name, rank in live if name == job])
+            self._judge(best[job], [one for name, one in steps if name == job], _of(job, live), _of(job, finished))
             for job in sorted(best)
         )
         return Found(jobs, *(tuple(dict.fromkeys(lines)) for lines in (problems, unreadable, others)))
@@ -174,6 +177,7 @@ class StatusReader:
             return _Answer(problems=[f"job {clip(agent.job, 80)!r}: {error}"])
         answer.steps = [(agent.job, one) for one in agent.steps]
         answer.live = [(agent.job, rank) for rank in agent.live]
+        answer.finished = [(agent.job, rank) for rank in agent.finished]
         return answer
 
     def _follow(self, at: StoreAt, job: str | None) -> _Answer:
@@ -201,16 +205,21 @@ class StatusReader:
             with self._lock:
                 source.users -= 1
 
-    def _judge(self, sight: _Sight, steps: list[WorkerSteps], ranks: list[int]) -> JobStatus:
+    def _judge(self, sight: _Sight, steps: list[WorkerSteps], live: tuple[int, ...], finished: tuple[int, ...]) -> JobStatus:
         synced = sight.synced
         record = synced.round or RoundRecord("")
-        live = self._watched.setdefault(sight.watched, Liveness(math.inf))
+        liveness = self._watched.setdefault(sight.watched, Liveness(math.inf))
         if sight.rows_change:
-            live.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
-        live.forget_all_but(set(synced.rows))
+            liveness.observe({i: row.seq for i, row in synced.rows.items()}, synced.started, synced.now)
+        liveness.forget_all_but(set(synced.rows))
         workers = tuple(sorted(set(steps), key=lambda one: one.rank))
-        view = View("", record, synced.rows, live, synced.now)
-        return judge(sight.job, sight.store, view, synced.ignored, workers, tuple(sorted(set(ranks))))
+        view = View("", record, synced.rows, liveness, synced.now)
+        return judge(sight.job, sight.store, view, synced.ignored, workers, live, finished)
+
+
+def _of(job: str, found: list[tuple[str, int]]) -> tuple[int, ...]:
+    """Return the ranks of one job, in order."""
+    return tuple(sorted({rank for name, rank in found if name == job}))
 
 
 class _Source:

@@ -32,6 +32,7 @@ def _job(job: JobStatus) -> list[str]:
         ("steps", _steps(job.steps)),
         *(("slow", f"rank {one.rank} computes for {one.times_median:.1f} times as long as the median rank") for one in _slow(job.steps)),
         ("live", f"{len(job.live)} here (rank {_range(job.live)}), which keep their processes when others are lost" if job.live else ""),
+        ("finished", f"rank {', '.join(map(str, job.finished))} here has ended with 0" if job.finished else ""),
         *(("event", line) for line in job.events),
         *(("ignored", line) for line in job.ignored),
     ]

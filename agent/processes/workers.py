@@ -67,6 +67,7 @@ class Workers:
         self._selector = selector
         self._on_exit, self._on_idle, self._on_stuck = on_exit, on_idle, on_stuck
         self._clock, self._starts = clock, starts
+        self.finished: list[int] = []  # ranks of the last round's workers that have ended with 0 by themselves
         self._logs: RoundLogs | None = None  # of the running workers
         self._alive: dict[int, Process] = {}  # by local rank
         self._parked: dict[int, Process] = {}  # by local rank: workers that wait for the next round
@@ -131,6 +132,7 @@ class Workers:
             logs.adopt(self._logs, self._parked)
         self.end_left_running()
         self._logs, self._began = logs, self._clock()
+        self.finished = []
         logs.on_drained = self._check_idle
         self._alive, self._parked = self._parked, {}
         try:
@@ -246,6 +248,8 @@ class Workers:
         assert self._logs is not None
         self._logs.worker_ended(spec.local_rank)
         del self._alive[spec.local_rank]  # not before worker_ended, which may call _check_idle: this exit comes first
+        if code == 0 and process not in self._signalled:
+            self.finished.append(spec.rank)
         after = max(0.0, self._clock() - self._began - spec.pause)
         catches_term = code > 0 and process.catches(signal.SIGTERM)
         self._on_exit(WorkerExit(spec.local_rank, spec.rank, process.pid, code, after, process in self._signalled, catches_term))

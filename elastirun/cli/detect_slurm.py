@@ -21,6 +21,9 @@ def step(environ: Mapping[str, str]) -> Detected:
     """Return this node's part in a job of all nodes of the step. Raises ``UnclearError``, and ``UsageError`` for contradictions."""
     nodes = number(environ, NODES)
     if nodes == 1:
+        if (tasks := number({TASKS: "1", **environ}, TASKS)) > 1:
+            why = f"this Slurm step has {tasks} tasks on one node ({TASKS}); each starts an agent, which trains by itself on the same GPUs"
+            raise UnclearError(f"{why}: srun --ntasks-per-node=1")
         return nothing(f"this Slurm step has one node ({NODES}=1)")
     if number({HETEROGENEOUS: "0", **environ}, HETEROGENEOUS) > 1:
         why = "this is a heterogeneous Slurm job, which does not say whose nodes belong together"

@@ -31,7 +31,6 @@ from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit
 from elastirun.agent.progress_pages import ProgressPages
-from elastirun.agent.stacks import Stacks
 from elastirun.agent.stragglers import Median
 from elastirun.progress import EXIT_LIMIT
 from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
@@ -312,10 +311,10 @@ class Watched:
         self.said: list[str] = []
         self.events: list[Any] = []
         self.ended: list[tuple[int, Blame, str, list[str]]] = []
-        workers: Any = SimpleNamespace(processes={process.spec.local_rank: process})
+        workers: Any = SimpleNamespace(processes={process.spec.local_rank: process}, finished=[])
         self.watch = HangWatch(timeout, first, workers, self.events.append, self.said.append, lambda *end: self.ended.append(end[:4]))
         self.watch.pages = self.pages = pages
-        self.watch.stacks = Stacks(self.watch._workers, pages)
+        self.watch.stacks._pages = pages
         self.local_rank = process.spec.local_rank
         self.watch.start(None if alone else lambda: MEETING)
         self.now = clock.now()

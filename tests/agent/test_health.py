@@ -36,6 +36,7 @@ NOW = Snapshot(
     seconds_since_round_start=12.5,
     seconds_since_keep_alive=0.25,
     hosts_store=False,
+    finished=(8,),
     workers={"running": 7, "stopping": 0, "ended": 1},
     checkpoints_held_bytes=1 << 30,
     steps=(WorkerSteps(9, 1, 120, 0.5, 2.0), WorkerSteps(10, 2, 121, 0.25, None)),
@@ -101,7 +102,7 @@ def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch: pyte
 def test_status_is_the_snapshot() -> None:
     page = PAGES["/status"](NOW)
     assert page.status == 200 and page.content_type == "application/json"
-    nested = {"nodes": list(NOW.nodes), "steps": [vars(worker) for worker in NOW.steps], "account": vars(NOW.account)}
+    nested = {"nodes": list(NOW.nodes), "finished": [8], "steps": [vars(worker) for worker in NOW.steps], "account": vars(NOW.account)}
     assert json.loads(page.body) == {**vars(NOW), **nested}
 
 

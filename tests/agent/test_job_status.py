@@ -172,6 +172,11 @@ def test_the_steps_of_the_workers_here_are_one_line() -> None:
     assert "steps" not in screen([judge("job7", "", view)])
     line = "2 here (rank 2 to 3), which keep their processes when others are lost"
     assert f"\nlive      {line}\n" in screen([judge("job7", "", view, live=(2, 3))])
+
+
+def test_ranks_that_have_ended_with_0_are_shown() -> None:
+    view = View("", ROUND, {}, Liveness(math.inf), 0.0)
+    assert "\nfinished  rank 2, 3 here has ended with 0\n" in screen([judge("job7", "", view, finished=(2, 3))])
     slow = WorkerSteps(3, 1, 121, 0.14, 2.5, 1.75)
     assert "\nslow      rank 3 computes for 1.8 times as long as the median rank\n" in screen([judge("job7", "", view, (), (slow,))])
 

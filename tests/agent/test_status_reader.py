@@ -370,11 +370,11 @@ def test_an_agent_says_the_steps_of_its_workers_and_which_are_live(servers: tupl
     fill(servers[0], "a", rows(2))
     fill(servers[0], "b", rows(2))
     steps = (WorkerSteps(0, 0, 10, 0.5, None), WorkerSteps(1, 1, 11, 0.25, 2.5))
-    agent = OwnAgent("a", (str(endpoint(servers[0])),), at(servers[0]), steps[::-1], (1, 0))
+    agent = OwnAgent("a", (str(endpoint(servers[0])),), at(servers[0]), steps[::-1], (1, 0), (3, 2))
     with closing(StatusReader(Target((endpoint(servers[0]),)), lambda: ["socket"])) as reader:
         monkeypatch.setattr(own_agents, "ask", {"socket": agent}.get)
         a, b = reader.look().jobs
-        assert (a.steps, b.steps) == (steps, ()) and (a.live, b.live) == ((0, 1), ())
+        assert (a.steps, b.steps) == (steps, ()) and (a.live, b.live, a.finished) == ((0, 1), (), (2, 3))
 
 
 def test_a_job_of_one_node_is_shown_from_the_copy_that_its_agent_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:

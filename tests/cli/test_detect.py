@@ -118,7 +118,7 @@ def test_steps_side_by_side_have_ports_and_names_of_their_own() -> None:
     ("environ", "warning"),
     [
         ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu08", "SLURM_STEP_NUM_TASKS": "1"}, ""),
-        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu08", "SLURM_STEP_NUM_TASKS": "8"}, ""),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu08", "SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on one node"),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "24"}, "24 tasks on 3 nodes"),
         ({**STEP, "SLURM_HET_SIZE": "2"}, "heterogeneous"),
         ({**STEP, "TORCHELASTIC_RUN_ID": "j"}, ""),  # a launcher inside a worker
