@@ -146,8 +146,8 @@ if part == "watchdog":
 if part == "culprit":
     raise ValueError("the true cause")
 if part == "lingerer":
-    import atexit
-    atexit.register(signal.pause)
+    import atexit, time
+    atexit.register(time.sleep, 600)  # pause would end at the signal for stacks
     raise ValueError("the true cause")
 if part == "crash":
     os.kill(os.getpid(), signal.SIGSEGV)

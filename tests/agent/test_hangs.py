@@ -410,6 +410,7 @@ def test_a_straggler_is_named_whatever_the_hang_timeout_is(worker: Any, pages: P
         return Page(1, 0, steps, 0, 0, 0, busy=steps * NS // 50, median=steps * NS // 100)
 
     watched.watch.pages.read, own = read, pages.read  # type: ignore[method-assign,assignment]
+    watched.watch._standing.stop()  # which would read the page, too
     watched.run(81)
     (event,) = watched.events
     assert isinstance(event, events.Straggler) and (event.rank, event.times_median, event.seconds) == (7, 2.0, 0.02)
@@ -434,6 +435,7 @@ def test_a_worker_that_knows_its_own_time_only_is_compared_with_the_other_nodes(
         return Page(1, 0, 100 * samples, 0, 0, 0, busy=samples * NS // 4, sampled=samples)
 
     watched.watch.pages.read = read  # type: ignore[method-assign]
+    watched.watch._standing.stop()  # which would read the page, too
     watched.run(81)
     took = "it computes for 0.25 s a step, the median rank 0.1 s"
     assert watched.said == ([] if alone else [f"rank 7 (local rank 0, CPU) is a straggler: {took}"])
