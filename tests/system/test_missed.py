@@ -68,6 +68,13 @@ def test_the_rank_in_its_loader_is_named_where_the_other_node_failed(nodes: Clus
         assert "  rank 0 (" in missed(nodes, i) and "worker.py:4 in load_next_batch" in missed(nodes, i), nodes.everything()
 
 
+def test_a_fork_of_the_fork_server_shows_its_stack_too(nodes: Cluster) -> None:
+    nodes.script.write_text(LOADER)
+    agent = nodes.agent(1, "--preload=json", nnodes="1", nproc=2)
+    assert nodes.ends(agent) == 1, nodes.everything()
+    assert "  rank 0 (" in missed(nodes) and "in load_next_batch" in missed(nodes), nodes.everything()
+
+
 def test_a_rank_that_had_ended_with_0_is_named(nodes: Cluster) -> None:
     nodes.script.write_text(ENDED)
     agent = nodes.agent(1, nnodes="1", nproc=2)

@@ -143,7 +143,7 @@ def test_a_script_sees_the_same_process_as_a_fork_and_executed(nodes: Cluster, w
     differ = {key: (executed[0][key], forked[0][key]) for key in executed[0] if executed[0][key] != forked[0][key]}
     if modules == "auto":  # a worker tells what it imports
         (finders, hooks), more = differ.pop("importers")
-        assert len(differ.pop("descriptors")[1]) == 4 and more == [finders + 1, hooks]
+        assert len(differ.pop("descriptors")[1]) == 5 and more == [finders + 1, hooks]
     assert differ == {}
     assert "at exit" in forked[1] and not any("forkserver" in line for line in forked[1])
 

@@ -9,14 +9,18 @@ import os
 import sys
 
 VARIABLE, MAGIC, HEADER, SIGNAL, SHOWS = "ELASTIRUN_PROGRESS", b"elastpg1", 4096, 2, 15  # as in elastirun/progress_page.py
+FIRST_FD = 50  # the lowest number for the page: a script finds the usual numbers free, and `ulimit -n 64` has room
 
 
 def show_stacks() -> None:
     """Let a signal write all Python stacks behind the progress page, and say so there. Another process of this worker may be first."""
     import faulthandler
     from _signal import SIG_DFL, SIGRTMAX, SIGRTMIN, getsignal  # type: ignore[import-not-found,unused-ignore]
+    from fcntl import F_DUPFD_CLOEXEC, fcntl
 
-    fd = os.open(os.environ[VARIABLE], os.O_RDWR | os.O_CLOEXEC)
+    page = os.open(os.environ[VARIABLE], os.O_RDWR | os.O_CLOEXEC)
+    fd = fcntl(page, F_DUPFD_CLOEXEC, FIRST_FD)
+    os.close(page)
     number = next((n for n in range(SIGRTMAX - 4, SIGRTMIN + 8, -1) if getsignal(n) == SIG_DFL), 0)
     if not number or os.pread(fd, 8, 0) != MAGIC or any(os.pread(fd, 8, 8 * SHOWS)):
         os.close(fd)
