@@ -571,7 +571,9 @@ class Agent:
         config, record, row = self._config, self._session.machine.record, self._session.machine.row
         began = self._tracker.began if record and record.round == self._round else None
         started = self._round_events.started_at is not None
-        ended = ending.Ending(finish, record, began, self._signum, self._sick, started, bool(row.round), row.name)
+        rows = self._session.machine.store.rows
+        done = ending.done(record, rows) if record else ()
+        ended = ending.Ending(finish, record, began, self._signum, self._sick, started, bool(row.round), row.name, done)
         code = ended.exit_code(config.exit_code_from_worker)
         ended.write_termination_log(code, self._console)  # first: whoever signals this agent may be about to kill it
         totals = self._accounting.end(finish.closed is not None or finish.outcome is Outcome.LEFT)

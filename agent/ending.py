@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from elastirun.agent.session import Session
 from elastirun.config import LaunchConfig
 from elastirun.errors import StoreError
 from elastirun.rendezvous.actions import Finish, Outcome
-from elastirun.rendezvous.records import ExitRecord, RoundRecord
+from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
 
 SHORT_WAIT = 0.5  # seconds in which processes that a worker left running usually end; a longer wait is announced
 FLUSH = 5.0  # seconds in which the last lines must reach the console
@@ -45,6 +45,7 @@ class Ending:
     started: bool  # workers have run on this node
     took_part: bool  # this node was in a round
     node: str  # this node's name
+    done: tuple[str, ...] = ()  # names of members of the last round whose workers had all ended with 0
 
     def exit_code(self, from_worker: bool) -> int:
         """Return the agent's exit code. ``from_worker``: ``--exit-code-from-worker``."""
@@ -78,7 +79,7 @@ class Ending:
         if finish.outcome is Outcome.FAILED:
             assert self.record is not None
             number, used = self.record.round, f"{self.record.failures - 1} of {config.max_restarts}"
-            text = report.report(config.command.script, finish.reason, records, number, used, self.began, logs.directory)
+            text = report.report(config.command.script, finish.reason, records, number, used, self.began, logs.directory, self.done)
             console.write_err(text.encode())
             _write_error_file(error_file, finish.reason, records, console, logs)
         elif finish.outcome is Outcome.SUCCEEDED and not self.started:
@@ -86,6 +87,11 @@ class Ending:
         elif finish.outcome is not Outcome.SUCCEEDED and not self.signum:
             console.say(f"giving up: {finish.reason}")
             _write_error_file(error_file, finish.reason, (), console, logs)
+
+
+def done(record: RoundRecord, rows: Mapping[str, NodeRow]) -> tuple[str, ...]:
+    """Return the names of the members whose workers have all succeeded in the round of the record."""
+    return tuple(m.name for m in record.members if (row := rows.get(m.id)) and row.succeeded == record.round > 0)
 
 
 def _write_error_file(path: str | None, reason: str, records: tuple[ExitRecord, ...], console: Console, logs: RunLogs) -> None:

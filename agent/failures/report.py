@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -29,6 +29,7 @@ def report(
     used: str = "",
     began: float | None = None,
     logs: str | None = None,
+    done: Sequence[str] = (),
 ) -> str:
     """Return the failure report that every node prints last, in torchrun's layout. Ends with a newline.
 
@@ -38,7 +39,7 @@ def report(
 
     ``reason``: the verdict in one line. ``round``: the round that failed. ``used``: restarts, as in "2 of 3".
     ``began``: when this node started that round's workers, in seconds since the epoch (None: it did not).
-    ``logs``: the folder of this node's log files.
+    ``logs``: the folder of this node's log files. ``done``: nodes whose workers had all ended with 0.
     """
     rule, thin = "=" * _WIDTH, "-" * _WIDTH
     lines = [rule, f"{script} FAILED", thin]
@@ -54,6 +55,7 @@ def report(
     if causes and causes[0].blame == Blame.VICTIM and missed:
         shown = [line for record in missed[:_MAX_MISSED] for line in _missed(record)]
         lines += ["Missed by the others, so probably the cause:", *shown, thin]
+    lines += [f"  ended     : all workers of {', '.join(done[:_MAX_OTHERS])} had ended with 0"] if done else []
     lines += [f"  logs      : {logs} (on this node)"] if logs is not None else []
     lines += [f"  restarts used: {used}"] if used else []
     return "".join(f"{_printable(line)}\n" for line in [*lines, f"  reason    : {reason}", rule])

@@ -82,6 +82,13 @@ def test_a_rank_that_had_ended_with_0_is_named(nodes: Cluster) -> None:
     assert "  rank 1 (" in missed(nodes) and " had ended with 0, " in missed(nodes), nodes.everything()
 
 
+def test_a_node_whose_workers_had_all_ended_with_0_is_named(nodes: Cluster) -> None:
+    nodes.script.write_text(ENDED)
+    agents = [nodes.agent(i, nnodes="2") for i in (1, 2)]
+    assert [nodes.ends(agent) for agent in agents] == [1, 1], nodes.everything()
+    assert all("  ended     : all workers of " in nodes.out(i) for i in (1, 2)), nodes.everything()
+
+
 def test_a_rank_that_failed_by_itself_is_the_only_cause(nodes: Cluster) -> None:
     nodes.script.write_text(LOADER.replace(VICTIM, 'raise ValueError("no data")'))
     agent = nodes.agent(1, nnodes="1", nproc=2)
