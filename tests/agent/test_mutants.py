@@ -1583,7 +1583,7 @@ MUTANTS = (
     ),
     mutant(
         "live workers are those of the job",
-        *("status_reader", "[rank for name, rank in live if name == job]", "[rank for name, rank in live]"),
+        *("status_reader", "for name, rank in found if name == job})", "for name, rank in found})"),
         *("status_reader", "an_agent_says_the_steps_of_its_workers_and_which_are_live"),
     ),
     mutant(
