@@ -9,6 +9,7 @@ import pytest
 from tests.deploy.slurm_job import SCRIPT, Job, needs_slurm, say
 from tests.support.cluster import Cluster
 from tests.support.slurm import Slurm
+from tests.support.until import until
 
 
 def set_down(cluster: Slurm, node: str) -> None:
@@ -55,6 +56,39 @@ def test_a_job_goes_on_without_a_node(cluster: Slurm, nodes: Cluster, how: str) 
     assert job.ends() == ("COMPLETED", "0:0"), job.out()
     assert job.has("Restarts") == "0"
     cluster.start_node(2)
+
+
+@needs_slurm
+@pytest.mark.parametrize("command", ["exit 0", "raise it"])
+def test_a_job_ends_with_its_training_when_the_node_of_its_script_was_lost(cluster: Slurm, nodes: Cluster, command: str) -> None:
+    """Slurm takes the node out of the job and lets it run on, with --no-kill."""
+    job = Job(cluster, nodes, PET_MAX_RESTARTS="0", PET_FAILURE_GRACE="1")
+    nodes.round(3)
+    cluster.kill_node(0)
+    workers = nodes.round(2, after=1)
+    say(workers, command)
+    for worker in workers:
+        worker.await_death()
+    assert job.has("JobState") == "RUNNING", "Slurm does not know it yet"
+    set_down(cluster, "h0")
+    state, _ = job.ends()
+    assert state == "CANCELLED", job.explain()
+    assert job.has("Restarts") == "0"
+    cluster.start_node(0)
+
+
+@needs_slurm
+def test_a_job_that_is_told_to_stop_after_the_node_of_its_script_was_lost_is_queued_again(cluster: Slurm, nodes: Cluster) -> None:
+    job = Job(cluster, nodes)
+    nodes.round(3)
+    cluster.kill_node(0)
+    nodes.round(2, after=1)
+    set_down(cluster, "h0")
+    cluster.run("scancel", "--signal=TERM", job.number)
+    until(lambda: job.has("Restarts") == "1", "the job to be queued again", state=job.explain, pause=0.1)
+    cluster.start_node(0)
+    say(nodes.round(3), "exit 0")
+    assert job.ends() == ("COMPLETED", "0:0")
 
 
 @needs_slurm
