@@ -9,6 +9,7 @@ from elastirun.cli.detected import OVERRIDE, Detected, UnclearError, nothing, nu
 from elastirun.errors import UsageError
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that Linux gives to clients
+LAST_CALL = 60  # seconds for the first round: the nodes are known, and may read their imports from one slow file system
 STEP_STRIDE = 1009  # a prime: steps of one job that run side by side on a node get ports apart from those of the next jobs
 
 JOB, RESTARTS, HETEROGENEOUS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_HET_SIZE"
@@ -47,6 +48,7 @@ def step(environ: Mapping[str, str]) -> Detected:
             "rdzv_endpoint": (f"{hosts[0]}:{port}", f"the first of {source(environ, NODE_LIST)}, a port by {JOB} and {STEP}"),
             "rdzv_id": (run_id, ", ".join(source(environ, name) for name in parts)),
             "node_rank": (str(index), source(environ, INDEX)),
+            "last_call": (str(LAST_CALL), f"all of {source(environ, NODES)} are expected"),
         },
         is_host=own == hosts[0] if own else index == 0,
         why=f"a Slurm step with one task on each of {nodes} nodes ({source(environ, STEP)} of {source(environ, JOB)})",

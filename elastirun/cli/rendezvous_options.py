@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastirun.cli import parse
 from elastirun.cli.detect import detect
@@ -71,7 +71,8 @@ def _detected(options: GivenOptions, facts: MachineFacts) -> Detected:
     """Return what a scheduler says; nothing where the command says by itself how this node meets others, or that it meets none."""
     named = [dest for dest in ("rdzv_endpoint", "master_addr", "master_port") if options.is_given(dest) and options.has_text(dest)]
     named += ["standalone"] if options.flag("standalone") else []
-    several = options.read("nnodes", parse.nodes)[1] > 1
+    asked = options.read("nnodes", parse.nodes)
+    several = asked[1] > 1
     if options.is_given("nnodes") and not several:
         named.append("nnodes")
     if options.is_given("rdzv_backend") and options.text("rdzv_backend") != "c10d":  # static has fixed ranks; etcd is not of the job
@@ -81,6 +82,8 @@ def _detected(options: GivenOptions, facts: MachineFacts) -> Detected:
     if named:
         return nothing(f"not looked for, {options.label(named[0])} is given")
     found = detect(options.environ, facts.host, several)
+    if "last_call" in found.values and asked[1] > parse.nodes(found.values["nnodes"][0])[1]:  # the rest would be waited for in vain
+        found = replace(found, values={dest: value for dest, value in found.values.items() if dest != "last_call"})
     if found.warning and not several:
         options.warn(found.warning)
     return found

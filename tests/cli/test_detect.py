@@ -102,6 +102,23 @@ def test_a_step_of_slurm_with_one_task_per_node(line: str, change: Environment, 
     assert not config.fixed_ranks and not config.standalone and not config.meet_at_endpoint
 
 
+@pytest.mark.parametrize(
+    ("line", "change", "seconds"),
+    [
+        ("t.py", {}, 60),
+        ("--last-call=7 t.py", {}, 7),
+        ("t.py", {"PET_LAST_CALL": "7"}, 7),
+        ("--rdzv-conf=last_call_timeout=7 t.py", {}, 7),
+        ("t.py", {"PET_RDZV_CONF": "last_call_timeout=7"}, 7),
+        ("--nnodes=1:2 t.py", {}, 60),  # of three: two are enough
+        ("--nnodes=1:8 t.py", {}, 5),  # more than there are: they would be waited for in vain
+    ],
+)
+def test_the_first_round_waits_for_the_nodes_of_a_step(line: str, change: Environment, seconds: float) -> None:
+    config, _ = resolved(line, {**STEP, **change})
+    assert config.timing.last_call == seconds
+
+
 def test_all_nodes_of_a_step_agree_and_one_hosts() -> None:
     found = [values("t.py", {**STEP, "SLURM_NODEID": str(i), "SLURMD_NODENAME": f"gpu0{7 + i}"}) for i in range(3)]
     assert len({one[:3] for one in found}) == 1
