@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,25 @@ def test_a_job_goes_on_without_a_node(cluster: Slurm, nodes: Cluster, how: str) 
     assert job.ends() == ("COMPLETED", "0:0"), job.out()
     assert job.has("Restarts") == "0"
     cluster.start_node(2)
+
+
+@needs_slurm
+def test_a_node_that_comes_when_the_job_has_succeeded_is_told_to_leave(cluster: Slurm, nodes: Cluster) -> None:
+    late = nodes.tmp_path / "bin/elastirun"
+    late.parent.mkdir()
+    there = nodes.tmp_path / "over"
+    wait = f'[ "$SLURMD_NODENAME" != h2 ] || until [ -e {there} ]; do sleep 0.1; done'
+    late.write_text(f'#!/bin/bash\n{wait}\nexec {Path(sys.executable).parent}/elastirun "$@"\n')
+    late.chmod(0o755)
+    job = Job(cluster, nodes, PET_LAST_CALL="1", LATE_NODES="15", PATH=f"{late.parent}:{nodes.env['PATH']}")
+    workers = nodes.round(2)
+    say(workers, "exit 0")
+    for worker in workers:
+        worker.await_death()
+    until(lambda: not cluster.pids(0, "elastirun"), "the host to end", state=job.explain)
+    there.touch()
+    assert job.ends() == ("COMPLETED", "0:0"), job.explain()
+    assert "nodes that came too late are told to leave" in job.out()
 
 
 @needs_slurm

@@ -30,7 +30,7 @@ runpy.run_path({script!r}, run_name="__main__")
 @needs_slurm
 def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is_not(cluster: Slurm, nodes: Cluster) -> None:
     nodes.script.write_text(SAVING + WORKER)
-    job = Job(cluster, nodes, MAX_REQUEUES="0")  # it holds for other ends
+    job = Job(cluster, nodes, MAX_REQUEUES="1")
     nodes.round(3)
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)  # as before the time limit
     assert job.says("exit code 143: the job is queued again").count("saved") == 3
@@ -43,6 +43,19 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_one_that_is_cancelled_is
     assert job.ends()[0] == "CANCELLED"
     cluster.await_idle()
     assert job.has("JobState") == "CANCELLED" and job.has("Restarts") == "1"
+
+
+@needs_slurm
+def test_a_job_whose_runs_are_too_short_is_not_queued_again_without_end(cluster: Slurm, nodes: Cluster) -> None:
+    job = Job(cluster, nodes, MAX_REQUEUES="1")
+    nodes.round(3)
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    job.says("exit code 143: the job is queued again")
+    nodes.round(3)
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    assert job.ends() == ("FAILED", "143:0"), job.explain()
+    assert "was told to stop within 600 s of its start 2 times in a row and ends" in job.out()
+    assert not list(nodes.tmp_path.glob("**/.elastirun*"))
 
 
 @needs_slurm
