@@ -82,7 +82,7 @@ def _detected(options: GivenOptions, facts: MachineFacts) -> Detected:
     if named:
         return nothing(f"not looked for, {options.label(named[0])} is given")
     found = detect(options.environ, facts.host, several)
-    if "last_call" in found.values and asked[1] > parse.nodes(found.values["nnodes"][0])[1]:  # the rest would be waited for in vain
+    if "last_call" in found.values and asked[1] > parse.nodes(found.values["nnodes"][0])[1]:  # the rest do not come
         found = replace(found, values={dest: value for dest, value in found.values.items() if dest != "last_call"})
     if found.warning and not several:
         options.warn(found.warning)
