@@ -94,6 +94,7 @@ def test_a_job_ends_with_its_training_when_the_node_of_its_script_was_lost(clust
     set_down(cluster, "h0")
     state, _ = job.ends()
     assert state == "CANCELLED", job.explain()
+    assert f"lost; the job ends with exit code {int(command != 'exit 0')}" in job.out()
     assert job.has("Restarts") == "0"
     cluster.start_node(0)
 
