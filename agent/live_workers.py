@@ -15,8 +15,8 @@ from functools import partial
 
 from elastirun.agent import live_states
 from elastirun.agent.host.accepting import Accepting
-from elastirun.linux import peer_of
 from elastirun.agent.processes.parking import Parking
+from elastirun.linux import peer_of
 from elastirun.live_messages import MAX_MESSAGE, Gathered, Hello, Lost, Message, Park, Parked, Resume, decode, encode
 
 BACKLOG = 1024  # connections that wait for the loop: all workers of a large node may connect at once

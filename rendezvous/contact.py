@@ -50,4 +50,4 @@ class Contact:
 def slow_store(timing: Timing) -> str:
     """Return a line for people about a store that answers so slowly that nodes may be taken for lost."""
     slow = f"exchanges with the rendezvous store take more than {timing.slow_answer:.1f} s: the network is slow, or a machine is busy"
-    return f"{slow}; --expire={4 * timing.expire:g} on every node allows more time before a node is taken for lost (now {timing.expire:g} s)"
+    return f"{slow}; --expire={4 * timing.expire:g} on every node gives nodes more time until they count as lost (now {timing.expire:g} s)"

@@ -1,7 +1,8 @@
 """One exchange with the store at a time, given up when it takes too long. No I/O here: a subclass executes the exchanges.
 
-Each operation of an exchange has the same limit. An exchange with an operation that is not answered within the limit is abandoned together
-with its connection, and a fresh connection takes over. What the abandoned connection still writes is harmless, because every write is a compare-and-set. What it still answers reaches nobody.
+Each operation of an exchange has the same limit. An exchange with an operation that is not answered within the limit is abandoned
+together with its connection, and a fresh connection takes over. What the abandoned connection still writes is harmless, because every
+write is a compare-and-set. What it still answers reaches nobody.
 """
 
 from __future__ import annotations
