@@ -99,9 +99,9 @@ def count_failure(rules: Rules, view: View, lost: list[Member]) -> tuple[RoundRe
 def count_loss(view: View, lost: list[Member]) -> RoundRecord:
     """Return the record with the broken round counted if it lost a node early, its version not raised.
 
-    A node that leaves the round in which it came counts as one that is lost. One that had been there longer does not: nodes are upgraded
-    one after the other. A round that ended because newcomers came says nothing about those newcomers yet, unless the one that ended it is gone
-    again: that is a loss, too. A round whose workers go on with their state has lost no progress.
+    A node that leaves the round in which it came counts as one that is lost. One that had been there longer does not: nodes are
+    upgraded one after the other. A round that ended because newcomers came says nothing about those newcomers yet, unless the one that
+    ended it is gone again: that is a loss, too. A round whose workers go on with their state has lost no progress.
     """
     record = view.record
     broken = record.broken
