@@ -79,7 +79,7 @@ class LogPolicy:
     local_ranks: frozenset[int] | None = None  # local ranks that reach the console; None: all
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
-    prefix_template: str | None = None  # string.Template over role_name, rank, local_rank
+    prefix_template: str | None = None  # string.Template over role_name, rank, local_rank, hostname
     event_log: str = "null"  # "null", "console", "jsonl"
     show: tuple[tuple[int, int], ...] | None = None  # ranges of global ranks that reach the console; negative: from the end
     limit: int = 0  # largest size of a log file in bytes; 0: unlimited

@@ -185,7 +185,8 @@ class RunLogs:
         if self._policy.prefix_template is None:
             return f"{self._host}:{spec.rank}> "
         role = spec.env.get("ROLE_NAME", "default")
-        return Template(self._policy.prefix_template).safe_substitute(role_name=role, rank=spec.rank, local_rank=spec.local_rank)
+        known = {"role_name": role, "rank": spec.rank, "local_rank": spec.local_rank, "hostname": self._host}
+        return Template(self._policy.prefix_template).safe_substitute(known)
 
 
 def _why(error: OSError) -> str:

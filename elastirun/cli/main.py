@@ -23,7 +23,7 @@ from typing import NoReturn
 from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
-from elastirun.cli import command_line, subcommands
+from elastirun.cli import command_line, completion, subcommands
 from elastirun.cli.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
 from elastirun.cli.options import GROUPS
@@ -80,6 +80,8 @@ def _prepare(argv: Sequence[str]) -> LaunchConfig | int:
         return subcommands.show(command_line.help_text())
     if "version" in given:
         return subcommands.show(f"elastirun {__version__}")
+    if "print_completion" in given:
+        return subcommands.show(completion.script(given["print_completion"]))
     try:
         os.getcwd()
     except OSError:

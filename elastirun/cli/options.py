@@ -52,6 +52,7 @@ GROUPS = {
         Option("preload", "MODULES", "", "Import these once, and fork workers from there: faster restarts. torch,auto", new=True),
         Option("dry_run", "", None, "Show what would be run, and where each value came from; start nothing.", new=True),
         Option("version", "", None, "Show the version.", new=True, in_environment=False),
+        Option("print_completion", "bash|zsh|tcsh", None, "Print a script that completes options in this shell.", in_environment=False),
     ),
     "Nodes and workers": (
         Option("nnodes", "N|MIN:MAX", "1:1", "Number of nodes, or the minimum and the maximum."),
@@ -98,6 +99,7 @@ GROUPS = {
         Option("log_dir", "FOLDER", None, "For the workers' logs; /dev/null: no files. Default: a temporary folder if -r or -t needs it."),
         Option("redirects", "N|RANK:N,...", "0", "Write to files: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.", "r"),
         Option("tee", "N|RANK:N,...", "0", "Write to files and to the console; values as for --redirects.", "t"),
+        Option("log_line_prefix_template", "TEXT", "", "Begins teed lines. Filled in: ${rank}, ${local_rank}, ${role_name}, ${hostname}."),
         Option("local_ranks_filter", "RANKS", "", "Only these local ranks reach the console, such as 0 or 0,1."),
         Option("show", "RANKS", "", "Only these ranks of the whole job reach the console: 0,-1 (the last), 0-3.", new=True),
         Option("log_limit", "BYTES", None, "Upper limit of a log file, such as 10M; one older part is kept as stdout.log.1.", new=True),

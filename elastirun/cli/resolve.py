@@ -217,6 +217,9 @@ def _logs(options: GivenOptions) -> LogPolicy:
     for dest, texts in needles.items():
         if texts and tee == StdMap():
             options.warn(f"{options.label(dest)} has no effect: it copies teed lines; add --tee=3")
+    template = options.text("log_line_prefix_template")
+    if template and tee == StdMap():
+        options.warn(f"{options.label('log_line_prefix_template')} has no effect: it is for teed lines; add --tee=3")
     limit = options.optional("log_limit", parse.byte_size(LEAST_LOG_LIMIT)) or 0
     if limit and (log_dir == Path("/dev/null") or redirects == tee == StdMap()):
         options.warn(f"{options.label('log_limit')} has no effect: no output goes to files; add --redirects=3 or --tee=3")
@@ -231,7 +234,7 @@ def _logs(options: GivenOptions) -> LogPolicy:
         local_ranks=options.read("local_ranks_filter", parse.local_ranks),
         stdout_filters=needles["duplicate_stdout_filters"],
         stderr_filters=needles["duplicate_stderr_filters"],
-        prefix_template=options.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        prefix_template=template or options.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
         event_log=event_log,
         show=options.read("show", parse.ranks),
         limit=limit,

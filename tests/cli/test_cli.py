@@ -65,6 +65,7 @@ run-path - PET_RUN_PATH flag
 preload - PET_PRELOAD ''
 dry-run - PET_DRY_RUN flag
 version - - flag
+print-completion - - None
 nnodes - PET_NNODES 1:1
 nproc-per-node - PET_NPROC_PER_NODE 1
 standalone - PET_STANDALONE flag
@@ -103,6 +104,7 @@ forward-signals - PET_FORWARD_SIGNALS ''
 log-dir - PET_LOG_DIR None
 redirects r PET_REDIRECTS 0
 tee t PET_TEE 0
+log-line-prefix-template - PET_LOG_LINE_PREFIX_TEMPLATE ''
 local-ranks-filter - PET_LOCAL_RANKS_FILTER ''
 show - PET_SHOW ''
 log-limit - PET_LOG_LIMIT None
@@ -126,6 +128,9 @@ def test_names_short_forms_variables_and_defaults_do_not_change() -> None:
     assert table == FROZEN.strip().splitlines()
 
 
+SINCE_2_14 = {"log_line_prefix_template", "print_completion"}  # options that an older torchrun does not have
+
+
 def test_every_option_of_torchrun_is_here_with_its_short_form_variable_and_default() -> None:
     code = """
 import json
@@ -137,7 +142,7 @@ print(json.dumps([(a.dest, a.option_strings, isinstance(a, (env, check_env)), a.
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     theirs = {dest: rest for dest, *rest in json.loads(answer) if dest != "help"}
     ours = {option.dest: option for option in OPTIONS if not option.new}
-    assert sorted(theirs) == sorted(ours)
+    assert set(ours) - set(theirs) in (set(), SINCE_2_14) and set(theirs) <= set(ours)
     for dest, (names, in_environment, flag, default, choices) in theirs.items():
         option = ours[dest]
         assert set(names) == {option.name, "--" + dest} | ({"-" + option.short} if option.short else set())
@@ -213,7 +218,7 @@ BAD = [
     ("--nproc-per-nodes=2 t.py", "did you mean --nproc-per-node"),
     ("-nnodes=2 t.py", "did you mean --nnodes"),
     ("-x t.py", "'-x'"),
-    ("--log=a t.py", "--log-dir, --log-limit, --log-mode, --logs-specs"),
+    ("--log=a t.py", "--log-dir, --log-line-prefix-template, --log-limit, --log-mode, --logs-specs"),
     ("--rdzv=a t.py", "--rdzv-endpoint, --rdzv-id"),
     ("--standalone=1 t.py", "--standalone: it is a flag and takes no value"),
     ("--standa=1 t.py", "--standalone: it is a flag and takes no value"),
@@ -458,6 +463,23 @@ def test_help_teaches(elastirun: Elastirun, monkeypatch: pytest.MonkeyPatch) -> 
         assert f" {option.name} " in result.out
         shown = f"[{option.env}={option.default}]" if option.default else f"[{option.env}]"
         assert option.env is None or shown in " ".join(result.out.split())
+
+
+def test_the_shell_completes_options_and_then_files(elastirun: Elastirun) -> None:
+    complete = 'COMP_WORDS=(elastirun "$1") COMP_CWORD=1; _elastirun; echo "${COMPREPLY[@]}"; complete -p elastirun'
+
+    def press_tab(word: str) -> list[str]:
+        script = elastirun("--print-completion", "bash").out + complete
+        return subprocess.run(["bash", "-c", script, "-", word], capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+
+    assert press_tab("--log-l") == ["--log-line-prefix-template --log-limit", "complete -o default -F _elastirun elastirun"]
+    assert set(press_tab("--")[0].split()) == {"--help", *(option.name for option in OPTIONS)}
+    assert press_tab("tr")[0] == ""
+    for shell in ("zsh", "tcsh"):
+        words = re.findall(r"[\w-]+", elastirun("--print_completion", shell).out)
+        assert {option.name.removeprefix("--") for option in OPTIONS} <= {word.removeprefix("--") for word in words}
+    refused = elastirun("--print-completion=fish")
+    assert (refused.status, refused.err) == (2, "elastirun: --print-completion: 'fish' is not one of bash, zsh, tcsh\n")
 
 
 def test_the_examples_of_the_help_work(elastirun: Elastirun) -> None:

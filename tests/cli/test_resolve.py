@@ -349,6 +349,16 @@ def test_logs() -> None:
     assert config.logs == LogPolicy(Path("/x"), redirects, StdMap(Std.ALL), frozenset({0}), ("a", "b"), ("c",), "${rank}", "console")
 
 
+def test_the_prefix_of_teed_lines_comes_from_the_option_then_from_its_variable_then_from_torchruns_older_one() -> None:
+    older, variable = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "older"}, {"PET_LOG_LINE_PREFIX_TEMPLATE": "variable"}
+    line = "-t 3 --log-line-prefix-template"
+    assert config_of(f"{line}=${{hostname}}> t.py", older | variable).logs.prefix_template == "${hostname}>"
+    assert config_of("-t 3 t.py", older | variable).logs.prefix_template == "variable"
+    assert config_of(f"{line}= t.py", older | variable).logs.prefix_template == "older"
+    assert config_of("-t 3 t.py", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": ""}).logs.prefix_template is None
+    assert "--log-line-prefix-template has no effect" in warning_of("--log-line-prefix-template=x t.py")
+
+
 def test_what_is_shown_and_how_much_is_kept() -> None:
     logs = config_of("--show -1,0 --log-limit=2M -r 3 t.py").logs  # a value that begins with - may stand by itself
     assert (logs.show, logs.limit) == (((-1, -1), (0, 0)), 2 << 20)
