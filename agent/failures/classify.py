@@ -173,8 +173,10 @@ def make_record(
     A worker that its agent killed gets a record only when it had shown a failure before (``shows_own_failure``).
     """
     blame = Blame.OWN_FAULT if alone else classify(end, error or lines)
-    if end.code > 0 and _last_exception(error or lines)[0] == _FINAL:
-        blame, note = Blame.FINAL, clip(last_words(error or lines).partition(f"{_FINAL}: ")[2])
+    name, _ = _last_exception(error or lines)
+    words = last_words(error or lines)
+    if end.code > 0 and (name == _FINAL or name is None and words.startswith(f"{_FINAL}: ")):  # None: printed without a traceback
+        blame, note = Blame.FINAL, clip(words.partition(f"{_FINAL}: ")[2])
     if end.killed_by_us:
         blame, note = Blame.SUSPECT, "stopped by its agent after it had shown an exception of its own"
     return ExitRecord(

@@ -1,5 +1,10 @@
 """The training core: what a worker may use to train on changing worlds. It needs torch, and knows nothing of the launcher."""
 
+from . import torch_private
+
+torch_private.check()  # before the modules below, which look the names up
+
+# ruff: noqa: E402
 from elastirun.current_round import is_current
 from elastirun.progress import progress
 

@@ -1,6 +1,6 @@
 """Calls into torch's autograd engine. All uses of its private names (with an underscore) are in this file.
 
-Tried with torch 2.13. Another version that lacks one of them fails at the first backward, with an AttributeError that names it.
+``torch_private`` has checked that they are there.
 """
 
 from __future__ import annotations

@@ -208,11 +208,13 @@ WRONG_USE = "elastirun.train.errors.WrongUse: Elastic needs a state with one Ela
     [
         (1, (*TRACEBACK, f"[rank2]: {WRONG_USE}"), Blame.FINAL),
         (1, (*TRACEBACK, WRONG_USE, WRAPPED, *TRACEBACK, "RuntimeError: cannot begin"), Blame.FINAL),
+        (1, ("a warning", WRONG_USE), Blame.FINAL),
+        (1, (WRONG_USE, "and then something else"), Blame.OWN_FAULT),
         (1, (*TRACEBACK, "mine.WrongUse: x"), Blame.OWN_FAULT),
         (1, (*TRACEBACK, WRONG_USE, "During handling of the above exception:", *TRACEBACK, "KeyError: 'x'"), Blame.OWN_FAULT),
         (-9, (*TRACEBACK, WRONG_USE), Blame.OWN_FAULT),
     ],
-    ids=["refused", "wrapped", "of_the_script", "caught", "killed"],
+    ids=["refused", "wrapped", "without_frames", "earlier", "of_the_script", "caught", "killed"],
 )
 def test_a_refusal_that_each_restart_would_meet_again_is_final(code: int, lines: tuple[str, ...], blame: Blame, alone: bool) -> None:
     record = make_record("n1", ended(code), lines, alone=alone)

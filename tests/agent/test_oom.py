@@ -65,13 +65,13 @@ def test_how_much_of_which_limit(cgroup: tuple[str, str], found: dict[str, str],
     assert oom.explain(2, files(cgroup, counts | found)) == f"OOM-killed{words}"
 
 
-LIMIT = 512 << 20  # room for the agent, so that the worker is the largest
+LIMIT = 2 << 30  # room for the agent, so that the worker is the largest: torch's build for CUDA maps 0.6 GiB
 GREEDY = """
 import os, sys
 if os.environ["RANK"] == "1":
     hog = []
     while True:
-        hog.append(bytearray(os.urandom(1 << 20)))
+        hog.append(bytearray(b"x" * (1 << 20)))
 """
 
 
@@ -100,8 +100,8 @@ def test_the_report_names_the_kernels_kill(group: Path, tmp_path: Path) -> None:
     command = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -m elastirun --nproc-per-node=2 {script}"
     done = subprocess.run(["sh", "-c", command], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
-    assert "  how       : killed by SIGKILL (signal 9), OOM-killed, 0.5 of 0.5 GiB\n" in done.stderr
-    assert "failed (SIGKILL, OOM-killed, 0.5 of 0.5 GiB)" in done.stderr.splitlines()[-2], "the verdict says so too"
+    assert "  how       : killed by SIGKILL (signal 9), OOM-killed, 2.0 of 2.0 GiB\n" in done.stderr
+    assert "failed (SIGKILL, OOM-killed, 2.0 of 2.0 GiB)" in done.stderr.splitlines()[-2], "the verdict says so too"
 
 
 def test_a_plain_kill_is_not_called_that(nodes: Cluster) -> None:

@@ -25,6 +25,7 @@ from elastirun.checkpoint.record import clip, is_file_name, number
 from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Chunk, SavedTensor, check_chunks
 from elastirun.errors import CheckpointError
 
+from ..torch_private import private
 from .layout import Plan
 from .loading import PREFIXES, items_of
 from .reading import Folder, Saved, check_targets, copies
@@ -95,18 +96,18 @@ def _no_tensor(name: str) -> Any:
 
 def _metadata(plan: Plan, tree: Mapping[str, Node], slots: Mapping[str, tuple[int, int]]) -> bytes:
     from torch.distributed.checkpoint import metadata as theirs
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+    place_of = private("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     paths: dict[str, tuple[str | int, ...]] = {".".join(map(str, path)): path for path, _ in leaves(tree)}
     described: dict[str, Any] = {name: theirs.BytesStorageMetadata() for name in slots}
-    stored = {theirs.MetadataIndex(name): _StorageInfo(VALUES, *place) for name, place in slots.items()}
+    stored = {theirs.MetadataIndex(name): place_of(VALUES, *place) for name, place in slots.items()}
     for name, chunks in plan.chunks().items():
         dtype, shape = plan.tensors[name]
         boxes = [theirs.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for _, chunk in chunks]
         properties = theirs.TensorProperties(dtype=DTYPES[dtype])
         described[name] = theirs.TensorStorageMetadata(properties, torch.Size(shape), boxes)
         for at, (file, chunk) in enumerate(chunks):
-            stored[theirs.MetadataIndex(name, chunk.offsets, at)] = _StorageInfo(file.name, chunk.position, chunk.length)
+            stored[theirs.MetadataIndex(name, chunk.offsets, at)] = place_of(file.name, chunk.position, chunk.length)
     whole = theirs.Metadata(described, {name: paths.get(name, (name,)) for name in described}, stored, theirs.StorageMeta())
     if any(field.name == "version" for field in dataclasses.fields(whole)):
         whole.version = "1.0.0"

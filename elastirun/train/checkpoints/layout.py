@@ -28,6 +28,7 @@ from elastirun.checkpoint.record import clip
 from elastirun.errors import CheckpointError
 from elastirun.train.sharded import is_sharded, is_sharded_type, local_part
 
+from ..torch_private import private
 from .garbage import no_collection
 from .shells import ALIGNMENT, shell
 from .tree import NESTED, Flat
@@ -127,14 +128,14 @@ def local_box(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
     """Return the box of ``tensor`` that this rank holds, and its memory. Raises ``CheckpointError`` for sums that are not reduced yet."""
     if not is_sharded(tensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # is there already, with the DTensor
-
+    # The module is imported already, with the DTensor.
+    local_sizes = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
     sharded: Any = tensor
     if any(placement.is_partial() for placement in sharded.placements):
         raise CheckpointError(f"{name} is a DTensor with a partial placement: redistribute it before a checkpoint")
     with torch.no_grad():
         local = local_part(sharded)
-    sizes, offsets = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+    sizes, offsets = local_sizes(sharded.shape, sharded.device_mesh, sharded.placements)
     if not offsets and tensor.dim():  # this rank is not of the mesh
         return Box((0,) * tensor.dim(), (0,) * tensor.dim()), local
     if tuple(sizes) != tuple(local.shape):
