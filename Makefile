@@ -8,12 +8,14 @@
 #                 nothing was lost: the same final weights as without failures, bit by bit
 # make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
 #                 installs them in .nightly and uses the network; hangs of many kinds, and honest slowness that must not be taken for one
+# make test-torch TORCH=2.6.0  the tests with this version of torch, in an environment of their own (.torch-2.6.0, some gigabytes; uses the
+#                 network; TESTS=tests/train for some of them). make nightly does it for the TORCHES: the oldest, the last but one, the newest
 # make gpu        every claim about GPUs, checked on one GPU within nine minutes; without a GPU a dry run on the CPU (docs/gpu.md). It needs no
 #                 network: GPU_PYTHON=python3 is a Python with torch (default: that of .venv); GPU_PARTS="ddp steps" some parts, GPU_PARTS=left the rest
 # make gpu-wheels download what tests of GPUs need besides torch into wheels/, for a machine without network whose Python is GPU_PYTHON_VERSION=3.12
 #                 and whose processors are GPU_ARCH=x86_64 (or aarch64)
 # make lint       ruff and mypy alone
-# make clean      remove what was built (.venv, .nightly and the checkpoints in runs/ stay)
+# make clean      remove what was built (.venv, .nightly, .torch-* and the checkpoints in runs/ stay)
 #
 # PYTHON=python3.12 chooses the interpreter. On Linux pip brings the torch that includes CUDA, some gigabytes; the one for
 # CPUs alone is much smaller: PIP_EXTRA_INDEX_URL=<the CPU index that pytorch.org/get-started names> make train
@@ -26,8 +28,13 @@ STAMP := .venv/ready-$(shell { pwd; cat pyproject.toml constraints.txt; } | sha2
 
 # Two processes for each of two processors: half of the tests wait most of the time. A process runs whole files, so that what the tests of
 # a file share is started once.
-PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS := -q -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 TESTS :=
+
+# The versions of torch that the tests are run with beside that in constraints.txt; elastirun/train/torch_private.py names the ends of the range.
+TORCHES := 2.6.0 2.13.0 2.14.1
+TORCH := $(lastword $(TORCHES))
 
 # The Python of the machine with the GPU: .venv's where there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -35,7 +42,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_ARCH ?= x86_64
 GPU_PARTS :=
 
-.PHONY: train test test-long test-loaded test-preload mutants failover gpu gpu-wheels nightly lint venv clean
+.PHONY: train test test-long test-loaded test-preload test-torch mutants failover gpu gpu-wheels nightly lint venv clean
 .DEFAULT_GOAL := train
 
 train: venv
@@ -57,6 +64,13 @@ test-long: venv
 
 test-preload: venv
 	TEST_PRELOAD=torch $(PYTEST) $(if $(TESTS),$(TESTS),tests/system)
+
+# torch pins some of its own needs, each version others, so those of constraints.txt do not hold here.
+test-torch:
+	$(PYTHON) -m venv .torch-$(TORCH)
+	sed -e '/^# what torch needs/,/^$$/d' -e '/^torch==/d' constraints.txt > .torch-$(TORCH)/constraints.txt
+	.torch-$(TORCH)/bin/python -m pip install -q --disable-pip-version-check -c .torch-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[etcd,test]'
+	.torch-$(TORCH)/bin/python -m pytest $(PYTEST_OPTIONS) $(TESTS)
 
 failover: venv
 	$(BIN)/python examples/failover.py
@@ -80,6 +94,7 @@ nightly: venv
 	.nightly/bin/python -m tests.nightly.preload
 	.nightly/bin/python -m tests.nightly.in_place
 	.nightly/bin/python -m tests.nightly.upstream
+	for version in $(TORCHES); do $(MAKE) test-torch TORCH=$$version || exit 1; done
 	$(BIN)/python -m tests.system.hang_kinds
 	$(BIN)/python -m tests.system.honest_pauses
 
@@ -100,4 +115,4 @@ $(STAMP):
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find . \( -path ./.venv -o -path ./.nightly \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . \( -path ./.venv -o -path ./.nightly -o -path './.torch-*' \) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from elastirun import clock
@@ -43,8 +44,8 @@ HANG_LIMIT = EXCHANGE_LIMIT + 1.0  # seconds for an answer; by then the exchange
 def serve(listening: socket.socket) -> Any:
     """Serve a TCPStore on a bound, listening socket, which the server then owns. The server ends when the returned object is deleted."""
     host, port = listening.getsockname()[:2]
-    store_class = tcp_store_class()
-    return store_class(
+    begin = partial(
+        tcp_store_class(),
         ANY.get(host, host),
         port,
         is_master=True,
@@ -52,6 +53,12 @@ def serve(listening: socket.socket) -> Any:
         timeout=timedelta(seconds=TORCH_TIMEOUT),
         master_listen_fd=listening.detach(),
     )
+    try:
+        return begin()
+    except RuntimeError as error:  # the newer server of an old torch, 2.6 among them, takes no bound socket; the older server does
+        if "libuv" not in str(error):
+            raise
+        return begin(use_libuv=False)
 
 
 class ServedStore:

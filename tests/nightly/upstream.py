@@ -110,7 +110,8 @@ class Device(type(torch.device)):  # type: ignore[misc]
 
 def pretend() -> None:
     """One GPU per rank, as far as tests ask for it."""
-    from torch.testing._internal import common_distributed
+    # common_device_type asks a GPU for its properties when it is imported, if torch's build has Triton: so before there seem to be GPUs.
+    from torch.testing._internal import common_device_type, common_distributed  # noqa: F401
 
     common_distributed.TEST_CUDA = True
     torch.cuda.is_available = lambda: True
