@@ -28,7 +28,18 @@ LEAVES = "everybody_ends_as_if_it_was_signalled_when_the_last_one_is_done"
 HANDLERS = "a_handler_that_was_there_before_is_called_and_comes_back"
 FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 ONE_DEVICE = "shared_memory_is_for_parameters_on_one_device_in_each_world"
+NAME = "a_torch_without_one_is_one_sentence"
 MUTANTS = (
+    mutant(
+        "a torch that lacks a private name is refused at once",
+        *("torch_private", "    if absent:\n        raise _without_frames", "    if False:\n        raise _without_frames"),
+        *("torch_private", NAME),
+    ),
+    mutant(
+        "and in one sentence",
+        *("torch_private", "        if value is error:\n", "        if False:\n"),
+        *("torch_private", NAME),
+    ),
     mutant(
         "parameters on several devices go through the process group",
         *("ddp", '"group" if others and self._transport_wanted == "auto" else self._transport_wanted)', "self._transport_wanted)"),
