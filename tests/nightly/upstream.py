@@ -120,6 +120,8 @@ def pretend() -> None:
     torch.cuda.set_device = lambda *_, **__: None
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.manual_seed = lambda *_, **__: None
+    for check in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):  # the second: since torch 2.14
+        setattr(torch.optim.Optimizer, check, lambda _: None)  # asks the GPU, where torch's build is for one
     torch.nn.Module.cuda = torch.nn.Module.to = lambda self, *_, **__: self
     torch.device = Device("device", (), {"__module__": "torch"})
     OnCPUs().__enter__()
