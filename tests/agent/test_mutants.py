@@ -286,7 +286,7 @@ MUTANTS = (
         *("local_socket", "            close_aside(fd)\n\n    def close", "            pass\n\n    def close"),
         *("checkpoint_memory", "what_a_client_brings_is_closed_with_it"),
     ),
-    mutant(
+    of_workers(
         "a live worker speaks to no other user",
         *("live_connection", "if peer_of(self._socket)[1] != os.geteuid():", "if False:"),
         *("live_workers", "a_worker_speaks_to_no_other_user"),

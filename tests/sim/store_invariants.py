@@ -72,11 +72,11 @@ def _moved(world: World, node: Node, before: Place | None, after: Place | None) 
 
 
 def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:
-    """A round that has ended because a member leaves, and that has lost no other one, is no early loss."""
+    """A round that has ended because a member leaves that had been there before, and that has lost no other one, is no early loss."""
     if new.losses <= old.losses or not world.only_deaths or old.broken is None or old.broken.cause is not Cause.LEAVE:
         return
     gone = [node.id for node in world.nodes if (not node.alive or node.machine.state is LEFT) and old.index(node.id) is not None]
-    must(gone != [old.broken.by], "an early loss is counted, and nobody has died")
+    must(gone != [old.broken.by] or old.broken.by in old.came, "an early loss is counted, and nobody has died or left at once")
 
 
 def _started(world: World, node: Node, start: Start) -> None:
