@@ -235,6 +235,25 @@ def test_a_re_formation_waits_for_no_last_call() -> None:
     assert decision.reason == decision.record.reason == "because of join"
 
 
+@pytest.mark.parametrize(("hosts", "joins"), [(True, True), (False, False)])
+def test_the_host_of_the_store_is_not_held_back_after_early_losses(hosts: bool, joins: bool) -> None:
+    """No round goes on without it for long: its store ends with it."""
+    record = after("ab", None, losses=9)
+    comes = row("c", hosts=hosts)
+    seen = view(record, rows([row("a", status=Status.RUNNING), row("b", status=Status.RUNNING), comes]), now=10.0)
+    decision = formation.take_in(RULES, seen, comes, [comes], 5.0, 0.0)
+    assert (decision.record is not None) is joins
+
+
+@pytest.mark.parametrize(("term", "expected"), [(1, ""), (0, "bc")])
+def test_in_a_store_that_has_taken_over_only_its_owner_counts_as_host(term: int, expected: str) -> None:
+    """A row that says so may be of the time before, or of a node that serves another store."""
+    record = after("abc", term=term, host="a" if term else "c")
+    decision = form(record, [row("a", 1, status=Status.LEFT), row("b", 1), row("c", 1, hosts=True)])
+    assert chosen(decision) == expected
+    assert bool(expected) or decision.reason == "waiting for the node that has taken over the store"
+
+
 @pytest.mark.parametrize("hosts", [False, True])
 def test_a_job_in_the_store_of_another_one_needs_no_majority(hosts: bool) -> None:
     """Its store cannot move, so one half of its nodes may go on without the other."""

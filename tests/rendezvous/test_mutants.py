@@ -63,6 +63,21 @@ MUTANTS = (
         *("formation", "a_re_formation_waits_for_no_last_call"),
     ),
     mutant(
+        "in a hosted store each member that leaves is named",
+        *("updates", "(broken.over and not record.host)", "broken.over"),
+        *("updates", "after_the_first_mark_a_hosted_record_names_the_next_that_leaves_too"),
+    ),
+    mutant(
+        "the host of the store is not held back",
+        *("formation", "began + (0.0 if own.hosts else hold(record))", "began + hold(record)"),
+        *("formation", "the_host_of_the_store_is_not_held_back_after_early_losses"),
+    ),
+    mutant(
+        "in a store that has taken over only its owner is the host",
+        *("formation", "if row.hosts and not (record.term and row.id != record.host)]", "if row.hosts]"),
+        *("formation", "in_a_store_that_has_taken_over_only_its_owner_counts_as_host"),
+    ),
+    mutant(
         "nodes that come and go do not extend a last call without end",
         *("machine", "self.store.same.settled_since(self.rules.last_call)", "self.store.same.candidates.since"),
         *("machine", "nodes_that_come_and_go_extend_the_last_call_to_five_times_at_most"),

@@ -48,6 +48,14 @@ def test_of_many_that_leave_at_once_one_names_the_others() -> None:
     assert marked is not None and marked.broken and marked.broken.ended == ("a", "b", "c")
 
 
+@pytest.mark.parametrize(("host", "ended"), [("d", ("a", "b")), ("", None)])
+def test_after_the_first_mark_a_hosted_record_names_the_next_that_leaves_too(host: str, ended: tuple[str, ...] | None) -> None:
+    """Its row is gone with the host's store. In a store that lasts one mark says for all that the round is over."""
+    record = after("abcd", broken=Broken(Cause.LEAVE, "r", "a", over=True, ended=("a",) if host else ()), host=host)
+    marked = updates.mark_over(record, row("b", done=1, status=Status.LEFT))
+    assert (marked and marked.broken and marked.broken.ended) == ended
+
+
 def test_whose_end_the_record_names_is_no_candidate() -> None:
     record = after("abc", broken=Broken(Cause.LEAVE, "r", "a", ended=("b",)))
     present = rows(row(i, done=1) for i in "abc")
