@@ -155,6 +155,10 @@ class TcpStore(PlainTcpStore):
         for watch in self._watches:
             watch.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_socket"):  # else it could not connect
+            self.close()
+
     def _mark_replaced(self, key: str, value: bytes) -> None:
         """Tell those who watch ``key`` that ``value`` was replaced. Costs no answer of the server, so it is as fast as the network."""
         if key.endswith(WATCHED):

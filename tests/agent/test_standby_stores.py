@@ -47,6 +47,7 @@ from tests.rendezvous.test_stores import listening
 from tests.support.cluster import PATIENCE, dies, free_port
 from tests.support.listener import Listener
 from tests.support.relay import something_else
+from tests.support.torch_client import torch_client
 from tests.support.until import until
 
 JOB = "elastirun/job/test/"
@@ -419,7 +420,7 @@ def test_the_word_of_another_run_is_reported_each_time_that_it_stands_there(port
 def test_nothing_is_written_where_nobody_has_begun(appeared: ServedStore) -> None:
     with closing(PlainTcpStore("127.0.0.1", appeared.port)) as store:
         assert execute(protocol().put_moved(HERE), store) is None
-    assert [key for key in appeared.connect()._store.list_keys() if key.startswith("elastirun/")] == []
+    assert [key for key in torch_client(appeared.connect()).list_keys() if key.startswith("elastirun/")] == []
 
 
 @pytest.mark.parametrize("what", ["nobody", "another program", "garbage", "a stranger's record"])
@@ -509,7 +510,7 @@ def test_nothing_else_is_written(standbys: Callable[[int], Standbys]) -> None:
     stores = standbys(1)
     assert write(stores.notice().encode(), clock.now())
     client = stores.served[0].connect()
-    keys = {key for key in client._store.list_keys() if key.startswith("elastirun/")}
+    keys = {key for key in torch_client(client).list_keys() if key.startswith("elastirun/")}
     assert {key.rpartition("/")[0] for key in keys} == {f"{JOB}vote", f"{JOB}members"} and len(keys) == 2
 
 
@@ -578,10 +579,10 @@ def test_garbage_where_the_vote_belongs_is_replaced(standbys: Callable[[int], St
     stores = standbys(1)
     assert write(stores.notice().encode(), clock.now())
     client = stores.served[0].connect()
-    keys = [key for key in client._store.list_keys() if key.startswith("elastirun/")]
+    keys = [key for key in torch_client(client).list_keys() if key.startswith("elastirun/")]
     for garbage in (b"\0\xff", b"x" * (7 << 20), b'{"v":3}'):
         for key in keys:
-            client._store.set(key, garbage)
+            torch_client(client).set(key, garbage)
         assert stores.told() == [()]
         assert write(stores.notice().encode(), clock.now()) and all(stores.told())
 

@@ -34,6 +34,7 @@ from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
 from tests.rendezvous.test_stores import Server, new_server
 from tests.support.cluster import PATIENCE
 from tests.support.etcd_server import Etcd
+from tests.support.torch_client import torch_client
 
 TOKEN = b"the token of this job"
 SETTINGS = ("--nnodes=1:1024", "--max-restarts=0")
@@ -86,7 +87,7 @@ def look(*endpoints: Endpoint, job: str | None = None, token: bytes | None = Non
 
 def contents(server: Server) -> dict[str, bytes]:
     with closing(server.connect()) as store:
-        return {key: store.get([key]).get(key, b"") for key in store._store.list_keys()}
+        return {key: store.get([key]).get(key, b"") for key in torch_client(store).list_keys()}
 
 
 def test_a_job_is_found_by_its_name_or_on_the_list_and_nothing_is_written(servers: tuple[Server, Server]) -> None:

@@ -16,7 +16,7 @@ from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.sync import SyncProtocol
-from tests.rendezvous.test_stores import Server, all_closed, server  # noqa: F401 - fixtures
+from tests.rendezvous.test_stores import Server, server  # noqa: F401 - a fixture
 from tests.support.relay import Relay
 from tests.support.until import until
 

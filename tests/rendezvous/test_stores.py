@@ -18,7 +18,6 @@ from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore, connector, serve, tcp_store_class
-from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
 from tests.support.etcd_server import Etcd, etcd
 from tests.support.listener import Listener, count_up
 from tests.support.relay import something_else
@@ -61,22 +60,6 @@ def new_server() -> Server:
     open_socket = listening()
     address, port = open_socket.getsockname()
     return Server(address, port, serve(open_socket))
-
-
-@pytest.fixture(autouse=True)
-def all_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the connections to TCPStores that a test has made."""
-    made: list[PlainTcpStore] = []
-    connect = PlainTcpStore.__init__
-
-    def connected(store: PlainTcpStore, *args: Any, **kwargs: Any) -> None:
-        connect(store, *args, **kwargs)
-        made.append(store)
-
-    monkeypatch.setattr(PlainTcpStore, "__init__", connected)
-    yield
-    for store in made:
-        store.close()
 
 
 @pytest.fixture(scope="module")

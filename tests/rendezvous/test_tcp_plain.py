@@ -16,7 +16,7 @@ from elastirun import clock
 from elastirun.errors import StoreError
 from elastirun.rendezvous.stores import tcp_plain, tcp_wire
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
-from tests.rendezvous.test_stores import Server, all_closed, new_server  # noqa: F401 - a fixture
+from tests.rendezvous.test_stores import Server, new_server
 from tests.support.listener import Listener
 from tests.support.relay import something_else
 

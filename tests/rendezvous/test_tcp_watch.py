@@ -15,7 +15,7 @@ import pytest
 from elastirun.rendezvous.stores import tcp, tcp_watch, tcp_wire
 from elastirun.rendezvous.stores.tcp import KEPT_MARKS, TcpStore
 from elastirun.rendezvous.stores.tcp_watch import TcpWatch, mark
-from tests.rendezvous.test_stores import Server, all_closed, new_server  # noqa: F401 - a fixture
+from tests.rendezvous.test_stores import Server, new_server
 from tests.support.cluster import PATIENCE
 from tests.support.descriptors import descriptors
 from tests.support.listener import Listener, count_up
