@@ -1588,7 +1588,7 @@ MUTANTS = (
     ),
     mutant(
         "a refusal that comes again is known in a job of one worker, too",
-        *("failures/classify", "    if end.code > 0 and _last", "    if end.code > 0 and not alone and _last"),
+        *("failures/classify", "    if end.code > 0 and (name == _FINAL", "    if end.code > 0 and not alone and (name == _FINAL"),
         *("classify", "a_refusal_that_each_restart_would_meet_again_is_final[refused-True]"),
     ),
     mutant(

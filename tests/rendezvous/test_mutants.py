@@ -396,7 +396,7 @@ MUTANTS = (
     ),
     mutant(
         "a running round is not broken before it is clear that no more newcomers come",
-        *("formation", "if more_may_come and view.now < unchanged_since + rules.debounce:", "if False:"),
+        *("formation", "if more_may_come and view.now < settled_since + rules.debounce:", "if False:"),
         *("steps", "a_running_round_is_not_broken_for_a_newcomer_before_it_is_clear_that_no_more_come"),
     ),
     mutant(
