@@ -47,7 +47,7 @@ def ask(path: str) -> OwnAgent | None:
     try:
         answer = json.loads(agent_socket.ask(path, STORE, ASK_LIMIT)[0])
         steps = tuple(_steps(**one) for one in answer["steps"])
-        live, finished = (tuple(map(int, answer[name])) for name in ("live", "finished"))
+        live, finished = (tuple(map(int, answer.get(name, ()))) for name in ("live", "finished"))
         return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps, live, finished)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -67,7 +67,7 @@ LAYERS = (  # the first that a module is below counts
     Layer(PAGE, never=EFFECTS),
     Layer(LIVE, never=EFFECTS),
     Layer(WORLDS, never=EFFECTS),
-    Layer("elastirun.live_connection", (LIVE, "elastirun.errors")),
+    Layer("elastirun.live_connection", (LIVE, "elastirun.errors", LINUX)),
     Layer("elastirun.progress", (PAGE,)),
     Layer("elastirun.optimizer_steps", ("elastirun.progress", PAGE)),
     Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", LINUX, *CONNECTION, *ASKING)),
