@@ -1541,6 +1541,11 @@ MUTANTS = (
         *("agent", "(len(record.members) == 1 or self._session.machine.trains_apart)", "len(record.members) == 1"),
         *("live", "who_trains_before_the_others_are_there_has_ended_when_these_go_on_without_it"),
     ),
+    mutant(
+        "an agent whose workers all train together hears of it",
+        *("live_workers", "                self._on_gathered(message.round)", "                pass"),
+        *("live_workers", "an_agent_hears_that_all_workers_of_the_round_train_together"),
+    ),
     of_workers(
         "but once while no step is made",
         *("live_connection", "        if step == self._told_at:", "        if False:"),
