@@ -151,12 +151,13 @@ def test_whatever_stands_in_the_index_the_rows_are_found(server: Server) -> None
     store, prefix = server.connect(), "index/node/"
     store.put_if(prefix + "a", None, b"1")
     good = f"\n{prefix}a\n".encode()
-    rng = random.Random(4)
+    rng, client = random.Random(4), torch_client(store)
     for number in range(150):
         line = prefix.encode() + b"b" if rng.random() < 0.5 else b""
         garbage = fuzz.mutated(rng, rng.choice([line, good, b"\n", rng.randbytes(50), json.dumps(fuzz.an_edge(rng)).encode()[:5000]]))
-        torch_client(store).set(prefix + "~index", garbage)
-        store._store.append(prefix + "~index", good)
+        client.set(prefix + "~index", garbage)
+        client.append(prefix + "~index", good)
+        client.check([prefix])  # an answer: both have arrived
         found = store.under(prefix)
         assert found == {prefix + "a": b"1"}, f"input {number}: {garbage[:300]!r}"
 
