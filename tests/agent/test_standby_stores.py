@@ -578,11 +578,12 @@ def test_a_store_that_never_finishes_its_answer_is_left_behind(
 def test_garbage_where_the_vote_belongs_is_replaced(standbys: Callable[[int], Standbys]) -> None:
     stores = standbys(1)
     assert write(stores.notice().encode(), clock.now())
-    client = stores.served[0].connect()
-    keys = [key for key in torch_client(client).list_keys() if key.startswith("elastirun/")]
+    client = torch_client(stores.served[0].connect())
+    keys = [key for key in client.list_keys() if key.startswith("elastirun/")]
     for garbage in (b"\0\xff", b"x" * (7 << 20), b'{"v":3}'):
         for key in keys:
-            torch_client(client).set(key, garbage)
+            client.set(key, garbage)
+        client.check(keys)  # an answer: it has arrived
         assert stores.told() == [()]
         assert write(stores.notice().encode(), clock.now()) and all(stores.told())
 
