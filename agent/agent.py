@@ -44,7 +44,6 @@ from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
 from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
 from elastirun.rendezvous.events import Changed, Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
-from elastirun.rendezvous.failures import LOST_PEERS
 from elastirun.rendezvous.records import Blame, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import QUICK
 from elastirun.rendezvous.stores import torch_class
@@ -516,7 +515,7 @@ class Agent:
         if self._tracker.stopped:  # the second request for the same round: the stop must be shorter
             self._workers.stop(action.within or 0.0)
             return
-        if not action.planned and LOST_PEERS in action.reason and not any(map(self._live.is_live, self._workers.pids)):
+        if action.victim and not any(map(self._live.is_live, self._workers.pids)):
             self._look_whom_others_missed()
         self._end_round(action.planned)
         asked = [] if self._signum else self._live.park([process.pid for process in self._workers.processes.values()], self._round)

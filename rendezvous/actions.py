@@ -66,6 +66,7 @@ class Stop:
     planned: bool
     reason: str
     within: float | None = None  # seconds; no worker may run after that, whatever the grace is
+    victim: bool = False  # the worker that failed has probably lost its peers: others, here or elsewhere, may be the cause
 
 
 @dataclass(frozen=True)

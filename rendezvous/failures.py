@@ -9,12 +9,15 @@ from collections.abc import Iterable
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.records import Blame, ExitRecord
 
-LOST_PEERS = "perhaps for having lost its peers"  # in a reason: other workers may be the cause
-
 
 def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
     """Return the failures, most likely root cause first: by blame, then by seconds since the start of the round."""
     return tuple(sorted(failures, key=lambda f: (f.blame, f.after, f.rank)))
+
+
+def may_have_lost_peers(failure: ExitRecord) -> bool:
+    """Return whether the worker failed probably for having lost its peers, so that another one may be the cause."""
+    return failure.blame >= Blame.VICTIM
 
 
 def signature(failure: ExitRecord) -> str:
@@ -28,7 +31,7 @@ def describe(failure: ExitRecord) -> str:
     if failure.blame == Blame.KILLED_BY_US:  # it did not fail
         return clip(f"rank {failure.rank} on {failure.node} {failure.note}")
     how = f"exit code {failure.code}" if failure.code >= 0 else signal_name(-failure.code)
-    perhaps = f", {LOST_PEERS}" if failure.blame >= Blame.VICTIM else ""
+    perhaps = ", perhaps for having lost its peers" if may_have_lost_peers(failure) else ""
     note = f", {failure.note.partition(' (')[0]}" if failure.note else ""
     return clip(f"rank {failure.rank} on {failure.node} failed ({how}{note}){perhaps}")
 

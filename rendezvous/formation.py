@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from elastirun.rendezvous import quorum
+from elastirun.rendezvous.actions import Stop
 from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import describe
 from elastirun.rendezvous.ranks import choose, member
@@ -146,14 +147,14 @@ def take_in(rules: Rules, view: View, own: NodeRow, newcomers: list[NodeRow], be
     return Forming(joined, "")
 
 
-def why_over(record: RoundRecord | None, number: int) -> tuple[bool, str]:
-    """Return whether there is time for a checkpoint, and why round ``number`` is over, by the ``record`` found in the store."""
+def stop(record: RoundRecord | None, number: int) -> Stop:
+    """Return how the workers of round ``number`` are to stop, which is over by the ``record`` found in the store."""
     if record is None or record.open or record.round != number:
-        return False, f"round {number} went on without this node"
+        return Stop(False, f"round {number} went on without this node")
     if record.closed:
-        return False, record.closed.reason
+        return Stop(False, record.closed.reason)
     assert record.broken is not None
-    return record.broken.cause in (Cause.JOIN, Cause.LEAVE), record.broken.reason
+    return Stop(record.broken.cause in (Cause.JOIN, Cause.LEAVE), record.broken.reason, victim=record.broken.victim)
 
 
 def may_still_work(rules: Rules, view: View) -> float:

@@ -33,11 +33,10 @@ class Link:
         self._newest = Newest()
 
     def to_another_store(self, now: float) -> Link:
-        """Return the link to a store in which nothing of this node is yet. Its numbers go on, so that an old row stays an old one."""
+        """Return the link to another store. The numbers of this node's row go on, so that a row of it is never taken for an older one."""
         link = Link(self.rules, self.me, now)
         link.own = self.own.elsewhere()
         link.contact = link.contact.answered(now, now)
-        link._newest = self._newest
         return link
 
     # -- answers --------------------------------------------------------------------------------------------------------

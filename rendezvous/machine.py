@@ -44,7 +44,7 @@ class Machine:
         self._event: events.Event = events.Tick(now)  # the one being handled, or the last one
         self._history: tuple[str, ...] = ()  # the last transitions, in words, for the error about an impossible one
         self._actions: list[Action] = []
-        self._break: tuple[Cause, str] | None = None  # why this node wants its own round to end
+        self._break: tuple[Cause, str, bool] | None = None  # why this node wants its own round to end: see ``Broken``, also for ``victim``
         self._closing = False  # the job is to be closed, whatever else would be written
         self._wanted: Change | None = None  # what this node would write into the round record now
         self._outcome: tuple[Outcome, str] | None = None  # how this node ends, and why
@@ -173,16 +173,17 @@ class Machine:
     def _on_failed(self, event: events.WorkersFailed) -> None:
         if self.state is not RUNNING:
             return
-        reason = failures.describe(failures.root_cause(event.failures)[0])
-        self._break = (Cause.FAILURE, reason)
-        self._stop(Trigger.FAILED, planned=False, reason=reason, failures=event.failures)
+        first = failures.root_cause(event.failures)[0]
+        reason, victim = failures.describe(first), failures.may_have_lost_peers(first)
+        self._break = (Cause.FAILURE, reason, victim)
+        self._stop(Trigger.FAILED, Stop(False, reason, victim=victim), failures=event.failures)
 
     def _on_stood_still(self, event: events.StoodStill) -> None:
         self.store.stood_still(event.seconds)
         if event.workers_ended and self.state is RUNNING:
             reason = f"{self.row.name} {self.row.address} stood still for {event.seconds:.0f} s"
-            self._break = (Cause.LOST, reason)
-            self._stop(Trigger.ROUND_OVER, planned=False, reason=reason)
+            self._break = (Cause.LOST, reason, False)
+            self._stop(Trigger.ROUND_OVER, Stop(False, reason))
 
     _ON: ClassVar[dict[type, Callable[[Machine, Any], None]]] = {
         events.Synced: _on_synced,
@@ -309,14 +310,13 @@ class Machine:
             if record is not None:
                 self._leave_round()
             left = self._outcome[0] is Outcome.LEFT
-            self._stop(Trigger.LEAVE, planned=left, reason=self._outcome[1], within=None if left else self.rules.expire)
+            self._stop(Trigger.LEAVE, Stop(left, self._outcome[1], None if left else self.rules.expire))
         elif record is None:
-            planned, reason = formation.why_over(self.record, self.row.round)
-            self._stop(Trigger.ROUND_OVER, planned=planned, reason=reason)
+            self._stop(Trigger.ROUND_OVER, formation.stop(self.record, self.row.round))
         elif self._may_not_run_alone(record):
-            self._break = (Cause.LEAVE, CUT_OFF)
+            self._break = (Cause.LEAVE, CUT_OFF, False)
             self._hurried = self.row.round
-            self._stop(Trigger.ROUND_OVER, planned=False, reason=CUT_OFF, within=self.rules.lone_grace)
+            self._stop(Trigger.ROUND_OVER, Stop(False, CUT_OFF, self.rules.lone_grace))
 
     def _in_done(self) -> None:
         record = self._own_round()
@@ -380,7 +380,7 @@ class Machine:
     def _leave_round(self) -> None:
         """Want the round to end because this node leaves."""
         assert self._outcome is not None
-        self._break = (Cause.LEAVE, f"{self.row.name} {self.row.address} leaves: {self._outcome[1]}")
+        self._break = (Cause.LEAVE, f"{self.row.name} {self.row.address} leaves: {self._outcome[1]}", False)
 
     def _may_not_run_alone(self, record: RoundRecord) -> bool:
         """Return whether workers that need no other node must not run now: they are gone before other nodes may consider this node lost.
@@ -409,9 +409,9 @@ class Machine:
             else:
                 self._actions.append(effect)
 
-    def _stop(self, trigger: Trigger, planned: bool, reason: str, within: float | None = None, **fields: object) -> None:
-        self._actions.append(Stop(planned, reason, within))
-        self._go(trigger, note=clip(reason), **fields)
+    def _stop(self, trigger: Trigger, stop: Stop, **fields: object) -> None:
+        self._actions.append(stop)
+        self._go(trigger, note=clip(stop.reason), **fields)
 
     def _go(self, trigger: Trigger, **fields: object) -> None:
         """Change the state, and with it the row."""
@@ -469,7 +469,8 @@ class Machine:
         if record.round != self.row.round:
             self._break = None  # this node has not read that its own round is over, only the next one
         if self._break is not None:
-            return Change(record, updates.break_up(record, *self._break, self.row.id, self.store.ran))
+            cause, reason, victim = self._break
+            return Change(record, updates.break_up(record, cause, reason, self.row.id, self.store.ran, victim=victim))
         lost = updates.lose_member(self.store.view(record), self.rules.expire, self.store.ran)
         return Change(record, lost) if lost else None
 

@@ -130,6 +130,7 @@ class Broken:
     over: bool = False  # a member has stopped its workers and left, so the other members cannot finish a step any more
     ended: tuple[str, ...] = ()  # ids of members of which nothing runs any more, by their own word, or that of their guards
     ran: float = 0.0  # seconds for which the node that noticed had known the round
+    victim: bool = False  # the worker that failed has probably lost its peers: others may be the cause
 
     @property
     def died(self) -> tuple[str, ...]:

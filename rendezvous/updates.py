@@ -12,9 +12,12 @@ from elastirun.rendezvous.rules import EARLY, PROGRESS, QUICK, Rules, keeps_stat
 from elastirun.rendezvous.view import View
 
 
-def break_up(record: RoundRecord, cause: Cause, reason: str, by: str, ran: float, lost: tuple[str, ...] = ()) -> RoundRecord:
+def break_up(
+    record: RoundRecord, cause: Cause, reason: str, by: str, ran: float, lost: tuple[str, ...] = (), victim: bool = False
+) -> RoundRecord:
     """Return the record with its round broken."""
-    return replace(record, version=record.version + 1, broken=Broken(cause, clip(reason), by, lost, ran=round(max(0.0, ran), 3)))
+    broken = Broken(cause, clip(reason), by, lost, ran=round(max(0.0, ran), 3), victim=victim)
+    return replace(record, version=record.version + 1, broken=broken)
 
 
 def lose_member(view: View, expire: float, ran: float) -> RoundRecord | None:
