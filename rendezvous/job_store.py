@@ -20,7 +20,7 @@ from elastirun.rendezvous.own_row import OwnRow
 from elastirun.rendezvous.progress import Notes
 from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Vote
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.succession import Moves, lost_host, standbys
+from elastirun.rendezvous.succession import Moves, host_of, lost_host, standbys
 from elastirun.rendezvous.timing import JUST_AFTER
 from elastirun.rendezvous.transitions import JOINING, LEFT, RUNNING
 from elastirun.rendezvous.view import View
@@ -281,6 +281,8 @@ class JobStore:
         """Take in what a standby store says while the store in use is lost. Give up the store in use if the other one takes over."""
         place, record = self._link.schedule.asked.at, self.record
         assert record is not None
+        if self._moves.should_go_back(place, event, record, self.rows):
+            return self._go_back(record)
         if place is None:
             why = self._moves.looked_at_start(event, record)
             return [Ends(Outcome.STORE_LOST, why)] if why else []
@@ -332,9 +334,17 @@ class JobStore:
         if record.open:
             # the host may have said why before its store was gone
             broken = known.broken or Broken(Cause.LOST, reason, self.me, ran=self.ran)
-            self.record = replace(record, broken=replace(broken, lost=tuple(dict.fromkeys((*broken.lost, record.host))), over=True))
+            self.record = replace(record, broken=replace(broken, over=True))
         self._begin_at(place)
         return [Say(f"{reason}; the store moves to {place.address}")]
+
+    def _go_back(self, record: RoundRecord) -> list[Effect]:
+        """Go back to the store that this node has given up for an undecided one: its host lives, and can be reached again."""
+        assert self.place is not None
+        if self.place.id == self.me:
+            self._standby = 0  # see ``_move``
+        self._begin_at(self._moves.go_back())
+        return [Say(f"{host_of(record)} is back; this node joins there again")]
 
     def _follow(self, place: Place) -> list[Effect]:
         """Join the job where its store is now. This node has read of no round, so it has taken part in none."""
@@ -375,9 +385,9 @@ class JobStore:
         """Offer another store id from now on. Nobody could distinguish two stores with one id."""
         self._own_store_id = hashlib.sha256(self._own_store_id.encode()).hexdigest()[:16]
 
-    def _begin_at(self, place: Place) -> None:
-        """Begin anew in another store: nothing is known of its rows, and nothing of this node is there."""
-        self._hosts = place.id == self.me
+    def _begin_at(self, place: Place | None) -> None:
+        """Begin anew in another store: nothing is known of its rows, nor of what is there of this node."""
+        self._hosts = place is not None and place.id == self.me
         self._link = self._link.to_another_store(self.now)
 
     def _wait_for_another_store(self, record: RoundRecord) -> list[Effect]:

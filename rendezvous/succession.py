@@ -62,11 +62,15 @@ def another_run(found: RoundRecord | None, record: RoundRecord) -> str:
     return "another run of this job has begun where it was started" if other else ""
 
 
+def host_of(record: RoundRecord) -> str:
+    """Return for people the name and address of the node that hosts the store of ``record``."""
+    return next((f"{m.name} {m.address}" for m in record.members if m.id == record.host), record.host)
+
+
 def lost_host(record: RoundRecord) -> str:
     """Return in words that the host of the store of ``record`` has died, or has left."""
-    host = next((f"{m.name} {m.address}" for m in record.members if m.id == record.host), record.host)
     leaves = record.broken is not None and record.broken.cause is Cause.LEAVE and record.broken.by == record.host
-    return clip(f"{host}, which hosted the rendezvous store, {'has left' if leaves else 'was lost'}")
+    return clip(f"{host_of(record)}, which hosted the rendezvous store, {'has left' if leaves else 'was lost'}")
 
 
 def take_over(
@@ -105,6 +109,8 @@ class Moves:
     _due: float = -math.inf  # the time of the next look, seconds of this node's clock
     _turn: int = 0
     _left: frozenset[str] = frozenset()  # names of the stores that this node has given up: what it has written there still stands
+    _before: Place | None = None  # the last store in use that had a round record; None: where the job was started
+    _unreached: bool = False  # that store did not answer when this node gave it up
     _start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
     _known: RoundRecord | None = None  # the newest record that was read in any vote
     _terms: dict[str, int] = field(default_factory=dict)  # by node: the term of the record in its vote, in the undecided store in use
@@ -184,6 +190,7 @@ class Moves:
         node is not about to leave. One that is, and that is alone, sends no newcomer to its store: it takes none over.
         """
         since = self._minority_since if silent_since is None else silent_since
+        self._unreached = self._unreached if self.undecided else silent_since is not None
         if not self.undecided and (since is None or not self.places(record)):
             self._searching_since, self.doubts = None, False
             return None
@@ -212,13 +219,13 @@ class Moves:
         quickest = QUICKEST_LOOK + PER_NODE * len(record.members)
         self._due = now + min(max(quickest, LOOKS_OF_WAIT * (now - self._searching_since)), max(quickest, self.rules.beat))
         self._was_suspended = False
+        here = (self.at.id,) if self.at else ()
         if place is None:
             start = self._start
             if self._claims and start is not None and start.round == 0 and start.moved != self.at:
                 said = replace(self.at, run=record.store_id) if self.at else None
                 return Sync(change=Change(start, replace(start, version=start.version + 1, moved=said)), rows=(), look=True)
-            return Sync(rows=(), look=True)
-        here = (self.at.id,) if self.at else ()
+            return Sync(rows=here, look=True)
         few = dict.fromkeys((record.host, *here, *(p.id for p in self._line(record))))  # those in line may have died with the host
         voters = tuple(m.id for m in record.members) if self.doubts and place.id == self.me else tuple(few)
         votes = (Vote(self.me, record),) if self.doubts and not self.undecided else ()
@@ -228,7 +235,7 @@ class Moves:
         """Return the place of the next look: mostly one of those up to the first that answers, every fourth time one of the others."""
         answering = [k for k, place in enumerate(places) if place.name not in self._silent_since]
         count = answering[0] + 1 if answering else len(places)
-        near, others = places[:count], [*places[count:], *([None] if self.undecided else [])]
+        near, others = places[:count], [*places[count:], *dict.fromkeys([None, self._before] if self.undecided else [])]
         near = [place for place in near if self._is_worth_a_look(place, now)] or near
         others = [place for place in others if self._is_worth_a_look(place, now)]
         if others and (not near or self._turn % 4 == 3):
@@ -291,6 +298,31 @@ class Moves:
         if self.at.id == self.me:
             return self.at not in before
         return quorum.is_there(answer.rows.get(self.at.id))
+
+    def should_go_back(self, place: Place | None, answer: Synced, record: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
+        """Return whether this node goes back to the store of ``place``, whose host it has given up: that answers, and has gone on there.
+
+        Only from an undecided store that can decide nothing any more: from its own, where too few have come, and which it ends so, or from
+        that of another node whose row says that it has ended it. ``rows``: as they were read last in that store. Who gave up a host that
+        did answer, because too few could reach it, goes back when a round has formed there.
+        """
+        found, known = answer.round, self._known
+        if self.at is None or not self.undecided or place != self._before or found is None or known is None or known.host in self.gone:
+            return False
+        same = found.store_id == record.store_id and found.term == known.term and found.moved is None
+        if not same or found.version <= record.version or not (self._unreached or found.round > record.round):
+            return False
+        if self.at.id == self.me:
+            return self._needed(rows) is None
+        owner = answer.rows.get(self.at.id)
+        return owner is not None and owner.standby != self.at.port
+
+    def go_back(self) -> Place | None:
+        """Give up the undecided store in use for the one before it. Return that one's place."""
+        self.votes = ()
+        self._use(self._before, None)
+        self._left -= {self._before.name} if self._before else frozenset()
+        return self.at
 
     def _others_doubt(self, votes: tuple[Vote, ...], record: RoundRecord) -> bool:
         """Return whether enough nodes to go on have voted for the round of ``record``, so that none gives up the store alone.
@@ -360,12 +392,17 @@ class Moves:
             self._known = newest(record, self._known)
         self._terms = {}
         self.votes = () if decided else self._words(self._known)
+        self._before = self._before if self.undecided else self.at
+        self._use(place, None if decided else self.undecided_since or now)
+        return self._known
+
+    def _use(self, place: Place | None, undecided_since: float | None) -> None:
+        """Give up the store in use for that of ``place``. ``undecided_since``: see there."""
         self._left |= {self.at.name} if self.at else frozenset()
-        self.at, self.undecided_since = place, None if decided else self.undecided_since or now
+        self.at, self.undecided_since = place, undecided_since
         self._searching_since = self._start = self._minority_since = None
         self._start_is_clear = self.doubts = self._is_replaced = False
         self._silent_since, self._overruled = {}, None
-        return self._known
 
     def _words(self, known: RoundRecord) -> tuple[Vote, ...]:
         """Return what this node writes into an undecided store: a vote with the newest record, ``known``, and the word of the guard."""

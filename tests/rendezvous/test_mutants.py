@@ -1121,8 +1121,73 @@ MUTANTS = (
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
+        "a node goes back to the store that it gave up, where that has gone on",
+        *("succession", 'if self.at is None or not self.undecided or place != self._before or', 'if True or'),
+        *("split", "after_a_split_into_single_nodes_all_are_in_one_round_again[3-1-12]"),
+    ),
+    mutant(
+        "it goes back to the last store that was decided and to no other",
+        *("succession", ' or place != self._before or found is None', ' or found is None'),
+        *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
+    ),
+    mutant(
+        "it looks at that store",
+        *("succession", 'dict.fromkeys([None, self._before] if', 'dict.fromkeys([None] if'),
+        *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
+    ),
+    mutant(
+        "it goes back to no host whose end is proven",
+        *("succession", 'or known is None or known.host in self.gone:', 'or known is None:'),
+        *("split", "it_does_not_go_back_to_a_host_whose_end_is_proven"),
+    ),
+    mutant(
+        "it goes back to its own run",
+        *("succession", 'same = found.store_id == record.store_id and found.term', 'same = found.term'),
+        *("split", "it_does_not_go_back_to_anything_else[another run]"),
+    ),
+    mutant(
+        "it goes back to no store that another one has taken over from",
+        *("succession", 'found.term == known.term and found.moved is None', 'found.moved is None'),
+        *("split", "it_does_not_go_back_to_anything_else[taken over since]"),
+    ),
+    mutant(
+        "it goes back only where something was written since",
+        *("succession", 'if not same or found.version <= record.version or', 'if not same or'),
+        *("split", "it_does_not_go_back_to_anything_else[as it was]"),
+    ),
+    mutant(
+        "from the side of the few it goes back only to a new round",
+        *("succession", ' or not (self._unreached or found.round > record.round):', ':'),
+        *("split", "it_goes_back_from_the_side_of_the_few_only_when_a_round_has_formed_without_it"),
+    ),
+    mutant(
+        "it stays in its own store when enough have come",
+        *("succession", '            return self._needed(rows) is None\n        owner', '            return True\n        owner'),
+        *("split", "it_does_not_go_back_when_enough_have_come_to_its_own_store"),
+    ),
+    mutant(
+        "it leaves the store of another node only when that one has ended it",
+        *("succession", 'return owner is not None and owner.standby != self.at.port', 'return owner is not None'),
+        *("split", "whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store"),
+    ),
+    mutant(
+        "a look back reads the row of the owner of the store in use",
+        *("succession", 'return Sync(rows=here, look=True)', 'return Sync(rows=(), look=True)'),
+        *("split", "a_look_back_reads_the_row_of_the_owner_of_the_store_in_use"),
+    ),
+    mutant(
+        "who goes back has ended its own store",
+        *("job_store", '            self._standby = 0  # see ``_move``', '            pass'),
+        *("split", "a_node_that_goes_back_serves_another_standby_store"),
+    ),
+    mutant(
+        "votes are not written where a node goes back to",
+        *("succession", '        self.votes = ()\n        self._use', '        self._use'),
+        *("split", "votes_are_not_written_where_a_node_goes_back_to"),
+    ),
+    mutant(
         "nor what was found before the store moved",
-        *("succession", "self._overruled = {}, None\n        return", "self._overruled = {}, self._overruled\n        return"),
+        *("succession", "self._overruled = {}, None\n\n", "self._overruled = {}, self._overruled\n\n"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(

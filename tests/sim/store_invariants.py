@@ -58,17 +58,32 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
 
 
 def _moved(world: World, node: Node, before: Place | None, after: Place | None) -> None:
-    """Nobody gives up a store whose host lives, but for one that has taken over, or with a majority; and nobody goes back."""
-    if after is None:  # nobody answers where this newcomer was sent
+    """Nobody gives up a store whose host lives, but for one that has taken over, or with a majority; and nobody goes back.
+
+    But from an undecided store in which nothing is decided any more, to a store that has a round record.
+    """
+    record = node.machine.record
+    if after is None and record is None:  # nobody answers where this newcomer was sent
         return
     if before is not None:
         node.given_up.add(before.name)
+    if after is None or (after.name in node.given_up and "job/round" in world.data_at(after)):
+        _went_back(world, node, before)
+        return
     must(after.name not in node.given_up, f"{node.id} goes back to the store of {after.id}")
-    record = node.machine.record
     if world.rules.majority or record is None or "job/round" in world.data_at(after) or (before and before.id != record.host):
         return
     host = next((other for other in world.nodes if other.id == record.host), None)
     must(host is None or not host.alive, f"{node.id} gives up the store of {record.host}, which lives, for an undecided one")
+
+
+def _went_back(world: World, node: Node, before: Place | None) -> None:
+    """A node has gone back from the undecided store ``before``: its owner is that node, has given it up, or has died."""
+    must(before is not None, f"{node.id} goes back from the store where the job was started")
+    assert before is not None
+    owner = next(other for other in world.nodes if other.id == before.id)
+    ended = owner is node or before.name in owner.given_up or not owner.alive
+    must(ended and "job/round" not in world.data_at(before), f"{node.id} goes back from the store of {before.id}, which may take over")
 
 
 def _losses(world: World, old: RoundRecord, new: RoundRecord) -> None:

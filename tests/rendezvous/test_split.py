@@ -1,0 +1,129 @@
+"""A network that falls into single nodes: once it is whole, all of them are in one round again, however long that took (0020)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastirun.rendezvous.actions import Sync
+from elastirun.rendezvous.events import Synced
+from elastirun.rendezvous.records import NodeRow, Place, RoundRecord, Vote
+from elastirun.rendezvous.succession import Moves
+from tests.rendezvous.test_majority import MAJORITY, world_of
+from tests.rendezvous.test_succession import PLACES, RECORD, goes_on
+
+OWN, OF_C = PLACES[2], PLACES[3]
+NEWER = replace(RECORD, version=RECORD.version + 1)
+
+
+@pytest.mark.parametrize("lasts", [11, 12, 13, 14, 16, 18, 22, 30, 40, 50])
+@pytest.mark.parametrize(("count", "least"), [(3, 1), (3, 2), (3, 3), (4, 1), (4, 3), (5, 5)])
+def test_after_a_split_into_single_nodes_all_are_in_one_round_again(count: int, least: int, lasts: float) -> None:
+    world = world_of(count, store_grace=60.0, min_nodes=least)
+    for side, node in enumerate(world.nodes):
+        node.side = side
+    world.run(lasts)
+    for node in world.nodes:
+        node.side = 0
+    goes_on(world, *world.nodes, within=40.0)
+
+
+def test_a_node_that_goes_back_serves_another_standby_store() -> None:
+    """Nobody is to look for a job in the one that it has given up."""
+    world = world_of(3, store_grace=60.0)
+    before = {node.id: node.machine.row.standby for node in world.nodes}
+    for side, node in enumerate(world.nodes):
+        node.side = side
+    world.run(12)
+    for node in world.nodes:
+        node.side = 0
+    assert world.run(10, lambda: any(map(world.undecided, world.nodes)))
+    (waits,) = filter(world.undecided, world.nodes)
+    goes_on(world, *world.nodes, within=40.0)
+    assert world.record is not None and world.record.term == 0 and waits.machine.store.place is None
+    assert waits.machine.row.standby not in (0, before[waits.id])
+
+
+def waiting_in(place: Place, *, silent: bool = True, gone: str = "") -> Moves:
+    """The node b, which waits in the undecided store of ``place``. ``silent``: the store that it gave up did not answer."""
+    moves = Moves("b", MAJORITY, gone=frozenset(gone))
+    if not silent:
+        moves.note_minority(True, 0.0)
+    moves.search(RECORD, 0.0 if silent else None, {}, 2 * MAJORITY.expire)
+    moves.move(place, RECORD, {}, False, 2 * MAJORITY.expire)
+    return moves
+
+
+def goes_back(moves: Moves, found: RoundRecord | None, place: Place | None = None, standby: int = OF_C.port, came: str = "b") -> bool:
+    """Return whether the node goes back where ``found`` stands; the row of c there names ``standby``. ``came``: to the store in use."""
+    there = {"c": NodeRow("c", "c", "", 0, 2, standby=standby)}
+    rows = {i: NodeRow(i, i, "", 0, 2) for i in came}
+    moves._terms = dict.fromkeys(came, RECORD.term)
+    return moves.should_go_back(place, Synced(20.0, 20.0, found, there), RECORD, rows)
+
+
+def test_a_node_goes_back_from_its_own_store_to_the_one_that_has_gone_on() -> None:
+    assert goes_back(waiting_in(OWN), NEWER)
+    moves = waiting_in(OWN)
+    assert moves.go_back() is None and moves.at is None and not moves.undecided and moves.places(RECORD) == [PLACES[1], *PLACES[3:]]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [None, RECORD, replace(NEWER, store_id="another"), replace(NEWER, term=1), replace(NEWER, moved=OWN)],
+    ids=["nothing", "as it was", "another run", "taken over since", "moved"],
+)
+def test_it_does_not_go_back_to_anything_else(found: RoundRecord | None) -> None:
+    assert not goes_back(waiting_in(OWN), found)
+
+
+def test_it_goes_back_to_no_store_but_the_last_one_that_was_decided() -> None:
+    assert not goes_back(waiting_in(OWN), NEWER, place=PLACES[4])
+    moves = Moves("b", MAJORITY)
+    moves.move(PLACES[4], RECORD, {}, True, 1.0)
+    moves.search(RECORD, 1.0, {}, 20.0)
+    moves.move(OWN, RECORD, {}, False, 20.0)
+    moves.search(RECORD, 1.0, {}, 30.0)
+    assert PLACES[4] in [moves.look(RECORD, 30.0 + k).at for k in range(40)], "it looks there"
+    assert goes_back(moves, NEWER, place=PLACES[4]) and not goes_back(moves, NEWER)
+    assert moves.go_back() == PLACES[4]
+
+
+def test_it_does_not_go_back_to_a_host_whose_end_is_proven() -> None:
+    assert not goes_back(waiting_in(OWN, gone="h"), NEWER)
+
+
+def test_it_goes_back_from_the_side_of_the_few_only_when_a_round_has_formed_without_it() -> None:
+    """Else it would give that store up again, for the same reason."""
+    assert not goes_back(waiting_in(OWN, silent=False), NEWER)
+    assert goes_back(waiting_in(OWN, silent=False), replace(NEWER, round=RECORD.round + 1))
+
+
+def test_it_does_not_go_back_when_enough_have_come_to_its_own_store() -> None:
+    assert not goes_back(waiting_in(OWN), NEWER, came="bcd")
+
+
+def test_whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store() -> None:
+    assert not goes_back(waiting_in(OF_C), NEWER)
+    assert goes_back(waiting_in(OF_C), NEWER, standby=0)
+
+
+def test_in_a_store_that_is_decided_nobody_goes_back() -> None:
+    moves = waiting_in(OWN)
+    moves.answered(Sync(), Synced(21.0, 21.0, NEWER, {}, votes=()), RECORD)
+    assert not goes_back(moves, NEWER)
+
+
+def test_a_look_back_reads_the_row_of_the_owner_of_the_store_in_use() -> None:
+    moves = waiting_in(OF_C)
+    moves.search(RECORD, 0.0, {}, 20.0)
+    asked = [moves.look(RECORD, 20.0 + k) for k in range(40)]
+    assert [sync.rows for sync in asked if sync.at is None] and {sync.rows for sync in asked if sync.at is None} == {("c",)}
+
+
+def test_votes_are_not_written_where_a_node_goes_back_to() -> None:
+    moves = waiting_in(OWN)
+    assert moves.votes == (Vote("b", RECORD),)
+    moves.go_back()
+    assert not moves.votes
