@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from pathlib import Path
 
@@ -23,6 +24,26 @@ def test_each_mutant_changes_one_line_and_names_a_test(part: str) -> None:
         assert one.path(ROOT).read_text().count(one.old) == 1, f"{one.rule}: give the mutant the line that holds the rule now"
         file, _, name = one.test.partition("::")
         assert f"def {name.partition('[')[0]}(" in Path(ROOT, file).read_text(), f"{one.rule}: there is no {one.test}"
+
+
+def long_tests(path: Path) -> set[str]:
+    """Return the names of the tests in ``path`` that only TEST_LONG=1 runs."""
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return {node.name for node in found if "pytest.mark.long" in map(ast.unparse, node.decorator_list)}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_mutant_names_a_test_that_is_skipped(part: str) -> None:
+    long = {file: long_tests(ROOT / file) for file in {one.test.partition("::")[0] for one in mutants(part)}}
+    for one in mutants(part):
+        file, _, name = one.test.partition("::")
+        assert name.partition("[")[0] not in long[file], f"{one.rule}: {name} runs with TEST_LONG=1 only"
+
+
+def test_a_test_that_is_skipped_is_found() -> None:
+    assert "test_after_deaths_and_hangs_in_a_change_of_the_world_the_others_go_on" in long_tests(
+        ROOT / "tests/system/test_live_disturbances.py"
+    )
 
 
 def test_each_mutant_has_its_day(monkeypatch: pytest.MonkeyPatch) -> None:

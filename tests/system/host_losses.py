@@ -1,6 +1,6 @@
 """Lose the node that hosts the rendezvous store at a random moment of a running round: the job goes on without it, and never in two places.
 
-    python -m tests.system.host_losses --how kill|cut [--nodes 3] [--tries 20] [--expire 5] [--seed 1]
+    python -m tests.system.host_losses --how kill|cut|split [--nodes 3] [--tries 20] [--expire 5] [--seed 1]
 
 Each try is a job of real agents with ``--store-succession=majority`` (docs/decisions/0020) and one worker a node. The workers step
 together: a step is done when every rank has taken part in it over the network. In every other try a worker fails when it loses a peer,
@@ -13,6 +13,9 @@ of the killed node is left. Measured: seconds until the last of the new workers 
 ``--expire`` and 3 s; the host steps in no new round, and in the old one not after that. When its cable is back all nodes are in one round.
 Two nodes are no majority without the host: it goes on alone, and the other node ends with 201 after ``--store-grace``. Measured: seconds
 until the last worker of the new round has made a step. Needs root and iproute2.
+
+``--how split``: the cables of all nodes are pulled, and are back after 10 to 50 s. All nodes are in one round again. Measured: seconds from
+then until the last worker of that round has made a step.
 
 In the end all workers are told to end, and all agents exit with 0. No round makes a step after a later one has made its first. What went
 wrong is printed with the agents' output, and the exit code is 1.
@@ -43,6 +46,7 @@ from tests.support.until import poll
 from tests.system.preload_kills import TAG, command_line, everything
 
 LATEST = (0.3, 2.0)  # seconds from the first line of a worker to the loss: one of these times a random number up to 1
+SPLIT = (10.0, 50.0)  # seconds for which all cables are pulled, at least and at most
 GRACE = 3.0  # of ``expire``: --store-grace where a node is to end with 201
 WORKER = """
 import itertools, json, os, signal, socket, sys, time
@@ -291,11 +295,29 @@ def cut_in_two(job: Job, before: int, expire: float) -> tuple[float | None, str,
     return took, f"the host stepped alone, and the other node ended after {ended:.2f} s", [*wrong, *job.finish(0)]
 
 
-def one_loss(how: str, nodes: int, expire: float, after: float, peers: str) -> Result:
-    """Lose the host ``after`` seconds after the first worker of a round of all nodes. ``peers``: what a worker does that loses one."""
+def split(job: Job, before: int, lasts: float) -> tuple[float | None, str, list[str]]:
+    """Pull all cables for so many seconds. Return the same as ``cut``, with the seconds from then until all nodes step together."""
+    assert job.network is not None
+    nodes = range(len(job.agents))
+    for node in nodes:
+        job.network.cut(node)
+    time.sleep(lasts)  # what is tried is a split of this length
+    mended = time.monotonic()
+    for node in nodes:
+        job.network.mend(node)
+    whole = job.await_round(*nodes, after=before, steps=5)
+    wrong = unless((whole is not None, "not all nodes came together again"))
+    return whole[1] - mended if whole else None, f"all stepped together, after a split of {lasts:.1f} s", [*wrong, *job.finish(*nodes)]
+
+
+def one_loss(how: str, nodes: int, expire: float, after: float, peers: str, lasts: float = 0.0) -> Result:
+    """Lose the host ``after`` seconds after the first worker of a round of all nodes. ``peers``: what a worker does that loses one.
+
+    ``lasts``: seconds for which all cables are pulled.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="host-losses-")))
-        network = stack.enter_context(hosts.made(nodes, folder, debian=True)) if how == "cut" else None
+        network = stack.enter_context(hosts.made(nodes, folder, debian=True)) if how != "kill" else None
         job = Job(folder, nodes, expire, GRACE * expire if how == "cut" and nodes == 2 else PATIENCE, peers, network)
         try:
             before = job.await_worker(nodes)
@@ -304,7 +326,7 @@ def one_loss(how: str, nodes: int, expire: float, after: float, peers: str) -> R
             else:
                 time.sleep(after)
                 lose = killed if how == "kill" else cut_in_two if nodes == 2 else cut
-                took, text, wrong = lose(job, before, expire)
+                took, text, wrong = split(job, before, lasts) if how == "split" else lose(job, before, expire)
         finally:
             said = job.close()
     seconds = "never" if took is None else f"after {took:.2f} s"
@@ -317,20 +339,21 @@ def losses(how: str, nodes: int, expire: float, tries: int, seed: int) -> list[R
     chance, results = random.Random(seed), []
     for number in range(tries):
         after, peers = chance.choice(LATEST) * chance.random(), ("fail", "hang")[number % 2]
-        results.append(one_loss(how, nodes, expire, after, peers))
+        results.append(one_loss(how, nodes, expire, after, peers, chance.uniform(*SPLIT)))
         print(number, results[-1].text, *results[-1].wrong, sep="\n" if results[-1].wrong else " ", flush=True)
     return results
 
 
 def main() -> None:
     made = parser(__doc__, 20)
-    made.add_argument("--how", choices=("kill", "cut"), required=True, help="the host's agent is killed, or its cable is pulled")
+    how = "the host's agent is killed, its cable is pulled, or all are"
+    made.add_argument("--how", choices=("kill", "cut", "split"), required=True, help=how)
     made.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes of the job, two or more")
     made.add_argument("--expire", type=float, default=5.0, metavar="SECONDS", help="--expire of the agents")
     options = made.parse_args()
     if options.nodes < 2 or options.tries < 1 or not options.expire > 0:
         made.error("--nodes must be 2 or more, --tries 1 or more, --expire more than 0")
-    if options.how == "cut" and (reason := hosts.missing()):
+    if options.how != "kill" and (reason := hosts.missing()):
         raise SystemExit(f"no network namespaces here: {reason}")
     results = losses(options.how, options.nodes, options.expire, options.tries, options.seed)
     times = [one.took for one in results if one.took is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -609,6 +610,30 @@ def test_an_average_of_the_model_is_used_in_another_world_than_it_was_made_in(li
 
 
 # -- the group of the checkpoints
+
+
+def test_what_the_checkpoints_of_a_later_world_wait_for_is_cut(live: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent may ask this worker to leave its round while a peer does not come to the group that the checkpoints make."""
+    training, _ = live()
+    training._change = SimpleNamespace(world=World(1, (0, 1)))  # type: ignore[assignment]
+    monkeypatch.setattr(training, "_close_checkpoints", lambda: None)
+    monkeypatch.setattr(training, "_wait_for_others", lambda live: None)
+    heard = []
+
+    def begin(restores: bool) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as waits:
+            with server.accept()[0]:
+                connections.cut()
+                waits.setblocking(False)
+                with suppress(BlockingIOError):
+                    heard.append(waits.recv(1))
+
+    monkeypatch.setattr(training, "_begin", begin)
+    try:
+        training._begin_world(SimpleNamespace(begin=lambda world: None, rank=0, size=2))  # type: ignore[arg-type]
+    finally:
+        connections.forget()
+    assert heard == [b""]
 
 
 def waits(rank: int, world: int, comes: bool) -> tuple[float, float]:

@@ -31,6 +31,11 @@ ONE_DEVICE = "shared_memory_is_for_parameters_on_one_device_in_each_world"
 NAME = "a_torch_without_one_is_one_sentence"
 MUTANTS = (
     mutant(
+        "what the checkpoints of a later world wait for is cut",
+        *("elastic", "        connections.begin()  #", "        return self._begin(restores=False)  #"),
+        *("live_loop", "what_the_checkpoints_of_a_later_world_wait_for_is_cut"),
+    ),
+    mutant(
         "a torch that lacks a private name is refused at once",
         *("torch_private", "    if absent:\n        raise _without_frames", "    if False:\n        raise _without_frames"),
         *("torch_private", NAME),
