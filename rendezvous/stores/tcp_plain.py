@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -18,7 +19,7 @@ from elastirun.rendezvous.stores.tcp_index import index_of, keys_in
 from elastirun.rendezvous.stores.tcp_watch import WATCHED, mark
 
 ANSWER_LIMIT = 3.0  # seconds to connect, and for the answers to what is sent at once
-AT_ONCE = 256  # keys that are read in one round trip; their requests, some 30 KB, fit into the buffers of a connection
+AT_ONCE = 32_768  # bytes of requests sent before their answers are read, some 250 keys of ours: they fit into a connection's buffers
 
 
 class PlainTcpStore:
@@ -47,10 +48,14 @@ class PlainTcpStore:
             raise
 
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
-        wanted, never, found = list(keys), os.urandom(16), {}
-        for start in range(0, len(wanted), AT_ONCE):
-            some = wanted[start : start + AT_ONCE]
-            self._send(b"".join(tcp_wire.compare_set(key, never, never) for key in some))
+        wanted, never, found = deque(keys), os.urandom(16), {}
+        while wanted:
+            some = [wanted.popleft()]
+            requests = tcp_wire.compare_set(some[0], never, never)
+            while wanted and len(requests) + len(more := tcp_wire.compare_set(wanted[0], never, never)) <= AT_ONCE:
+                some.append(wanted.popleft())
+                requests += more
+            self._send(requests)
             found.update({key: value for key in some if (value := self._value()) != never})
         return found
 

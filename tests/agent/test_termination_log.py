@@ -139,9 +139,12 @@ def test_a_signal_while_devices_are_counted_is_told(tmp_path: Path) -> None:
     code += "main.main(['--nproc-per-node=auto', 't.py'])"
     environ = {**os.environ, VARIABLE: str(tmp_path / "log")}
     with subprocess.Popen([sys.executable, "-c", code], env=environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None and agent.stdout.readline() == "asked\n"
-        agent.terminate()
-        assert agent.wait(60) == 143
+        try:
+            assert agent.stdout is not None and agent.stdout.readline() == "asked\n"
+            agent.terminate()
+            assert agent.wait(60) == 143
+        finally:
+            agent.kill()  # else a failure above would wait for it without end
     found = json.loads((tmp_path / "log").read_text())
     assert (found["verdict"], found["exit_code"], found["reason"]) == ("left", 143, "SIGTERM before anything was started")
 

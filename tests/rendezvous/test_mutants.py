@@ -830,8 +830,13 @@ MUTANTS = (
     ),
     mutant(
         "a connection without torch finds the rows of a job",
-        *("rendezvous/stores/tcp_plain", "wanted[start : start + AT_ONCE]", "wanted[start : start + AT_ONCE - 1]"),
+        *("rendezvous/stores/tcp_plain", "        while wanted:\n", "        if wanted:\n"),
         *("tcp_plain", "it_lists_what_torchs_clients_have_written"),
+    ),
+    mutant(
+        "requests for long keys fit into the buffers of a connection",
+        *("rendezvous/stores/tcp_plain", "never)) <= AT_ONCE:", "never)) <= AT_ONCE * 128:"),
+        *("tcp_plain", "requests_for_long_keys_fit_into_the_buffers_of_a_connection"),
     ),
     # Pushes and polls.
     mutant(
@@ -861,7 +866,7 @@ MUTANTS = (
     ),
     mutant(
         "many keys are read at once",
-        *("rendezvous/stores/tcp_plain", "range(0, len(wanted), AT_ONCE)", "range(0, len(wanted), AT_ONCE // 128)"),
+        *("rendezvous/stores/tcp_plain", "never)) <= AT_ONCE:", "never)) <= AT_ONCE // 128:"),
         *("stores", "many_keys_are_not_read_one_by_one"),
     ),
     mutant(

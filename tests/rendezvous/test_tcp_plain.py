@@ -52,12 +52,20 @@ def test_it_reads_what_exists_and_replaces_what_it_expects(server: Server, plain
 
 def test_it_lists_what_torchs_clients_have_written(server: Server, plain: PlainTcpStore, key: str) -> None:
     store, folder = server.connect(), key.removesuffix("round") + "node/"
-    written = {f"{folder}{number}": os.urandom(1 + 100 * (number % 50)) for number in range(3 * tcp_plain.AT_ONCE + 1)}
+    written = {f"{folder}{number}": os.urandom(1 + 100 * (number % 50)) for number in range(800)}
     for name, value in written.items():
         store.put_if(name, None, value)
     assert plain.under(folder) == plain.get(written) == written
     store.delete(f"{folder}1")
     assert plain.under(folder).keys() == written.keys() - {f"{folder}1"} and plain.under(folder + "none/") == {}
+
+
+def test_requests_for_long_keys_fit_into_the_buffers_of_a_connection(plain: PlainTcpStore, key: str) -> None:
+    """Else the old server of torch 2.6, which reads nothing while it writes an answer, and this client would wait for each other."""
+    send, sizes = plain._send, list[int]()
+    plain._send = lambda data: (sizes.append(len(data)), send(data))[1]  # type: ignore[method-assign]
+    assert plain.get([f"{key}{k}".ljust(4000, "k") for k in range(100)]) == {}
+    assert max(sizes) <= tcp_plain.AT_ONCE and len(sizes) < 20
 
 
 def test_it_creates_no_key(server: Server, plain: PlainTcpStore, key: str) -> None:
