@@ -16,7 +16,7 @@ PERIOD = 15.0  # seconds without a first step, or since a worker has ended, that
 class Phase(Enum):
     """The part of a round in which its line is due."""
 
-    FIRST_STEP = 1  # nobody has looked at the workers yet
+    FIRST_STEP = 1  # the first look of the round is still to come
     RUNNING = 2
     ASKED = 3  # the workers write their stacks
     OVER = 4  # the line was said, or no round runs
@@ -31,11 +31,11 @@ class Standing:
         self._finished = 0  # workers that had ended with 0 at the last look
 
     def start(self, now: float) -> None:
-        """A round's workers were started."""
+        """Begin to look: the workers of a round were started at ``now``."""
         self._phase, self._due, self._finished = Phase.FIRST_STEP, now + PERIOD, 0
 
     def stop(self) -> None:
-        """The round's workers are being stopped, or have ended."""
+        """Say nothing more about this round: its workers are being stopped, or have ended."""
         self._phase, self._due = Phase.OVER, math.inf
 
     def tick(self, now: float) -> float:

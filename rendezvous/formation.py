@@ -17,6 +17,7 @@ from elastirun.rendezvous.view import View
 
 LOOK_BACK = 2.0  # seconds; a store that has taken over from this one says so within 1.3 s to whoever serves an empty one in its place
 MOST_CAME = 16  # newcomers that a record names: where more come at once, no single node comes again and again
+MOST_CAUSES, MOST_MISSED = 12, 4  # failures that the verdict carries, and workers that the others missed, which come after them
 MOST_NAMES = 3  # nodes that one line names; such a line is repeated every 10 s
 
 
@@ -246,7 +247,7 @@ def _give_up(record: RoundRecord, causes: tuple[ExitRecord, ...], why: str) -> F
     times = "a worker failed" if record.failures == 1 else f"a worker failed in {record.failures} rounds"
     same = f"; it was the same failure {record.repeats} times in a row" if record.repeats > 1 else ""
     reason = clip(f"{times}, {why}: {describe(causes[0])}{same}")
-    shown = (*causes[:12], *causes[12:][-4:])  # workers that the others missed come last
+    shown = (*causes[:MOST_CAUSES], *causes[MOST_CAUSES:][-MOST_MISSED:])  # workers that the others missed come last
     closed = Closed(Verdict.FAILED, reason, record.broken.by if record.broken else "", shown)
     leader = record.members[0].id if record.members else ""
     return Forming(replace(record, version=record.version + 1, closed=closed), reason, leader)

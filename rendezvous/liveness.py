@@ -18,6 +18,7 @@ from elastirun.rendezvous.timing import SURE, Lease
 
 MOST_WAITS = 5  # waits for more candidates, counted from the first moment at which there were enough
 
+
 @dataclass
 class _Seen:
     """Observations of one other node. Times in seconds of this node's monotonic clock."""

@@ -112,8 +112,12 @@ def count_loss(view: View, lost: list[Member]) -> RoundRecord:
         return record
     lost = [m for m in lost if m.id in broken.died or m.id not in broken.lost]
     here = {row.id for row in view.candidates()}
-    came = {Cause.JOIN: {broken.by}, Cause.LEAVE: {*record.came}}.get(broken.cause, set())
-    gone = bool(lost or came - here)
+    came: Collection[str] = ()  # who came just before, and counts as lost when it is gone again
+    if broken.cause is Cause.JOIN:
+        came = (broken.by,)
+    elif broken.cause is Cause.LEAVE:
+        came = record.came
+    gone = bool(lost) or not here.issuperset(came)
     if broken.cause is Cause.JOIN and not gone:
         return record
     kept = keeps_state(view.rows.values(), record.round)

@@ -42,8 +42,8 @@ from elastirun.rendezvous.records import Blame, ExitRecord
 VICTIM_HOLD = 0.3  # seconds; enough for the culprit to write its traceback and end, which takes tens of milliseconds
 SIGNAL_HOLD = 1.0  # seconds; enough for a supervisor to signal the agent too, which takes milliseconds
 LOST_PEERS = "lost peers of which no agent has seen a failure; its process goes on"
-MAX_MISSED = 3  # of these, at least so many are workers that the others have missed
 MAX_REPORTED = 8  # failures per node and round that the node's row carries; more would not fit
+MAX_MISSED = 3  # of those, the last ones: the workers that the others have missed are among them, up to so many
 
 
 class FailureTracker:
@@ -90,7 +90,7 @@ class FailureTracker:
         return tuple((record.rank, record.local_rank) for record in self._records if record.blame == Blame.VICTIM) if lost else ()
 
     def note_missed(self, elsewhere: Iterable[Observed]) -> None:
-        """Note whom failed peers have probably missed: the workers that are ``elsewhere``, and those that have ended well. Once a round."""
+        """Note whom failed peers have probably waited for: the workers that are ``elsewhere``, and those that ended with 0. Once."""
         if self._noted:
             return
         self._noted = True

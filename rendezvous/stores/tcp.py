@@ -156,6 +156,7 @@ class TcpStore(PlainTcpStore):
             watch.close()
 
     def __del__(self) -> None:
+        # Like torch's client, whoever lets it go has closed it.
         if hasattr(self, "_socket"):  # else it could not connect
             self.close()
 

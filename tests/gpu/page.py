@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.parts import NEVER_TRIED, PARTS, Claim, Part
-from tests.gpu.results import PASSED, SAID_NOTHING, Results, read, write
+from tests.gpu.results import NOT_RUN, PASSED, Results, read, write
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS, PAGE = DOCS / "gpu.json", DOCS / "gpu.md"
@@ -37,7 +37,7 @@ def merge(old: Results, new: Results) -> Results:
     for name, one in new.items():
         if (
             not one["dry"]
-            and one["verdict"] not in SAID_NOTHING
+            and one["verdict"] not in NOT_RUN
             and one["date"] >= found.get(name, one)["date"]
         ):
             found[name] = one

@@ -16,7 +16,7 @@ from tests.support.figures import printed
 Results = dict[str, dict[str, Any]]  # by part, as ``Result`` has them
 TEXTS = ("verdict", "machine", "versions", "commit", "date", "end")
 PASSED, FAILED, LATE, SKIPPED, MISSING = "passed", "failed", "late", "skipped", "missing"
-SAID_NOTHING = (SKIPPED, MISSING)  # no time was left, or what the part needs is not installed
+NOT_RUN = (SKIPPED, MISSING)  # no time was left, or what the part needs is not installed
 
 
 @dataclass
@@ -82,7 +82,7 @@ def keep(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     """Return which of two results of one part counts: the newer one, but never one that says less than the other."""
 
     def weight(found: Mapping[str, Any]) -> tuple[bool, bool]:
-        return found["verdict"] not in SAID_NOTHING, not found["dry"]
+        return found["verdict"] not in NOT_RUN, not found["dry"]
 
     return old if old and weight(old) > weight(new) else new
 

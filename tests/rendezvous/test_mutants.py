@@ -94,12 +94,12 @@ MUTANTS = (
     ),
     mutant(
         "a node that comes and says goodbye is a loss",
-        *("updates", "Cause.LEAVE: {*record.came}", "Cause.LEAVE: set()"),
+        *("updates", "        came = record.came\n", "        came = ()\n"),
         *("crash_loops", "nor_does_one_that_comes_and_says_goodbye_again_and_again"),
     ),
     mutant(
         "a node that leaves after a long time is no loss",
-        *("updates", "Cause.LEAVE: {*record.came}", "Cause.LEAVE: {*record.ids}"),
+        *("updates", "        came = record.came\n", "        came = record.ids\n"),
         *("crash_loops", "nodes_that_are_upgraded_one_after_the_other_are_not_held_back"),
     ),
     mutant(
@@ -647,7 +647,7 @@ MUTANTS = (
     ),
     mutant(
         "who has ended a round and is gone before the next one is a loss",
-        *("updates", "Cause.JOIN: {broken.by}, ", ""),
+        *("updates", "        came = (broken.by,)\n", "        came = ()\n"),
         *("crash_loops", "a_node_that_crashes_again_and_again_does_not_keep_the_others_from_their_work"),
     ),
     mutant(

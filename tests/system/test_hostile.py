@@ -274,6 +274,21 @@ def test_when_the_round_record_is_deleted_the_others_go_on_without_the_store(nod
     assert nodes.ends(job.agents[1]) == 0
 
 
+@pytest.mark.parametrize("kind", ["runs", "is broken", "has failed"])
+def test_a_signed_round_of_an_earlier_run_ends_the_job(nodes: Cluster, kind: str) -> None:
+    """All nodes read that the store has another job, of whose nodes they are none. See SECURITY.md."""
+    job = start(nodes, token=TOKEN)
+    earlier = dataclasses.replace(job.stranger.record(), store_id="an earlier run")
+    if kind == "is broken":
+        earlier = dataclasses.replace(earlier, broken=Broken(Cause.LEAVE, "left", "n"))
+    elif kind == "has failed":
+        earlier = dataclasses.replace(earlier, closed=Closed(Verdict.FAILED, "failed", "n"))
+    job.stranger.put(JOB + "round", Codec(TOKEN).encode(JOB + "round", earlier))
+    for worker in job.workers:
+        worker.await_death()
+    job.end([201, 201])
+
+
 def test_an_older_signed_round_that_is_put_back_is_not_obeyed(nodes: Cluster) -> None:
     """It names a round that ran before: the number, and with it the fence, would come a second time."""
     job = start(nodes, "--max-restarts=3", "--store-succession=proof", token=TOKEN, expire=3)

@@ -28,8 +28,8 @@ WIDTH, LAYERS, STEPS = 512, 3, 5  # a layer takes 1 MiB: a bucket of its own bel
 BACKENDS = ("aot_eager", "inductor")
 STAND_IN = "eager"  # for inductor in a dry run
 WHERE = ("inside", "outside")  # DDP(torch.compile(model)), torch.compile(DDP(model))
-# Of the largest gradient of a tensor. bfloat16 has 8 bits: a compiled graph rounds fewer values to it than
-# the operations one by one.
+# Largest difference, as a share of the largest gradient of the tensor. bfloat16 keeps 8 bits, and a compiled graph
+# rounds to them less often than separate operations do.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 CASES = [(backend, where, kind) for backend in BACKENDS for where in WHERE for kind in TOLERANCE]
 LIMIT = 100.0  # seconds for a world
