@@ -37,6 +37,7 @@ from elastirun.agent.processes.spawn import WorkerSpec
 from elastirun.agent.processes.workers import WorkerExit, Workers
 from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.session import STANDSTILL, Session
+from elastirun.agent.shared_devices import devices, warn_of_twins
 from elastirun.agent.sit_out import SitOut
 from elastirun.agent.spec import NodeEnvironment, cpu_sets, worker_like, worker_specs
 from elastirun.agent.store_access import new_row
@@ -305,7 +306,8 @@ class Agent:
     def _describe_store(self) -> str:
         live = [process.spec.rank for process in self._workers.processes.values() if self._live.is_live(process.pid)]
         steps = [asdict(one) for one in self._hangs.steps(clock.now())]
-        return self._session.describe_store(steps, sorted(live), sorted(self._workers.finished))
+        finished = sorted(self._workers.finished)
+        return self._session.describe_store(steps=steps, live=sorted(live), finished=finished, devices=devices(self._node.environ))
 
     def _on_store(self, mask: int) -> None:
         for line in self._session.receive():
@@ -503,6 +505,9 @@ class Agent:
         return worker_specs(self._config, record, node_rank, node, lambda local: self._logs.error_file(record.round - 1, local))
 
     def _announce(self, record: RoundRecord, node_rank: int, specs: list[WorkerSpec], kept: list[int]) -> None:
+        if self._round_events.started_at is None:
+            mine, notices = devices(self._node.environ), self._session.access.notices
+            warn_of_twins(record.members, node_rank, self._config.run_id, self._round_check.path, mine, notices.append)
         nodes, workers = len(record.members), record.world_size
         self._round_events.start(record, node_rank, [spec.rank for spec in specs], kept, clock.now())
         if self._config.max_nodes > 1 or record.round > 1:

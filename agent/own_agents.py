@@ -26,6 +26,7 @@ class OwnAgent:
     """The word of one agent. ``endpoints``: of its launch. ``store``: where its job meets, as ``StoreAccess.for_status`` describes it.
 
     ``steps``: of its workers that stamp them, by rank. ``live``: ranks of its live workers; ``finished``: of those that have ended with 0.
+    ``devices``: the GPUs that its workers see, as ``shared_devices.devices`` says it.
     """
 
     job: str
@@ -34,6 +35,7 @@ class OwnAgent:
     steps: tuple[WorkerSteps, ...] = ()
     live: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    devices: str = ""
 
 
 def sockets() -> list[str]:
@@ -48,7 +50,8 @@ def ask(path: str) -> OwnAgent | None:
         answer = json.loads(agent_socket.ask(path, STORE, ASK_LIMIT)[0])
         steps = tuple(_steps(**one) for one in answer["steps"])
         live, finished = (tuple(map(int, answer.get(name, ()))) for name in ("live", "finished"))
-        return OwnAgent(str(answer["job"]), tuple(map(str, answer["endpoints"])), dict(answer["store"]), steps, live, finished)
+        endpoints, devices = tuple(map(str, answer["endpoints"])), str(answer.get("devices", ""))
+        return OwnAgent(str(answer["job"]), endpoints, dict(answer["store"]), steps, live, finished, devices)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

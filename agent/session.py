@@ -77,16 +77,13 @@ class Session:
     def fileno(self) -> int:
         return self._exchanges.fileno()
 
-    def describe_store(self, steps: list[dict[str, Any]], live: list[int], finished: list[int]) -> str:
-        """Return as a line of JSON where the job meets, for ``elastirun status``. ``steps``: each worker's ``WorkerSteps``.
-
-        ``live``: ranks of the live workers of this node; ``finished``: of those that have ended with 0.
-        """
+    def describe_store(self, **more: Any) -> str:
+        """Return as a line of JSON where the job meets, and ``more`` about this node, for ``own_agents.ask``."""
         config = self.access.config
         endpoints = (config.endpoint, *config.other_endpoints, *(config.etcd.endpoints if config.etcd else ()))
         store = self.access.for_status(self.machine.store.place)
         known = {"job": config.run_id, "endpoints": [str(one) for one in endpoints if one], "store": store}
-        return json.dumps({**known, "steps": steps, "live": live, "finished": finished})
+        return json.dumps({**known, **more})
 
     @property
     def due(self) -> float:
