@@ -16,7 +16,7 @@ import torch
 
 from .errors import WrongUse
 
-TRIED = ("2.6", "2.14")  # the oldest supported version of torch, and the newest with which the tests have passed
+TRIED = ("2.6", "2.14")  # torch: with the oldest version some tests fail (docs/torchrun.md), with the newest all pass
 
 NEEDED = {  # by module: the names that are looked up in it
     "torch": ("_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_round_"),
