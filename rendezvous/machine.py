@@ -50,6 +50,7 @@ class Machine:
         self._outcome: tuple[Outcome, str] | None = None  # how this node ends, and why
         self._hurried = 0  # the round whose workers have got a ``Stop`` with the short grace of a node that is cut off
         self._waiting = Wait(now)  # for a round, or for the end of the goodbye
+        self._says_away = False  # the store is away, so that what is known of other waits may be old
         self._prepares = False  # workers cannot start here yet
         self._kept = False  # some workers here kept their state when their last round ended
         self._gathered = False  # all workers of the running round train together
@@ -424,6 +425,7 @@ class Machine:
 
     def _check_store_grace(self) -> None:
         """Give up on a store that is away, or of too few nodes, for longer than ``store_grace``; say before that it is."""
+        self._says_away = False
         trouble, last = self.store.contact.trouble, self.store.contact.last
         what = f"the rendezvous store is away ({trouble})"
         if self.store.waits is not None:
@@ -436,6 +438,7 @@ class Machine:
         elif away > self.rules.expire:
             goes_on = "the workers go on" if self.state is RUNNING else "waiting"
             self._progress(f"{what}; {goes_on} for up to {self.rules.store_grace:g} s")
+            self._says_away = True
         self._wake_at(last + self.rules.store_grace)
 
     # -- the exchange with the store ----------------------------------------------------------------------------------
@@ -489,7 +492,7 @@ class Machine:
 
     def _progress(self, text: str, at_once: bool = False) -> None:
         """Say why this node waits, once the wait has lasted, or ``at_once`` when the text is new."""
-        if line := self._waiting.line(text, self._now, at_once):
+        if not self._says_away and (line := self._waiting.line(text, self._now, at_once)):
             self._actions.append(Say(line))
 
     def _wake_at(self, when: float | None) -> None:

@@ -22,10 +22,15 @@ class Wait:
         self._pause = PROGRESS_EVERY
 
     def line(self, text: str, now: float, at_once: bool) -> str:
-        """Return the line to be said about a wait; empty: none now. ``at_once``: a new text is said without delay."""
-        if now < self._due and not (at_once and text != self._last):
+        """Return the line to be said about a wait; empty: none now. ``at_once``: a new text is said without delay.
+
+        A new text does not wait for the pause after an old one to end.
+        """
+        again = text == self._last
+        due = self._due if again else self._due - self._pause + PROGRESS_EVERY
+        if now < due and (again or not at_once):
             return ""
-        again, self._last = text == self._last, text
+        self._last = text
         self._pause = min(2 * self._pause, LONGEST_PAUSE) if again else PROGRESS_EVERY
         self._due = now + self._pause
         return text.partition(";")[0] if again and len(text) > LONG_LINE else text

@@ -12,9 +12,12 @@ from tests.chaos.job import Agent, Job, Ticks
 
 GAP = 1.0  # seconds; a worker that wrote nothing for so long did not run meanwhile
 HOST = "which hosted the rendezvous store"  # in the reason of a round whose store has moved
+AWAY = "the rendezvous store was away"  # the reason of an agent that gives up after --store-grace begins so
+BACK = 6.0  # seconds after a fault until an agent finds the store: attempts are 2 s apart, and each takes 3 s
 AFTERMATH = 8.0  # seconds beyond ``expire`` for which a fault that is over is felt: TCP waits longer and longer before it tries again
 SIGKILL, SIGTERM, SIGSTOP = 9, 15, 19
 Span = tuple[float, float]
+Still = tuple[int, float, float]  # a node that stood still, from when, to when
 
 
 @dataclass
@@ -168,18 +171,57 @@ def _expulsions(job: Job, faults: list[Done], ending: float, strict: bool = Fals
             yield f"{name} was called lost at {when:.2f} and nothing was done to it: {event}"
 
 
+def gave_up(agents: list[Agent], began: float) -> list[str]:
+    """Return a line for each agent that ended by itself: its code, when, counted from ``began``, and why."""
+    ends = [(agent.name, e) for agent in agents for e in agent.read() if e["event"] == "end"]
+    ends = [(name, e) for name, e in ends if e["outcome"] != "left"]
+    ends.sort(key=lambda end: end[1]["mono"])
+    return [f"{name} ended with {e['code']} at {e['mono'] - began:.1f} s: {e['reason']}" for name, e in ends]
+
+
 def _codes(job: Job, faults: list[Done], strict: bool = False) -> Iterator[str]:
     """201 is right where the store was out of reach, or replaced by another one; else only what the signals sent explain.
 
     A machine that did not let the agent or the store's host run is no fault of theirs: they say in their events that they stood still.
     """
-    still = [(agent.node, b) for agent in job.all for a, b in _stood_still(agent) if b - a > 2.0]
+    still = [(agent.node, a, b) for agent in job.all for a, b in _stood_still(agent) if b - a > 2.0]
     for agent in job.all:
         code = agent.process.poll()
         young = code == -SIGTERM and SIGTERM in agent.sent and not agent.read()  # Python had not even begun to run it
         killed, told = code == -SIGKILL and SIGKILL in agent.sent, code == 128 + SIGTERM and SIGTERM in agent.sent
-        after = job.terms.store_grace + 2 * AFTERMATH
-        away = [f for f in faults if f.begin <= agent.ended <= f.end + after and (agent.node in f.touched or f.node == 0)]
-        starved = [b for node, b in still if node in (0, agent.node) and b <= agent.ended <= b + after]
-        if not (killed or told or young or (code == 201 and (away or (starved and not strict)))):
+        reason = next((e["reason"] for e in agent.read() if e["event"] == "end"), "")
+        explained = code == 201 and _explains_201(job, faults, [] if strict else still, agent, reason)
+        if not (killed or told or young or explained):
             yield f"{agent.name} ended with {code}: {job.output(agent)[-300:]}"
+
+
+def _explains_201(job: Job, faults: list[Done], still: list[Still], agent: Agent, reason: str) -> bool:
+    """Return whether what was done explains that ``agent`` gave up for ``reason``.
+
+    Where only the first node can host the store, its agent has ended before, or faults and standstills have kept
+    the two apart for ``store_grace``, but for the time until an agent finds the store again. Elsewhere something
+    was done to one of the two.
+    """
+    after = job.terms.store_grace + 2 * AFTERMATH
+    if job.terms.etcd or job.terms.succession != "off":
+        told = [(f.begin, f.end) for f in faults if agent.node in f.touched or f.node == 0]
+        told += [(b, b) for node, _, b in still if node in (0, agent.node)]
+        return any(a <= agent.ended <= b + after for a, b in told)
+    hosts = [other for other in job.all if other.node == 0 and other is not agent]
+    gone = [host.ended for host in hosts if 0 < host.ended <= agent.ended]
+    if not reason.startswith(AWAY):
+        return any(agent.ended - after <= ended for ended in gone)
+    since = agent.ended - job.terms.store_grace - BACK
+    spans = [(f.begin, f.end) for f in faults if agent.node in f.touched or 0 in f.touched]
+    spans += [(ended, ended + BACK) for ended in gone]
+    spans += [(a, b) for node, a, b in still if node in (0, agent.node)]
+    return _covered(spans, since, agent.ended) >= job.terms.store_grace - BACK
+
+
+def _covered(spans: list[Span], since: float, until: float) -> float:
+    """Return the seconds between ``since`` and ``until`` in which at least one of the spans lasted."""
+    seconds, end = 0.0, since
+    for a, b in sorted(spans):
+        seconds += max(0.0, min(b, until) - max(a, end))
+        end = max(end, b)
+    return seconds

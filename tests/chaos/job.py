@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,19 @@ class Job:
                 return f"{agent.name} does not know of round {number}: {told[-1:]}"
         return ""
 
-    def hold(self) -> float:
-        """Return the seconds that newcomers have to wait after many early losses, as agents have said last. See docs/decisions/0011."""
-        said = [re.findall(r"newcomers are taken in after (\d+) s", self.output(agent)) for agent in self.agents]
+    def hold(self, since: Mapping[str, int] | None = None) -> float:
+        """Return the seconds that newcomers have to wait after many early losses, as agents have said last.
+
+        See docs/decisions/0011. ``since``: an earlier ``written()``; what agents have said before does not count.
+        They repeat it every 10 s.
+        """
+        texts = [self.output(agent)[(since or {}).get(agent.name, 0) :] for agent in self.agents]
+        said = [re.findall(r"newcomers are taken in after (\d+) s", text) for text in texts]
         return max((float(seconds[-1]) for seconds in said if seconds), default=0.0)
+
+    def written(self) -> dict[str, int]:
+        """Return how many characters each agent has written so far."""
+        return {agent.name: len(self.output(agent)) for agent in self.agents}
 
     def stop_etcd(self) -> None:
         if self.etcd is not None:

@@ -27,6 +27,7 @@ class Play:
     def __init__(self, folder: Path, nodes: int, terms: Terms, seed: int, say: Callable[[str], None] = print, bound: float = BOUND) -> None:
         self._say, self._bound = say, bound
         self.settled: list[float] = []  # seconds after each step
+        self.held: list[float] = []  # for how many seconds newcomers had to wait meanwhile (docs/decisions/0011)
         self.excused: list[str] = []
         self.late = ""  # why not everybody was in the newest round in time
         self.done: list[Done] = []
@@ -71,6 +72,7 @@ class Play:
         rounds = {(ticks.store, ticks.round) for ticks in files}
         beside = [(one, other, seconds) for one, other, seconds in checks.overlaps(files) if one[0] != other[0]]
         took = sorted(self.settled) or [0.0]
+        free = [seconds for seconds, held in zip(self.settled, self.held, strict=True) if not held]
         noisy = [f for f in self.done if f.kind == "noise"]
         lost = checks.lost(self.job.all)
         by_noise = sum(any(f.begin <= when <= f.end for f in noisy) for when, _, _ in lost)
@@ -79,11 +81,14 @@ class Play:
                 f"{len(self.done)} faults in {time.monotonic() - self._began:.0f} s: {kinds}",
                 f"{len(rounds)} rounds with workers in {len({store for store, _ in rounds})} stores, {len(self.job.all)} agents,"
                 f" ended with {dict(self.codes)}",
-                f"all in the newest round {took[len(took) // 2]:.1f} s after the last fault in the middle, {took[-1]:.1f} s at most",
+                f"all in the newest round {took[len(took) // 2]:.1f} s after the last fault in the middle,"
+                f" {took[-1]:.1f} s at most; {max(free, default=0.0):.1f} s at most"
+                f" in the {len(free)} of {len(self.settled)} times when no newcomer was held",
                 f"called lost {len(lost)} times, {by_noise} of them under loss and delay;"
                 f" {checks.starved(self.job.all)} agents stood still by themselves, this process for {self.longest:.1f} s at most;"
                 f" excused for that: {self.excused};"
                 f" rounds of two stores complete at once: {[round(seconds, 2) for _, _, seconds in beside]}",
+                *checks.gave_up(self.job.all, self._began),
             ]
         )
 
@@ -116,14 +121,17 @@ class Play:
 
     def _settle(self, after: str) -> str:
         """Wait until everybody is in the newest round. Returns why not, when they are not within the bound."""
-        origin, held_up = time.monotonic(), self.held_up
+        origin, held_up, before = time.monotonic(), self.held_up, self.job.written()
         while why := self.job.unsettled(origin):
             if time.monotonic() > origin + self._bound + self.job.hold() + 3 * (self.held_up - held_up):
                 return f"not in one round {self._bound:g} s after {after}: {why}"
             self._wait(LOOK)
-        took = time.monotonic() - origin
+        took, held = time.monotonic() - origin, self.job.hold(before)
         self.settled.append(took)
-        self._say(f"{time.monotonic() - self._began:6.1f} s  {len(self.done):3} faults  settled {took:4.1f} s after {after}")
+        self.held.append(held)
+        note = f"; newcomers were held for {held:g} s" if held else ""
+        now = f"{time.monotonic() - self._began:6.1f} s  {len(self.done):3} faults"
+        self._say(f"{now}  settled {took:4.1f} s after {after}{note}")
         self._wait(CALM)
         return ""
 

@@ -1,8 +1,9 @@
-"""When a node whose store is away tries again."""
+"""When a node whose store is away tries again, and when a node that waits says why."""
 
 from __future__ import annotations
 
 from elastirun.rendezvous.contact import Contact
+from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT, Timing
 
 BEAT, GRACE = 0.5, 20.0
@@ -39,3 +40,11 @@ def test_several_slow_answers_in_a_row_are_worth_a_line() -> None:
     for took, slow in ((2.0, 1), (2.0, 2), (1.0, 0), (2.0, 1), (2.0, 2), (2.0, 3), (2.0, 4), (2.0, 4)):
         contact = contact.answered(10.0, 10.0 - took, Timing().slow_answer)
         assert contact.slow == slow
+
+
+def test_the_same_reason_to_wait_is_said_ever_less_often_and_a_new_one_within_ten_seconds() -> None:
+    wait = Wait(0.0)
+    assert [t for t in range(265) if wait.line("a spare", float(t), False)] == [10, 20, 40, 80, 140, 200, 260]
+    assert wait.line("a spare, and more", 261.0, True) == "a spare, and more"
+    assert [t for t in range(262, 340) if wait.line("the store is away", float(t), False)] == [271, 281, 301]
+    assert [t for t in range(302, 340) if wait.line("a spare", float(t), False)] == [311, 321]

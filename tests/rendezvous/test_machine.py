@@ -255,6 +255,20 @@ def test_a_spare_waits_without_disturbing_and_steps_in() -> None:
     assert world.run(10, world.all_finished) and spare.outcome is Outcome.SUCCEEDED
 
 
+def test_a_spare_whose_store_is_away_says_only_that() -> None:
+    world = started(2, min_nodes=2)
+    spare = world.add()
+    world.run(300)
+    spare.cut = True
+    assert world.run(15, lambda: "the rendezvous store is away" in spare.said[-1])
+    spare.said.clear()
+    world.run(40)
+    assert len(spare.said) == 2 and all("the rendezvous store is away" in line for line in spare.said)
+    spare.cut = False
+    world.run(5)
+    assert "the store is back after" in spare.said[2] and "spare" in spare.said[3]
+
+
 def test_a_polite_leave_closes_nothing() -> None:
     world = started(3)
     a, b, c = world.nodes

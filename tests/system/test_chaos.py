@@ -12,7 +12,7 @@ import pytest
 from tests.chaos import checks, faults
 from tests.chaos.checks import Done
 from tests.chaos.faults import Fault
-from tests.chaos.job import Agent, Terms, Ticks
+from tests.chaos.job import Agent, Job, Terms, Ticks
 from tests.chaos.network import Network, missing
 from tests.chaos.play import Play
 
@@ -111,8 +111,8 @@ def test_two_rounds_that_are_both_complete_are_noticed(tmp_path: Path) -> None:
     assert list(checks._side_by_side(one + early)) == ["rounds 1 and 2 were both complete for 0.50 s"]
 
 
-def agent(name: str, *events: dict[str, Any]) -> Agent:
-    made = Agent(name, subprocess.Popen(["true"]), Path("/nowhere"), 0.0)
+def agent(name: str, *events: dict[str, Any], code: int = 0) -> Agent:
+    made = Agent(name, subprocess.Popen(["sh", "-c", f"exit {code}"]), Path("/nowhere"), 0.0)
     made.process.wait()
     made.events = [{"name": name.partition("-")[0], **e} for e in events]
     return made
@@ -147,6 +147,51 @@ def test_a_host_that_leaves_may_be_called_lost_by_who_only_hears_that_it_has_gon
     Now.all[0].events[0]["reason"] = "h0 10.77.0.10, which hosted the rendezvous store, was lost"
     assert not found(left)
     assert len(found()) == len(found(Done("term h2", "term", 2, set(), 99.0, 99.0))) == 1
+
+
+def test_an_agent_gives_up_a_store_only_for_what_was_done(tmp_path: Path) -> None:
+    (tmp_path / "h1-0.out").touch()
+    job = object.__new__(Job)
+    job.terms, job.folder = Terms(store_grace=15.0), tmp_path
+    away = f"{checks.AWAY} for 15 s: no answer within 2 s"
+    replaced = "the rendezvous store was replaced by another one"
+
+    def found(reason: str, *done: Done, host: tuple[dict[str, Any], ...] = (), ended: float = 0.0) -> list[str]:
+        """What is wrong with the end of h1 at 100.0."""
+        end = {"event": "end", "outcome": "store lost", "code": 201, "reason": reason, "mono": 100.0}
+        job.all = [agent("h1-0", end, code=201), agent("h0-0", *host, code=143)]
+        job.all[1].sent = {checks.SIGTERM}
+        job.all[0].ended, job.all[1].ended = 100.0, ended
+        return list(checks._codes(job, list(done)))
+
+    cut = Done("cut h1", "cut", 1, {1}, 83.0, 101.0)
+    assert not found(away, cut)
+    noise = Done("noise h1", "noise", 1, {1}, 91.0, 95.0)
+    assert not found(away, Done("cut h0", "cut", 0, {0, 1, 2}, 83.0, 92.0), noise)
+    stood_still = {"event": "stood_still", "mono": 99.0, "seconds": 14.0}
+    assert not found(away, host=(stood_still,))
+    assert len(found(away, noise)) == 1, "it was over soon"
+    assert len(found(away, Done("cut h2", "cut", 2, {2}, 83.0, 101.0))) == 1, "neither is cut off"
+    assert len(found(away, Done("worker h0", "worker", 0, set(), 84.0, 84.0))) == 1, "the store goes on"
+    assert not found(replaced, ended=97.0)
+    for ended in (0.0, 60.0, 101.0):
+        assert len(found(replaced, cut, ended=ended)) == 1, "its host was there"
+    job.terms = Terms(store_grace=15.0, succession="majority")
+    assert not found(replaced, cut), "the job may have moved meanwhile"
+    assert checks.gave_up(job.all, 90.0) == [f"h1-0 ended with 201 at 10.0 s: {replaced}"]
+
+
+def test_the_seconds_for_which_newcomers_are_held_are_read(tmp_path: Path) -> None:
+    job = object.__new__(Job)
+    job.folder, job.agents = tmp_path, [agent("h0-0"), agent("h1-0")]
+    held = "elastirun: 4 rounds in a row lost a node within 60 s of their start; newcomers are taken in after"
+    (tmp_path / "h0-0.out").write_text(f"{held} 10 s\n{held} 20 s\n")
+    (tmp_path / "h1-0.out").write_text("elastirun: round 1\n")
+    before = job.written()
+    assert job.hold() == 20.0 and job.hold(before) == 0.0
+    with open(tmp_path / "h1-0.out", "a") as out:
+        out.write(f"{held} 40 s\n")
+    assert job.hold() == job.hold(before) == 40.0
 
 
 def test_a_round_with_two_tables_or_wrong_ranks_is_noticed() -> None:
