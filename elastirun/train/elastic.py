@@ -119,7 +119,7 @@ class Elastic:
     _saves = False  # this rank is in ``save``
     _saves_done = 0  # calls of ``save`` since the last epoch ended
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
-    _saved: int | None = None  # when the checkpointer of the last world began its last save
+    _saved: tuple[int, int, int] | None = None  # the last save of the checkpointer of the last world
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
     _completed = 0  # reductions that were completed before the batch under way
     _open: object | None = None  # a token of the batch that the script has, and has not come back from; None: it has none
@@ -469,7 +469,7 @@ class Elastic:
 
     def _close_checkpoints(self) -> None:
         if self._checkpoints is not None:
-            self._saved = self._checkpoints.begun
+            self._saved = self._checkpoints.last_save
             self._checkpoints.close(0.0)
             self._checkpoints = None
 

@@ -29,6 +29,8 @@ HANDLERS = "a_handler_that_was_there_before_is_called_and_comes_back"
 FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 ONE_DEVICE = "shared_memory_is_for_parameters_on_one_device_in_each_world"
 NAME = "a_torch_without_one_is_one_sentence"
+SLOW = "a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow"
+NEXT = "the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer"
 MUTANTS = (
     mutant(
         "a torch that lacks a private name is refused at once",
@@ -1767,8 +1769,38 @@ MUTANTS = (
     ),
     mutant(
         "the newest copy is not the next to be filled",
-        *("checkpoints/checkpointer", "older = (self._filled + 1) % IMAGES", "older = max(self._filled, 0)"),
+        *("checkpoints/checkpointer", "for more in range(1, number)]", "for more in range(number)]"),
         *("ckpt_rounds", "the_newest_copy_stays_until_the_next_one_is_complete"),
+    ),
+    mutant(
+        "nor where all others are on their way to the disk",
+        *("checkpoints/checkpointer", "for more in range(1, number)]", "for more in range(1, number + 1)]"),
+        *("ckpt_rounds", SLOW),
+    ),
+    mutant(
+        "saves for the memory alone have an image more",
+        *("checkpoints/checkpointer", "IMAGES if memory_every is None else MORE_IMAGES", "IMAGES"),
+        *("ckpt_rounds", SLOW),
+    ),
+    mutant(
+        "where no image is free a save waits for the first one that will be",
+        *("checkpoints/checkpointer", "if free else min(older, key=lambda", "if free else max(older, key=lambda"),
+        *("ckpt_rounds", SLOW),
+    ),
+    mutant(
+        "nor in the next world of live workers",
+        *("checkpoints/checkpointer", "self._number, self._filled = last_save", "self._number, _ = last_save"),
+        *("ckpt_rounds", f"{NEXT}[True]"),
+    ),
+    mutant(
+        "where the saves are newer than those before",
+        *("checkpoints/checkpointer", "self._number, self._filled = last_save", "_, self._filled = last_save"),
+        *("ckpt_rounds", f"{NEXT}[False]"),
+    ),
+    mutant(
+        "also for a worker that came later",
+        *("checkpoints/checkpointer", "(max(theirs[at] for theirs in everyone) for at in (4, 5))", "(self._number, self._filled)"),
+        *("ckpt_rounds", f"{NEXT}[False]"),
     ),
     mutant(
         "nor is it after a restore",
@@ -1801,7 +1833,7 @@ MUTANTS = (
     ),
     mutant(
         "images of local ranks that are gone stay until all have saved",
-        *("checkpoints/checkpointer", "        if self._number == 2:  #", "        if self._number == 1:  #"),
+        *("checkpoints/checkpointer", "        if self._saves == 2:  #", "        if self._saves == 1:  #"),
         *("ckpt_rounds", "images_of_local_ranks_that_are_gone_stay_until_all_ranks_have_saved"),
     ),
     mutant(
