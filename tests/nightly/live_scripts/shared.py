@@ -1,0 +1,58 @@
+"""What the scripts share: data, a network, a pace at which the runner can disturb them, and what they leave for the comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from elastirun.train import elastic
+
+FOLDER = Path(os.environ["LIVE_FOLDER"])  # for the log, and for what a script leaves
+DISTURBED = "ELASTIRUN_ROUND" in os.environ
+EPOCHS, BATCHES, BATCH, WIDTH = 5, 20, 12, 8
+QUICK, SLOW, SLOWEST = 0.04, 0.3, 1.5  # seconds in each step
+PART, LAST = 15, 80  # steps: after PART of them for each disturbance so far a job is slow, and slowest from LAST on, until all was done
+
+
+def samples(count: int = BATCHES * BATCH) -> TensorDataset:
+    """Return inputs and targets, the same in each process."""
+    inputs = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, torch.sin(inputs.sum(1, keepdim=True)))
+
+
+def net() -> nn.Sequential:
+    """Return a small network, the same in each process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over the samples, as with ``mse_loss``, for one target each."""
+    return (outputs - targets).square().mean()
+
+
+def pace(run: elastic.Elastic) -> None:
+    """Tell the runner of a step, and take some time. A script calls it once in each step."""
+    if not DISTURBED:
+        return
+    line = json.dumps([os.getpid(), dist.get_rank(), dist.get_world_size(), run.step, run.counts])
+    with open(FOLDER / "log", "a") as log:
+        log.write(f"{line}\n")
+    done = len(list(FOLDER.glob("done.*")))  # the disturbances so far
+    is_quick = run.step < PART * (done + 1) or (FOLDER / "done.all").exists()
+    time.sleep(QUICK if is_quick else SLOW if run.step < LAST else SLOWEST)
+
+
+def end(run: elastic.Elastic, *parts: nn.Module | Tensor) -> None:
+    """Leave the number of steps and the values of ``parts`` for the comparison."""
+    tensors = [tensor for part in parts for tensor in ([part] if isinstance(part, Tensor) else part.state_dict().values())]
+    values = [value for tensor in tensors for value in tensor.detach().double().flatten().tolist()]
+    (FOLDER / f"ended.{os.getpid()}").write_text(json.dumps({"step": run.step, "values": values}))
+    dist.destroy_process_group()
