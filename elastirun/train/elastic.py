@@ -48,9 +48,8 @@ LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
 ONE_HAS_LEFT = (
-    "a rank has left the loop over the batches in the middle of an epoch and is in run.save(), while another "
-    "is still in the loop: leave it by run.step, not by a number that the script counts, which differs on a "
-    "worker that came later"
+    "a rank has left the loop over the batches and is in run.save(), while another is still in the loop: leave it "
+    "by run.step or loader.epoch, not by a number that the script counts, which differs on a worker that came later"
 )
 # Environment of NCCL in a live worker: torch must neither end the process when a peer is lost, nor write a dump for a minute.
 OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -390,19 +389,19 @@ class Elastic:
             self._saves, self._saves_done = False, self._saves_done + 1
 
     def _leave_loop(self) -> None:
-        """Find out in a reduction whether all ranks have left the loop, if this one has within an epoch.
+        """Find out in a reduction whether all ranks have left the loop.
 
-        Raises TrainError if not: where a script counts the batches by itself, a rank that came later may still
-        be in the loop, and the two would wait for each other.
+        Raises TrainError if not: where a script counts batches or epochs by itself, a rank that came later may
+        still be in the loop, and the two would wait for each other.
         """
         left, self._left, number, was_whole = self._left, None, self._round, self._whole
-        if left is None or self._live is None:
+        if self._live is None:
             return
         if left == self._worlds:
             self._follow_up(dropped=False)
             if was_whole:
                 self._must_be_whole()
-        if self._round != number or self._model.failed or (left > 0 and self._steps_left == 0):
+        if self._round != number or self._model.failed:
             return  # where a peer is lost, others may be in ``save`` already
         self._model.request(LEFT)
         self._model.skip()

@@ -485,8 +485,8 @@ class Together:
         pass
 
 
-def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bool) -> list[Any]:
-    """A script that leaves the loop after so many ``batches`` on each rank. Their agent is pretended."""
+def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bool, epochs: tuple[int, int] = (1, 1)) -> list[Any]:
+    """A script that leaves the loop after so many ``batches``, and ends after so many ``epochs``, on each rank. Their agent is pretended."""
     dist.destroy_process_group()  # ``Elastic`` makes its own
     where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})
@@ -495,7 +495,7 @@ def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bo
     training._checkpoints = saved  # type: ignore[assignment]
     Peers(training, 2)
     try:
-        while training._loader.epoch < 1:
+        while training._loader.epoch < epochs[rank]:
             for at, batch in enumerate(training.batches()):
                 step(training.state, training._model, batch)
                 if at + 1 == batches[rank]:
@@ -517,6 +517,12 @@ def test_ranks_that_leave_the_loop_at_different_batches_and_come_back_make_the_s
 def test_a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both(batches: tuple[int, int]) -> None:
     """They would wait for each other: the script counts the batches by itself, and one rank came later."""
     for _, error in run(2, leaves, free_port(), batches, True):
+        assert error.startswith("a rank has left the loop"), error
+
+
+def test_a_rank_that_saves_between_epochs_of_another_one_is_an_error_on_both() -> None:
+    """The script counts the epochs by itself: none has left the loop in the middle of one."""
+    for _, error in run(2, leaves, free_port(), (99, 99), False, (1, 2)):
         assert error.startswith("a rank has left the loop"), error
 
 

@@ -338,6 +338,11 @@ MUTANTS = (
         *("live_loop", "a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both[batches0]"),
     ),
     mutant(
+        "also where none has left it in the middle of an epoch",
+        *("elastic", "        if self._live is None:\n            return\n        if left ==", "        if left is None:\n            return\n        if left =="),
+        *("live_loop", "a_rank_that_saves_between_epochs_of_another_one_is_an_error_on_both"),
+    ),
+    mutant(
         "who has left the loop learns that another is in it",
         *("elastic", "            if LEFT not in self._model.agreement.unanimous:", "            if False:"),
         *("live_loop", "a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both[batches0]"),

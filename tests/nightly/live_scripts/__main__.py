@@ -163,7 +163,10 @@ def judge(script: Path, folder: Path) -> str:
     said, codes = (folder / "output").read_text(), [agent.returncode for agent in job.agents]
     if told.get("REFUSED"):
         lines = [line for line in ERROR.findall(said) if re.search(told["REFUSED"], line)]
-        return f"refused: {lines[0]}" if lines and all(codes) else f"WRONG: not refused, exit codes {codes}\n{output(folder)}"
+        if not lines:
+            return f"WRONG: not refused, exit codes {codes}\n{output(folder)}"
+        verdict = "" if any(codes) else compare(script, folder, TOLERANCE)  # a job that began anew was not disturbed again
+        return f"refused: {lines[0]}" if verdict.startswith("right") or not verdict else verdict
     if any(codes) or done < DISTURBANCES:
         return f"WRONG: exit codes {codes}, disturbed {done} of {DISTURBANCES} times\n{output(folder)}"
     warned = [line for line in said.splitlines() if told.get("WARNED") and re.search(told["WARNED"], line)]
