@@ -220,12 +220,15 @@ def newest(made: Checkpointer) -> tuple[int, bool]:
     return best.save.step, bytes([best.save.step]) * 4 in bytes(part.read(chunk.file))
 
 
-def test_a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to two saves are on their way to the disk: with two images in all, the newest copy would be filled again and again."""
+def test_a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to two saves are on their way to the disk. Of two images, the newest would be filled again and again."""
     slow, write = threading.Event(), Publisher._write
     monkeypatch.setattr(Publisher, "_write", lambda self, save: (slow.wait(PATIENCE), write(self, save))[1])
     made, found, waits = Checkpointer(tmp_path, every=4, memory_every=1), [], list[int]()
-    monkeypatch.setattr(made, "_wait_for_writer", lambda save: save.written.is_set() or waits.append(save.step))
+    wait = lambda save: save.written.is_set() or waits.append(save.step)  # noqa: E731
+    monkeypatch.setattr(made, "_wait_for_writer", wait)
     state = {"x": torch.zeros(4, dtype=torch.uint8)}
     for step in range(4, 11):  # 4 and 8 go to the disk
         state["x"].fill_(step)
@@ -243,8 +246,9 @@ def test_a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow(tmp_path:
 
 
 def save_in_the_next_world(rank: int, world: int, folder: str, killed: bool) -> int | None:
-    """Save in two worlds of one round, of which the second has a new rank 1; return the step that is restored then."""
-    os.environ |= {"ELASTIRUN_SOCKET": f"{folder}/agent", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    """Return the step that is restored after saves in two worlds of a round. The second has a new rank 1."""
+    where = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"ELASTIRUN_SOCKET": f"{folder}/agent", **where}
     made = [Checkpointer(f"{folder}/c", every=100, memory_every=1) for _ in range(3)]
     state = {"x": torch.zeros(1 << 18), "y": torch.zeros(1 << 18)}  # one for each rank
     for step in range(1, 5):
@@ -261,7 +265,9 @@ def save_in_the_next_world(rank: int, world: int, folder: str, killed: bool) -> 
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer(tmp_path: Path, killed: bool) -> None:
+def test_the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer(
+    tmp_path: Path, killed: bool
+) -> None:
     """Live workers restore nothing there, and count the saves of the round on."""
     agent = Agent(tmp_path, 1 << 30)
     found = run(2, save_in_the_next_world, str(tmp_path), killed)

@@ -485,8 +485,13 @@ class Together:
         pass
 
 
-def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bool, epochs: tuple[int, int] = (1, 1)) -> list[Any]:
-    """A script that leaves the loop after so many ``batches``, and ends after so many ``epochs``, on each rank. Their agent is pretended."""
+def leaves(
+    rank: int, world: int, port: int, batches: tuple[int, int], saves: bool, epochs: tuple[int, int] = (1, 1)
+) -> list[Any]:
+    """A script that leaves the loop after so many ``batches``, and ends after so many ``epochs``, on each rank.
+
+    Their agent is pretended.
+    """
     dist.destroy_process_group()  # ``Elastic`` makes its own
     where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})

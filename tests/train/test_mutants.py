@@ -28,6 +28,7 @@ LEAVES = "everybody_ends_as_if_it_was_signalled_when_the_last_one_is_done"
 HANDLERS = "a_handler_that_was_there_before_is_called_and_comes_back"
 FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 ONE_DEVICE = "shared_memory_is_for_parameters_on_one_device_in_each_world"
+ONLY_IN_AN_EPOCH = "if self._live is None:\n            return\n        if left"
 NAME = "a_torch_without_one_is_one_sentence"
 SLOW = "a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow"
 NEXT = "the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer"
@@ -339,7 +340,7 @@ MUTANTS = (
     ),
     mutant(
         "also where none has left it in the middle of an epoch",
-        *("elastic", "        if self._live is None:\n            return\n        if left ==", "        if left is None:\n            return\n        if left =="),
+        *("elastic", ONLY_IN_AN_EPOCH, ONLY_IN_AN_EPOCH.replace("self._live", "left")),
         *("live_loop", "a_rank_that_saves_between_epochs_of_another_one_is_an_error_on_both"),
     ),
     mutant(
@@ -1789,7 +1790,7 @@ MUTANTS = (
     ),
     mutant(
         "where no image is free a save waits for the first one that will be",
-        *("checkpoints/checkpointer", "if free else min(older, key=lambda", "if free else max(older, key=lambda"),
+        *("checkpoints/checkpointer", "if free else min(older,", "if free else max(older,"),
         *("ckpt_rounds", SLOW),
     ),
     mutant(

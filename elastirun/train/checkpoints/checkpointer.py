@@ -67,8 +67,9 @@ class Checkpointer:
     every          from one checkpoint on the disk to the next: steps, or a ``datetime.timedelta``; ``save`` does nothing in other steps.
                    1 (default): each call counts. A time is that of rank 0 since the last save began (at first: since the checkpointer
                    was made); the ranks agree on it about once a second, so every rank calls ``save`` after each step
-    memory_every   steps from one copy in memory to the next, for a restart without the disk; default: only what goes to the disk, too. A
-                   kill then costs no more steps than that, however slow the disk is; it takes the state three times in shared memory
+    memory_every   steps from one copy in memory to the next, for a restart without the disk; default: only what goes to the disk, too.
+                   A kill then costs no more steps than that, however slow the disk is; the state is three times
+                   in shared memory
     group          the process group of the ranks; default: the default group, or this process alone
 
     ``save`` copies the state into shared memory and returns; a process of its own writes it. A checkpoint is published when the files of
@@ -108,7 +109,8 @@ class Checkpointer:
         self._dcp: DcpFiles | None = None
         self._pieces: list[Piece] = []  # what this rank holds of the state that the plan is for
         self._signature: Any = None  # of that state
-        self._by_image: list[Save | None] = [None] * len(self._staging.images)  # the last save in each image that goes to the disk
+        # The last save in each image that goes to the disk.
+        self._by_image: list[Save | None] = [None] * len(self._staging.images)
         self._filled = -1  # the image filled last
         self._number = 0  # of the last save in this round
         self._saves = 0  # of this checkpointer
@@ -148,13 +150,17 @@ class Checkpointer:
 
     @property
     def last_save(self) -> tuple[int, int, int]:
-        """Return when this rank saw the last save to the disk begin, the number of the last save, and its image: for ``continue_from``."""
+        """Return what ``continue_from`` needs.
+
+        When this rank saw the last save to the disk begin, the number of the last save, and its image.
+        """
         return self._due.begun, self._number, self._filled
 
     def continue_from(self, last_save: tuple[int, int, int]) -> None:
-        """Go on where an earlier checkpointer of this process has ended: with the time from which ``every`` counts, if it is one.
+        """Go on where an earlier checkpointer of this process has ended.
 
-        The next save counts as newer than what that one has left in memory, and does not take the place of the newest.
+        ``every``, if it is a time, counts from its last save to the disk. The next save is newer than what it
+        has left in memory, and does not take the place of the newest.
         """
         begun, self._number, self._filled = last_save
         self._due.continue_from(begun)
@@ -237,16 +243,23 @@ class Checkpointer:
             raise CheckpointError(f"the ranks save different steps: {sorted(steps)}")
         if any(theirs for _, _, theirs, *_ in everyone):
             self._arrange(flat)
-        self._number, self._filled = (max(theirs[at] for theirs in everyone) for at in (4, 5))  # a rank that came later has filled none
+        # A rank that came later has filled none.
+        self._number, self._filled = (max(theirs[at] for theirs in everyone) for at in (4, 5))
         number = len(self._by_image)
-        older = [(self._filled + more) % number for more in range(1, number)]  # the newest copy stays until the next one is complete
+        # The newest copy stays until the next one is complete.
+        older = [(self._filled + more) % number for more in range(1, number)]
         free = [at for at in older if not any(theirs[3] >> at & 1 for theirs in everyone)]
-        which = free[0] if free else min(older, key=lambda at: save.number if (save := self._by_image[at]) else 0)
+        which = free[0] if free else min(older, key=self._written_in)
         if (save := self._by_image[which]) is not None:
             self._wait_for_writer(save)
         if self._staging.prepare(which, len(values)) and self._opened.publisher is not None:
             self._opened.publisher.take_images(self._staging)
         return which
+
+    def _written_in(self, image: int) -> int:
+        """Return the number of the save that is to be written from an image; 0 if there is none."""
+        save = self._by_image[image]
+        return save.number if save is not None else 0
 
     def _wait_for_writer(self, save: Save) -> None:
         """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""

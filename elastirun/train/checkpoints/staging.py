@@ -22,7 +22,7 @@ from .layout import ImageFiles
 from .tree import Flat
 
 IMAGES = 2  # one is being written to the disk, or is the newest complete one, while the next save fills the other
-MORE_IMAGES = 3  # with saves for the memory alone: one is being written, one is the newest, and the next save fills the third
+MORE_IMAGES = 3  # with saves for the memory alone: one is being written, one is the newest, one is filled
 DESCRIPTION, PER_FILE = 1024, 128  # bytes of an image's description, about: without files, and for each
 ROOM = 64 << 10  # bytes for values.json to grow before an image is made anew
 TENSORS, VALUES = "tensors.json", "values.json"

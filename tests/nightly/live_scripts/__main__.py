@@ -1,11 +1,17 @@
-"""Small scripts of many kinds as live jobs: two workers are killed and a node joins, and each ends right, or is refused in one line.
+"""Small scripts of many kinds as live jobs: two workers are killed and a node joins.
 
     python -m tests.nightly.live_scripts [NAME...]
 
-A script is right if it ends with the weights of the same script in one process that nothing disturbs. It says in constants how that
-is judged: TOLERANCE, of the largest value (None: the weights depend on the number of workers, so only the replicas are compared);
-REFUSED and WARNED, what the line says with which it has to end, or which it has to write; NEEDS, a package, without which it is skipped.
-Exit code 1 if one hangs, or is wrong: no other weights, no other end and no other line than that are right.
+A script is right if it ends with the weights of the same script in one process that nothing disturbs. It says
+in constants how that is judged:
+
+    TOLERANCE   how far a value may be off; None: the weights depend on the number of workers, so only the replicas
+                are compared
+    REFUSED     what is in the line of the error with which it has to end, or to begin anew
+    WARNED      what is in the line that it has to write
+    NEEDS       a package; without it the script is skipped
+
+Exit code 1 if one hangs, or is wrong: other weights, another end or another line.
 """
 
 from __future__ import annotations
@@ -50,8 +56,20 @@ class Job:
     def start(self, workers: int) -> None:
         """Start the next agent."""
         node = len(self.agents) + 1
-        command = [sys.executable, "-m", "elastirun", f"--nproc-per-node={workers}", "--max-restarts=4", "--nnodes=1:2"]
-        command += ["--preload=torch", "--last-call=0.5", "--rdzv-id=live", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
+        command = [
+            sys.executable,
+            "-m",
+            "elastirun",
+            f"--nproc-per-node={workers}",
+            "--max-restarts=4",
+            "--nnodes=1:2",
+        ]
+        command += [
+            "--preload=torch",
+            "--last-call=0.5",
+            "--rdzv-id=live",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+        ]
         command += [f"--local-addr=127.0.0.{node}", f"--rdzv-conf=is_host={int(node == 1)}", str(self.script)]
         with open(self.folder / "output", "ab") as out:
             env = {**environment(self.folder), "TMPDIR": str(self.folder), "PET_RESTART_PAUSE": "0"}
@@ -69,7 +87,7 @@ class Job:
         return done
 
     def disturbances(self) -> Iterator[bool]:
-        """Disturb the job, one time after the other. Yields whether it could be; not, if the job has ended."""
+        """Disturb the job, one time after the other. Yields False if it has ended before."""
         self.start(2)
         yield self.kill(1, 2)
         yield self.trains(2)
@@ -92,8 +110,13 @@ class Job:
 
         def look() -> bool:
             lines = self.lines()[begun:]
-            self.newest = {pid: rest for pid, *rest in lines if rest[1] == size and rest[2] >= AFTER and rest[3]}
-            return len({rank for rank, *_ in self.newest.values()}) == len(self.newest) == size or self.has_ended()
+            self.newest = {
+                pid: rest for pid, *rest in lines if rest[1] == size and rest[2] >= AFTER and rest[3]
+            }
+            return (
+                len({rank for rank, *_ in self.newest.values()}) == len(self.newest) == size
+                or self.has_ended()
+            )
 
         self.wait(look)
         return not self.has_ended()
@@ -104,7 +127,11 @@ class Job:
     def lines(self) -> list[Any]:
         """Return what the workers have written: pid, rank, world size, step, and whether that counts."""
         with suppress(FileNotFoundError):
-            return [json.loads(line) for line in (self.folder / "log").read_text().splitlines(True) if line.endswith("\n")]
+            return [
+                json.loads(line)
+                for line in (self.folder / "log").read_text().splitlines(True)
+                if line.endswith("\n")
+            ]
         return []
 
     def wait(self, condition: Callable[[], bool]) -> None:
@@ -140,12 +167,12 @@ def left(folder: Path) -> list[dict[str, Any]]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return the largest difference, as a fraction of the largest value; infinite where the steps are not the same."""
+    """Return the largest difference between two values; infinite at different steps."""
     mine, theirs = one["values"], other["values"]
     if one["step"] != other["step"] or len(mine) != len(theirs):
         return float("inf")
     off = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
-    return max(off) / max(map(abs, theirs)) if all(value == value for value in off) else float("inf")
+    return max(off) if all(value == value for value in off) else float("inf")
 
 
 def judge(script: Path, folder: Path) -> str:
@@ -165,7 +192,9 @@ def judge(script: Path, folder: Path) -> str:
         lines = [line for line in ERROR.findall(said) if re.search(told["REFUSED"], line)]
         if not lines:
             return f"WRONG: not refused, exit codes {codes}\n{output(folder)}"
-        verdict = "" if any(codes) else compare(script, folder, TOLERANCE)  # a job that began anew was not disturbed again
+        verdict = (
+            "" if any(codes) else compare(script, folder, TOLERANCE)
+        )  # a job that began anew was not disturbed again
         return f"refused: {lines[0]}" if verdict.startswith("right") or not verdict else verdict
     if any(codes) or done < DISTURBANCES:
         return f"WRONG: exit codes {codes}, disturbed {done} of {DISTURBANCES} times\n{output(folder)}"
@@ -187,7 +216,14 @@ def compare(script: Path, folder: Path, tolerance: float | None) -> str:
         return f"WRONG: the replicas differ by {replicas:.2g}, steps {[one['step'] for one in ended]}"
     if tolerance is None:
         return "right: the replicas are the same; their weights depend on the number of workers"
-    run = subprocess.run([sys.executable, str(script)], env=environment(alone), cwd=alone, capture_output=True, text=True, timeout=LIMIT)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment(alone),
+        cwd=alone,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
     if run.returncode:
         return f"WRONG: alone it ends with {run.returncode}\n{run.stderr[-2000:]}"
     [undisturbed] = left(alone)

@@ -1,4 +1,4 @@
-"""What the scripts share: data, a network, a pace at which the runner can disturb them, and what they leave for the comparison."""
+"""What the scripts share: data, a network, a pace for the runner, and what they leave for the comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FOLDER = Path(os.environ["LIVE_FOLDER"])  # for the log, and for what a script l
 DISTURBED = "ELASTIRUN_ROUND" in os.environ
 EPOCHS, BATCHES, BATCH, WIDTH = 5, 20, 12, 8
 QUICK, SLOW, SLOWEST = 0.04, 0.3, 1.5  # seconds in each step
-PART, LAST = 15, 80  # steps: after PART of them for each disturbance so far a job is slow, and slowest from LAST on, until all was done
+# Steps: after PART of them for each disturbance so far a job is slow, and from LAST on slowest, until all is done.
+PART, LAST = 15, 80
 
 
 def samples(count: int = BATCHES * BATCH) -> TensorDataset:
@@ -52,7 +53,11 @@ def pace(run: elastic.Elastic) -> None:
 
 def end(run: elastic.Elastic, *parts: nn.Module | Tensor) -> None:
     """Leave the number of steps and the values of ``parts`` for the comparison."""
-    tensors = [tensor for part in parts for tensor in ([part] if isinstance(part, Tensor) else part.state_dict().values())]
+    tensors = [
+        tensor
+        for part in parts
+        for tensor in ([part] if isinstance(part, Tensor) else part.state_dict().values())
+    ]
     values = [value for tensor in tensors for value in tensor.detach().double().flatten().tolist()]
     (FOLDER / f"ended.{os.getpid()}").write_text(json.dumps({"step": run.step, "values": values}))
     dist.destroy_process_group()
