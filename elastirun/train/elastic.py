@@ -6,6 +6,7 @@ gradients, so ranks are one step apart at most. A step that no rank has finished
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_connection import LiveConnection
@@ -40,6 +42,8 @@ from .train_state import TrainState
 from .under_way import settle
 from .world_change import WorldChange, connecting
 
+log = logging.getLogger("elastirun.train")
+
 CPU = torch.device("cpu")
 PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
 OVER = 2.0  # seconds for the peers of a new worker to say that training has ended, which their processes do at their end
@@ -50,6 +54,10 @@ LIVE = ("gloo", NCCL)  # backends of worlds that can change
 ONE_HAS_LEFT = (
     "a rank has left the loop over the batches and is in run.save(), while another is still in the loop: leave it "
     "by run.step or loader.epoch, not by a number that the script counts, which differs on a worker that came later"
+)
+CHANGED = (
+    "the state's %s changed in step %d, which does not count as a peer was lost, and changes once more when the step "
+    "comes again: change what is neither loader, optimizer nor scheduler within `if not model.failed:`"
 )
 # Environment of NCCL in a live worker: torch must neither end the process when a peer is lost, nor write a dump for a minute.
 OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -271,6 +279,8 @@ class Elastic:
             self._verify_step()
         if self._rehearses or self._model.failed:  # other parts may not be what they are on the other ranks
             self._tried += bool(self._before.others)
+        if dropped and self._whole and (changed := self._before.changed):
+            log.warning(CHANGED, ", ".join(changed), self.state.step + 1)
         if dropped or self._rehearses:
             self._before.restore()
         else:
@@ -695,6 +705,13 @@ def _parts(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoade
             "Elastic needs a state with one DistributedDataParallel of elastirun.train and one ElasticDataLoader, "
             f"this one has {len(models)} and {len(loaders)}"
         )
+    for name, part in state.items():
+        is_ours = part is loaders[0] or isinstance(part, nn.Module)
+        if not is_ours and hasattr(part, "state_dict") and hasattr(part, "__iter__"):
+            raise WrongUse(
+                f"Elastic cannot bring back {name!r}, a loader with a position of its own, to where it was before a "
+                "step that does not count: have its samples in the dataset of the ElasticDataLoader, or find them by run.step"
+            )
     return models[0], loaders[0]
 
 

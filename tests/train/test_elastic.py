@@ -108,6 +108,29 @@ def test_without_a_launcher_the_loop_is_a_plain_one(monkeypatch: pytest.MonkeyPa
         dist.destroy_process_group()
 
 
+class Stateful(torch.utils.data.DataLoader[Any]):
+    """A loader that knows how far it is, such as torchdata's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_second_loader_with_a_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that does not count would not bring it back, nor set it for other ranks."""
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, _ = made(0)
+        state["layers"], state["more"] = nn.ModuleList(), Stateful(Numbers())
+        with pytest.raises(WrongUse, match="^Elastic cannot bring back 'more', a loader with a position") as found:
+            elastic.Elastic(state)
+        assert "\n" not in str(found.value)
+        del state["more"]
+        elastic.Elastic(state)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_state_without_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     elastic.init_process_group()

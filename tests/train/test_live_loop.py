@@ -546,6 +546,27 @@ def average(state: Any) -> AveragedModel:
     return found
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_what_a_dropped_step_has_changed_beside_the_model_is_warned_of(
+    live: Make, caplog: pytest.LogCaptureFixture, guarded: bool
+) -> None:
+    """An average would count the step twice, in silence."""
+    training, _ = live()
+    state, model = training.state, training._model
+    averaged, state["seen"], state["same"] = average(state), 0, [torch.zeros(1), nn.Linear(1, 1)]
+    training._before = elastic.Position(state, training._loader)
+    for at, batch in enumerate(training.batches()):
+        if at == 2:
+            lose_a_peer(training)
+        step(state, model, batch)
+        if not guarded or not model.failed:
+            averaged.update_parameters(model.module)
+            state["seen"] += 1
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (not guarded), said
+    assert guarded or said[0].startswith("the state's average, seen changed in step 3, which does not count")
+
+
 def test_what_a_rehearsal_has_changed_beside_the_model_is_brought_back_for_a_run_that_begins(live: Make) -> None:
     training, _ = live()
     state = training.state

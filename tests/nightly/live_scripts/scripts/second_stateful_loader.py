@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
 from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
 
-REFUSED = "second"
+REFUSED = "cannot bring back .second."
 
 
 class Stateful(DataLoader):

@@ -6,7 +6,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
 from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
 
-WARNED = "average"
+WARNED = "state.s average changed in step"
 
 elastic.init_process_group()
 model = DistributedDataParallel(net())
