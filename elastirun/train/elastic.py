@@ -6,6 +6,7 @@ gradients, so ranks are one step apart at most. A step that no rank has finished
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from elastirun.live_messages import VARIABLE
 from elastirun.live_worlds import World, furthest, late
 from elastirun.progress import begin_round, saving
 
+from .at_exit import living
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.ranks import begin_world
 from .collectives import backends_of, gather
@@ -731,7 +733,19 @@ def _check(model: DistributedDataParallel) -> None:
         raise WrongUse("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
     if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
         raise WrongUse(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
+    if _reducing() > 1:
+        gc.collect()  # the script may have replaced one
+        if (number := _reducing()) > 1:
+            raise WrongUse(
+                "Elastic works with one DistributedDataParallel in a process, whose group changes with the world, "
+                f"and there are {number}: have the networks in one module, and one backward for each batch"
+            )
     if model.hook_with_state:
         raise WrongUse("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
     if model.steps_in_backward:
         raise WrongUse("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")
+
+
+def _reducing() -> int:
+    """Return how many modules of this process reduce; a copy of one, as in an average, does not."""
+    return sum(not ddp._without_reducer for ddp in living())

@@ -34,7 +34,7 @@ from tests.support.cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT = 150.0  # seconds for a job, which takes 10 to 20 on a quiet machine; one that takes longer hangs
+LIMIT = 200.0  # seconds for a job, which takes 20 on a quiet machine; one that takes longer hangs
 DISTURBANCES = 4  # two kills, each until all train again, of which the second one follows a join
 AFTER = 6  # steps before the first kill
 TOLERANCE = 1e-4
@@ -96,10 +96,17 @@ class Job:
         yield self.trains(3)
 
     def kill(self, rank: int, size: int) -> bool:
-        """Kill the worker of ``rank`` when ``size`` of them train."""
+        """Kill the worker of ``rank`` when ``size`` of them train, and the others wait for it."""
         if not self.trains(size):
             return False
         [pid] = [pid for pid, (where, *_) in self.newest.items() if where == rank]
+        begun = len(self.lines())
+
+        def waits() -> bool:
+            last = [line for line in self.lines()[begun:] if line[0] == pid][-1:]
+            return bool(last) and last[0][3] % size == rank or self.has_ended()
+
+        self.wait(waits)
         with suppress(ProcessLookupError):
             os.kill(pid, 9)
         return True
@@ -138,7 +145,7 @@ class Job:
         while not condition():
             if time.monotonic() > self.until:
                 raise Hangs
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def close(self) -> None:
         for agent in self.agents:

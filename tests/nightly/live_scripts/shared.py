@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -14,12 +16,13 @@ from torch.utils.data import TensorDataset
 
 from elastirun.train import elastic
 
+faulthandler.register(signal.SIGUSR1)  # for whoever looks at a job that hangs
 FOLDER = Path(os.environ["LIVE_FOLDER"])  # for the log, and for what a script leaves
 DISTURBED = "ELASTIRUN_ROUND" in os.environ
-EPOCHS, BATCHES, BATCH, WIDTH = 5, 20, 12, 8
+EPOCHS, BATCHES, BATCH, WIDTH = 5, 40, 12, 8
 QUICK, SLOW, SLOWEST = 0.04, 0.3, 1.5  # seconds in each step
 # Steps: after PART of them for each disturbance so far a job is slow, and from LAST on slowest, until all is done.
-PART, LAST = 15, 80
+PART, LAST = 25, 160
 
 
 def samples(count: int = BATCHES * BATCH) -> TensorDataset:
@@ -40,15 +43,21 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def pace(run: elastic.Elastic) -> None:
-    """Tell the runner of a step, and take some time. A script calls it once in each step."""
+    """Tell the runner of a step, and take some time. A script calls it once in each step.
+
+    One rank takes its time, by turns, and the others wait for it in the next reduction: if it is killed there,
+    they make a step that does not count.
+    """
     if not DISTURBED:
         return
-    line = json.dumps([os.getpid(), dist.get_rank(), dist.get_world_size(), run.step, run.counts])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    line = json.dumps([os.getpid(), rank, size, run.step, run.counts])
     with open(FOLDER / "log", "a") as log:
         log.write(f"{line}\n")
     done = len(list(FOLDER.glob("done.*")))  # the disturbances so far
     is_quick = run.step < PART * (done + 1) or (FOLDER / "done.all").exists()
-    time.sleep(QUICK if is_quick else SLOW if run.step < LAST else SLOWEST)
+    seconds = QUICK if is_quick else SLOW if run.step < LAST else SLOWEST
+    time.sleep(seconds if run.step % size == rank else seconds / 10)
 
 
 def end(run: elastic.Elastic, *parts: nn.Module | Tensor) -> None:

@@ -13,14 +13,14 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
 run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
 count = 0
-while count < 90:
+while count < 190:
     for inputs, targets in run.batches():
         optimizer.zero_grad()
         loss_of(model(inputs), targets).backward()
         optimizer.step()
         pace(run)
         count += 1
-        if count == 90:
+        if count == 190:
             break
 run.save()
 end(run, model)

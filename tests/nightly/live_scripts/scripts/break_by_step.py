@@ -10,13 +10,13 @@ model = DistributedDataParallel(net())
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
 run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
-while run.step < 90:
+while run.step < 190:
     for inputs, targets in run.batches():
         optimizer.zero_grad()
         loss_of(model(inputs), targets).backward()
         optimizer.step()
         pace(run)
-        if run.step + 1 == 90:
+        if run.step + 1 == 190:
             break
 run.save()
 end(run, model)

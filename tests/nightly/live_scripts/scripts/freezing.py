@@ -1,4 +1,4 @@
-"""The first layer is trained in the first two epochs."""
+"""The first layer is trained in the first epoch."""
 
 import torch
 
@@ -12,7 +12,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
 run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
 while loader.epoch < EPOCHS:
-    if loader.epoch == 2:
+    if loader.epoch == 1:
         module[0].requires_grad_(False)
     for inputs, targets in run.batches():
         optimizer.zero_grad()

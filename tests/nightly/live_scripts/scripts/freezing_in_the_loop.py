@@ -13,7 +13,7 @@ loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
 run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
 while loader.epoch < EPOCHS:
     for inputs, targets in run.batches():
-        module[0].requires_grad_(run.step < 50)
+        module[0].requires_grad_(run.step < 100)
         optimizer.zero_grad()
         loss_of(model(inputs), targets).backward()
         optimizer.step()

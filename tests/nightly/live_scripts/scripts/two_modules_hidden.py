@@ -5,7 +5,7 @@ import torch
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
 from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
 
-REFUSED = "one DistributedDataParallel"
+REFUSED = "one DistributedDataParallel in a process"
 
 elastic.init_process_group()
 model, second = DistributedDataParallel(net()), DistributedDataParallel(net())
