@@ -733,7 +733,7 @@ def _check(model: DistributedDataParallel) -> None:
         raise WrongUse("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
     if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
         raise WrongUse(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
-    if _reducing() > 1:
+    if (_connection is not None or LAUNCHED in os.environ) and _reducing() > 1:
         gc.collect()  # the script may have replaced one
         if (number := _reducing()) > 1:
             raise WrongUse(

@@ -138,11 +138,13 @@ def test_a_second_module_that_is_not_in_the_state_is_refused(monkeypatch: pytest
     try:
         state, model = made(0)
         second = DistributedDataParallel(nn.Linear(4, 2))
+        elastic.Elastic(state)
+        monkeypatch.setenv("RANK", "0")
         with pytest.raises(WrongUse, match="^Elastic works with one DistributedDataParallel in a process"):
             elastic.Elastic(state)
         del second
         average = copy.deepcopy(model)
-        elastic.Elastic(state)
+        elastic._check(model)
         assert average.training
     finally:
         dist.destroy_process_group()
