@@ -7,7 +7,8 @@
 # make failover   three nodes on this machine: one is killed, one is added; a table of what happened, and a proof that
 #                 nothing was lost: the same final weights as without failures, bit by bit
 # make nightly    public frameworks under elastirun (accelerate, Lightning, ...), torch's tests of its data-parallel class with ours in its place:
-#                 installs them in .nightly and uses the network; hangs of many kinds, and honest slowness that must not be taken for one
+#                 installs them in .nightly and uses the network; small scripts of many kinds as live jobs; hangs of many kinds, and honest
+#                 slowness that must not be taken for one. Every part runs; at the end there is a list of those that failed
 # make test-torch TORCH=2.6.0  the tests with this version of torch, in an environment of their own (.torch-2.6.0, some gigabytes; uses the
 #                 network; TESTS=tests/train for some of them). make nightly does it for the TORCHES: the oldest, the last but one, the newest
 # make gpu        every claim about GPUs, checked on one GPU within nine minutes; without a GPU a dry run on the CPU (docs/gpu.md). It needs no
@@ -88,15 +89,15 @@ gpu-wheels:
 
 nightly: venv
 	$(PYTHON) -m venv .nightly
-	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . accelerate lightning transformers wandb tensorboard numpy expecttest
-	.nightly/bin/python -m tests.nightly.frameworks
-	PET_PRELOAD=torch .nightly/bin/python -m tests.nightly.frameworks
-	.nightly/bin/python -m tests.nightly.preload
-	.nightly/bin/python -m tests.nightly.in_place
-	.nightly/bin/python -m tests.nightly.upstream
-	for version in $(TORCHES); do $(MAKE) test-torch TORCH=$$version || exit 1; done
-	$(BIN)/python -m tests.system.hang_kinds
-	$(BIN)/python -m tests.system.honest_pauses
+	.nightly/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . \
+	  accelerate lightning transformers wandb tensorboard torchdata numpy expecttest
+	@failed=; run() { echo "$$*"; "$$@" || failed="$$failed\n  $$*"; }; \
+	run .nightly/bin/python -m tests.nightly.frameworks; \
+	run env PET_PRELOAD=torch .nightly/bin/python -m tests.nightly.frameworks; \
+	for part in preload in_place live_scripts upstream; do run .nightly/bin/python -m tests.nightly.$$part; done; \
+	for version in $(TORCHES); do run $(MAKE) test-torch TORCH=$$version; done; \
+	for part in hang_kinds honest_pauses; do run $(BIN)/python -m tests.system.$$part; done; \
+	[ -z "$$failed" ] || { printf "failed:$$failed\n"; exit 1; }
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -27,7 +27,9 @@ from elastirun.agent.host import memory
 from elastirun.agent.local_socket import Client, LocalSocket, close_aside
 
 MAX_LINE = 1024  # bytes; a name has about 20, and one that is too long gets an answer
-MAX_HELD = 512  # descriptors: two for each of 256 workers of a node. The answer to ``list`` must fit into a socket's buffer (200 KiB)
+# Descriptors: two or three for each worker of a node. The answer to ``list`` must fit into a socket's buffer
+# (200 KiB).
+MAX_HELD = 512
 SHARE = 2  # what is held may take one half of the memory that was available when the agent started; the workers need the rest
 SETTLE = 1.0  # seconds without a change until the amount is written to the events: the workers of a node put theirs one after another
 NOTABLE = 0.1  # change of the amount, as a fraction, that is written to the events

@@ -22,6 +22,11 @@ def release_at_exit(ddp: DistributedDataParallel) -> None:
     _living[ddp] = os.getpid()
 
 
+def living() -> list[DistributedDataParallel]:
+    """Return the modules that this process has made or copied, and still holds."""
+    return [ddp for ddp, pid in list(_living.items()) if pid == os.getpid()]
+
+
 @atexit.register
 def _release() -> None:
     """Release the process groups while the interpreter still works.
@@ -29,6 +34,5 @@ def _release() -> None:
     gloo's threads end with their group. Threads that outlive the interpreter may abort it (pytorch issue 190489), and modules of a
     script's top level would hold the groups for too long.
     """
-    for ddp, pid in list(_living.items()):
-        if pid == os.getpid():
-            ddp._release()
+    for ddp in living():
+        ddp._release()

@@ -6,6 +6,8 @@ gradients, so ranks are one step apart at most. A step that no rank has finished
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from elastirun.live_connection import LiveConnection
@@ -22,6 +25,7 @@ from elastirun.live_messages import VARIABLE
 from elastirun.live_worlds import World, furthest, late
 from elastirun.progress import begin_round, saving
 
+from .at_exit import living
 from .checkpoints.checkpointer import Checkpointer
 from .checkpoints.ranks import begin_world
 from .collectives import backends_of, gather
@@ -40,6 +44,8 @@ from .train_state import TrainState
 from .under_way import settle
 from .world_change import WorldChange, connecting
 
+log = logging.getLogger("elastirun.train")
+
 CPU = torch.device("cpu")
 PATIENCE = 10.0  # seconds from a failed reduction to the agent's word that the world changes; later, this worker reports lost peers
 OVER = 2.0  # seconds for the peers of a new worker to say that training has ended, which their processes do at their end
@@ -48,9 +54,12 @@ LAUNCHED = "RANK"  # in the environment of a worker of any launcher
 NCCL = "cpu:gloo,cuda:nccl"  # the backend of live workers on GPUs
 LIVE = ("gloo", NCCL)  # backends of worlds that can change
 ONE_HAS_LEFT = (
-    "a rank has left the loop over the batches in the middle of an epoch and is in run.save(), while another "
-    "is still in the loop: leave it by run.step, not by a number that the script counts, which differs on a "
-    "worker that came later"
+    "a rank has left the loop over the batches and is in run.save(), while another is still in the loop: leave it "
+    "by run.step or loader.epoch, not by a number that the script counts, which differs on a worker that came later"
+)
+CHANGED = (
+    "the state's %s changed in step %d, which does not count as a peer was lost, and changes once more when the step "
+    "comes again: change what is neither loader, optimizer nor scheduler within `if not model.failed:`"
 )
 # Environment of NCCL in a live worker: torch must neither end the process when a peer is lost, nor write a dump for a minute.
 OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -119,7 +128,7 @@ class Elastic:
     _saves = False  # this rank is in ``save``
     _saves_done = 0  # calls of ``save`` since the last epoch ended
     _tried = 0  # dropped steps, since the ranks agreed on the state, that may have changed parts of it which cannot be brought back
-    _saved: int | None = None  # when the checkpointer of the last world began its last save
+    _saved: tuple[int, int, int] | None = None  # the last save of the checkpointer of the last world
     _rehearsal: Rehearsal | None = None  # of this worker, until it has the state of the others
     _completed = 0  # reductions that were completed before the batch under way
     _open: object | None = None  # a token of the batch that the script has, and has not come back from; None: it has none
@@ -272,6 +281,8 @@ class Elastic:
             self._verify_step()
         if self._rehearses or self._model.failed:  # other parts may not be what they are on the other ranks
             self._tried += bool(self._before.others)
+        if dropped and self._whole and (changed := self._before.changed):
+            log.warning(CHANGED, ", ".join(changed), self.state.step + 1)
         if dropped or self._rehearses:
             self._before.restore()
         else:
@@ -390,19 +401,19 @@ class Elastic:
             self._saves, self._saves_done = False, self._saves_done + 1
 
     def _leave_loop(self) -> None:
-        """Find out in a reduction whether all ranks have left the loop, if this one has within an epoch.
+        """Find out in a reduction whether all ranks have left the loop.
 
-        Raises TrainError if not: where a script counts the batches by itself, a rank that came later may still
-        be in the loop, and the two would wait for each other.
+        Raises TrainError if not: where a script counts batches or epochs by itself, a rank that came later may
+        still be in the loop, and the two would wait for each other.
         """
         left, self._left, number, was_whole = self._left, None, self._round, self._whole
-        if left is None or self._live is None:
+        if self._live is None:
             return
         if left == self._worlds:
             self._follow_up(dropped=False)
             if was_whole:
                 self._must_be_whole()
-        if self._round != number or self._model.failed or (left > 0 and self._steps_left == 0):
+        if self._round != number or self._model.failed:
             return  # where a peer is lost, others may be in ``save`` already
         self._model.request(LEFT)
         self._model.skip()
@@ -469,7 +480,7 @@ class Elastic:
 
     def _close_checkpoints(self) -> None:
         if self._checkpoints is not None:
-            self._saved = self._checkpoints.begun
+            self._saved = self._checkpoints.last_save
             self._checkpoints.close(0.0)
             self._checkpoints = None
 
@@ -696,6 +707,13 @@ def _parts(state: TrainState) -> tuple[DistributedDataParallel, ElasticDataLoade
             "Elastic needs a state with one DistributedDataParallel of elastirun.train and one ElasticDataLoader, "
             f"this one has {len(models)} and {len(loaders)}"
         )
+    for name, part in state.items():
+        is_ours = part is loaders[0] or isinstance(part, nn.Module)
+        if not is_ours and hasattr(part, "state_dict") and hasattr(part, "__iter__"):
+            raise WrongUse(
+                f"Elastic cannot bring back {name!r}, a loader with a position of its own, to where it was before a "
+                "step that does not count: have its samples in the dataset of the ElasticDataLoader, or find them by run.step"
+            )
     return models[0], loaders[0]
 
 
@@ -715,7 +733,19 @@ def _check(model: DistributedDataParallel) -> None:
         raise WrongUse("call elastic.init_process_group() in place of torch.distributed.init_process_group()")
     if _backend != NCCL and any(param.is_cuda for param in model.parameters()):
         raise WrongUse(f'with parameters on a GPU, Elastic needs elastic.init_process_group("{NCCL}")')
+    if (_connection is not None or LAUNCHED in os.environ) and _reducing() > 1:
+        gc.collect()  # the script may have replaced one
+        if (number := _reducing()) > 1:
+            raise WrongUse(
+                "Elastic works with one DistributedDataParallel in a process, whose group changes with the world, "
+                f"and there are {number}: have the networks in one module, and one backward for each batch"
+            )
     if model.hook_with_state:
         raise WrongUse("a communication hook with a state, such as PowerSGD's or a process group, does not fit into the next world")
     if model.steps_in_backward:
         raise WrongUse("a step that is made in the backward cannot be dropped: Elastic does not work with step_in_backward()")
+
+
+def _reducing() -> int:
+    """Return how many modules of this process reduce; a copy of one, as in an average, does not."""
+    return sum(not ddp._without_reducer for ddp in living())

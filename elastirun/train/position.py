@@ -30,6 +30,7 @@ class Position:
         kept = {id(part) for part in (loader, *self._optimizers, *self._schedulers)}
         others = [name for name, part in state.items() if name not in ("step", "model") and id(part) not in kept]
         self.others = [name for name in others if not isinstance(state[name], PerRank)]
+        self._state = state
         self.take()
 
     def take(self) -> None:
@@ -37,6 +38,7 @@ class Position:
         self._data = self._loader.state_dict()
         self._rates = [dict(scheduler.state_dict()) for scheduler in self._schedulers]
         self._options = [_options(group) for group in self._groups()] if self._schedulers else []
+        self._marks = {name: _mark(self._state[name]) for name in self.others}
 
     def restore(self) -> None:
         """Go back to where the run stood."""
@@ -50,6 +52,11 @@ class Position:
                 else:
                     group[name] = value
 
+    @property
+    def changed(self) -> list[str]:
+        """Return which of ``others`` have changed since the last ``take``, as far as their tensors and numbers show."""
+        return [name for name in self.others if _mark(self._state[name]) != self._marks[name]]
+
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
@@ -58,6 +65,19 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's learning rate and the like. A learning rate may be a tensor, which schedulers change in place."""
     found = {name: value for name, value in group.items() if name != "params"}
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def _mark(value: Any) -> list[object]:
+    """Return what is another list when tensors in ``value`` were changed in place, or plain values in it replaced."""
+    found: list[object] = []
+    for leaf in _leaves(value):
+        if isinstance(leaf, torch.nn.Module):
+            found += _mark([*leaf.parameters(), *leaf.buffers()])
+        elif isinstance(leaf, torch.Tensor):
+            found.append((id(leaf), 0 if leaf.is_inference() else leaf._version))
+        elif isinstance(leaf, (int, float, str)):
+            found.append(leaf)
+    return found
 
 
 def _leaves(value: Any) -> Iterator[Any]:

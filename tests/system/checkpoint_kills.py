@@ -258,7 +258,7 @@ class Story:
             (step is not None and lowest <= step <= highest + 1, f"{step} is not from {lowest} on; {workers[0].env['lines']}"),
             (sum(name.startswith(".staging-") for name in names) == 1, f"not one staging folder: {names}"),
             (all(name.startswith((".staging-", "step-")) for name in names), f"debris: {names}"),
-            (all(images_in(each.pid) <= 2 for each in (*self.agents.values(), *workers)), "a process has more than two images"),
+            (all(images_in(each.pid) <= 3 for each in (*self.agents.values(), *workers)), "a process has more than three images"),
         )
         wrong += [str(damage) for one in directory.scan() for damage in directory.verify(one)]
         where = "memory" if source == "memory" else "disk"

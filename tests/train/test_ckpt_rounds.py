@@ -24,15 +24,18 @@ from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up
 from elastirun.errors import CheckpointError
 from elastirun.train import Checkpointer, PerRank
-from elastirun.train.checkpoints import checkpointer, opened, publishing, restoring
+from elastirun.train.checkpoints import checkpointer, opened, publishing, restoring, staging
 from elastirun.train.checkpoints.memory import Memory, Part, SaveId, describe, together
 from elastirun.train.checkpoints.opened import Opened
 from elastirun.train.checkpoints.publishing import Publisher, Save
 from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.reading import tensors_in
+from elastirun.train.checkpoints.staging import TENSORS
 from tests.agent.test_checkpoint_memory import Agent
 from tests.checkpoint.saves import image_for, stage, yes
 from tests.support.children import children
 from tests.support.cluster import PATIENCE
+from tests.support.worlds import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -199,6 +202,77 @@ def test_the_newest_copy_stays_until_the_next_one_is_complete(tmp_path: Path) ->
         made.wait()
         assert {part.save.step for part in parts_of(made)} == {step, step - 1} - {0}
     made.close()
+
+
+class Killed(BaseException):
+    """Ends a save in the middle, as the kill of its process does."""
+
+
+def kill(*given: Any, **more: Any) -> None:
+    raise Killed
+
+
+def newest(made: Checkpointer) -> tuple[int, bool]:
+    """Return the step that a restore would take from memory, and whether it is whole."""
+    best = together([describe(parts_of(made))])[0]
+    part = next(part for part in parts_of(made) if part.save == best.save)
+    [chunk] = tensors_in(bytes(part.read(TENSORS)))["x"].chunks
+    return best.save.step, bytes([best.save.step]) * 4 in bytes(part.read(chunk.file))
+
+
+def test_a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to two saves are on their way to the disk. Of two images, the newest would be filled again and again."""
+    slow, write = threading.Event(), Publisher._write
+    monkeypatch.setattr(Publisher, "_write", lambda self, save: (slow.wait(PATIENCE), write(self, save))[1])
+    made, found, waits = Checkpointer(tmp_path, every=4, memory_every=1), [], list[int]()
+    wait = lambda save: save.written.is_set() or waits.append(save.step)  # noqa: E731
+    monkeypatch.setattr(made, "_wait_for_writer", wait)
+    state = {"x": torch.zeros(4, dtype=torch.uint8)}
+    for step in range(4, 11):  # 4 and 8 go to the disk
+        state["x"].fill_(step)
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(staging, "copy_all", kill)
+            made.save(step, state)
+        if step > 4:
+            found.append(newest(made))
+        if step < 10:
+            made.save(step, state)
+    slow.set()
+    made.close()
+    assert found == [(step, True) for step in range(4, 10)]
+    assert waits == [4], "no save waits until two are on their way, then for the first of them"
+
+
+def save_in_the_next_world(rank: int, world: int, folder: str, killed: bool) -> int | None:
+    """Return the step that is restored after saves in two worlds of a round. The second has a new rank 1."""
+    where = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"ELASTIRUN_SOCKET": f"{folder}/agent", **where}
+    made = [Checkpointer(f"{folder}/c", every=100, memory_every=1) for _ in range(3)]
+    state = {"x": torch.zeros(1 << 18), "y": torch.zeros(1 << 18)}  # one for each rank
+    for step in range(1, 5):
+        made[0].save(step, state)
+    made[0].close(0.0)
+    if rank == 0:
+        made[1].continue_from(made[0].last_save)
+    if killed and rank == 1:
+        staging.copy_all = kill
+    with suppress(Killed):
+        made[1].save(5, state)
+    made[1].close(0.0)
+    return made[2].restore(state)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer(
+    tmp_path: Path, killed: bool
+) -> None:
+    """Live workers restore nothing there, and count the saves of the round on."""
+    agent = Agent(tmp_path, 1 << 30)
+    found = run(2, save_in_the_next_world, str(tmp_path), killed)
+    agent.close()
+    assert found == [4 if killed else 5] * 2
 
 
 @pytest.mark.parametrize("fits", [True, False])

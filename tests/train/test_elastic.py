@@ -108,6 +108,48 @@ def test_without_a_launcher_the_loop_is_a_plain_one(monkeypatch: pytest.MonkeyPa
         dist.destroy_process_group()
 
 
+class Stateful(torch.utils.data.DataLoader[Any]):
+    """A loader that knows how far it is, such as torchdata's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_second_loader_with_a_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that does not count would not bring it back, nor set it for other ranks."""
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, _ = made(0)
+        state["layers"], state["more"] = nn.ModuleList(), Stateful(Numbers())
+        with pytest.raises(WrongUse, match="^Elastic cannot bring back 'more', a loader with a position") as found:
+            elastic.Elastic(state)
+        assert "\n" not in str(found.value)
+        del state["more"]
+        elastic.Elastic(state)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_second_module_that_is_not_in_the_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group ends with the first change of the world. A copy of the module, as an average has, reduces nothing."""
+    alone(monkeypatch)
+    elastic.init_process_group()
+    try:
+        state, model = made(0)
+        second = DistributedDataParallel(nn.Linear(4, 2))
+        elastic.Elastic(state)
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(WrongUse, match="^Elastic works with one DistributedDataParallel in a process"):
+            elastic.Elastic(state)
+        del second
+        average = copy.deepcopy(model)
+        elastic._check(model)
+        assert average.training
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_state_without_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     elastic.init_process_group()
@@ -433,7 +475,7 @@ def saving_loses_a_peer(whole: bool) -> list[str]:
     training.state, training._live = SimpleNamespace(step=7), SimpleNamespace()  # type: ignore[assignment]
     training._connection = SimpleNamespace(wait_until_asked=lambda *given: True, asked=False)  # type: ignore[assignment]
     training._model, training._round, training._settled = SimpleNamespace(failed=False), 1, 1  # type: ignore[assignment]
-    training._checkpoints = checkpoints("first", lose)
+    training._checkpoints, training._leave_loop = checkpoints("first", lose), lambda: None  # type: ignore[method-assign]
     training._leave, training._enter = lambda connection: done.append("leaves"), enter  # type: ignore[method-assign]
     training.save()
     return done
@@ -643,7 +685,7 @@ def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: b
     said = SimpleNamespace(requests=())
     training._model = SimpleNamespace(failed=failed, completed=int(not failed), agreement=said)  # type: ignore[assignment]
     training._loader, training.state = SimpleNamespace(left=left, consumed=8), SimpleNamespace(step=1)  # type: ignore[assignment]
-    training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[])  # type: ignore[assignment]
+    training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[], changed=[])  # type: ignore[assignment]
     training._checkpoints, training._live = None, SimpleNamespace(size=2)  # type: ignore[assignment]
     training._connection = SimpleNamespace(asked=True)  # type: ignore[assignment]
 

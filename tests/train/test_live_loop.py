@@ -486,8 +486,13 @@ class Together:
         pass
 
 
-def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bool) -> list[Any]:
-    """A script that leaves the loop after so many ``batches`` on each rank. Their agent is pretended."""
+def leaves(
+    rank: int, world: int, port: int, batches: tuple[int, int], saves: bool, epochs: tuple[int, int] = (1, 1)
+) -> list[Any]:
+    """A script that leaves the loop after so many ``batches``, and ends after so many ``epochs``, on each rank.
+
+    Their agent is pretended.
+    """
     dist.destroy_process_group()  # ``Elastic`` makes its own
     where = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})
@@ -496,7 +501,7 @@ def leaves(rank: int, world: int, port: int, batches: tuple[int, int], saves: bo
     training._checkpoints = saved  # type: ignore[assignment]
     Peers(training, 2)
     try:
-        while training._loader.epoch < 1:
+        while training._loader.epoch < epochs[rank]:
             for at, batch in enumerate(training.batches()):
                 step(training.state, training._model, batch)
                 if at + 1 == batches[rank]:
@@ -521,6 +526,12 @@ def test_a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both(
         assert error.startswith("a rank has left the loop"), error
 
 
+def test_a_rank_that_saves_between_epochs_of_another_one_is_an_error_on_both() -> None:
+    """The script counts the epochs by itself: none has left the loop in the middle of one."""
+    for _, error in run(2, leaves, free_port(), (99, 99), False, (1, 2)):
+        assert error.startswith("a rank has left the loop"), error
+
+
 @pytest.mark.parametrize(("batches", "saved"), [((2, 2), [1, 2, 2, 3, 4, 4, 5, 5, 5]), ((5, 9), [1, 2, 3, 4, 5, 5, 5])])
 def test_ranks_that_leave_the_loop_in_one_step_save_it(batches: tuple[int, int], saved: list[int]) -> None:
     """To leave it in the last step of an epoch is as to go on."""
@@ -534,6 +545,27 @@ def average(state: Any) -> AveragedModel:
     state["average"] = AveragedModel(nn.Linear(4, 2))
     found: AveragedModel = state["average"]
     return found
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_what_a_dropped_step_has_changed_beside_the_model_is_warned_of(
+    live: Make, caplog: pytest.LogCaptureFixture, guarded: bool
+) -> None:
+    """An average would count the step twice, in silence."""
+    training, _ = live()
+    state, model = training.state, training._model
+    averaged, state["seen"], state["same"] = average(state), 0, [torch.zeros(1), nn.Linear(1, 1)]
+    training._before = elastic.Position(state, training._loader)
+    for at, batch in enumerate(training.batches()):
+        if at == 2:
+            lose_a_peer(training)
+        step(state, model, batch)
+        if not guarded or not model.failed:
+            averaged.update_parameters(model.module)
+            state["seen"] += 1
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (not guarded), said
+    assert guarded or said[0].startswith("the state's average, seen changed in step 3, which does not count")
 
 
 def test_what_a_rehearsal_has_changed_beside_the_model_is_brought_back_for_a_run_that_begins(live: Make) -> None:

@@ -28,7 +28,10 @@ LEAVES = "everybody_ends_as_if_it_was_signalled_when_the_last_one_is_done"
 HANDLERS = "a_handler_that_was_there_before_is_called_and_comes_back"
 FAILURE = "a_signal_after_a_failure_ends_a_rank_at_once"
 ONE_DEVICE = "shared_memory_is_for_parameters_on_one_device_in_each_world"
+ONLY_IN_AN_EPOCH = "if self._live is None:\n            return\n        if left"
 NAME = "a_torch_without_one_is_one_sentence"
+SLOW = "a_kill_in_a_save_costs_that_save_alone_while_the_disk_is_slow"
+NEXT = "the_first_save_in_the_next_world_leaves_the_newest_copy_and_is_newer"
 MUTANTS = (
     mutant(
         "what the checkpoints of a later world wait for is cut",
@@ -339,6 +342,11 @@ MUTANTS = (
         "who is in the loop learns that another has left it",
         *("elastic", "not dropped and LEFT in", "False and LEFT in"),
         *("live_loop", "a_rank_that_saves_while_another_one_is_in_the_loop_is_an_error_on_both[batches0]"),
+    ),
+    mutant(
+        "also where none has left it in the middle of an epoch",
+        *("elastic", ONLY_IN_AN_EPOCH, ONLY_IN_AN_EPOCH.replace("self._live", "left")),
+        *("live_loop", "a_rank_that_saves_between_epochs_of_another_one_is_an_error_on_both"),
     ),
     mutant(
         "who has left the loop learns that another is in it",
@@ -981,7 +989,7 @@ MUTANTS = (
     ),
     mutant(
         "groups are let go before the interpreter ends",
-        *("at_exit", "        if pid == os.getpid():", "        if False:"),
+        *("at_exit", "    for ddp in living():", "    for ddp in []:"),
         *("torch_cases", "a_case_of_torchs_own[lets_go_at_exit]"),
     ),
     mutant(
@@ -1772,8 +1780,38 @@ MUTANTS = (
     ),
     mutant(
         "the newest copy is not the next to be filled",
-        *("checkpoints/checkpointer", "older = (self._filled + 1) % IMAGES", "older = max(self._filled, 0)"),
+        *("checkpoints/checkpointer", "for more in range(1, number)]", "for more in range(number)]"),
         *("ckpt_rounds", "the_newest_copy_stays_until_the_next_one_is_complete"),
+    ),
+    mutant(
+        "nor where all others are on their way to the disk",
+        *("checkpoints/checkpointer", "for more in range(1, number)]", "for more in range(1, number + 1)]"),
+        *("ckpt_rounds", SLOW),
+    ),
+    mutant(
+        "saves for the memory alone have an image more",
+        *("checkpoints/checkpointer", "IMAGES if memory_every is None else MORE_IMAGES", "IMAGES"),
+        *("ckpt_rounds", SLOW),
+    ),
+    mutant(
+        "where no image is free a save waits for the first one that will be",
+        *("checkpoints/checkpointer", "if free else min(older,", "if free else max(older,"),
+        *("ckpt_rounds", SLOW),
+    ),
+    mutant(
+        "nor in the next world of live workers",
+        *("checkpoints/checkpointer", "self._number, self._filled = last_save", "self._number, _ = last_save"),
+        *("ckpt_rounds", f"{NEXT}[True]"),
+    ),
+    mutant(
+        "where the saves are newer than those before",
+        *("checkpoints/checkpointer", "self._number, self._filled = last_save", "_, self._filled = last_save"),
+        *("ckpt_rounds", f"{NEXT}[False]"),
+    ),
+    mutant(
+        "also for a worker that came later",
+        *("checkpoints/checkpointer", "(max(theirs[at] for theirs in everyone) for at in (4, 5))", "(self._number, self._filled)"),
+        *("ckpt_rounds", f"{NEXT}[False]"),
     ),
     mutant(
         "nor is it after a restore",
@@ -1806,7 +1844,7 @@ MUTANTS = (
     ),
     mutant(
         "images of local ranks that are gone stay until all have saved",
-        *("checkpoints/checkpointer", "        if self._number == 2:  #", "        if self._number == 1:  #"),
+        *("checkpoints/checkpointer", "        if self._saves == 2:  #", "        if self._saves == 1:  #"),
         *("ckpt_rounds", "images_of_local_ranks_that_are_gone_stay_until_all_ranks_have_saved"),
     ),
     mutant(

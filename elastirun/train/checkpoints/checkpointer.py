@@ -37,7 +37,7 @@ from .opened import END_LIMIT, Opened
 from .publishing import Publisher, Save
 from .ranks import Ranks
 from .restoring import on_every_rank
-from .staging import IMAGES, TENSORS, VALUES, Staging
+from .staging import IMAGES, MORE_IMAGES, TENSORS, VALUES, Staging
 from .tree import Flat, flatten
 from .values import encode_values
 
@@ -67,7 +67,9 @@ class Checkpointer:
     every          from one checkpoint on the disk to the next: steps, or a ``datetime.timedelta``; ``save`` does nothing in other steps.
                    1 (default): each call counts. A time is that of rank 0 since the last save began (at first: since the checkpointer
                    was made); the ranks agree on it about once a second, so every rank calls ``save`` after each step
-    memory_every   steps from one copy in memory to the next, for a restart without the disk; default: only what goes to the disk, too
+    memory_every   steps from one copy in memory to the next, for a restart without the disk; default: only what goes to the disk, too.
+                   A kill then costs no more steps than that, however slow the disk is; the state is three times
+                   in shared memory
     group          the process group of the ranks; default: the default group, or this process alone
 
     ``save`` copies the state into shared memory and returns; a process of its own writes it. A checkpoint is published when the files of
@@ -99,7 +101,7 @@ class Checkpointer:
         self._directory = open_directory(self._url)
         self._ranks = Ranks(group)
         self._memory = Memory(self._url)
-        self._staging = Staging()
+        self._staging = Staging(IMAGES if memory_every is None else MORE_IMAGES)
         self._opened = Opened(self._url, self._ranks, self._directory, self._staging)
         self._dropped = weakref.finalize(self, self._opened.drop)
         self._dropped.atexit = False  # see opened.py
@@ -107,14 +109,16 @@ class Checkpointer:
         self._dcp: DcpFiles | None = None
         self._pieces: list[Piece] = []  # what this rank holds of the state that the plan is for
         self._signature: Any = None  # of that state
-        self._by_image: list[Save | None] = [None] * IMAGES  # the last save in each image that goes to the disk
+        # The last save in each image that goes to the disk.
+        self._by_image: list[Save | None] = [None] * len(self._staging.images)
         self._filled = -1  # the image filled last
-        self._number = 0  # of saves
+        self._number = 0  # of the last save in this round
+        self._saves = 0  # of this checkpointer
         self._last: Save | None = None  # the last one that goes to the disk
         self._blocked: deque[float] = deque(maxlen=KEPT)
         self.restored: int | None = None  # the step that ``restore`` took from the directory as the newest; the same on all ranks
         self._closed = False
-        self._waited = 0.0  # seconds in which both images were being written
+        self._waited = 0.0  # seconds in which there was no image to be filled
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
@@ -145,12 +149,20 @@ class Checkpointer:
         return True
 
     @property
-    def begun(self) -> int:
-        """Return when this rank saw the last save to the disk begin, for ``continue_from``."""
-        return self._due.begun
+    def last_save(self) -> tuple[int, int, int]:
+        """Return what ``continue_from`` needs.
 
-    def continue_from(self, begun: int) -> None:
-        """Count ``every``, if it is a time, from a save that an earlier checkpointer of this process has seen begin."""
+        When this rank saw the last save to the disk begin, the number of the last save, and its image.
+        """
+        return self._due.begun, self._number, self._filled
+
+    def continue_from(self, last_save: tuple[int, int, int]) -> None:
+        """Go on where an earlier checkpointer of this process has ended.
+
+        ``every``, if it is a time, counts from its last save to the disk. The next save is newer than what it
+        has left in memory, and does not take the place of the newest.
+        """
+        begun, self._number, self._filled = last_save
         self._due.continue_from(begun)
 
     def _check_use(self) -> None:
@@ -173,8 +185,8 @@ class Checkpointer:
         assert self._plan is not None and self._opened.publisher is not None and self._dcp is not None
         if on_disk:
             self._due.begin()
-        self._number += 1
-        if self._number == 2:  # all ranks have come here, so all have filled an image in this round
+        self._number, self._saves = self._number + 1, self._saves + 1
+        if self._saves == 2:  # all ranks have come here, so all have filled an image in this round
             self._opened.publisher.submit(self._memory.drop_others)
         round = self._fence.rpartition(":")[2]
         self._staging.fill(
@@ -224,21 +236,30 @@ class Checkpointer:
         """
         changed = not error and (self._plan is None or signature(flat, self._pieces) != self._signature)
         busy = sum(1 << at for at, save in enumerate(self._by_image) if save is not None and not save.written.is_set())
-        everyone = self._ranks.gather([step, bool(error), changed, busy])
+        everyone = self._ranks.gather([step, bool(error), changed, busy, self._number, self._filled])
         if failed := [rank for rank, (_, fails, *_) in enumerate(everyone) if fails]:
             raise CheckpointError(error or f"rank {failed[0]} cannot save its state; it says why")
         if len(steps := {theirs for theirs, *_ in everyone}) > 1:
             raise CheckpointError(f"the ranks save different steps: {sorted(steps)}")
-        if any(theirs for _, _, theirs, _ in everyone):
+        if any(theirs for _, _, theirs, *_ in everyone):
             self._arrange(flat)
-        free = [at for at in range(IMAGES) if not any(theirs >> at & 1 for *_, theirs in everyone)]
-        older = (self._filled + 1) % IMAGES  # the newest copy stays until the next one is complete, if possible
-        which = older if older in free or not free else free[0]
+        # A rank that came later has filled none.
+        self._number, self._filled = (max(theirs[at] for theirs in everyone) for at in (4, 5))
+        number = len(self._by_image)
+        # The newest copy stays until the next one is complete.
+        older = [(self._filled + more) % number for more in range(1, number)]
+        free = [at for at in older if not any(theirs[3] >> at & 1 for theirs in everyone)]
+        which = free[0] if free else min(older, key=self._written_in)
         if (save := self._by_image[which]) is not None:
             self._wait_for_writer(save)
         if self._staging.prepare(which, len(values)) and self._opened.publisher is not None:
             self._opened.publisher.take_images(self._staging)
         return which
+
+    def _written_in(self, image: int) -> int:
+        """Return the number of the save that is to be written from an image; 0 if there is none."""
+        save = self._by_image[image]
+        return save.number if save is not None else 0
 
     def _wait_for_writer(self, save: Save) -> None:
         """Wait until the image of ``save`` is written. Raises RuntimeError if the connections to the peers are cut meanwhile."""
@@ -353,11 +374,11 @@ class Checkpointer:
     def stats(self) -> dict[str, Any]:
         """Return what saving has cost, as a dict fit for JSON; times in seconds.
 
-        ``saves``; ``blocked``, how long each of the last calls took; ``waited``, in all, for the writer because both images were in use;
+        ``saves``; ``blocked``, how long each of the last calls took; ``waited``, in all, for the writer because no image was free;
         ``memory``, bytes of shared memory of this rank; ``published``, the step of the newest checkpoint that this rank knows of.
         """
         return {
-            "saves": self._number,
+            "saves": self._saves,
             "blocked": list(self._blocked),
             "waited": self._waited,
             "memory": self._staging.nbytes,

@@ -22,6 +22,7 @@ from .layout import ImageFiles
 from .tree import Flat
 
 IMAGES = 2  # one is being written to the disk, or is the newest complete one, while the next save fills the other
+MORE_IMAGES = 3  # with saves for the memory alone: one is being written, one is the newest, one is filled
 DESCRIPTION, PER_FILE = 1024, 128  # bytes of an image's description, about: without files, and for each
 ROOM = 64 << 10  # bytes for values.json to grow before an image is made anew
 TENSORS, VALUES = "tensors.json", "values.json"
@@ -36,17 +37,17 @@ class Staging:
     An image that an earlier round has left with the agent is taken over: it has its pages, and keeps its content until it is filled anew.
     """
 
-    def __init__(self) -> None:
-        self.images: list[Image | None] = [None] * IMAGES
+    def __init__(self, images: int = IMAGES) -> None:
+        self.images: list[Image | None] = [None] * images
         self._files: ImageFiles | None = None
         self._tensors_json = b""
         self._values_at = self._room = 0  # where values.json begins; bytes for the description
-        self._views: list[list[Tensor] | None] = [None] * IMAGES  # where the raw data go; None: not prepared
+        self._views: list[list[Tensor] | None] = [None] * images  # where the raw data go; None: not prepared
         self._gpu: torch.device | None = None
-        self._pinned: list[bool] = [False] * IMAGES
-        self._there = [0] * IMAGES  # bytes from the beginning that have pages
+        self._pinned: list[bool] = [False] * images
+        self._there = [0] * images  # bytes from the beginning that have pages
         self._in_use = threading.Lock()  # an image is not closed while its pages are being mapped
-        self._may_map = [threading.Event() for _ in range(IMAGES)]
+        self._may_map = [threading.Event() for _ in range(images)]
         for each in self._may_map:
             each.set()
         self._stopped = False  # no page is mapped ahead any more
@@ -57,14 +58,17 @@ class Staging:
         return sum(image.size for image in self.images if image)
 
     def adopt(self, images: Mapping[int, Image]) -> None:
-        """Take over ``images``, by their number."""
+        """Take over ``images``, by their number; close those for which there is no place any more."""
         for which, image in images.items():
-            self._replace(which, image)
+            if which < len(self.images):
+                self._replace(which, image)
+            else:
+                image.close()
 
     def arrange(self, files: ImageFiles, tensors_json: bytes, gpu: torch.device | None) -> None:
         """Fill images in this way from now on, with data from ``gpu`` if there is one. What the images hold stays until then."""
         self._gpu = gpu
-        self._files, self._tensors_json, self._views = files, tensors_json, [None] * IMAGES
+        self._files, self._tensors_json, self._views = files, tensors_json, [None] * len(self.images)
         self._values_at = round_up(files.end + len(tensors_json))
         self._room = round_up(DESCRIPTION + PER_FILE * len(files.files))
 
@@ -155,8 +159,8 @@ class Staging:
 
     def close(self) -> None:
         """Unmap the images. Whoever else has them keeps them."""
-        self._views = [None] * IMAGES
-        for which in range(IMAGES):
+        self._views = [None] * len(self.images)
+        for which in range(len(self.images)):
             self._replace(which, None)
 
     def _replace(self, which: int, image: Image | None) -> None:

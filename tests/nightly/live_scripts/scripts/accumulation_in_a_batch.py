@@ -1,0 +1,23 @@
+"""Two halves of a batch make one step."""
+
+import torch
+
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
+
+elastic.init_process_group()
+model = DistributedDataParallel(net())
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
+while loader.epoch < EPOCHS:
+    for inputs, targets in run.batches():
+        optimizer.zero_grad()
+        half = len(inputs) // 2
+        with model.no_sync():
+            (loss_of(model(inputs[:half]), targets[:half]) * half / len(inputs)).backward()
+        (loss_of(model(inputs[half:]), targets[half:]) * (1 - half / len(inputs))).backward()
+        optimizer.step()
+        pace(run)
+run.save()
+end(run, model)

@@ -1,0 +1,27 @@
+"""The mean of the loss is computed in each step."""
+
+import torch
+import torch.distributed as dist
+
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
+
+elastic.init_process_group()
+model = DistributedDataParallel(net())
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
+while loader.epoch < EPOCHS:
+    for inputs, targets in run.batches():
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        try:
+            dist.all_reduce(mean := loss.detach().clone())
+            mean /= dist.get_world_size()
+        except RuntimeError as error:
+            print(f"no mean: {error}", flush=True)
+        pace(run)
+run.save()
+end(run, model)

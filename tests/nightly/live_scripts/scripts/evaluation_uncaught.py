@@ -1,0 +1,23 @@
+"""All ranks count together after each epoch, and no error is caught."""
+
+import torch
+import torch.distributed as dist
+
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
+
+elastic.init_process_group()
+model = DistributedDataParallel(net())
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
+while loader.epoch < EPOCHS:
+    for inputs, targets in run.batches():
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        pace(run)
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+run.save()
+end(run, model)

@@ -1,0 +1,27 @@
+"""Scaled gradients, computed in bfloat16."""
+
+import torch
+
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
+
+TOLERANCE = 5e-2
+
+elastic.init_process_group()
+model = DistributedDataParallel(net())
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
+scaler = torch.amp.GradScaler("cpu")
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader, scaler=scaler))
+while loader.epoch < EPOCHS:
+    for inputs, targets in run.batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model(inputs).float(), targets)
+        scaler.scale(loss).backward()
+        if not model.failed:
+            scaler.step(optimizer)
+            scaler.update()
+        pace(run)
+run.save()
+end(run, model)

@@ -1,0 +1,24 @@
+"""The first layer is trained from the second epoch on."""
+
+import torch
+
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, elastic
+from tests.nightly.live_scripts.shared import BATCH, EPOCHS, end, loss_of, net, pace, samples
+
+elastic.init_process_group()
+module = net()
+module[0].requires_grad_(False)
+model = DistributedDataParallel(module)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = ElasticDataLoader(samples(), global_batch_size=BATCH)
+run = elastic.Elastic(TrainState(model=model, optimizer=optimizer, data=loader))
+while loader.epoch < EPOCHS:
+    if loader.epoch == 1:
+        module[0].requires_grad_(True)
+    for inputs, targets in run.batches():
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        pace(run)
+run.save()
+end(run, model)
