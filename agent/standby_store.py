@@ -26,7 +26,6 @@ class StandbyStore:
     def __init__(self, config: LaunchConfig, search: Search, say: Callable[[str], None]) -> None:
         self._config, self._search, self._say = config, search, say
         self._served: tcp.ServedStore | None = None
-        self._given_up: list[tcp.ServedStore] = []  # those that the job has left
         self._ports: set[int] = set()  # of all that were served
         self._one_serves = threading.Lock()  # an abandoned attempt to connect may still run in its thread
 
@@ -45,8 +44,6 @@ class StandbyStore:
             only_one = self._config.port_range is not None and self._config.port_range[0] == self._config.port_range[1]
             if self._served is not None or only_one:  # which the workers' store needs
                 return
-            while self._given_up:
-                self._given_up.pop().close()
             try:
                 listening = self._listen(number, hosting)
             except StartError as error:
@@ -67,15 +64,16 @@ class StandbyStore:
         return None if served is None else served.connect()
 
     def renew(self) -> None:
-        """Let the next ``serve`` serve another store: the job has left this one."""
+        """End the store, which this node has given up: nobody may wait there any more. ``serve`` serves another one."""
         with self._one_serves:
-            self._given_up += filter(None, [self._served])
+            if self._served is not None:
+                self._served.close()
             self._served = None
 
     def end(self) -> None:
-        """End the stores that are served here."""
-        for store in (*self._given_up, *filter(None, [self._served])):
-            store.close()
+        """End the store that is served here."""
+        if self._served is not None:
+            self._served.close()
 
     def _listen(self, number: str, hosting: bool) -> socket.socket:
         """Return a socket at a port that no store of this agent had before. Errors: ``StartError``."""

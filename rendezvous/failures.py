@@ -17,7 +17,7 @@ def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:
 
 def may_have_lost_peers(failure: ExitRecord) -> bool:
     """Return whether the worker failed probably for having lost its peers, so that another one may be the cause."""
-    return failure.blame >= Blame.VICTIM
+    return failure.blame == Blame.VICTIM
 
 
 def signature(failure: ExitRecord) -> str:

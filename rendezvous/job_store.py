@@ -326,8 +326,7 @@ class JobStore:
 
     def _move(self, place: Place, record: RoundRecord, decided: bool) -> list[Effect]:
         """Give up the store in use for the standby store ``place``. The round is over here: its host has died, or is cut off."""
-        if self.place is not None and self.place.id == self.me:
-            self._standby = 0  # who has given up its own standby store serves another one, see ``Session.step``
+        effects = self._end_own_store()
         known = self._moves.move(place, record, self.rows, decided, self.now, self.ran)
         known = known if known.fence == record.fence else record
         reason = lost_host(known)
@@ -336,15 +335,20 @@ class JobStore:
             broken = known.broken or Broken(Cause.LOST, reason, self.me, ran=self.ran)
             self.record = replace(record, broken=replace(broken, over=True))
         self._begin_at(place)
-        return [Say(f"{reason}; the store moves to {place.address}")]
+        return [*effects, Say(f"{reason}; the store moves to {place.address}")]
 
     def _go_back(self, record: RoundRecord) -> list[Effect]:
         """Go back to the store that this node has given up for an undecided one: its host lives, and can be reached again."""
-        assert self.place is not None
-        if self.place.id == self.me:
-            self._standby = 0  # see ``_move``
+        effects = self._end_own_store()
         self._begin_at(self._moves.go_back())
-        return [Say(f"{host_of(record)} is back; this node joins there again")]
+        return [*effects, Say(f"{host_of(record)} is back; this node joins there again")]
+
+    def _end_own_store(self) -> list[Effect]:
+        """End the store in use if it is this node's own, which it gives up. See ``Session.step``."""
+        if self.place is None or self.place.id != self.me:
+            return []
+        self._standby = 0
+        return [Reconnect()]  # another standby store is served with the next connection
 
     def _follow(self, place: Place) -> list[Effect]:
         """Join the job where its store is now. This node has read of no round, so it has taken part in none."""

@@ -111,6 +111,7 @@ class Moves:
     _left: frozenset[str] = frozenset()  # names of the stores that this node has given up: what it has written there still stands
     _before: Place | None = None  # the last store in use that had a round record; None: where the job was started
     _unreached: bool = False  # that store did not answer when this node gave it up
+    _host_seq: int | None = None  # of the row of its host, as it was read there last; None: it was not
     _start: RoundRecord | None = None  # what a store where the job was started said last; None: nothing
     _known: RoundRecord | None = None  # the newest record that was read in any vote
     _terms: dict[str, int] = field(default_factory=dict)  # by node: the term of the record in its vote, in the undecided store in use
@@ -220,12 +221,13 @@ class Moves:
         self._due = now + min(max(quickest, LOOKS_OF_WAIT * (now - self._searching_since)), max(quickest, self.rules.beat))
         self._was_suspended = False
         here = (self.at.id,) if self.at else ()
+        host = (self._known or record).host
         if place is None:
             start = self._start
             if self._claims and start is not None and start.round == 0 and start.moved != self.at:
                 said = replace(self.at, run=record.store_id) if self.at else None
                 return Sync(change=Change(start, replace(start, version=start.version + 1, moved=said)), rows=(), look=True)
-            return Sync(rows=here, look=True)
+            return Sync(rows=tuple(dict.fromkeys((host, *here))), look=True)
         few = dict.fromkeys((record.host, *here, *(p.id for p in self._line(record))))  # those in line may have died with the host
         voters = tuple(m.id for m in record.members) if self.doubts and place.id == self.me else tuple(few)
         votes = (Vote(self.me, record),) if self.doubts and not self.undecided else ()
@@ -297,10 +299,11 @@ class Moves:
             return True
         if self.at.id == self.me:
             return self.at not in before
-        return quorum.is_there(answer.rows.get(self.at.id))
+        owner = answer.rows.get(self.at.id)  # one that names its store in use was written before it gave that up
+        return owner is not None and quorum.is_there(owner) and owner.standby != self.at.port
 
     def should_go_back(self, place: Place | None, answer: Synced, record: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
-        """Return whether this node goes back to the store of ``place``, whose host it has given up: that answers, and has gone on there.
+        """Return whether this node goes back to the store of ``place``, whose host it has given up: the host has written there since.
 
         Only from an undecided store that can decide nothing any more: from its own, where too few have come, and which it ends so, or from
         that of another node whose row says that it has ended it. ``rows``: as they were read last in that store. Who gave up a host that
@@ -309,8 +312,13 @@ class Moves:
         found, known = answer.round, self._known
         if self.at is None or not self.undecided or place != self._before or found is None or known is None or known.host in self.gone:
             return False
+        if place is not None and place.id == self.me:  # it has ended that one
+            return False
+        host = answer.rows.get(known.host)
+        before, self._host_seq = self._host_seq, host.seq if host is not None else self._host_seq
+        lives = host is not None and before is not None and host.seq > before
         same = found.store_id == record.store_id and found.term == known.term and found.moved is None
-        if not same or found.version <= record.version or not (self._unreached or found.round > record.round):
+        if not (lives and same and found.version >= record.version and (self._unreached or found.round > record.round)):
             return False
         if self.at.id == self.me:
             return self._needed(rows) is None
@@ -392,7 +400,9 @@ class Moves:
             self._known = newest(record, self._known)
         self._terms = {}
         self.votes = () if decided else self._words(self._known)
-        self._before = self._before if self.undecided else self.at
+        if not self.undecided:
+            host = rows.get(record.host)
+            self._before, self._host_seq = self.at, host.seq if host is not None else None
         self._use(place, None if decided else self.undecided_since or now)
         return self._known
 

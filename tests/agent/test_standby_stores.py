@@ -715,3 +715,19 @@ def test_a_guard_that_reads_nothing_does_not_hold_up_its_agent(standbys: Callabl
         assert dies(pids[1]), "and a guard that does not read is replaced by one that does"
         host.send_signal(signal.SIGKILL)
     assert stores.told() == [()]
+
+
+def test_who_gives_up_its_own_store_ends_it_at_once_and_serves_another_one_with_the_next_connection() -> None:
+    """The look at the store that it goes back to has a connection already, which the exchanges after it would use."""
+    with access(1, free_port(), "--store-succession=majority") as host:
+        host.connect(None).close()
+        with access(2, host._endpoint.port, "--store-succession=majority") as other:
+            other.connect(None).close()
+            ended = place(other)
+            host.connect(ended).close()
+            other.renew_standby()
+            assert other.standby_port == 0
+            with pytest.raises(StoreError):
+                host.connect(ended)
+            other.connect(None).close()
+            assert other.standby_port not in (0, ended.port)

@@ -582,7 +582,7 @@ MUTANTS = (
     ),
     mutant(
         "who has given up its standby store serves another one",
-        *("job_store", "            self._standby = 0  # who", "            pass  # who"),
+        *("job_store", "        self._standby = 0\n        return [Reconnect()]", "        return [Reconnect()]"),
         *("majority", "who_has_given_up_its_own_standby_store_has_none_until_it_serves_the_next_one"),
     ),
     mutant(
@@ -962,7 +962,7 @@ MUTANTS = (
     ),
     mutant(
         "who waits in an undecided store stays until its owner has left",
-        *("succession", "return quorum.is_there(answer.rows.get(self.at.id))", "return True"),
+        *("succession", "return owner is not None and quorum.is_there(owner) and owner.standby != self.at.port", "return True"),
         *("succession", "who_waits_in_an_undecided_store_leaves_it_when_its_owner_has"),
     ),
     mutant(
@@ -1127,67 +1127,92 @@ MUTANTS = (
     ),
     mutant(
         "a node goes back to the store that it gave up, where that has gone on",
-        *("succession", 'if self.at is None or not self.undecided or place != self._before or', 'if True or'),
+        *("succession", "if self.at is None or not self.undecided or place != self._before or", "if True or"),
         *("split", "after_a_split_into_single_nodes_all_are_in_one_round_again[3-1-12]"),
     ),
     mutant(
         "it goes back to the last store that was decided and to no other",
-        *("succession", ' or place != self._before or found is None', ' or found is None'),
+        *("succession", " or place != self._before or found is None", " or found is None"),
         *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
     ),
     mutant(
         "it looks at that store",
-        *("succession", 'dict.fromkeys([None, self._before] if', 'dict.fromkeys([None] if'),
+        *("succession", "dict.fromkeys([None, self._before] if", "dict.fromkeys([None] if"),
         *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
     ),
     mutant(
         "it goes back to no host whose end is proven",
-        *("succession", 'or known is None or known.host in self.gone:', 'or known is None:'),
+        *("succession", "or known is None or known.host in self.gone:", "or known is None:"),
         *("split", "it_does_not_go_back_to_a_host_whose_end_is_proven"),
     ),
     mutant(
         "it goes back to its own run",
-        *("succession", 'same = found.store_id == record.store_id and found.term', 'same = found.term'),
+        *("succession", "same = found.store_id == record.store_id and found.term", "same = found.term"),
         *("split", "it_does_not_go_back_to_anything_else[another run]"),
     ),
     mutant(
         "it goes back to no store that another one has taken over from",
-        *("succession", 'found.term == known.term and found.moved is None', 'found.moved is None'),
+        *("succession", "found.term == known.term and found.moved is None", "found.moved is None"),
         *("split", "it_does_not_go_back_to_anything_else[taken over since]"),
     ),
     mutant(
-        "it goes back only where something was written since",
-        *("succession", 'if not same or found.version <= record.version or', 'if not same or'),
-        *("split", "it_does_not_go_back_to_anything_else[as it was]"),
+        "it goes back to no older record",
+        *("succession", " and found.version >= record.version and", " and"),
+        *("split", "it_does_not_go_back_to_anything_else[an older one]"),
+    ),
+    mutant(
+        "it goes back only where the host writes",
+        *("succession", "if not (lives and same and", "if not (same and"),
+        *("split", "it_goes_back_where_the_host_has_written_its_row_since_although_nothing_else_had_to_be_written"),
+    ),
+    mutant(
+        "the row of a host that it had not read there is read twice",
+        *("succession", "and before is not None and host.seq > before", "and host.seq > (before or 0)"),
+        *("split", "the_row_of_a_host_that_it_had_not_read_there_is_read_twice"),
+    ),
+    mutant(
+        "it does not go back to a store of its own",
+        *("succession", "if place is not None and place.id == self.me:  # it has ended", "if False:  # it has ended"),
+        *("split", "it_does_not_go_back_to_a_store_of_its_own"),
+    ),
+    mutant(
+        "an old row of the owner lures nobody away",
+        *("succession", " and quorum.is_there(owner) and owner.standby != self.at.port", " and quorum.is_there(owner)"),
+        *("split", "whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before"),
+    ),
+    mutant(
+        "who has ended its own store serves another one soon",
+        *("job_store", "        return [Reconnect()]  # another", "        return []  # another"),
+        *("split", "a_node_that_goes_back_serves_another_standby_store"),
     ),
     mutant(
         "from the side of the few it goes back only to a new round",
-        *("succession", ' or not (self._unreached or found.round > record.round):', ':'),
+        *("succession", " and (self._unreached or found.round > record.round)):", "):"),
         *("split", "it_goes_back_from_the_side_of_the_few_only_when_a_round_has_formed_without_it"),
     ),
     mutant(
         "it stays in its own store when enough have come",
-        *("succession", '            return self._needed(rows) is None\n        owner', '            return True\n        owner'),
+        *("succession", "            return self._needed(rows) is None\n        owner", "            return True\n        owner"),
         *("split", "it_does_not_go_back_when_enough_have_come_to_its_own_store"),
     ),
     mutant(
         "it leaves the store of another node only when that one has ended it",
-        *("succession", 'return owner is not None and owner.standby != self.at.port', 'return owner is not None'),
+        *("succession", "return owner is not None and owner.standby != self.at.port", "return owner is not None"),
         *("split", "whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store"),
     ),
     mutant(
         "a look back reads the row of the owner of the store in use",
-        *("succession", 'return Sync(rows=here, look=True)', 'return Sync(rows=(), look=True)'),
+        *("succession", "tuple(dict.fromkeys((host, *here))), look", "(host,), look"),
         *("split", "a_look_back_reads_the_row_of_the_owner_of_the_store_in_use"),
     ),
     mutant(
         "who goes back has ended its own store",
-        *("job_store", '            self._standby = 0  # see ``_move``', '            pass'),
+        *("job_store", "effects = self._end_own_store()\n        self._begin", "effects = []\n        self._begin"),
         *("split", "a_node_that_goes_back_serves_another_standby_store"),
     ),
     mutant(
         "votes are not written where a node goes back to",
-        *("succession", '        self.votes = ()\n        self._use', '        self._use'),
+        *("succession", "        self.votes = ()\n        self._use", "        self._use"),
         *("split", "votes_are_not_written_where_a_node_goes_back_to"),
     ),
     mutant(

@@ -15,6 +15,7 @@ from tests.rendezvous.test_succession import PLACES, RECORD, goes_on
 
 OWN, OF_C = PLACES[2], PLACES[3]
 NEWER = replace(RECORD, version=RECORD.version + 1)
+HOST = NodeRow("h", "h", "", 0, 2, seq=5)
 
 
 @pytest.mark.parametrize("lasts", [11, 12, 13, 14, 16, 18, 22, 30, 40, 50])
@@ -40,9 +41,11 @@ def test_a_node_that_goes_back_serves_another_standby_store() -> None:
         node.side = 0
     assert world.run(10, lambda: any(map(world.undecided, world.nodes)))
     (waits,) = filter(world.undecided, world.nodes)
+    ended = waits.machine.store.place
+    assert ended is not None and ended.id == waits.id
     goes_on(world, *world.nodes, within=40.0)
     assert world.record is not None and world.record.term == 0 and waits.machine.store.place is None
-    assert waits.machine.row.standby not in (0, before[waits.id])
+    assert not world.is_up(ended) and waits.machine.row.standby == waits.session.access.standby_port not in (0, before[waits.id])
 
 
 def waiting_in(place: Place, *, silent: bool = True, gone: str = "") -> Moves:
@@ -51,13 +54,15 @@ def waiting_in(place: Place, *, silent: bool = True, gone: str = "") -> Moves:
     if not silent:
         moves.note_minority(True, 0.0)
     moves.search(RECORD, 0.0 if silent else None, {}, 2 * MAJORITY.expire)
-    moves.move(place, RECORD, {}, False, 2 * MAJORITY.expire)
+    moves.move(place, RECORD, {"h": HOST}, False, 2 * MAJORITY.expire)
     return moves
 
 
-def goes_back(moves: Moves, found: RoundRecord | None, place: Place | None = None, standby: int = OF_C.port, came: str = "b") -> bool:
+def goes_back(
+    moves: Moves, found: RoundRecord | None, place: Place | None = None, standby: int = OF_C.port, came: str = "b", host_seq: int = 6
+) -> bool:
     """Return whether the node goes back where ``found`` stands; the row of c there names ``standby``. ``came``: to the store in use."""
-    there = {"c": NodeRow("c", "c", "", 0, 2, standby=standby)}
+    there = {"c": NodeRow("c", "c", "", 0, 2, standby=standby), "h": replace(HOST, seq=host_seq)}
     rows = {i: NodeRow(i, i, "", 0, 2) for i in came}
     moves._terms = dict.fromkeys(came, RECORD.term)
     return moves.should_go_back(place, Synced(20.0, 20.0, found, there), RECORD, rows)
@@ -71,8 +76,8 @@ def test_a_node_goes_back_from_its_own_store_to_the_one_that_has_gone_on() -> No
 
 @pytest.mark.parametrize(
     "found",
-    [None, RECORD, replace(NEWER, store_id="another"), replace(NEWER, term=1), replace(NEWER, moved=OWN)],
-    ids=["nothing", "as it was", "another run", "taken over since", "moved"],
+    [None, replace(RECORD, version=4), replace(NEWER, store_id="another"), replace(NEWER, term=1), replace(NEWER, moved=OWN)],
+    ids=["nothing", "an older one", "another run", "taken over since", "moved"],
 )
 def test_it_does_not_go_back_to_anything_else(found: RoundRecord | None) -> None:
     assert not goes_back(waiting_in(OWN), found)
@@ -83,11 +88,44 @@ def test_it_goes_back_to_no_store_but_the_last_one_that_was_decided() -> None:
     moves = Moves("b", MAJORITY)
     moves.move(PLACES[4], RECORD, {}, True, 1.0)
     moves.search(RECORD, 1.0, {}, 20.0)
-    moves.move(OWN, RECORD, {}, False, 20.0)
+    moves.move(OWN, RECORD, {"h": HOST}, False, 20.0)
     moves.search(RECORD, 1.0, {}, 30.0)
     assert PLACES[4] in [moves.look(RECORD, 30.0 + k).at for k in range(40)], "it looks there"
     assert goes_back(moves, NEWER, place=PLACES[4]) and not goes_back(moves, NEWER)
     assert moves.go_back() == PLACES[4]
+
+
+def test_it_goes_back_where_the_host_has_written_its_row_since_although_nothing_else_had_to_be_written() -> None:
+    """The record calls those lost that come back: they were silent before."""
+    assert goes_back(waiting_in(OWN), RECORD)
+    assert not goes_back(waiting_in(OWN), NEWER, host_seq=HOST.seq), "its store answers, but its agent stands still"
+
+
+def test_the_row_of_a_host_that_it_had_not_read_there_is_read_twice() -> None:
+    moves = waiting_in(OWN)
+    moves._host_seq = None
+    assert not goes_back(moves, NEWER, host_seq=6)
+    assert not goes_back(moves, NEWER, host_seq=6)
+    assert goes_back(moves, NEWER, host_seq=7)
+
+
+def test_it_does_not_go_back_to_a_store_of_its_own() -> None:
+    """It has ended that one, and serves another."""
+    moves, mine = Moves("b", MAJORITY), replace(RECORD, host="b")
+    own = replace(HOST, id="b")
+    moves.move(OWN, mine, {}, True, 1.0)
+    moves.search(mine, 1.0, {}, 20.0)
+    moves.move(OF_C, mine, {"b": own}, False, 20.0)
+    there = {"b": replace(own, seq=own.seq + 1), "c": NodeRow("c", "c", "", 0, 2, standby=0)}
+    assert not moves.should_go_back(OWN, Synced(20.0, 20.0, replace(mine, version=mine.version + 1), there), mine, {})
+
+
+def test_whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before() -> None:
+    """The row stands in a third store, and says of its owner only where that was before it came to its own store."""
+    moves = waiting_in(OF_C)
+    for standby, follows in ((OF_C.port, False), (0, True), (OF_C.port + 1, True)):
+        there = {"a": NodeRow("a", "a", "", 0, 2), "c": NodeRow("c", "c", "", 0, 2, standby=standby)}
+        assert moves.should_follow(PLACES[1], Synced(20.0, 20.0, None, there), RECORD) is follows
 
 
 def test_it_does_not_go_back_to_a_host_whose_end_is_proven() -> None:
@@ -119,7 +157,7 @@ def test_a_look_back_reads_the_row_of_the_owner_of_the_store_in_use() -> None:
     moves = waiting_in(OF_C)
     moves.search(RECORD, 0.0, {}, 20.0)
     asked = [moves.look(RECORD, 20.0 + k) for k in range(40)]
-    assert [sync.rows for sync in asked if sync.at is None] and {sync.rows for sync in asked if sync.at is None} == {("c",)}
+    assert [sync.rows for sync in asked if sync.at is None] and {sync.rows for sync in asked if sync.at is None} == {("h", "c")}
 
 
 def test_votes_are_not_written_where_a_node_goes_back_to() -> None:

@@ -51,6 +51,10 @@ def _taken_over(world: World, node: Node, new: RoundRecord) -> None:
         gone = not any(other.alive for other in world.nodes if other.id == once.id)  # each round there would include it
         must(once == place or gone, f"{i} counts at {once.id} and at {place.id} for one store that is lost")
         world.counted[key] = place
+    for other in world.nodes:
+        back = other.alive and other is not node and not other.machine.store.undecided and other.machine.store.place == moves._before
+        counts = other.id in moves._here(node.machine.store.rows, moves._known)
+        must(not (back and counts), f"{node.id} counts {other.id}, which is back in the store that is lost")
     must(is_there(node.machine.store.rows.get(node.id)), f"{node.id} takes over a store in which it is not")
     start = world.record_at_start()
     begun = start is not None and start.round > 0 and start.closed is None and start.store_id != new.store_id

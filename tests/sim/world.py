@@ -181,15 +181,21 @@ class WorldAccess(StoreAccess):
         super().__init__(CONFIG)
         self._address = NodeAddress(address, address, None, None)
         self._node = node
-        self._standby_port = 2000
+        self._ports = itertools.count(2000)
+        self._standby_port = next(self._ports)
 
     @property
     def standby_port(self) -> int:
         return self._standby_port
 
     def renew_standby(self) -> None:
-        self._standby_port += 1
+        self._standby_port = 0
         self._node.standby = {}
+
+    def connected(self) -> None:
+        """Serve another standby store after one was given up, with the next connection to another node, as a real agent does."""
+        if not self._standby_port:
+            self._standby_port = next(self._ports)
 
     def worker_store(self, on_error: Callable[[str], None]) -> WorkerPorts:
         return WorkerPorts(1000)
@@ -248,6 +254,7 @@ class Node:
     renewed: float = 0.0  # when its guard's lease was last renewed, by its clock
     waiting: list[Callable[[], object]] = field(default_factory=list)  # what its threads will do when it is not frozen any more
     held: list[Callable[[float], Event]] = field(default_factory=list)  # what will happen to its loop when that is not stalled any more
+    reached: Connection | None = None  # the last connection that has reached another node's store
     place: Place | None = None  # of the store that it uses, as ``World.on_moving`` has it
     given_up: set[str] = field(default_factory=set)  # names of the standby stores that it has left
     _wait: float = math.inf  # seconds, by its clock, that its loop means to sleep at the end of each turn
@@ -659,6 +666,9 @@ class World:
             refused = partial(self.hand_over, node, connection, lambda now: SyncFailed(now, "connection refused"))
             self.at(0.002, partial(node.when_running, refused))
             return
+        if node.reached is not connection and not self._is_local(node, at):
+            node.reached = connection
+            node.session.access.connected()  # type: ignore[attr-defined]
         store = LeasedStore(self, node) if self.rules.lasting else MemoryStore(self.data_at(at))
         found = self._apply(node, operation, store, at)
 
