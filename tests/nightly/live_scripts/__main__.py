@@ -51,25 +51,16 @@ class Job:
     def __init__(self, script: Path, folder: Path) -> None:
         self.script, self.folder, self.port = script, folder, free_port()
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.workers: dict[int, int] = {}  # by rank: the pids of those that train
+        self.killed: set[int] = set()
         self.until = time.monotonic() + LIMIT
 
     def start(self, workers: int) -> None:
         """Start the next agent."""
         node = len(self.agents) + 1
-        command = [
-            sys.executable,
-            "-m",
-            "elastirun",
-            f"--nproc-per-node={workers}",
-            "--max-restarts=4",
-            "--nnodes=1:2",
-        ]
-        command += [
-            "--preload=torch",
-            "--last-call=0.5",
-            "--rdzv-id=live",
-            f"--rdzv-endpoint=127.0.0.1:{self.port}",
-        ]
+        command = [sys.executable, "-m", "elastirun", f"--nproc-per-node={workers}", "--nnodes=1:2"]
+        command += ["--preload=torch", "--max-restarts=4", "--last-call=0.5", "--rdzv-id=live"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{self.port}"]
         command += [f"--local-addr=127.0.0.{node}", f"--rdzv-conf=is_host={int(node == 1)}", str(self.script)]
         with open(self.folder / "output", "ab") as out:
             env = {**environment(self.folder), "TMPDIR": str(self.folder), "PET_RESTART_PAUSE": "0"}
@@ -83,7 +74,10 @@ class Job:
                 break
             done += 1
             (self.folder / f"done.{done if done < DISTURBANCES else 'all'}").touch()
-        self.wait(lambda: all(agent.poll() is not None for agent in self.agents))
+        first, *others = self.agents
+        self.wait(
+            lambda: first.poll() or first.poll() == 0 and all(other.poll() is not None for other in others)
+        )
         return done
 
     def disturbances(self) -> Iterator[bool]:
@@ -99,7 +93,7 @@ class Job:
         """Kill the worker of ``rank`` when ``size`` of them train, and the others wait for it."""
         if not self.trains(size):
             return False
-        [pid] = [pid for pid, (where, *_) in self.newest.items() if where == rank]
+        pid = self.workers[rank]
         begun = len(self.lines())
 
         def waits() -> bool:
@@ -107,6 +101,7 @@ class Job:
             return bool(last) and last[0][3] % size == rank or self.has_ended()
 
         self.wait(waits)
+        self.killed.add(pid)
         with suppress(ProcessLookupError):
             os.kill(pid, 9)
         return True
@@ -117,13 +112,9 @@ class Job:
 
         def look() -> bool:
             lines = self.lines()[begun:]
-            self.newest = {
-                pid: rest for pid, *rest in lines if rest[1] == size and rest[2] >= AFTER and rest[3]
-            }
-            return (
-                len({rank for rank, *_ in self.newest.values()}) == len(self.newest) == size
-                or self.has_ended()
-            )
+            made = [line for line in lines if line[0] not in self.killed and line[2] == size]
+            self.workers = {rank: pid for pid, rank, _, step, counts in made if step >= AFTER and counts}
+            return len({*self.workers.values()}) == size or self.has_ended()
 
         self.wait(look)
         return not self.has_ended()
@@ -141,7 +132,7 @@ class Job:
             ]
         return []
 
-    def wait(self, condition: Callable[[], bool]) -> None:
+    def wait(self, condition: Callable[[], object]) -> None:
         while not condition():
             if time.monotonic() > self.until:
                 raise Hangs
