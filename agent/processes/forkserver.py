@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import all_suffixes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -398,9 +399,10 @@ class Reporter:
 
 
 def names_in(folder: str) -> set[str]:
-    """Return the names that modules in the folder may have."""
+    """Return the names that modules in the folder may have: a package is a folder, which has no dot in its name."""
+    suffixes = tuple(all_suffixes())
     try:
-        return {entry.partition(".")[0] for entry in os.listdir(folder)}
+        return {entry.partition(".")[0] for entry in os.listdir(folder) if "." not in entry or entry.endswith(suffixes)}
     except OSError:
         return set()
 

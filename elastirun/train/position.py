@@ -31,6 +31,7 @@ class Position:
         others = [name for name, part in state.items() if name not in ("step", "model") and id(part) not in kept]
         self.others = [name for name in others if not isinstance(state[name], PerRank)]
         self._state = state
+        self.global_batch = loader.global_batch_size  # of the whole training
         self.take()
 
     def take(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -225,3 +227,15 @@ def test_without_auto_a_worker_tells_nothing(agent: Agent) -> None:
     agent.start("json")
     code = f"{HOW}import sys\nprint(['Reporter' in str(finder) for finder in sys.meta_path].count(True))"
     assert agent.output(code).split() == ["forked", "0"]
+
+
+def test_data_beside_the_script_has_no_name_of_a_module(tmp_path: Path) -> None:
+    """A file ``queue.list`` kept all workers from being forks of a process that had imported ``queue``."""
+    for name in ("queue.list", "json.txt", "own.py", "fast.cpython-311-x86_64-linux-gnu.so", "old.pyc", ".hidden"):
+        (tmp_path / name).touch()
+    (tmp_path / "package").mkdir()
+    found = forkserver.names_in(str(tmp_path))
+    assert {"own", "old", "package"} <= found and not {"queue", "json", "hidden"} & found
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    (tmp_path / f"built{suffix}").touch()
+    assert "built" in forkserver.names_in(str(tmp_path))

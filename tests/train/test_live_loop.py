@@ -23,6 +23,7 @@ from elastirun.errors import CheckpointError
 from elastirun.live_worlds import World
 from elastirun.train import DistributedDataParallel, ReductionFailed, TrainError, elastic, process_groups
 from elastirun.train.control_words import ADMIT
+from elastirun.train.errors import WrongUse
 from elastirun.train.group_connections import connections
 from elastirun.train.position import Rehearsal
 from elastirun.train.process_groups import end_beside, init_default_group, leave_groups
@@ -100,6 +101,22 @@ def test_a_worker_whose_older_state_does_not_count_stays_in_the_loop(live: Make,
             lose_a_peer(training)
         step(training.state, training._model, batch)
     assert epochs == [0, 0, 2, 2, 2][: len(epochs)] and len(epochs) > 2 and not training._whole
+
+
+def test_a_loader_that_is_replaced_or_has_another_global_batch_is_refused_before_the_next_epoch(live: Make) -> None:
+    """A worker that comes later would have the first one: its ranks would cut the data otherwise (samples were lost, without a word)."""
+    training, _ = live(size=1)
+    loader = training._loader
+    for batch in training.batches():
+        step(training.state, training._model, batch)
+    size, loader.global_batch_size = loader.global_batch_size, 2 * loader.global_batch_size
+    with pytest.raises(WrongUse, match=f"global_batch_size was changed from {size} to {2 * size}"):
+        next(iter(training.batches()))
+    loader.global_batch_size = size
+    name = next(name for name, part in training.state.items() if part is loader)
+    training.state[name] = copy.copy(loader)
+    with pytest.raises(WrongUse, match="the loader in the state was replaced"):
+        next(iter(training.batches()))
 
 
 def test_a_worker_alone_leaves_its_round_also_where_each_step_is_the_last_of_an_epoch(live: Make) -> None:
