@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 
 from tests.deploy.slurm_job import ROOT, Job, needs_slurm
 from tests.support.cluster import WORKER, Cluster
@@ -56,6 +58,19 @@ def test_a_job_whose_runs_are_too_short_is_not_queued_again_without_end(cluster:
     assert job.ends() == ("FAILED", "143:0"), job.explain()
     assert "was told to stop within 600 s of its start 2 times in a row and ends" in job.out()
     assert not list(nodes.tmp_path.glob("**/.elastirun*"))
+
+
+def test_the_runs_so_far_are_counted_also_if_slurm_ends_the_scripts_sleep_before_the_script(tmp_path: Path) -> None:
+    """The script went on then, said that the job ends, and forgot the number, so that a job was queued again without end."""
+    script = (ROOT / "deploy/slurm/elastirun.sbatch").read_text()
+    functions = script[script.index("say() {") : script.index("# Waits until the node")]
+    stubs = "squeue() { echo RUNNING; }; scontrol() { :; }; sleep() { return 143; }; max_requeues=1; short_run=600; short_runs=$PWD/runs"
+    command = ["bash", "-uo", "pipefail", "-c", f"{stubs}\nSLURM_JOB_ID=1\n{functions}\nfinish 143"]
+    first = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (first.returncode, (tmp_path / "runs").read_text()) == (143, "1\n")
+    assert "is queued again" in first.stderr and "and ends" not in first.stderr
+    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "2 times in a row and ends" in second.stderr and not (tmp_path / "runs").exists()
 
 
 @needs_slurm
