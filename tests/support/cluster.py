@@ -37,6 +37,16 @@ if command == "kill":
     os.kill(os.getpid(), int(rest))
 """
 
+GATED = """
+import os, sys, time
+from elastirun.__main__ import main
+import elastirun.agent.agent, elastirun.cli.main
+gate = sys.argv.pop(1)
+open(f"{gate}.{os.getpid()}", "w").close()
+while not os.path.exists(gate):
+    time.sleep(0.005)
+main()
+"""  # an agent that begins when a file appears
 
 @dataclass
 class Worker:
@@ -85,14 +95,28 @@ class Cluster:
         self.pending: list[Worker] = []
         self.connections: list[socket.socket] = []
 
-    def agent(self, i: int, *options: str, nnodes: str = "1:3", nproc: int = 1, host: int = 1) -> subprocess.Popen[str]:
-        """Start an agent; ``out(i)`` returns its output. The store host is named: every loopback address is local to every agent."""
+    def agents_at_once(self, numbers: tuple[int, ...], *options: str) -> list[subprocess.Popen[str]]:
+        """Start agents that have all been imported before the first one begins, however busy the machine is."""
+        gate = self.tmp_path / f"gate{numbers}"
+        agents = [self.agent(i, *options, gate=f"{gate}") for i in numbers]
+        until(lambda: all(Path(f"{gate}.{agent.pid}").exists() for agent in agents), "the agents to be imported")
+        gate.touch()
+        return agents
+
+    def agent(
+        self, i: int, *options: str, nnodes: str = "1:3", nproc: int = 1, host: int = 1, gate: str = ""
+    ) -> subprocess.Popen[str]:
+        """Start an agent; ``out(i)`` returns its output. The store host is named: every loopback address is local to every agent.
+
+        ``gate``: the file for whose appearance it waits before it begins; see ``agents_at_once``.
+        """
         if self.etcd:
             where = ["--rdzv-backend=etcd", f"--rdzv-endpoint={','.join(self.etcd)}", f"--rdzv-id={self.tmp_path.name}"]
         else:
             where = [f"--rdzv-endpoint=127.0.0.{host}:{self.port}", "--rdzv-id=test", f"--rdzv-conf=is_host={int(i == host)}"]
         own = f"--local-addr=127.0.0.{i}"
-        return self.launch(i, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", *where, own, *options, str(self.script))
+        arguments = (f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", *where, own, *options, str(self.script))
+        return self.launch(i, gate, *arguments, program=("-c", GATED)) if gate else self.launch(i, *arguments)
 
     def launch(
         self, i: int, *arguments: str, before: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "elastirun")

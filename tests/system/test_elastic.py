@@ -34,7 +34,7 @@ def test_a_life_of_a_job(anywhere: Cluster) -> None:
     first = anywhere.agent(1, *FAST, "--max-restarts=1")
     (alone,) = anywhere.round(1)
     anywhere.says(1, "round 1: 1 node, 1 worker; here rank 0 (")
-    second, third = (anywhere.agent(i, *FAST, "--max-restarts=1") for i in (2, 3))
+    second, third = anywhere.agents_at_once((2, 3), *FAST, "--max-restarts=1")
     grown = anywhere.round(3)
     assert grown[0].round == alone.round + 1, "a burst of joiners costs one re-formation"
     assert grown[0].env["ELASTIRUN_ROUND_REASON"].endswith("joined")
