@@ -261,6 +261,7 @@ def test_a_record_that_changes_without_pause_is_told_of_a_few_times_a_second_and
     server: Server, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_watch, "BURST_TIME", 0.5)
+    monkeypatch.setattr(tcp_watch, "BURST", 2)  # few, so that they take much less time than that
     monkeypatch.setattr(tcp, "KEPT_MARKS", 1 << 20)  # the watch shares this interpreter with the writer, and is slow
     writer, began = server.connect(), time.monotonic()
     listener = Listener(server.connect(), key)
