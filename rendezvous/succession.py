@@ -299,8 +299,7 @@ class Moves:
             return True
         if self.at.id == self.me:
             return self.at not in before
-        owner = answer.rows.get(self.at.id)  # one that names its store in use was written before it gave that up
-        return owner is not None and quorum.is_there(owner) and owner.standby != self.at.port
+        return quorum.is_there(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)
 
     def should_go_back(self, place: Place | None, answer: Synced, record: RoundRecord, rows: Mapping[str, NodeRow]) -> bool:
         """Return whether this node goes back to the store of ``place``, whose host it has given up: the host has written there since.
@@ -322,8 +321,16 @@ class Moves:
             return False
         if self.at.id == self.me:
             return self._needed(rows) is None
-        owner = answer.rows.get(self.at.id)
-        return owner is not None and owner.standby != self.at.port
+        return self._is_ended(self.at, answer)
+
+    @staticmethod
+    def _is_ended(place: Place, answer: Synced) -> bool:
+        """Return whether the owner of the undecided store ``place`` has ended it, by its row in another store.
+
+        A row that names ``place`` was written before the owner came there.
+        """
+        owner = answer.rows.get(place.id)
+        return owner is not None and owner.standby != place.port
 
     def go_back(self) -> Place | None:
         """Give up the undecided store in use for the one before it. Return that one's place."""

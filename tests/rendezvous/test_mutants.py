@@ -962,7 +962,7 @@ MUTANTS = (
     ),
     mutant(
         "who waits in an undecided store stays until its owner has left",
-        *("succession", "return owner is not None and quorum.is_there(owner) and owner.standby != self.at.port", "return True"),
+        *("succession", "return quorum.is_there(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "return True"),
         *("succession", "who_waits_in_an_undecided_store_leaves_it_when_its_owner_has"),
     ),
     mutant(
@@ -1177,7 +1177,7 @@ MUTANTS = (
     ),
     mutant(
         "an old row of the owner lures nobody away",
-        *("succession", " and quorum.is_there(owner) and owner.standby != self.at.port", " and quorum.is_there(owner)"),
+        *("succession", "(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "(answer.rows.get(self.at.id))"),
         *("split", "whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before"),
     ),
     mutant(
@@ -1192,12 +1192,12 @@ MUTANTS = (
     ),
     mutant(
         "it stays in its own store when enough have come",
-        *("succession", "            return self._needed(rows) is None\n        owner", "            return True\n        owner"),
+        *("succession", "return self._needed(rows) is None\n        return self._is", "return True\n        return self._is"),
         *("split", "it_does_not_go_back_when_enough_have_come_to_its_own_store"),
     ),
     mutant(
         "it leaves the store of another node only when that one has ended it",
-        *("succession", "return owner is not None and owner.standby != self.at.port", "return owner is not None"),
+        *("succession", "return owner is not None and owner.standby != place.port", "return owner is not None"),
         *("split", "whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store"),
     ),
     mutant(
