@@ -35,7 +35,7 @@ class OwnAgent:
     steps: tuple[WorkerSteps, ...] = ()
     live: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
-    devices: str = ""
+    devices: str = ""  # none, also where an agent of an earlier version says nothing
 
 
 def sockets() -> list[str]:

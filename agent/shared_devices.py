@@ -12,17 +12,18 @@ from elastirun.rendezvous.records import Member
 
 GPU = "/dev/nvidia0"  # there is one on this machine
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALL = "all"
 
 
 def devices(environ: Mapping[str, str]) -> str:
-    """Return which GPUs the workers see, as the variable lists them; empty: all of this machine."""
-    return environ.get(VISIBLE, "").strip()
+    """Return which GPUs the workers see, as the variable lists them; ``ALL`` without it. Empty, or -1: none."""
+    return environ.get(VISIBLE, ALL)
 
 
 def overlap(some: str, others: str) -> bool:
     """Return whether two agents' workers see the same GPU, by what ``devices`` says of each."""
-    listed = [{one.strip() for one in given.split(",")} for given in (some, others) if given]
-    return len(listed) < 2 or not listed[0].isdisjoint(listed[1])
+    a, b = ({one for one in map(str.strip, given.split(",")) if one not in ("", "-1")} for given in (some, others))
+    return bool(a and b) and (ALL in a | b or not a.isdisjoint(b))
 
 
 def warn_of_twins(members: Sequence[Member], rank: int, job: str, own: str, mine: str, say: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from elastirun.agent import own_agents, shared_devices
 from elastirun.agent.own_agents import OwnAgent
-from elastirun.agent.shared_devices import overlap, warn_of_twins
+from elastirun.agent.shared_devices import devices, overlap, warn_of_twins
 from elastirun.rendezvous.records import Member
 from tests.support.cluster import PATIENCE, free_port
 
@@ -29,10 +29,17 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("some", "others", "both"),
-    [("", "", True), ("", "2", True), ("0,1", "", True), ("0,1", "1, 2", True), ("0,1", "2,3", False), ("GPU-a", "GPU-b", False)],
+    [
+        *(("all", "all", True), ("all", "2", True), ("0,1", "1, 2", True), ("0,1", "2,3", False), ("GPU-a", "GPU-b", False)),
+        *(("", "", False), ("", "all", False), ("-1", "-1", False), ("-1", "all", False)),  # on CPUs
+    ],
 )
 def test_two_lists_of_devices_overlap_where_one_is_in_both(some: str, others: str, both: bool) -> None:
     assert overlap(some, others) == overlap(others, some) == both
+
+
+def test_without_the_variable_workers_see_all_gpus_and_with_an_empty_one_none() -> None:
+    assert overlap(devices({}), devices({})) and not overlap(devices({}), devices({"CUDA_VISIBLE_DEVICES": ""}))
 
 
 @pytest.fixture
