@@ -48,6 +48,7 @@ while not os.path.exists(gate):
 main()
 """  # an agent that begins when a file appears
 
+
 @dataclass
 class Worker:
     """The connection of one live worker."""
