@@ -439,7 +439,8 @@ class JobStore:
         schedule, record = self._link.schedule, self.record
         if schedule.under_way:
             return []
-        if record is not None and self._look_at is not None and self.now >= self._look_at and not takes_over:
+        starved = schedule.asked.look and self.now >= schedule.due  # a look may hang for a second, and so may each one after it
+        if record is not None and self._look_at is not None and self.now >= self._look_at and not takes_over and not starved:
             schedule.begin_look(look := self._moves.look(record, self.now))
             return [look]
         if not schedule.urgent and change is None and self.now < schedule.due:

@@ -1492,6 +1492,11 @@ MUTANTS = (
         *("majority", "who_comes_late_to_a_decision_after_success_does_not_undo_it"),
     ),
     mutant(
+        "looks that hang leave time for the store in use",
+        *("job_store", "starved = schedule.asked.look and", "starved = False and"),
+        *("split", "looks_that_hang_leave_time_for_the_store_in_use"),
+    ),
+    mutant(
         "a look says nothing about the store in use",
         *("job_store", "or (self._link.schedule.under_way and self._link.schedule.asked.look)", "or False"),
         *("majority", "a_look_says_nothing_about_the_store_in_use"),

@@ -30,17 +30,32 @@ def test_after_a_split_into_single_nodes_all_are_in_one_round_again(count: int, 
     goes_on(world, *world.nodes, within=40.0)
 
 
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_looks_that_hang_leave_time_for_the_store_in_use(count: int) -> None:
+    """Only the host can be reached, as where a firewall drops what comes to the ports of standby stores."""
+    world = world_of(count, store_grace=60.0)
+    host, *others = [node.name for node in world.nodes]
+    world.walls = [frozenset((name, other) for name in (host, *others) for other in others if name != other)]
+    for side, node in enumerate(world.nodes):
+        node.side = side
+    world.run(8)
+    for node in world.nodes:
+        node.side = 0
+    goes_on(world, *world.nodes, within=40.0)
+
+
 def test_a_node_that_goes_back_serves_another_standby_store() -> None:
     """Nobody is to look for a job in the one that it has given up."""
     world = world_of(3, store_grace=60.0)
     before = {node.id: node.machine.row.standby for node in world.nodes}
-    for side, node in enumerate(world.nodes):
-        node.side = side
-    world.run(12)
+    world.nodes[0].side = 1
+    assert world.run(20, lambda: any(map(world.undecided, world.nodes)))
+    (waits,) = filter(world.undecided, world.nodes)
+    for node in world.nodes:
+        node.side = int(node is waits)  # before the third node has come there
+    world.run(10)
     for node in world.nodes:
         node.side = 0
-    assert world.run(10, lambda: any(map(world.undecided, world.nodes)))
-    (waits,) = filter(world.undecided, world.nodes)
     ended = waits.machine.store.place
     assert ended is not None and ended.id == waits.id
     goes_on(world, *world.nodes, within=40.0)
