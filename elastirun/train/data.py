@@ -81,7 +81,10 @@ class ElasticDataLoader:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise WrongUse(f"ElasticDataLoader needs a dataset with a length and samples by index, which {type(dataset).__name__} is not")
         if wrong := [name for name in OURS if name in loading]:
-            raise WrongUse(f"{wrong[0]} is not an argument of ElasticDataLoader: it has global_batch_size, shuffle, seed and drop_last")
+            own = ", and a dataset can give its samples in an order of its own (shuffle=False)" if "sampler" in wrong[0] else ""
+            raise WrongUse(
+                f"{wrong[0]} is not an argument of ElasticDataLoader: it has global_batch_size, shuffle, seed and drop_last{own}"
+            )
         for name, number in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
             if number is not None and number < 1:
                 raise WrongUse(f"{name} must be at least 1, not {number}")

@@ -234,7 +234,7 @@ class Elastic:
 
     def _begin_loop(self) -> None:
         """Do what is due before the first batch: first what follows the step in which the loop was left."""
-        self._check_loader()
+        self._before.verify()
         self._end_loop(self._open)
         self._saves_done = 0
         self._catch_up()
@@ -246,16 +246,6 @@ class Elastic:
             self._leave(connection)
             self._enter(connection)
         self._before.take()  # with what the script has done between two epochs, such as the step of a scheduler
-
-    def _check_loader(self) -> None:
-        """Raise WrongUse if the script has replaced the loader, or its global batch: workers that come later would have another one."""
-        if not any(part is self._loader for _, part in self.state.items()):
-            raise WrongUse("the loader in the state was replaced after Elastic(...), which goes on with the first one: keep that one")
-        if self._loader.global_batch_size != self._before.global_batch:
-            raise WrongUse(
-                f"the loader's global_batch_size was changed from {self._before.global_batch} to {self._loader.global_batch_size} after "
-                "Elastic(...): a worker that comes later would not know. Give the loader one size for the whole training"
-            )
 
     def _end_loop(self, token: object | None) -> None:
         """Count the step in which the script has left the loop if its reduction was made; else its batch comes again.
@@ -302,7 +292,7 @@ class Elastic:
         return self._follow_up(dropped)
 
     def _verify_step(self) -> None:
-        """Raise TrainError unless the script has made one reduction for its batch.
+        """Raise TrainError unless the script has made one reduction for its batch, with the same parameters as before.
 
         A step with another number would count with other gradients, or not count, where a peer is lost.
         """
@@ -318,6 +308,7 @@ class Elastic:
                 f"{made} reductions were made for the batch of step {self.state.step + 1}: make one for each "
                 "batch, and all other backwards of it within model.no_sync()"
             )
+        self._before.verify_groups()
 
     def _follow_up(self, dropped: bool) -> bool:
         """Do what follows a step: a save that is due, and a change of the world.

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .checkpoints.per_rank import PerRank
 from .data import ElasticDataLoader
+from .errors import WrongUse
 from .state_copy import StateKept
 from .train_state import TrainState
 
@@ -31,8 +32,37 @@ class Position:
         others = [name for name, part in state.items() if name not in ("step", "model") and id(part) not in kept]
         self.others = [name for name in others if not isinstance(state[name], PerRank)]
         self._state = state
-        self.global_batch = loader.global_batch_size  # of the whole training
+        self._kept = {name: list(_leaves(value)) for name, value in state.items() if name != "step" and name not in others}
+        self._global_batch = loader.global_batch_size  # of the whole training
+        self._groups_of = [len(optimizer.param_groups) for optimizer in self._optimizers]
+        self._parameters = self._count_parameters()
         self.take()
+
+    def verify(self) -> None:
+        """Raise WrongUse if the script has changed what a worker that comes later would have as it was at first."""
+        for name, parts in self._kept.items():
+            if [id(part) for part in _leaves(self._state.get(name))] != [id(part) for part in parts]:
+                raise WrongUse(f"{name!r} in the state was replaced after Elastic(...), which goes on with the first: keep that")
+        if self._loader.global_batch_size != self._global_batch:
+            raise WrongUse(
+                f"the loader's global_batch_size was changed from {self._global_batch} to {self._loader.global_batch_size} after "
+                "Elastic(...): a worker that comes later would not know. Give the loader one size for the whole training"
+            )
+        if (count := self._count_parameters()) != self._parameters:
+            raise WrongUse(
+                f"the model had {self._parameters} parameters when Elastic(...) was made, and has {count} now: nobody reduces those "
+                "that came since, and a worker that comes later has none of them. Make all layers before; requires_grad says which train"
+            )
+        self.verify_groups()
+
+    def verify_groups(self) -> None:
+        """Raise WrongUse if an optimizer has other groups of parameters than at first."""
+        for optimizer, before in zip(self._optimizers, self._groups_of, strict=True):
+            if (count := len(optimizer.param_groups)) != before:
+                raise WrongUse(
+                    f"{type(optimizer).__name__} had {before} param_groups when Elastic(...) was made, and has {count} now: "
+                    "a worker that comes later would have the first ones. Give it all groups before; requires_grad says which train"
+                )
 
     def take(self) -> None:
         """Note where the run stands."""
@@ -57,6 +87,9 @@ class Position:
     def changed(self) -> list[str]:
         """Return which of ``others`` have changed since the last ``take``, as far as their tensors and numbers show."""
         return [name for name in self.others if _mark(self._state[name]) != self._marks[name]]
+
+    def _count_parameters(self) -> int:
+        return sum(1 for part in self._state.values() if isinstance(part, torch.nn.Module) for _ in part.parameters())
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]

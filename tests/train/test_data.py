@@ -233,6 +233,7 @@ class Stream(IterableDataset[int]):
         (lambda: loader(10, 4, scale="sqrt"), "scale needs base_world_size"),
         (lambda: loader(10, 4, base_world_size=2), "without it base_world_size has no meaning"),
         (lambda: loader(10, 4, batch_size=3), "batch_size is not an argument"),
+        (lambda: loader(10, 4, sampler=[1]), "sampler is not an argument .* an order of its own"),
         (lambda: loader(10, 4, rank=3, world_size=3), "rank must be between 0 and 2"),
         (lambda: ElasticDataLoader(Numbers(3), 1, rank=0), "give both"),
         (lambda: loader(10, 4).load_state_dict(loader(11, 4).state_dict()), "a dataset of 11 samples, this one has 10"),

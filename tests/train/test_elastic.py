@@ -685,7 +685,7 @@ def test_what_comes_between_two_epochs_is_done_in_one_world(left: int, failed: b
     said = SimpleNamespace(requests=())
     training._model = SimpleNamespace(failed=failed, completed=int(not failed), agreement=said)  # type: ignore[assignment]
     training._loader, training.state = SimpleNamespace(left=left, consumed=8), SimpleNamespace(step=1)  # type: ignore[assignment]
-    training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[], changed=[])  # type: ignore[assignment]
+    training._before = SimpleNamespace(take=lambda: None, restore=lambda: None, others=[], changed=[], verify_groups=lambda: None)  # type: ignore[assignment]
     training._checkpoints, training._live = None, SimpleNamespace(size=2)  # type: ignore[assignment]
     training._connection = SimpleNamespace(asked=True)  # type: ignore[assignment]
 

@@ -115,7 +115,25 @@ def test_a_loader_that_is_replaced_or_has_another_global_batch_is_refused_before
     loader.global_batch_size = size
     name = next(name for name, part in training.state.items() if part is loader)
     training.state[name] = copy.copy(loader)
-    with pytest.raises(WrongUse, match="the loader in the state was replaced"):
+    with pytest.raises(WrongUse, match=f"'{name}' in the state was replaced"):
+        next(iter(training.batches()))
+
+
+def test_parameters_that_come_in_mid_training_are_refused_at_once(live: Make) -> None:
+    """A worker that comes later would not have them: its state did not fit, again and again, and it never came in."""
+    training, _ = live(size=1)
+    optimizer, model = training.state["optimizer"], training._model
+    with pytest.raises(WrongUse, match="Adam had 1 param_groups when .* and has 2 now"):
+        for batch in training.batches():
+            step(training.state, model, batch)
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    del optimizer.param_groups[1]
+    model.module.later = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(WrongUse, match="the model had 2 parameters when .* and has 3 now"):
+        next(iter(training.batches()))
+    del model.module.later
+    training.state["optimizer"] = copy.copy(optimizer)
+    with pytest.raises(WrongUse, match="'optimizer' in the state was replaced"):
         next(iter(training.batches()))
 
 

@@ -1426,6 +1426,11 @@ MUTANTS = (
         *("deterministic", BITS),
     ),
     mutant(
+        "groups of parameters that come in mid-training are refused in the step",
+        *("elastic", "        self._before.verify_groups()\n", ""),
+        *("live_loop", "parameters_that_come_in_mid_training_are_refused_at_once"),
+    ),
+    mutant(
         "a shard counts by its samples",
         *("deterministic", "        return samples / self._largest(size)\n", "        return 1.0\n"),
         *("deterministic", "a_step_has_the_mean_over_the_global_batch[20]"),
