@@ -17,37 +17,40 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import account, ending, events, health, live_states, tracing
-from elastirun.agent.accounting import Accounting
-from elastirun.agent.checkpoint_memory import CheckpointMemory
+from elastirun.agent import ending
 from elastirun.agent.failures.tracker import FailureTracker
-from elastirun.agent.hang_watch import HangWatch
+from elastirun.agent.hangs.watch import HangWatch
 from elastirun.agent.host import cpus, descriptors, name_servers
-from elastirun.agent.live_workers import LiveWorkers
-from elastirun.agent.node_reports import Meeting
+from elastirun.agent.observe import account, events, tracing
+from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
 from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_standbys
-from elastirun.agent.processes.forkserver import ROUND_NAMES
-from elastirun.agent.processes.parked_forks import ParkedForks
+from elastirun.agent.processes.preload.forkserver import ROUND_NAMES
+from elastirun.agent.processes.preload.parked_forks import ParkedForks
 from elastirun.agent.processes.process import require_pidfds
 from elastirun.agent.processes.process_tree import ProcessTree
 from elastirun.agent.processes.signals import Signals
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.agent.processes.workers import WorkerExit, Workers
-from elastirun.agent.round_check import RoundCheck
 from elastirun.agent.session import STANDSTILL, Session
-from elastirun.agent.shared_devices import devices, warn_of_twins
 from elastirun.agent.sit_out import SitOut
-from elastirun.agent.spec import NodeEnvironment, cpu_sets, worker_like, worker_specs
-from elastirun.agent.store_access import new_row
+from elastirun.agent.status import health
+from elastirun.agent.status.shared_devices import devices, warn_of_twins
+from elastirun.agent.store.node_reports import Meeting
+from elastirun.agent.store.store_access import new_row
+from elastirun.agent.workers import live_states
+from elastirun.agent.workers.checkpoint_memory import CheckpointMemory
+from elastirun.agent.workers.live_workers import LiveWorkers
+from elastirun.agent.workers.round_check import RoundCheck
+from elastirun.agent.workers.spec import NodeEnvironment, cpu_sets, worker_like, worker_specs
+from elastirun.agent.workers.workers import WorkerExit, Workers
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError
-from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
-from elastirun.rendezvous.events import Changed, Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
-from elastirun.rendezvous.records import Blame, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import QUICK
 from elastirun.rendezvous.stores import torch_class
+from elastirun.rendezvous.wire.actions import Action, Finish, Outcome, Say, Start, Stop
+from elastirun.rendezvous.wire.events import Changed, Gathered, Leave, Prepared, Synced, SyncFailed, WorkersFailed, WorkersSucceeded
+from elastirun.rendezvous.wire.records import Blame, NodeRow, RoundRecord
 
 SECOND_SIGNAL_GRACE = 5.0  # seconds left to the workers after the agent was signalled twice
 LARGEST_VOTE = 48 << 10  # bytes of a vote in the notice of a member; a pipe to the guard holds 64 KiB without asking for more

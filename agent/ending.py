@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastirun import clock
-from elastirun.agent import shared_store, termination_log
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent import termination_log
 from elastirun.agent.failures import classify, report
+from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.output.console import Console
 from elastirun.agent.output.logs import END_LIMIT, RunLogs
-from elastirun.agent.processes.workers import Workers
 from elastirun.agent.session import Session
+from elastirun.agent.store import shared_store
+from elastirun.agent.workers.workers import Workers
 from elastirun.config import LaunchConfig
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Finish, Outcome
-from elastirun.rendezvous.records import ExitRecord, NodeRow, RoundRecord
+from elastirun.rendezvous.wire.actions import Finish, Outcome
+from elastirun.rendezvous.wire.records import ExitRecord, NodeRow, RoundRecord
 
 SHORT_WAIT = 0.5  # seconds in which processes that a worker left running usually end; a longer wait is announced
 FLUSH = 5.0  # seconds in which the last lines must reach the console

@@ -15,18 +15,18 @@ from dataclasses import replace
 from typing import Any
 
 from elastirun import clock
-from elastirun.agent.choose_store import store_access
-from elastirun.agent.store_access import StoreAccess, new_store_id, rules
-from elastirun.agent.worker_store import RendezvousStoreForWorkers, WorkerStore
+from elastirun.agent.store.choose_store import store_access
+from elastirun.agent.store.store_access import StoreAccess, new_store_id, rules
+from elastirun.agent.store.worker_store import RendezvousStoreForWorkers, WorkerStore
 from elastirun.config import LaunchConfig
-from elastirun.rendezvous.actions import Action, Reconnect, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Event, FoundAtStart, Leave, Reachable, StoodStill, Synced, Tick
-from elastirun.rendezvous.exchanges import Exchanges
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import NodeRow, Status
 from elastirun.rendezvous.store_thread import StoreThread
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire.actions import Action, Reconnect, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import Event, FoundAtStart, Leave, Reachable, StoodStill, Synced, Tick
+from elastirun.rendezvous.wire.exchanges import Exchanges
+from elastirun.rendezvous.wire.records import NodeRow, Status
+from elastirun.rendezvous.wire.sync import SyncProtocol
 
 STANDSTILL = 2.0  # seconds; a loop that goes on so much later than it wanted to has stood still
 

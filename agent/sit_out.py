@@ -15,20 +15,21 @@ from enum import Enum
 from typing import Any
 
 from elastirun import clock
-from elastirun.agent import events, strikes
-from elastirun.agent.accounting import Accounting
+from elastirun.agent.failures import strikes
+from elastirun.agent.failures.strikes import Limits, Out, Suspicion
+from elastirun.agent.observe import events
+from elastirun.agent.observe.accounting import Accounting
 from elastirun.agent.session import Session
-from elastirun.agent.status_stores import ASK_LIMIT, TcpAt, described
-from elastirun.agent.strikes import Limits, Out, Suspicion
+from elastirun.agent.store.kinds import ASK_LIMIT, TcpAt, described
 from elastirun.config import LaunchConfig
 from elastirun.errors import StartError, StoreError
-from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import SitsOut, Synced, WorkersStopped
 from elastirun.rendezvous.failures import describe
-from elastirun.rendezvous.records import ExitRecord, RoundRecord
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.wire.actions import Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import SitsOut, Synced, WorkersStopped
+from elastirun.rendezvous.wire.records import ExitRecord, RoundRecord
+from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 
 LOOK_LIMIT = 2.0  # seconds for the look at all rows, for which the next round waits; it takes milliseconds
 GLANCE = 0.02  # seconds between two glances at whether that look is done

@@ -16,7 +16,7 @@ from pathlib import Path
 from elastirun.agent.failures.classify import last_words
 from elastirun.agent.processes import marks
 from elastirun.rendezvous.failures import root_cause, signal_name
-from elastirun.rendezvous.records import ExitRecord
+from elastirun.rendezvous.wire.records import ExitRecord
 
 DEFAULT = "/dev/termination-log"  # where Kubernetes expects it, unless a container's terminationMessagePath says otherwise
 VARIABLE = "ELASTIRUN_TERMINATION_LOG"  # another path; empty: no message

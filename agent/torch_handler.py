@@ -18,12 +18,12 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.agent.session import Session
-from elastirun.agent.store_access import new_row
+from elastirun.agent.store.store_access import new_row
 from elastirun.config import LaunchConfig
 from elastirun.errors import ElastirunError
-from elastirun.rendezvous import events
-from elastirun.rendezvous.actions import Action, Finish, Outcome, Say, Start, Stop
-from elastirun.rendezvous.records import ExitRecord, RoundRecord, Status
+from elastirun.rendezvous.wire import events
+from elastirun.rendezvous.wire.actions import Action, Finish, Outcome, Say, Start, Stop
+from elastirun.rendezvous.wire.records import ExitRecord, RoundRecord, Status
 
 CLOSE_LIMIT = 5.0  # seconds to wait for the job to be closed once all workers here succeeded; torchrun's own barrier was before
 LEAVE_LIMIT = 3.0  # seconds to write that this node has left

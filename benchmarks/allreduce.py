@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lab import machine, table
-from elastirun.train.bucket_memory import Storage
-from elastirun.train.transports.group import GroupTransport
-from elastirun.train.transports.shared_memory import SharedMemory
+from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.group import GroupTransport
+from elastirun.train.reduction.transports.shared_memory import SharedMemory
 from tests.support import worlds
 
 ROW = 10

@@ -31,8 +31,8 @@ from torch.futures import Future
 
 from benchmarks.lab import machine, table
 from elastirun.train import DistributedDataParallel
-from elastirun.train.bucket_memory import Storage
-from elastirun.train.buckets import Link
+from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.buckets.plan import Link
 from tests.support import worlds
 
 MB = 1 << 20
@@ -159,7 +159,7 @@ def trained(side: str, cap: float | None, layout: Layout, link: Link) -> Iterato
     if side == PLAIN:
         yield model
     elif side == ELASTIRUN:
-        with mock.patch("elastirun.train.ddp.choose", lambda group, device, wanted: LinkTransport(sleeping)):
+        with mock.patch("elastirun.train.ddp.module.choose", lambda group, device, wanted: LinkTransport(sleeping)):
             yield DistributedDataParallel(model, bucket_cap_mb=cap)
     else:
         hook = LinkHook(sleeping)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastirun.train import DistributedDataParallel
-from elastirun.train.bucket_memory import Storage
-from elastirun.train.transports.choose import choose
+from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.choose import choose
 
 CPU = torch.device("cpu")
 PIECE = 25 << 20  # bytes that "communication only" reduces at a time: the size of torch's buckets

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from statistics import median, quantiles
 
 from benchmarks.lab import machine, table
-from elastirun.agent.progress_pages import ProgressPages
-from elastirun.optimizer_steps import on_step
+from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.progress import progress
-from elastirun.progress_page import VARIABLE
+from elastirun.worker.optimizer_steps import on_step
+from elastirun.worker.progress_page import VARIABLE
 
 Stamp = Callable[[], None]
 

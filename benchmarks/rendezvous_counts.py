@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from benchmarks.lab import table
-from elastirun.rendezvous.actions import Start, Stop, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Event, Tick, WorkersStopped
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import NodeRow
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire.actions import Start, Stop, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import Event, Tick, WorkersStopped
+from elastirun.rendezvous.wire.records import NodeRow
+from elastirun.rendezvous.wire.sync import SyncProtocol
 
 T = TypeVar("T")
 WAY = 0.002  # seconds from a node to the store, as in a data centre

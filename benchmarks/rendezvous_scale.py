@@ -30,20 +30,20 @@ from typing import Any
 
 from benchmarks.fleet import Fleet, Plan, Rows, report, split
 from benchmarks.rendezvous_counts import Remembering, Tally, node_row, rules
-from elastirun.agent.private_etcd import PrivateEtcd
-from elastirun.rendezvous.actions import Finish, Reconnect, Start, Stop, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Event, Tick, WorkersStopped
+from elastirun.agent.store.private_etcd import PrivateEtcd
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import NodeRow
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.base import Store
 from elastirun.rendezvous.stores.etcd import store
 from elastirun.rendezvous.stores.tcp import TcpStore, serve
 from elastirun.rendezvous.stores.torch_class import tcp_store_class
-from elastirun.rendezvous.sync import SyncProtocol
 from elastirun.rendezvous.timing import ETCD_LIMIT, EXCHANGE_LIMIT
+from elastirun.rendezvous.wire.actions import Finish, Reconnect, Start, Stop, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import Event, Tick, WorkersStopped
+from elastirun.rendezvous.wire.records import NodeRow
+from elastirun.rendezvous.wire.sync import SyncProtocol
 
 SETTLE, WINDOW = 3.0, 10.0  # seconds before the count of a running round begins, and its length
 LOOK = 1.0  # seconds between two checks of torch's agent for waiting nodes; its monitor checks more often, but at a local copy

@@ -34,12 +34,12 @@ from elastirun import clock
 from elastirun.agent.host import descriptors
 from elastirun.agent.processes import death_notice
 from elastirun.agent.session import Session
-from elastirun.agent.store_access import new_row
+from elastirun.agent.store.store_access import new_row
 from elastirun.config import Command, Endpoint, LaunchConfig
-from elastirun.rendezvous.actions import Finish, Start, Stop
-from elastirun.rendezvous.events import WorkersStopped
 from elastirun.rendezvous.stores import torch_class
 from elastirun.rendezvous.timing import Timing
+from elastirun.rendezvous.wire.actions import Finish, Start, Stop
+from elastirun.rendezvous.wire.events import WorkersStopped
 from tests.support.cluster import free_port
 
 HOST = 0  # the node that hosts the store at first

@@ -1,4 +1,4 @@
-"""Every exception of elastirun in one tree. ``elastirun.agent.exit_codes`` has the exit codes.
+"""Every exception of elastirun in one tree. ``elastirun.agent.failures.exit_codes`` has the exit codes.
 
     ElastirunError
     ├── UsageError         invalid option, variable or combination; nothing was started      ExitCode.USAGE
@@ -56,7 +56,7 @@ class StoreRefused(StoreError):
 
 
 class StoreMoved(StoreError):
-    """The store of the job is not where the job was started. ``place``: where it is, a ``Place`` of ``elastirun.rendezvous.records``."""
+    """The store of the job is not where the job was started. ``place``: where it is, a ``Place`` of ``rendezvous/wire/records.py``."""
 
     def __init__(self, text: str, place: Any) -> None:
         super().__init__(text)

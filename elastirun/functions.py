@@ -1,6 +1,6 @@
 """``elastirun.launch``: runs a function on workers, from scripts and notebooks.
 
-The launcher runs in a process of its own. Its workers run ``function_worker.py`` with a folder that only this user can enter. The
+The launcher runs in a process of its own. Its workers run ``worker/function_worker.py`` with a folder that only this user can enter. The
 folder holds the call and takes the results, both pickled as the standard library does for spawned processes (multiprocessing's
 ForkingPickler). Only this user's processes can write there, so no bytes of other users are unpickled.
 """
@@ -21,12 +21,12 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.cli import command_line as cli
 from elastirun.errors import JobFailed, UsageError
 from elastirun.start_command import start_command
 
-WORKER = str(Path(__file__).with_name("function_worker.py"))
+WORKER = str(Path(__file__).with_name("worker") / "function_worker.py")
 
 
 class ByValue(ForkingPickler):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
 
-from elastirun.progress_page import (
+from elastirun.worker.progress_page import (
     AT,
     BUSY,
     CAUGHT_UP,
@@ -95,7 +95,7 @@ def saving() -> Iterator[None]:
 
 
 def step_of_optimizer() -> None:
-    """Stamp a step that an optimizer of torch has made, in a script that does not call ``progress``, see elastirun/optimizer_steps.py."""
+    """Stamp a step that an optimizer of torch has made, in a script that does not call ``progress``, see worker/optimizer_steps.py."""
     if not _by_script:
         _stamp(None)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastirun.rendezvous.actions import Change, Put, Sync
-from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
-from elastirun.rendezvous.sync import Steps, SyncProtocol
 from elastirun.rendezvous.updates import break_up
+from elastirun.rendezvous.wire.actions import Change, Put, Sync
+from elastirun.rendezvous.wire.events import Synced
+from elastirun.rendezvous.wire.records import Cause, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.wire.sync import Steps, SyncProtocol
 
 TRIES = 16  # writes; another node may write the record at the same moment, but no node writes more than a few times for one death
 NOTE = "its agent died, and its workers have ended"  # why the row says ``left``, for people

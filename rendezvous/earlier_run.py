@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from elastirun.rendezvous.formation import Forming, may_still_work
-from elastirun.rendezvous.liveness import Since
-from elastirun.rendezvous.records import NodeRow, RoundRecord, Status
+from elastirun.rendezvous.peers.liveness import Since
+from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import Rules, disagreement
-from elastirun.rendezvous.view import View
+from elastirun.rendezvous.wire.records import NodeRow, RoundRecord, Status
 
 
 def may_be_earlier(rules: Rules, found: RoundRecord, rows: Mapping[str, NodeRow], all_rows: bool) -> bool:

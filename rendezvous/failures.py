@@ -6,8 +6,8 @@ import re
 import signal
 from collections.abc import Iterable
 
-from elastirun.rendezvous.codec import clip
-from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.rendezvous.wire.codec import clip
+from elastirun.rendezvous.wire.records import Blame, ExitRecord
 
 
 def root_cause(failures: Iterable[ExitRecord]) -> tuple[ExitRecord, ...]:

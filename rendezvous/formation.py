@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from elastirun.rendezvous import quorum
-from elastirun.rendezvous.actions import Stop
-from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import describe
-from elastirun.rendezvous.ranks import choose, member
-from elastirun.rendezvous.records import Blame, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.peers import quorum
+from elastirun.rendezvous.peers.ranks import choose, member
+from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import QUICK, Rules, hold, holder, keeps_state, pause_before, why_held
 from elastirun.rendezvous.updates import break_up, count_failure, count_loss
-from elastirun.rendezvous.view import View
+from elastirun.rendezvous.wire.actions import Stop
+from elastirun.rendezvous.wire.codec import clip
+from elastirun.rendezvous.wire.records import Blame, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
 
 LOOK_BACK = 2.0  # seconds; a store that has taken over from this one says so within 1.3 s to whoever serves an empty one in its place
 MOST_CAME = 16  # newcomers that a record names: where more come at once, no single node comes again and again

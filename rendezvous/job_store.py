@@ -9,21 +9,22 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from elastirun.rendezvous import earlier_run, quorum, rules, updates
-from elastirun.rendezvous.actions import Change, Outcome, Reconnect, Say, Sync
-from elastirun.rendezvous.contact import SLOW_IN_A_ROW, Contact, slow_store
-from elastirun.rendezvous.events import Synced, SyncFailed
+from elastirun.rendezvous import earlier_run, rules, updates
+from elastirun.rendezvous.failover.succession import Moves, host_of, lost_host, standbys
 from elastirun.rendezvous.formation import Forming
 from elastirun.rendezvous.link import Link
-from elastirun.rendezvous.liveness import SameSince
-from elastirun.rendezvous.own_row import OwnRow
+from elastirun.rendezvous.peers import quorum
+from elastirun.rendezvous.peers.contact import SLOW_IN_A_ROW, Contact, slow_store
+from elastirun.rendezvous.peers.liveness import SameSince
+from elastirun.rendezvous.peers.own_row import OwnRow
+from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.progress import Notes
-from elastirun.rendezvous.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Vote
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.succession import Moves, host_of, lost_host, standbys
 from elastirun.rendezvous.timing import JUST_AFTER
 from elastirun.rendezvous.transitions import JOINING, LEFT, RUNNING
-from elastirun.rendezvous.view import View
+from elastirun.rendezvous.wire.actions import Change, Outcome, Reconnect, Say, Sync
+from elastirun.rendezvous.wire.events import Synced, SyncFailed
+from elastirun.rendezvous.wire.records import Broken, Cause, NodeRow, Place, RoundRecord, Status, Vote
 
 ASK_AGAIN = 2.0  # seconds for which a node that begins to doubt leaves the store in use alone, to meet the others at a standby store
 

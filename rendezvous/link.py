@@ -5,16 +5,16 @@ Another store takes another link (``to_another_store``): nobody's silence in one
 
 from __future__ import annotations
 
-from elastirun.rendezvous.actions import Put
-from elastirun.rendezvous.contact import Contact
-from elastirun.rendezvous.events import Synced, SyncFailed
-from elastirun.rendezvous.liveness import Liveness, Newest, SameSince
-from elastirun.rendezvous.own_row import OwnRow
-from elastirun.rendezvous.polling import PollPlan, Schedule
-from elastirun.rendezvous.records import NodeRow, RoundRecord, Status
+from elastirun.rendezvous.peers.contact import Contact
+from elastirun.rendezvous.peers.liveness import Liveness, Newest, SameSince
+from elastirun.rendezvous.peers.own_row import OwnRow
+from elastirun.rendezvous.peers.polling import PollPlan, Schedule
+from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.timing import RECONNECT_SPREAD
-from elastirun.rendezvous.view import View
+from elastirun.rendezvous.wire.actions import Put
+from elastirun.rendezvous.wire.events import Synced, SyncFailed
+from elastirun.rendezvous.wire.records import NodeRow, RoundRecord, Status
 
 
 class Link:

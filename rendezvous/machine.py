@@ -12,16 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from elastirun.rendezvous import events, failures, formation, quorum, updates
-from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Say, Start, Stop
-from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous import failures, formation, updates
 from elastirun.rendezvous.job_store import Effect, Ends, JobStore, Wakes
+from elastirun.rendezvous.peers import quorum
+from elastirun.rendezvous.peers.ranks import own_rank
 from elastirun.rendezvous.progress import Wait
-from elastirun.rendezvous.ranks import own_rank
-from elastirun.rendezvous.records import Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 from elastirun.rendezvous.rules import Rules, keeps_state, pause_before
 from elastirun.rendezvous.timing import GOODBYE, MARKING
 from elastirun.rendezvous.transitions import DONE, DRAINING, JOINING, LEFT, READY, RUNNING, Trigger, following
+from elastirun.rendezvous.wire import events
+from elastirun.rendezvous.wire.actions import Action, Change, Finish, Outcome, Say, Start, Stop
+from elastirun.rendezvous.wire.codec import clip
+from elastirun.rendezvous.wire.records import Cause, NodeRow, Place, RoundRecord, Status, Verdict, Vote
 
 CUT_OFF = "the store cannot be reached, and the workers here need no other node, so they could go on beside a new round"
 PREPARES = "the workers' modules are imported here (--preload)"

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from elastirun.rendezvous.records import Member, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.timing import Timing
+from elastirun.rendezvous.wire.records import Member, NodeRow, RoundRecord, Verdict
 
 PROGRESS = 30.0  # seconds; a round that ran longer has made progress, so the same failure after it is not a repeated one
 QUICK = 10.0  # seconds; rounds that fail sooner may do so again and again, so the next one starts after a pause

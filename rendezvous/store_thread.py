@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastirun import clock
-from elastirun.rendezvous import exchanges
-from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.events import Changed, SyncFailed
-from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Exchanges
-from elastirun.rendezvous.records import Place
 from elastirun.rendezvous.stores.base import Store
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire import exchanges
+from elastirun.rendezvous.wire.actions import Sync
+from elastirun.rendezvous.wire.events import Changed, SyncFailed
+from elastirun.rendezvous.wire.exchanges import CONNECT_LIMIT, Answer, Exchanges
+from elastirun.rendezvous.wire.records import Place
+from elastirun.rendezvous.wire.sync import SyncProtocol
 
 HANGING = 4  # abandoned threads that may hang at one store before a new one is delayed; each further one doubles the delay
 HANGING_ELSEWHERE = 60  # abandoned threads that may hang at earlier stores; each further one counts as one at the store in question

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from elastirun.rendezvous.records import Status
+from elastirun.rendezvous.wire.records import Status
 
 JOINING, READY, RUNNING, DONE, DRAINING, LEFT = Status
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.failures import root_cause, signature
-from elastirun.rendezvous.records import Blame, Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import EARLY, PROGRESS, QUICK, Rules, keeps_state
-from elastirun.rendezvous.view import View
+from elastirun.rendezvous.wire.codec import clip
+from elastirun.rendezvous.wire.records import Blame, Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
 
 
 def break_up(

@@ -26,27 +26,27 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from elastirun import live_messages
-from elastirun.agent import http_port
-from elastirun.agent.events import changes
 from elastirun.agent.failures.classify import exit_code
 from elastirun.agent.failures.report import read_error_file, report
+from elastirun.agent.observe.events import changes
 from elastirun.agent.output.lines import LAST_LINE_BYTES, LAST_LINES, MAX_LINE, LastLines, PrefixedLines, WholeLines
+from elastirun.agent.status import http_port
 from elastirun.checkpoint import record as commit_record
 from elastirun.checkpoint.image import _AT_COMPLETE, _AT_PLACE, _COMPLETE, _PLACE, PAGE, Description, Image
 from elastirun.checkpoint.record import Commit, FileSum
 from elastirun.checkpoint.tensors import NAMES, decode_tensors
 from elastirun.cli import node_list, parse
 from elastirun.errors import BadRecord, BadSignature, CheckpointError, StoreError
-from elastirun.rendezvous import events
-from elastirun.rendezvous.actions import Put, Start, Sync
-from elastirun.rendezvous.codec import MAX_BYTES, MAX_TEXT, Codec
 from elastirun.rendezvous.failures import describe, signature
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Closed, Member, NodeRow, RoundRecord
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import MAX_ROW, SyncProtocol
+from elastirun.rendezvous.wire import events
+from elastirun.rendezvous.wire.actions import Put, Start, Sync
+from elastirun.rendezvous.wire.codec import MAX_BYTES, MAX_TEXT, Codec
+from elastirun.rendezvous.wire.records import Closed, Member, NodeRow, RoundRecord
+from elastirun.rendezvous.wire.sync import MAX_ROW, SyncProtocol
+from elastirun.worker import live_messages
 from tests.rendezvous.test_codec import a_value
 
 SLOWEST = 5.0  # seconds of CPU for one input; the longest takes a tenth of a second

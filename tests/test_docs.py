@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent import exit_codes
+from elastirun.agent.failures import exit_codes
 from elastirun.rendezvous.transitions import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent

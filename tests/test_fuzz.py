@@ -15,15 +15,15 @@ from elastirun.agent.failures.classify import make_record
 from elastirun.agent.failures.tracker import FailureTracker
 from elastirun.agent.output.lines import MAX_LINE
 from elastirun.agent.output.logs import RunLogs
-from elastirun.agent.processes.workers import WorkerExit
+from elastirun.agent.workers.workers import WorkerExit
 from elastirun.errors import BadRecord, StoreError
-from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.codec import MAX_BYTES
-from elastirun.rendezvous.records import Closed, ExitRecord, NodeRow, RoundRecord, Verdict
 from elastirun.rendezvous.stores import tcp_index
 from elastirun.rendezvous.stores.etcd.client import LARGEST
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import MAX_ROW, SyncProtocol
+from elastirun.rendezvous.wire.actions import Sync
+from elastirun.rendezvous.wire.codec import MAX_BYTES
+from elastirun.rendezvous.wire.records import Closed, ExitRecord, NodeRow, RoundRecord, Verdict
+from elastirun.rendezvous.wire.sync import MAX_ROW, SyncProtocol
 from tests import fuzz
 from tests.rendezvous.test_stores import Server, server  # noqa: F401
 from tests.support.torch_client import torch_client

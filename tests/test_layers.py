@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"elastirun": ROOT / "elastirun", "elastirun.agent": ROOT / "agent", "elastirun.rendezvous": ROOT / "rendezvous"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BANNED_SUFFIXES = ("Manager", "Handler", "Executor", "Holder", "Helper", "Util", "Utils", "Impl", "Base")
-SPAWNERS = ("elastirun.functions", "elastirun.function_worker")  # the standard library's spawn, between processes of one user; no agent
+SPAWNERS = ("elastirun.functions", "elastirun.worker.function_worker")  # spawn of the standard library, for one user; no agent
 METADATA = "elastirun.train.checkpoints.dcp"  # writes the pickle that torch reads, and reads torch's by a list: docs/decisions/0017
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 
@@ -34,42 +34,42 @@ class Layer:
 EFFECTS = ("asyncio", "logging", "multiprocessing", "os", "queue", "random", "select", "selectors", "socket", "subprocess")
 EFFECTS += ("threading", "time", "elastirun.clock", "elastirun.linux", "elastirun.secret_files")
 SHARED = ("elastirun.errors", "elastirun.clock", "elastirun.secret_files", "elastirun.__version__")
-PAGE = "elastirun.progress_page"
+PAGE = "elastirun.worker.progress_page"
 LINUX = "elastirun.linux"
-LIVE = "elastirun.live_messages"
-WORLDS = "elastirun.live_worlds"
-CONNECTION = ("elastirun.live_connection", LIVE, WORLDS)
-ASKING = ("elastirun.agent_socket", "elastirun.current_round")
+LIVE = "elastirun.worker.live_messages"
+WORLDS = "elastirun.worker.live_worlds"
+CONNECTION = ("elastirun.worker.live_connection", LIVE, WORLDS)
+ASKING = ("elastirun.worker.agent_socket", "elastirun.worker.current_round")
 LAYERS = (  # the first that a module is below counts
     Layer("elastirun.rendezvous.stores", ("elastirun.rendezvous", *SHARED), in_functions=("torch", "etcd3", "grpc", "google.protobuf")),
     Layer("elastirun.rendezvous.store_thread", ("elastirun.rendezvous", *SHARED)),
     # decisions
     Layer("elastirun.rendezvous", SHARED, never=(*EFFECTS, "elastirun.rendezvous.store_thread", "elastirun.rendezvous.stores")),
-    Layer("elastirun.agent.account", (PAGE,), never=EFFECTS),
-    Layer("elastirun.agent.hangs", (PAGE,), never=EFFECTS),
-    Layer("elastirun.agent.hang_causes", never=EFFECTS),
-    Layer("elastirun.agent.stragglers", (PAGE,), never=EFFECTS),
-    Layer("elastirun.agent.step_rates", (PAGE,), never=EFFECTS),
-    Layer("elastirun.agent.strikes", ("elastirun.rendezvous",), never=EFFECTS),
-    Layer("elastirun.agent.processes.parking", never=EFFECTS),
-    Layer("elastirun.agent.processes.forkserver", in_functions=("elastirun.optimizer_steps",)),  # in workers
-    Layer("elastirun.agent.metrics", in_functions=("prometheus_client",)),
-    Layer("elastirun.agent.tracing", ("elastirun.agent.events",), in_functions=("opentelemetry",)),
+    Layer("elastirun.agent.observe.account", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.hangs.detection", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.hangs.causes", never=EFFECTS),
+    Layer("elastirun.agent.hangs.stragglers", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.observe.step_rates", (PAGE,), never=EFFECTS),
+    Layer("elastirun.agent.failures.strikes", ("elastirun.rendezvous",), never=EFFECTS),
+    Layer("elastirun.agent.workers.parking", never=EFFECTS),
+    Layer("elastirun.agent.processes.preload.forkserver", in_functions=("elastirun.worker.optimizer_steps",)),  # in workers
+    Layer("elastirun.agent.status.metrics", in_functions=("prometheus_client",)),
+    Layer("elastirun.agent.observe.tracing", ("elastirun.agent.observe.events",), in_functions=("opentelemetry",)),
     Layer("elastirun.report", ("elastirun.errors",), in_functions=("plotly",)),
-    Layer("elastirun.agent.own_agents", ("elastirun.agent", "elastirun.agent_socket")),
+    Layer("elastirun.agent.status.own_agents", ("elastirun.agent", "elastirun.worker.agent_socket")),
     Layer("elastirun.agent", ("elastirun.rendezvous", "elastirun.config", PAGE, LIVE, LINUX, "psutil", *SHARED), in_functions=("torch",)),
     Layer("elastirun.checkpoint.__main__", ("elastirun.checkpoint", "elastirun.errors", "click")),
     Layer("elastirun.checkpoint.export", ("elastirun.checkpoint", "elastirun.errors"), in_functions=("torch", "elastirun.train")),
     Layer("elastirun.checkpoint", ("elastirun.errors", "elastirun.clock", LINUX, *ASKING), in_functions=("fsspec",)),
-    Layer("elastirun.current_round", ("elastirun.errors", "elastirun.agent_socket")),
-    Layer("elastirun.agent_socket"),
+    Layer("elastirun.worker.current_round", ("elastirun.errors", "elastirun.worker.agent_socket")),
+    Layer("elastirun.worker.agent_socket"),
     Layer(LINUX),
     Layer(PAGE, never=EFFECTS),
     Layer(LIVE, never=EFFECTS),
     Layer(WORLDS, never=EFFECTS),
-    Layer("elastirun.live_connection", (LIVE, "elastirun.errors", LINUX)),
+    Layer("elastirun.worker.live_connection", (LIVE, "elastirun.errors", LINUX)),
     Layer("elastirun.progress", (PAGE,)),
-    Layer("elastirun.optimizer_steps", ("elastirun.progress", PAGE)),
+    Layer("elastirun.worker.optimizer_steps", ("elastirun.progress", PAGE)),
     Layer("elastirun.train", ("torch", "elastirun.checkpoint", "elastirun.errors", "elastirun.progress", LINUX, *CONNECTION, *ASKING)),
     Layer("elastirun.errors", never=EFFECTS),
     Layer("elastirun.secret_files", ("elastirun.clock",)),
@@ -138,16 +138,16 @@ def test_every_module_keeps_to_its_layer() -> None:
         ("elastirun.rendezvous.machine", "from ..agent import workers"),
         ("elastirun.rendezvous.store_thread", "from elastirun import agent"),
         ("elastirun.rendezvous.stores.tcp", "from torch.distributed import TCPStore"),
-        ("elastirun.agent.spec", "import torch"),
-        ("elastirun.agent.spec", "import click"),
-        ("elastirun.agent.metrics", "import prometheus_client"),
-        ("elastirun.agent.health", "def f():\n    import prometheus_client"),
-        ("elastirun.agent.spec", "from elastirun.cli.main import main"),
+        ("elastirun.agent.workers.spec", "import torch"),
+        ("elastirun.agent.workers.spec", "import click"),
+        ("elastirun.agent.status.metrics", "import prometheus_client"),
+        ("elastirun.agent.status.health", "def f():\n    import prometheus_client"),
+        ("elastirun.agent.workers.spec", "from elastirun.cli.main import main"),
         ("elastirun.cli.main", "from elastirun.rendezvous import machine"),
         ("elastirun.cli.main", "import torch"),
         ("elastirun.config", "import elastirun.agent"),
-        ("elastirun.train.ddp", "from elastirun.agent import spec"),
-        ("elastirun.train.ddp", "import psutil"),
+        ("elastirun.train.ddp.module", "from elastirun.agent import spec"),
+        ("elastirun.train.ddp.module", "import psutil"),
         ("elastirun.checkpoint.image", "def f():\n    import torch"),
         ("elastirun.checkpoint.objects", "import fsspec"),
         ("elastirun.checkpoint.writer", "from elastirun.train import ddp"),
@@ -168,9 +168,9 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("elastirun.rendezvous.stores.tcp", "if TYPE_CHECKING:\n    from torch.distributed import TCPStore"),
         ("elastirun.agent.agent", "import psutil\nfrom elastirun.config import LaunchConfig"),
         ("elastirun.agent.agent", "from elastirun.rendezvous.machine import step"),
-        ("elastirun.agent.metrics", "def f():\n    import prometheus_client"),
+        ("elastirun.agent.status.metrics", "def f():\n    import prometheus_client"),
         ("elastirun.cli.main", "import click\nfrom elastirun.config import LaunchConfig\nfrom elastirun.agent.agent import run"),
-        ("elastirun.train.ddp", "import torch.distributed as dist\nfrom elastirun.train import buckets"),
+        ("elastirun.train.ddp.module", "import torch.distributed as dist\nfrom elastirun.train import buckets"),
         ("elastirun.train.checkpoints.staging", "from elastirun.checkpoint.image import Image"),
         ("elastirun.checkpoint.__main__", "import click"),
         ("elastirun.checkpoint.export", "def f():\n    import torch"),

@@ -8,11 +8,11 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from elastirun.agent.exit_codes import ExitCode
-from elastirun.agent.processes.workers import WorkerExit, stopped_by_signal
-from elastirun.rendezvous.codec import clip
+from elastirun.agent.failures.exit_codes import ExitCode
+from elastirun.agent.workers.workers import WorkerExit, stopped_by_signal
 from elastirun.rendezvous.failures import root_cause, signal_name
-from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.rendezvous.wire.codec import clip
+from elastirun.rendezvous.wire.records import Blame, ExitRecord
 
 # Limits of one ExitRecord. The node's row carries up to eight of them (``tracker.MAX_REPORTED``).
 _MAX_LINES = 30

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastirun.agent.failures.classify import describe_code, limit_lines
 from elastirun.rendezvous.failures import root_cause, signal_name
-from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.rendezvous.wire.records import Blame, ExitRecord
 
 _BLAME_WORDS: dict[int, str] = {Blame.VICTIM: ", probably for having lost its peers", Blame.KILLED_BY_US: ", stopped by its agent"}
 _MAX_ERROR_FILE = 1 << 20  # bytes that are read of an error file; a traceback is far shorter

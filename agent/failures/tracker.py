@@ -32,12 +32,12 @@ from elastirun.agent.failures.classify import (
     shows_own_failure,
 )
 from elastirun.agent.failures.report import read_error_file
-from elastirun.agent.hang_causes import Observed, describe, traceback
+from elastirun.agent.hangs.causes import Observed, describe, traceback
 from elastirun.agent.host.descriptors import ready
 from elastirun.agent.output.logs import RunLogs
-from elastirun.agent.processes.workers import WorkerExit
+from elastirun.agent.workers.workers import WorkerExit
 from elastirun.rendezvous.failures import root_cause
-from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.rendezvous.wire.records import Blame, ExitRecord
 
 VICTIM_HOLD = 0.3  # seconds; enough for the culprit to write its traceback and end, which takes tens of milliseconds
 SIGNAL_HOLD = 1.0  # seconds; enough for a supervisor to signal the agent too, which takes milliseconds

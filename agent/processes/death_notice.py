@@ -18,11 +18,11 @@ from typing import Any
 
 from elastirun import clock
 from elastirun.errors import StoreError
-from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.death_notice import write_notice
-from elastirun.rendezvous.records import Place, Vote
-from elastirun.rendezvous.succession import standbys
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.failover.succession import standbys
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import Place, Vote
+from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 
 PAUSES = (0.1, 0.4, 1.0)  # seconds between tries: a store that is away for longer is found too late to be of use
 STANDBY_LIMIT = 1.0  # seconds for a standby store to accept a connection, and for each of its answers

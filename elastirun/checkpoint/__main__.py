@@ -23,7 +23,7 @@ from elastirun.errors import CheckpointError
 
 DAMAGED, BAD_INPUT = 1, 2  # exit statuses
 MAX_DEPTH = 200  # containers within containers; deeper ones are shown as JSON
-TAG = "$"  # of what JSON does not have, see elastirun/train/checkpoints/values.py
+TAG = "$"  # of what JSON does not have, see elastirun/train/state/values.py
 UNITS = ("B", "kB", "MB", "GB", "TB")
 AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 

@@ -39,8 +39,8 @@ from elastirun.checkpoint.claims import (
 )
 from elastirun.checkpoint.files import GONE, check_file, map_file, read_small, sync_folder, write_file, write_small
 from elastirun.checkpoint.record import COMMIT, MAX_BYTES, MISSING, Commit, Damage, FileSum, Look, clip, decode, encode
-from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost, RoundUnknown
+from elastirun.worker.current_round import is_current
 
 LOCK = ".lock"
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # rename: the new name is in use

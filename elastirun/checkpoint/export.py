@@ -74,7 +74,7 @@ def _save(file: BinaryIO, place: Directory, found: Found, tensors: Mapping[str, 
     """Write the whole state with torch.save. Tensors that share their memory still do."""
     import torch
 
-    from elastirun.train.checkpoints.values import decode_values, to_value
+    from elastirun.train.state.values import decode_values, to_value
 
     made: dict[SavedTensor[str], torch.Tensor] = {}
 

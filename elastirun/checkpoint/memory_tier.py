@@ -1,4 +1,4 @@
-"""Memory that outlives a worker: the agent of this node holds images for the workers of the next round (``agent/checkpoint_memory.py``).
+"""Memory that outlives a worker: the agent of this node holds images for the workers of the next round, see checkpoint_memory.py.
 
 Every failure means "not held": a copy in memory only makes a restart faster. Without an agent nothing is held.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 
-from elastirun.agent_socket import VARIABLE, ask
+from elastirun.worker.agent_socket import VARIABLE, ask
 
 NAME = "memory"  # of the socket
 TIMEOUT = 2.0  # seconds for one request; the agent answers in a millisecond

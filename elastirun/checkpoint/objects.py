@@ -43,8 +43,8 @@ from elastirun.checkpoint.record import (
     matches,
     parse,
 )
-from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost
+from elastirun.worker.current_round import is_current
 
 _ENTRY = re.compile(r"([0-9]{12})\.json")
 

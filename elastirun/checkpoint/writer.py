@@ -46,8 +46,8 @@ from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.messages import close_all, receive, send
 from elastirun.checkpoint.record import Commit, FileSum, clip, is_file_name, number, sums_from_lists, text
 from elastirun.checkpoint.retry import LIMIT, repeat
-from elastirun.current_round import is_current
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
+from elastirun.worker.current_round import is_current
 
 # Ten steps of niceness are a tenth of a busy processor. At 19 (a seventieth), or with SCHED_IDLE and an idle I/O class, trainers that keep
 # every processor busy would starve the writer, and the newest checkpoint would be minutes old. SCHED_BATCH: a request that arrives does not

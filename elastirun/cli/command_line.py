@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from elastirun.agent import exit_codes
+from elastirun.agent.failures import exit_codes
 from elastirun.cli.options import GROUPS, OPTIONS, RUN, Option
 from elastirun.cli.parse import nearest, quote
 from elastirun.errors import UsageError

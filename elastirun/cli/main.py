@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastirun import __version__, early_signals, standard_streams
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
 from elastirun.cli import command_line, completion, subcommands
 from elastirun.cli.detected import Host
@@ -212,8 +212,8 @@ def this_host() -> Host:
 
 def _dry_run(config: LaunchConfig, options: GivenOptions) -> str:
     """Return the text of --dry-run: the options given or derived, where this node would listen, and a worker's argv; no secret."""
-    from elastirun.agent import checkpoint_memory, spec
-    from elastirun.agent.host import listening
+    from elastirun.agent.store import listening
+    from elastirun.agent.workers import checkpoint_memory, spec
 
     rows = [row for row in options.rows() if row.option != "--dry-run" and row.source != DEFAULT_SOURCE]
     option_width = max((len(row.option) for row in rows), default=0)

@@ -14,9 +14,9 @@ from dataclasses import asdict
 
 import click
 
-from elastirun.agent.exit_codes import ExitCode
-from elastirun.agent.status_reader import UNNAMED, Found, StatusReader, Target
-from elastirun.agent.status_screen import screen
+from elastirun.agent.failures.exit_codes import ExitCode
+from elastirun.agent.status.reader import UNNAMED, Found, StatusReader, Target
+from elastirun.agent.status.screen import screen
 from elastirun.cli import parse
 from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.options import BY_DEST

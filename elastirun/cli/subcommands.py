@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from elastirun import standard_streams
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.cli.options import BY_DEST
 from elastirun.errors import NothingFound, StartError, UsageError
 

@@ -1,25 +1,33 @@
 """The training core: what a worker may use to train on changing worlds. It needs torch, and knows nothing of the launcher."""
 
-from . import torch_private
+from elastirun.train import torch_private
 
 torch_private.check()  # before the modules below, which look the names up
 
 # ruff: noqa: E402
-from elastirun.current_round import is_current
 from elastirun.progress import progress
-
-from .checkpoints.checkpointer import Checkpointer
-from .checkpoints.per_rank import PerRank
-from .checkpoints.restoring import load_checkpoint
-from .control_words import Agreement
-from .data import ElasticDataLoader
-from .ddp import DistributedDataParallel
-from .deterministic import DeterministicShards
-from .drain import Drain
-from .errors import CheckpointError, Diverged, ModelMismatch, OutsideForward, PeerLost, ReductionFailed, RoundUnknown, TrainError
-from .keyed_rng import keyed_rng
-from .sharded_data import ElasticShards
-from .train_state import TrainState
+from elastirun.train.checkpoints.checkpointer import Checkpointer
+from elastirun.train.checkpoints.restoring import load_checkpoint
+from elastirun.train.data.deterministic import DeterministicShards
+from elastirun.train.data.keyed_rng import keyed_rng
+from elastirun.train.data.loader import ElasticDataLoader
+from elastirun.train.data.sharded_data import ElasticShards
+from elastirun.train.ddp.module import DistributedDataParallel
+from elastirun.train.errors import (
+    CheckpointError,
+    Diverged,
+    ModelMismatch,
+    OutsideForward,
+    PeerLost,
+    ReductionFailed,
+    RoundUnknown,
+    TrainError,
+)
+from elastirun.train.reduction.control_words import Agreement
+from elastirun.train.state.per_rank import PerRank
+from elastirun.train.state.train_state import TrainState
+from elastirun.train.stopping.drain import Drain
+from elastirun.worker.current_round import is_current
 
 __all__ = [
     "Agreement",

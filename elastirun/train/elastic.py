@@ -20,29 +20,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from elastirun.live_connection import LiveConnection
-from elastirun.live_messages import VARIABLE
-from elastirun.live_worlds import World, furthest, late
 from elastirun.progress import begin_round, saving
-
-from .at_exit import living
-from .checkpoints.checkpointer import Checkpointer
-from .checkpoints.ranks import begin_world
-from .collectives import backends_of, gather
-from .control_words import ADMIT, LEFT, SWITCH, WHOLE
-from .data import ElasticDataLoader
-from .ddp import DistributedDataParallel
-from .errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
-from .group_connections import connections
-from .live_round import LiveRound
-from .position import Position, Rehearsal
-from .process_groups import abort_groups, end_beside, init_default_group, leave_groups
-from .rank_prefix import one_prefix
-from .state_copy import StateKept, copy_state
-from .steps import Step
-from .train_state import TrainState
-from .under_way import settle
-from .world_change import WorldChange, connecting
+from elastirun.train.checkpoints.checkpointer import Checkpointer
+from elastirun.train.checkpoints.ranks import begin_world
+from elastirun.train.data.loader import ElasticDataLoader
+from elastirun.train.data.steps import Step
+from elastirun.train.ddp.at_exit import living
+from elastirun.train.ddp.module import DistributedDataParallel
+from elastirun.train.errors import CheckpointError, ModelMismatch, ReductionFailed, TrainError, WrongUse
+from elastirun.train.groups.collectives import backends_of, gather
+from elastirun.train.groups.connections import connections
+from elastirun.train.groups.process_groups import abort_groups, end_beside, init_default_group, leave_groups
+from elastirun.train.groups.rank_prefix import one_prefix
+from elastirun.train.live.live_round import LiveRound
+from elastirun.train.live.position import Position, Rehearsal
+from elastirun.train.live.state_copy import StateKept, copy_state
+from elastirun.train.live.world_change import WorldChange, connecting
+from elastirun.train.reduction.control_words import ADMIT, LEFT, SWITCH, WHOLE
+from elastirun.train.reduction.under_way import settle
+from elastirun.train.state.train_state import TrainState
+from elastirun.worker.live_connection import LiveConnection
+from elastirun.worker.live_messages import VARIABLE
+from elastirun.worker.live_worlds import World, furthest, late
 
 log = logging.getLogger("elastirun.train")
 

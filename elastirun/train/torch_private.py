@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .errors import WrongUse
+from elastirun.train.errors import WrongUse
 
 TRIED = ("2.6", "2.14")  # torch: with the oldest version some tests fail (docs/torchrun.md), with the newest all pass
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent.account import NO_STAMPS, Account, Spent, Stamps, Totals, lines, stamps
-from elastirun.agent.accounting import Accounting
-from elastirun.agent.progress_pages import ProgressPages
-from elastirun.progress_page import FARTHEST, NS, Page
-from elastirun.rendezvous.records import Broken, Cause, RoundRecord
+from elastirun.agent.observe.account import NO_STAMPS, Account, Spent, Stamps, Totals, lines, stamps
+from elastirun.agent.observe.accounting import Accounting
+from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.rendezvous.wire.records import Broken, Cause, RoundRecord
+from elastirun.worker.progress_page import FARTHEST, NS, Page
 from tests.agent.test_hangs import pages, worker
 
 __all__ = ["pages", "worker"]  # fixtures

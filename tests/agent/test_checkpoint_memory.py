@@ -17,11 +17,11 @@ from typing import cast
 
 import pytest
 
-from elastirun.agent import checkpoint_memory
-from elastirun.agent.checkpoint_memory import MAX_HELD, CheckpointMemory
-from elastirun.agent.events import CheckpointsHeld, Event
 from elastirun.agent.host import memory
-from elastirun.agent.local_socket import MAX_CLIENTS
+from elastirun.agent.observe.events import CheckpointsHeld, Event
+from elastirun.agent.workers import checkpoint_memory
+from elastirun.agent.workers.checkpoint_memory import MAX_HELD, CheckpointMemory
+from elastirun.agent.workers.local_socket import MAX_CLIENTS
 from elastirun.checkpoint import memory_tier
 from tests.support.cluster import PATIENCE, Cluster, Worker, dies
 from tests.support.descriptors import descriptors

@@ -12,8 +12,8 @@ from elastirun.agent.failures.classify import (
     make_record,
     shows_own_failure,
 )
-from elastirun.agent.processes.workers import WorkerExit
-from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.agent.workers.workers import WorkerExit
+from elastirun.rendezvous.wire.records import Blame, ExitRecord
 from elastirun.train.errors import WrongUse
 
 TRACEBACK = (

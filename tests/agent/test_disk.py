@@ -22,9 +22,9 @@ from elastirun.agent.output import log_files
 from elastirun.agent.output.disk import QUEUE_LIMIT, DiskThread
 from elastirun.agent.output.log_files import close_all, open_all
 from elastirun.config import LogPolicy, Std, StdMap
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.records import NodeRow
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import NodeRow
 from tests.agent.test_workers import Loop, spec
 from tests.support.cluster import PATIENCE, Cluster
 from tests.support.descriptors import descriptors

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent import hang_causes
-from elastirun.agent.hang_causes import BEHIND, ELSEWHERE, OUTSIDE, STOPPED, UNCLEAR, WAITING, Observed, judge, waits_for_peers
+from elastirun.agent.hangs import causes as hang_causes
+from elastirun.agent.hangs.causes import BEHIND, ELSEWHERE, OUTSIDE, STOPPED, UNCLEAR, WAITING, Observed, judge, waits_for_peers
 from tests.support.cluster import PATIENCE
 
 SELECT = ("/usr/lib/python3.12/selectors.py", "415", "select")
@@ -20,7 +20,12 @@ LOADER = (SELECT, (f"{TORCH}/utils/data/dataloader.py", "1", "_get_data"), ("/t/
 BARRIER = tuple((f"{TORCH}/distributed/{file}.py", "1", "barrier") for file in ("distributed_c10d", "c10d_logger"))
 BARRIER += (("/t/t.py", "8", "<module>"),)
 BACKWARD = ((f"{TORCH}/autograd/graph.py", "979", "_engine_run_backward"), ("/t/t.py", "9", "<module>"))
-OURS = (SELECT, ("/elastirun/train/transports/shared_memory.py", "273", "wait"), ("/elastirun/train/reducer.py", "1", "_wait"), *BACKWARD)
+OURS = (
+    SELECT,
+    ("/elastirun/train/reduction/transports/shared_memory.py", "273", "wait"),
+    ("/elastirun/train/reduction/reducer.py", "1", "_wait"),
+    *BACKWARD,
+)
 HOOK = (("/usr/lib/python3.12/threading.py", "324", "wait"), ("/t/t.py", "5", "hook"), *BACKWARD)
 SCRIPT = (("/t/t.py", "5", "<module>"),)
 
@@ -91,7 +96,7 @@ def test_a_node_that_knows_the_cause_better_acts_first() -> None:
         (OURS, True),
         (((f"{TORCH}/_ops.py", "1", "__call__"), (f"{TORCH}/distributed/_functional_collectives.py", "1", "wait_tensor"), *SCRIPT), True),
         (LOADER, False),
-        (((f"{TORCH}/utils/data/dataloader.py", "1", "_get_data"), ("/elastirun/train/data.py", "1", "__iter__")), False),
+        (((f"{TORCH}/utils/data/dataloader.py", "1", "_get_data"), ("/elastirun/train/data/loader.py", "1", "__iter__")), False),
         (HOOK, False),
         (((f"{TORCH}/distributed/checkpoint/filesystem.py", "1", "_write"), *BARRIER), False),
         (((f"{TORCH}/serialization.py", "1", "save"), *SCRIPT), False),

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent import hang_reports, node_reports
-from elastirun.agent.hang_causes import ELSEWHERE, WorkerState
-from elastirun.agent.hang_reports import HangReports, Report
-from elastirun.agent.node_reports import Meeting
-from elastirun.rendezvous.codec import Codec
+from elastirun.agent.hangs import reports as hang_reports
+from elastirun.agent.hangs.causes import ELSEWHERE, WorkerState
+from elastirun.agent.hangs.reports import HangReports, Report
+from elastirun.agent.store import node_reports
+from elastirun.agent.store.node_reports import Meeting
 from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.wire.codec import Codec
 from tests.rendezvous.test_stores import new_server
 from tests.support.until import until
 

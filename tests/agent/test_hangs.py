@@ -20,21 +20,22 @@ from typing import Any, cast
 import pytest
 
 from elastirun import clock
-from elastirun.agent import events, hang_watch
 from elastirun.agent.failures.tracker import FailureTracker
-from elastirun.agent.hang_causes import BEHIND, main_stack
-from elastirun.agent.hang_reports import SharedVerdict
-from elastirun.agent.hang_watch import HangWatch
-from elastirun.agent.hangs import AUTO, HangDetector
-from elastirun.agent.node_reports import Meeting
+from elastirun.agent.hangs import watch as hang_watch
+from elastirun.agent.hangs.causes import BEHIND, main_stack
+from elastirun.agent.hangs.detection import AUTO, HangDetector
+from elastirun.agent.hangs.reports import SharedVerdict
+from elastirun.agent.hangs.stragglers import Median
+from elastirun.agent.hangs.watch import HangWatch
+from elastirun.agent.observe import events
+from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.agent.processes.workers import WorkerExit
-from elastirun.agent.progress_pages import ProgressPages
-from elastirun.agent.stragglers import Median
+from elastirun.agent.store.node_reports import Meeting
+from elastirun.agent.workers.workers import WorkerExit
 from elastirun.progress import EXIT_LIMIT
-from elastirun.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
-from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.rendezvous.wire.records import Blame, ExitRecord
+from elastirun.worker.progress_page import FOREVER, MAGIC, NS, VARIABLE, Page
 from tests.support.cluster import PATIENCE
 from tests.support.until import until
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastirun.agent.account import Totals
-from elastirun.agent.events import ended_rounds
-from elastirun.agent.health import CAUSES, PAGES, STATES, Snapshot
-from elastirun.agent.step_rates import WorkerSteps
-from elastirun.rendezvous.records import Broken, Cause, RoundRecord, Status
+from elastirun.agent.observe.account import Totals
+from elastirun.agent.observe.events import ended_rounds
+from elastirun.agent.observe.step_rates import WorkerSteps
+from elastirun.agent.status.health import CAUSES, PAGES, STATES, Snapshot
+from elastirun.rendezvous.wire.records import Broken, Cause, RoundRecord, Status
 
 NOW = Snapshot(
     state="running",

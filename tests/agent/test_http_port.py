@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from elastirun import clock
-from elastirun.agent import http_port
-from elastirun.agent.http_port import MAX_CONNECTIONS, MAX_REQUEST, HttpPort, Request, Response, Snapshots, parse, text
+from elastirun.agent.status import http_port
+from elastirun.agent.status.http_port import MAX_CONNECTIONS, MAX_REQUEST, HttpPort, Request, Response, Snapshots, parse, text
 from tests.support.descriptors import descriptors
 from tests.support.until import until
 

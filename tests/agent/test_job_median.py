@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent import job_median, node_reports, status_stores
-from elastirun.agent.job_median import LASTS, MOST_WORKERS, JobTimes, NodeTimes, SharedMedian
-from elastirun.agent.node_reports import Meeting
-from elastirun.agent.stragglers import WINDOW, Median
+from elastirun.agent.hangs import job_median
+from elastirun.agent.hangs.job_median import LASTS, MOST_WORKERS, JobTimes, NodeTimes, SharedMedian
+from elastirun.agent.hangs.stragglers import WINDOW, Median
+from elastirun.agent.store import kinds as status_stores
+from elastirun.agent.store import node_reports
+from elastirun.agent.store.node_reports import Meeting
 from elastirun.errors import StoreError
-from elastirun.rendezvous.codec import FORMAT, Codec
+from elastirun.rendezvous.wire.codec import FORMAT, Codec
 from tests.agent.test_hang_reports import PREFIX, TOKEN, Memory
 from tests.rendezvous.test_stores import new_server
 from tests.support.cluster import PATIENCE

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.job_status import QUIET, JobStatus, judge
-from elastirun.agent.status_screen import MOST_NODES, WIDTH, screen
-from elastirun.agent.step_rates import WorkerSteps
-from elastirun.rendezvous.liveness import Liveness
-from elastirun.rendezvous.ranks import member
-from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
-from elastirun.rendezvous.view import View
+from elastirun.agent.observe.step_rates import WorkerSteps
+from elastirun.agent.status.job_status import QUIET, JobStatus, judge
+from elastirun.agent.status.screen import MOST_NODES, WIDTH, screen
+from elastirun.rendezvous.peers.liveness import Liveness
+from elastirun.rendezvous.peers.ranks import member
+from elastirun.rendezvous.peers.view import View
+from elastirun.rendezvous.wire.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 
 SETTINGS = ("--nnodes=2:3", "--rdzv-backend=c10d", "--max-restarts=4")
 A, B, C = (NodeRow(i, f"name-{i}", f"10.0.0.{n}", 1000, 2, status=Status.RUNNING, round=3) for n, i in enumerate("abc", 1))

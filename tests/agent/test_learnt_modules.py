@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from elastirun import clock, linux
-from elastirun.agent.processes import forkserver
-from elastirun.agent.processes.parked_forks import AUTO, LEARN_AFTER, LEARN_LIMIT
+from elastirun.agent.processes.preload import forkserver
+from elastirun.agent.processes.preload.parked_forks import AUTO, LEARN_AFTER, LEARN_LIMIT
 from tests.agent.test_parked_forks import HOW, Agent, agent, parked
 
 __all__ = ["agent"]  # the fixture

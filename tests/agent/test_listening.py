@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.endpoint_access import why_everywhere
 from elastirun.agent.host import net
-from elastirun.agent.host.listening import describe
+from elastirun.agent.store.endpoint_access import why_everywhere
+from elastirun.agent.store.listening import describe
 from elastirun.config import Endpoint
 from tests.cli.test_resolve import config_of
 from tests.support.cluster import cluster

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 
-from elastirun.agent import live_states
-from elastirun.live_messages import store_prefix
+from elastirun.agent.workers import live_states
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.worker.live_messages import store_prefix
 from tests.support.cluster import PATIENCE
 from tests.support.until import until
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from elastirun import live_connection, live_messages
-from elastirun.agent.live_workers import LiveWorkers
-from elastirun.agent.processes.parking import Parking
+from elastirun.agent.workers.live_workers import LiveWorkers
+from elastirun.agent.workers.parking import Parking
 from elastirun.errors import TrainError
-from elastirun.live_connection import ENDED, LiveConnection
-from elastirun.live_messages import VARIABLE, Gathered, Hello, Lost, Park, Parked, Resume, decode, encode, store_prefix
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
+from elastirun.worker import live_connection, live_messages
+from elastirun.worker.live_connection import ENDED, LiveConnection
+from elastirun.worker.live_messages import VARIABLE, Gathered, Hello, Lost, Park, Parked, Resume, decode, encode, store_prefix
 from tests.agent.test_workers import FOREVER, FakeClock, Fifo, Loop, clock, fifo, loop, slow, spec, with_fifo
 from tests.support.cluster import PATIENCE
 

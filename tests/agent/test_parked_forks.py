@@ -23,13 +23,14 @@ import pytest
 
 from elastirun import linux
 from elastirun.agent.host.descriptors import ready
-from elastirun.agent.processes import forkserver, kills, marks, parked_forks, proc
-from elastirun.agent.processes.parked_forks import ParkedForks
+from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.agent.processes import kills, marks, proc
+from elastirun.agent.processes.preload import forkserver, parked_forks
+from elastirun.agent.processes.preload.parked_forks import ParkedForks
 from elastirun.agent.processes.process_tree import PR_SET_CHILD_SUBREAPER, ProcessTree
 from elastirun.agent.processes.spawn import Spawned, WorkerSpec
-from elastirun.agent.progress_pages import ProgressPages
 from elastirun.progress import EXIT_LIMIT
-from elastirun.progress_page import VARIABLE
+from elastirun.worker.progress_page import VARIABLE
 from tests.support.cluster import PATIENCE, dies
 from tests.support.descriptors import descriptors
 
@@ -504,7 +505,7 @@ def test_without_torch_or_with_an_old_one_there_is_no_hook_and_no_error(monkeypa
 
 def test_a_step_is_no_error_where_our_package_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "on_step", None)
-    monkeypatch.setitem(sys.modules, "elastirun.optimizer_steps", None)
+    monkeypatch.setitem(sys.modules, "elastirun.worker.optimizer_steps", None)
     for _ in range(2):
         forkserver.on_optimizer_step("optimizer", (), {})
     assert forkserver.on_step is int, "the import is tried once"

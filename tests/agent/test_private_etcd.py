@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.private_etcd import find_binary
+from elastirun.agent.store.private_etcd import find_binary
 
 
 def test_the_variable_goes_before_path_and_path_before_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastirun.agent.failures.report import read_error_file, report
-from elastirun.rendezvous.records import Blame, ExitRecord
+from elastirun.rendezvous.wire.records import Blame, ExitRecord
 
 
 def failure(rank: int, blame: int, after: float, code: int = 1, lines: tuple[str, ...] = ()) -> ExitRecord:

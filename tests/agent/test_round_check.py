@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from elastirun import clock
-from elastirun.agent import local_socket, round_check
-from elastirun.agent.local_socket import MAX_CLIENTS
-from elastirun.agent.round_check import RoundCheck, still_holds
-from elastirun.rendezvous.events import Synced, SyncFailed
-from elastirun.rendezvous.records import Broken, Cause, Closed, Member, Place, RoundRecord, Verdict
+from elastirun.agent.workers import local_socket, round_check
+from elastirun.agent.workers.local_socket import MAX_CLIENTS
+from elastirun.agent.workers.round_check import RoundCheck, still_holds
+from elastirun.rendezvous.wire.events import Synced, SyncFailed
+from elastirun.rendezvous.wire.records import Broken, Cause, Closed, Member, Place, RoundRecord, Verdict
 from elastirun.train import RoundUnknown, is_current
 from tests.support.cluster import Cluster, Worker, dies, kill
 from tests.support.descriptors import descriptors

@@ -12,22 +12,22 @@ from dataclasses import replace
 import pytest
 
 from elastirun import clock
-from elastirun.agent import endpoint_access, search, shared_store
-from elastirun.agent import forwarding as forwarding_module
-from elastirun.agent.at_once import at_once
-from elastirun.agent.choose_store import store_access
-from elastirun.agent.endpoint_access import EndpointAccess
-from elastirun.agent.forwarding import Forwarding
 from elastirun.agent.host import net
+from elastirun.agent.store import endpoint_access, search, shared_store
+from elastirun.agent.store import forwarding as forwarding_module
+from elastirun.agent.store.at_once import at_once
+from elastirun.agent.store.choose_store import store_access
+from elastirun.agent.store.endpoint_access import EndpointAccess
+from elastirun.agent.store.forwarding import Forwarding
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError, StoreMoved, StoreRefused
 from elastirun.rendezvous import formation
-from elastirun.rendezvous.actions import Change, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.records import Closed, Member, Place, RoundRecord, Verdict
 from elastirun.rendezvous.stores.tcp import ServedStore
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.wire.actions import Change, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import Closed, Member, Place, RoundRecord, Verdict
+from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 from tests.agent.test_standby_stores import full_backlog, silent
 from tests.cli.test_resolve import config_of
 from tests.rendezvous.test_stores import listening

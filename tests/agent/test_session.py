@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 
 from elastirun import clock
-from elastirun.agent.choose_store import store_access
 from elastirun.agent.session import STANDSTILL, Session
-from elastirun.agent.store_access import new_row, rules
-from elastirun.agent.worker_store import WorkerStore
-from elastirun.rendezvous.actions import Action, Start, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import FoundAtStart, Leave, Reachable, StoodStill, Synced, SyncFailed, Tick
-from elastirun.rendezvous.exchanges import Connection, Exchanges
+from elastirun.agent.store.choose_store import store_access
+from elastirun.agent.store.store_access import new_row, rules
+from elastirun.agent.store.worker_store import WorkerStore
 from elastirun.rendezvous.job_store import JobStore
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Member, Place, RoundRecord
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire.actions import Action, Start, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import FoundAtStart, Leave, Reachable, StoodStill, Synced, SyncFailed, Tick
+from elastirun.rendezvous.wire.exchanges import Connection, Exchanges
+from elastirun.rendezvous.wire.records import Member, Place, RoundRecord
+from elastirun.rendezvous.wire.sync import SyncProtocol
 from tests.cli.test_resolve import config_of
 from tests.sim.world import WorkerPorts
 from tests.support.cluster import PATIENCE

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent import own_agents, shared_devices
-from elastirun.agent.own_agents import OwnAgent
-from elastirun.agent.shared_devices import devices, overlap, warn_of_twins
-from elastirun.rendezvous.records import Member
+from elastirun.agent.status import own_agents, shared_devices
+from elastirun.agent.status.own_agents import OwnAgent
+from elastirun.agent.status.shared_devices import devices, overlap, warn_of_twins
+from elastirun.rendezvous.wire.records import Member
 from tests.support.cluster import PATIENCE, free_port
 
 HERE, TWIN, ELSEWHERE = Member("a", "n", "10.0.0.1", 1, 2), Member("b", "n", "10.0.0.1", 2, 2), Member("c", "m", "10.0.0.2", 3, 2)

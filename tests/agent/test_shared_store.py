@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastirun.agent import shared_store
+from elastirun.agent.store import shared_store
 from elastirun.rendezvous.stores.memory import MemoryStore
 
 RUNNING, LEFT = b'{"status":"running","seq":%d}', b'{"status":"left"}'

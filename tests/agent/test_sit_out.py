@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent import events, sit_out
+from elastirun.agent import sit_out
+from elastirun.agent.observe import events
 from elastirun.agent.sit_out import AGAIN, CHECK, LOOK_LIMIT, SitOut
-from elastirun.rendezvous.events import SitsOut, Synced, WorkersStopped
 from elastirun.rendezvous.failures import describe
-from elastirun.rendezvous.ranks import member
-from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.peers.ranks import member
 from elastirun.rendezvous.timing import Timing
+from elastirun.rendezvous.wire.events import SitsOut, Synced, WorkersStopped
+from elastirun.rendezvous.wire.records import Blame, Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status
 from tests.sim import world
 from tests.sim.history import History, draw
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from elastirun.agent.host import numa
-from elastirun.agent.processes import forkserver, spawn
+from elastirun.agent.processes import spawn
+from elastirun.agent.processes.preload import forkserver
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.agent.spec import NodeEnvironment, command_line, cpu_sets, worker_like, worker_specs
+from elastirun.agent.workers.spec import NodeEnvironment, command_line, cpu_sets, worker_like, worker_specs
 from elastirun.config import Command, Endpoint, LaunchConfig
-from elastirun.rendezvous.records import Member, RoundRecord
+from elastirun.rendezvous.wire.records import Member, RoundRecord
 
 TOKEN = b"the secret of this job"
 CONFIG = LaunchConfig(

@@ -23,25 +23,25 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent import endpoint_access
-from elastirun.agent import forwarding as forwarding_module
 from elastirun.agent.agent import Agent
-from elastirun.agent.choose_store import store_access
-from elastirun.agent.endpoint_access import EndpointAccess
-from elastirun.agent.forwarding import Forwarding
 from elastirun.agent.host import net
 from elastirun.agent.processes import death_notice
 from elastirun.agent.processes.death_notice import Notice, encode_vote, tell_standbys, write
 from elastirun.agent.processes.process_tree import _make_room
+from elastirun.agent.store import endpoint_access
+from elastirun.agent.store import forwarding as forwarding_module
+from elastirun.agent.store.choose_store import store_access
+from elastirun.agent.store.endpoint_access import EndpointAccess
+from elastirun.agent.store.forwarding import Forwarding
 from elastirun.config import Endpoint
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Change, Put, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Member, NodeRow, Place, RoundRecord, Vote
 from elastirun.rendezvous.stores.tcp import ServedStore, tcp_store_class
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.wire.actions import Change, Put, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import Synced
+from elastirun.rendezvous.wire.records import Member, NodeRow, Place, RoundRecord, Vote
+from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 from tests.cli.test_resolve import config_of
 from tests.rendezvous.test_stores import listening
 from tests.support.cluster import PATIENCE, dies, free_port

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from elastirun.agent.hang_causes import Observed
-from elastirun.agent.standing import PERIOD, Standing
+from elastirun.agent.hangs.causes import Observed
+from elastirun.agent.hangs.standing import PERIOD, Standing
 
 BARRIER = (("/x/torch/distributed/distributed_c10d.py", "1", "barrier"), ("/t/t.py", "8", "<module>"))
 READING = (("/t/t.py", "5", "read"), ("/t/t.py", "9", "<module>"))

@@ -13,24 +13,27 @@ from typing import Any
 import pytest
 
 from elastirun import clock
-from elastirun.agent import own_agents, shared_store, status_reader, status_stores
 from elastirun.agent.host import net
-from elastirun.agent.own_agents import OwnAgent
-from elastirun.agent.status_reader import Found, StatusReader, Target
-from elastirun.agent.step_rates import WorkerSteps
+from elastirun.agent.observe.step_rates import WorkerSteps
+from elastirun.agent.status import own_agents
+from elastirun.agent.status import reader as status_reader
+from elastirun.agent.status.own_agents import OwnAgent
+from elastirun.agent.status.reader import Found, StatusReader, Target
+from elastirun.agent.store import kinds as status_stores
+from elastirun.agent.store import shared_store
 from elastirun.cli import parse
 from elastirun.config import Endpoint
 from elastirun.config import Etcd as EtcdConfig
-from elastirun.rendezvous.actions import Change, Put, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.ranks import member
-from elastirun.rendezvous.records import NodeRow, Place, RoundRecord, Status
+from elastirun.rendezvous.peers.ranks import member
 from elastirun.rendezvous.stores.etcd.access import Access
 from elastirun.rendezvous.stores.etcd.store import connector as etcd_connector
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
 from elastirun.rendezvous.stores.tcp_plain import PlainTcpStore
-from elastirun.rendezvous.sync import OWNER, SyncProtocol, execute
+from elastirun.rendezvous.wire.actions import Change, Put, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Status
+from elastirun.rendezvous.wire.sync import OWNER, SyncProtocol, execute
 from tests.rendezvous.test_stores import Server, new_server
 from tests.support.cluster import PATIENCE
 from tests.support.etcd_server import Etcd

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastirun.agent.step_rates import WINDOW, StepRates, WorkerSteps
-from elastirun.progress_page import NS, Page
+from elastirun.agent.observe.step_rates import WINDOW, StepRates, WorkerSteps
+from elastirun.worker.progress_page import NS, Page
 
 
 def page(steps: int, stamped: float, pid: int = 7) -> Page:

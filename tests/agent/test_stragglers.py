@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from elastirun.agent.hang_watch import device_of
-from elastirun.agent.stragglers import LASTING, LEAST_SAMPLES, LEAST_STEPS, Median, Straggler, Stragglers
-from elastirun.progress_page import NS, Page
+from elastirun.agent.hangs.stragglers import LASTING, LEAST_SAMPLES, LEAST_STEPS, Median, Straggler, Stragglers
+from elastirun.agent.hangs.watch import device_of
+from elastirun.worker.progress_page import NS, Page
 
 
 class Round:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.strikes import Limits, Out, Suspicion, may_go_on, others, sits_out, suspect, why_back, why_never, why_stays
+from elastirun.agent.failures.strikes import Limits, Out, Suspicion, may_go_on, others, sits_out, suspect, why_back, why_never, why_stays
 from elastirun.rendezvous.failures import describe
-from elastirun.rendezvous.ranks import member
-from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, NodeRow, Quorum, RoundRecord, Status
+from elastirun.rendezvous.peers.ranks import member
+from elastirun.rendezvous.wire.records import Blame, Broken, Cause, ExitRecord, NodeRow, Quorum, RoundRecord, Status
 
 OWN = ExitRecord("name-b", 1, 0, 77, 1, Blame.OWN_FAULT, 2.0, ("ValueError: 7",))
 A, B, C, D = (NodeRow(i, f"name-{i}", "10.0.0.1", 1000, 1, status=Status.RUNNING, round=3) for i in "abcd")

@@ -14,10 +14,10 @@ import pytest
 from elastirun import clock
 from elastirun.agent import termination_log
 from elastirun.agent.ending import Ending
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.termination_log import DEFAULT, IN_POD, MAX_BYTES, VARIABLE, descends_from_first, encode, message, path, write
-from elastirun.rendezvous.actions import Finish, Outcome
-from elastirun.rendezvous.records import Blame, Closed, ExitRecord, Verdict
+from elastirun.rendezvous.wire.actions import Finish, Outcome
+from elastirun.rendezvous.wire.records import Blame, Closed, ExitRecord, Verdict
 
 TRACEBACK = ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: no data", "in two lines")
 FIELDS = message("left", 143, "SIGTERM", 3, "node0")

@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from elastirun.agent import tracing
-from elastirun.agent.events import CheckpointsHeld, End, Hang, Round
+from elastirun.agent.observe import tracing
+from elastirun.agent.observe.events import CheckpointsHeld, End, Hang, Round
 from tests.support.cluster import PATIENCE, Cluster
 
 HTTP = "http://127.0.0.1:{}/v1/traces"

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from elastirun.agent.host import net
-from elastirun.agent.worker_store import WorkerStore
+from elastirun.agent.store.worker_store import WorkerStore
 from elastirun.errors import StartError
 from elastirun.rendezvous.stores import tcp
 from elastirun.rendezvous.stores.tcp import TcpStore

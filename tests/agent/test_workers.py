@@ -25,8 +25,8 @@ from elastirun.agent.output.logs import RunLogs
 from elastirun.agent.processes import process, spawn
 from elastirun.agent.processes.process import Process
 from elastirun.agent.processes.spawn import WorkerSpec
-from elastirun.agent.processes.workers import GIVE_UP, WorkerExit, Workers
-from elastirun.agent.worker_store import WorkerStore
+from elastirun.agent.store.worker_store import WorkerStore
+from elastirun.agent.workers.workers import GIVE_UP, WorkerExit, Workers
 from elastirun.config import LogPolicy
 from elastirun.errors import StartError
 from tests.support.cluster import PATIENCE

@@ -35,7 +35,7 @@ with open(os.path.join(e["CHAOS_TICKS"], name), "a", buffering=1) as file:
 # The same as a live worker: it is parked between rounds, and goes on in the next one.
 LIVE_WORKER = """
 import os, signal, sys, time
-from elastirun.live_connection import LiveConnection
+from elastirun.worker.live_connection import LiveConnection
 e = os.environ
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 live, number = LiveConnection(), 0

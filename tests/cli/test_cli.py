@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.cli import command_line, main, parse
 from elastirun.cli.detected import Host
 from elastirun.cli.options import GROUPS, OPTIONS

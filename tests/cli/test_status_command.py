@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from elastirun import standard_streams
-from elastirun.agent.exit_codes import ExitCode
-from elastirun.agent.job_status import JobStatus
-from elastirun.agent.status_reader import Found, Target
+from elastirun.agent.failures.exit_codes import ExitCode
+from elastirun.agent.status.job_status import JobStatus
+from elastirun.agent.status.reader import Found, Target
 from elastirun.cli import main, status_command
 from elastirun.cli.subcommands import NOTHING_FOUND
 from elastirun.config import Endpoint

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.failures.exit_codes import ExitCode
 
 Manifest = dict[str, Any]
 

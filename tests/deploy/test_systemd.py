@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent.exit_codes import ExitCode
+from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.rendezvous.timing import Timing
 
 FOLDER = Path(__file__).parents[2] / "deploy/systemd"

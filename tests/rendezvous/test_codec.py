@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from elastirun.errors import BadRecord, BadSignature
-from elastirun.rendezvous import codec
-from elastirun.rendezvous.codec import MAX_BYTES, MAX_INT, MAX_ITEMS, MAX_TEXT, RANGES, Codec, clip
-from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.wire import codec
+from elastirun.rendezvous.wire.codec import MAX_BYTES, MAX_INT, MAX_ITEMS, MAX_TEXT, RANGES, Codec, clip
+from elastirun.rendezvous.wire.records import Broken, Cause, Closed, ExitRecord, Member, NodeRow, RoundRecord, Status, Verdict
 
 KEY = "elastirun/job/node/a"
 PLAIN, SIGNED = Codec(), Codec(b"the job's token")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastirun.rendezvous.contact import Contact
+from elastirun.rendezvous.peers.contact import Contact
 from elastirun.rendezvous.progress import Wait
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT, Timing
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import rules
-from elastirun.rendezvous.records import Blame, Broken, Cause, ExitRecord, RoundRecord, Status
+from elastirun.rendezvous.wire.records import Blame, Broken, Cause, ExitRecord, RoundRecord, Status
 from tests.rendezvous.test_formation import RULES, after, chosen, form, row
 from tests.sim import invariants
 from tests.sim.world import World

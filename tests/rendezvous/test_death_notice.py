@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Change, Put, Sync
-from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.death_notice import TRIES, mark_left, mark_lost, write_notice
-from elastirun.rendezvous.ranks import member
-from elastirun.rendezvous.records import Broken, Cause, Closed, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.peers.ranks import member
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.wire.actions import Change, Put, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import Broken, Cause, Closed, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 from tests.sim import invariants
 from tests.sim.world import Deaths, Node, World
 from tests.support.stage import Stage, running

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.succession import Moves
-from elastirun.rendezvous.view import View
+from elastirun.rendezvous.failover.succession import Moves
+from elastirun.rendezvous.peers.view import View
 from tests.sim.explore import MESSAGES, WITH_SUCCESSION, WORLDS, deviate, explore
 
 

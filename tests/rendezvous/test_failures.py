@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import failures
-from elastirun.rendezvous.records import ExitRecord
+from elastirun.rendezvous.wire.records import ExitRecord
 from tests.rendezvous.test_formation import failure
 
 

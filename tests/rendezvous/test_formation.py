@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous import formation, ranks
+from elastirun.rendezvous import formation
 from elastirun.rendezvous.formation import Forming
-from elastirun.rendezvous.liveness import Liveness
-from elastirun.rendezvous.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.peers import ranks
+from elastirun.rendezvous.peers.liveness import Liveness
+from elastirun.rendezvous.peers.view import View
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.view import View
+from elastirun.rendezvous.wire.records import Broken, Cause, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 
 RULES = Rules(min_nodes=1, max_nodes=3, last_call=5.0, max_restarts=1)
 EMPTY = RoundRecord("store")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous import ranks
-from elastirun.rendezvous.records import NodeRow
+from elastirun.rendezvous.peers import ranks
 from elastirun.rendezvous.transitions import JOINING, RUNNING
+from elastirun.rendezvous.wire.records import NodeRow
 from tests.sim import invariants
 from tests.sim.world import World
 from tests.support.stage import ME, Stage

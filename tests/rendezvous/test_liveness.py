@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.liveness import Liveness, Newest, Since
-from elastirun.rendezvous.records import NodeRow, Status
+from elastirun.rendezvous.peers.liveness import Liveness, Newest, Since
 from elastirun.rendezvous.timing import Lease
+from elastirun.rendezvous.wire.records import NodeRow, Status
 
 
 def silent_after(*reads: tuple[float, float, int], expire: float = 5.0) -> bool:

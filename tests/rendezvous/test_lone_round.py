@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.own_row import OwnRow
-from elastirun.rendezvous.records import Cause, NodeRow
+from elastirun.rendezvous.peers.own_row import OwnRow
+from elastirun.rendezvous.wire.actions import Sync
+from elastirun.rendezvous.wire.events import Synced
+from elastirun.rendezvous.wire.records import Cause, NodeRow
 from tests.sim.world import Node
 from tests.support.stage import ME, Stage, met, slow_answers
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import StoodStill
 from elastirun.rendezvous.machine import CUT_OFF
-from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.transitions import DONE, TRANSITIONS, Trigger
+from elastirun.rendezvous.wire.actions import Outcome
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import StoodStill
+from elastirun.rendezvous.wire.records import Cause, NodeRow, RoundRecord, Status
 from tests.sim.world import World
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous import formation, quorum
-from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
-from elastirun.rendezvous.events import Synced, SyncFailed, Tick
+from elastirun.rendezvous import formation
+from elastirun.rendezvous.failover.succession import Moves, another_run, take_over
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Cause, Closed, NodeRow, Quorum, RoundRecord, Status, Verdict, Vote
+from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.succession import Moves, another_run, take_over
+from elastirun.rendezvous.wire.actions import Outcome, Reconnect, Sync
+from elastirun.rendezvous.wire.events import Synced, SyncFailed, Tick
+from elastirun.rendezvous.wire.records import Cause, Closed, NodeRow, Quorum, RoundRecord, Status, Verdict, Vote
 from tests.rendezvous import test_formation
 from tests.rendezvous.test_succession import PLACES, PROOF, RECORD, answer, come, goes_on, rows, told
 from tests.sim.world import Deaths, Node, World

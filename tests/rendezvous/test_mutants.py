@@ -12,7 +12,7 @@ __all__ = ["copy"]  # the fixture
 def mutant(rule: str, module: str, old: str, new: str, file: str, test: str) -> Mutant:
     """Return a mutant of a module of the rendezvous, unless ``module``, or ``file`` with its test, names another folder."""
     folder, _, name = file.rpartition("/")
-    where = "elastirun" if "/" in module else "elastirun/rendezvous"
+    where = "elastirun" if module.startswith(("agent/", "rendezvous/")) else "elastirun/rendezvous"
     return Mutant(rule, module, old, new, f"tests/{folder or 'rendezvous'}/test_{name}.py::test_{test}", where)
 
 
@@ -23,32 +23,32 @@ MUTANTS = (
     # Who sits where.
     mutant(
         "a newcomer takes the hole, not the end",
-        *("ranks", "waiting.pop(0) if waiting else None", "None"),
+        *("peers/ranks", "waiting.pop(0) if waiting else None", "None"),
         *("formation", "survivors_keep_their_place_and_newcomers_take_holes"),
     ),
     mutant(
         "no newcomer puts a survivor out",
-        *("ranks", "limit - sum(s is not None for s in survivors)", "limit"),
+        *("peers/ranks", "limit - sum(s is not None for s in survivors)", "limit"),
         *("formation", "survivors_keep_their_place_and_newcomers_take_holes"),
     ),
     mutant(
         "a fixed rank is the wish",
-        *("ranks", "    if fixed:", "    if False:"),
+        *("peers/ranks", "    if fixed:", "    if False:"),
         *("machine", "fixed_ranks_follow_the_wish"),
     ),
     mutant(
         "numbers in addresses count as numbers",
-        *("ranks", "(0, int(part)) if part.isdecimal() else (1, part)", "(1, part)"),
+        *("peers/ranks", "(0, int(part)) if part.isdecimal() else (1, part)", "(1, part)"),
         *("formation", "numbers_in_addresses_are_compared_as_numbers"),
     ),
     mutant(
         "the first round is in the order of addresses",
-        *("ranks", "_natural(row.address), row.id", "_natural(row.name), row.id"),
+        *("peers/ranks", "_natural(row.address), row.id", "_natural(row.name), row.id"),
         *("formation", "numbers_in_addresses_are_compared_as_numbers"),
     ),
     mutant(
         "nobody's address crashes us",
-        *("ranks", "part.isdecimal()", "part.isdigit()"),
+        *("peers/ranks", "part.isdecimal()", "part.isdigit()"),
         *("formation", "numbers_in_addresses_are_compared_as_numbers"),
     ),
     # When a round forms.
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     mutant(
         "each answer of a slow network is progress",
-        *("sync", "        answered()\n", "        pass\n"),
+        *("wire/sync", "        answered()\n", "        pass\n"),
         *("slow_network", "an_exchange_may_take_longer_than_each_of_its_answers"),
     ),
     mutant(
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     mutant(
         "a success is of this very round",
-        *("view", "row.succeeded == self.record.round", "row.succeeded > 0"),
+        *("peers/view", "row.succeeded == self.record.round", "row.succeeded > 0"),
         *("formation", "success_is_of_the_very_round"),
     ),
     mutant(
@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     mutant(
         "what one has found lost is lost for all",
-        *("view", "m.id in broken.lost", "False"),
+        *("peers/view", "m.id in broken.lost", "False"),
         *("formation", "a_loss_that_one_node_has_found_counts_for_all"),
     ),
     mutant(
@@ -159,12 +159,12 @@ MUTANTS = (
     ),
     mutant(
         "the store's host has a place in a full round, too",
-        *("ranks", "if row.hosts), None)", "if False), None)"),
+        *("peers/ranks", "if row.hosts), None)", "if False), None)"),
         *("host", "the_host_has_a_place_in_a_full_round_too"),
     ),
     mutant(
         "of two nodes with one fixed rank the host has it",
-        *("ranks", "key=lambda row: not row.hosts", "key=lambda row: 0"),
+        *("peers/ranks", "key=lambda row: not row.hosts", "key=lambda row: 0"),
         *("host", "of_two_nodes_with_one_fixed_rank_the_host_has_it"),
     ),
     mutant(
@@ -180,12 +180,12 @@ MUTANTS = (
     # Who is silent.
     mutant(
         "a slow answer does not count against the others",
-        *("liveness", "started - self._since(seen) > self.expire", "self.expire < received - self._since(seen)"),
+        *("peers/liveness", "started - self._since(seen) > self.expire", "self.expire < received - self._since(seen)"),
         *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
     ),
     mutant(
         "time counts from when a change was received",
-        *("liveness", "_Seen(seq, received, proven=seen is not None)\n", "_Seen(seq, started, proven=seen is not None)\n"),
+        *("peers/liveness", "_Seen(seq, received, proven=seen is not None)\n", "_Seen(seq, started, proven=seen is not None)\n"),
         *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
     ),
     mutant(
@@ -205,57 +205,57 @@ MUTANTS = (
     ),
     mutant(
         "a keep-alive of before the trouble is no sign of life",
-        *("liveness", "self._excused = max(self._excused, until)", "for seen in self._seen.values(): seen.changed = until"),
+        *("peers/liveness", "self._excused = max(self._excused, until)", "for seen in self._seen.values(): seen.changed = until"),
         *("silence", "at_a_store_that_outlives_the_job_the_last_may_find_it_back_seconds_after_the_first"),
     ),
     mutant(
         "where rows have leases, one that is away for a moment makes nobody lost",
-        *("liveness", "started > max(seen.absent_since + lease.absence,", "started > max(seen.absent_since,"),
+        *("peers/liveness", "started > max(seen.absent_since + lease.absence,", "started > max(seen.absent_since,"),
         *("silence", "a_row_that_is_away_for_a_moment_makes_nobody_lost"),
     ),
     mutant(
         "where rows have leases, one that has vanished makes its node lost in time",
-        *("liveness", " if self._lease is None else self._observe_leased, self", ", self"),
+        *("peers/liveness", " if self._lease is None else self._observe_leased, self", ", self"),
         *("silence", "where_rows_have_leases_a_node_is_lost_between_expire_and_two_seconds_later"),
     ),
     mutant(
         "where rows have leases, a keep-alive writes nothing",
-        *("own_row", "due = lease_is_over if rules.lasting else", "due ="),
+        *("peers/own_row", "due = lease_is_over if rules.lasting else", "due ="),
         *("silence", "where_rows_have_leases_a_node_that_has_nothing_new_to_say_writes_nothing"),
     ),
     mutant(
         "a row whose lease may be over is written anew",
-        *("own_row", "lease_is_over = self.doubts > (asked.put is not None)", "lease_is_over = False"),
+        *("peers/own_row", "lease_is_over = self.doubts > (asked.put is not None)", "lease_is_over = False"),
         *("silence", "a_node_writes_its_row_anew_when_its_lease_may_be_over"),
     ),
     mutant(
         "a word beside a record of another job, or of a later store, changes nothing in it",
-        *("sync", "if record is not None and _is_earlier(record, job):", "if record is not None and job is not None:"),
+        *("wire/sync", "if record is not None and _is_earlier(record, job):", "if record is not None and job is not None:"),
         *("succession", "a_standby_store_that_has_had_the_job_says_so_in_its_record"),
     ),
     mutant(
         "a lease that is renewed while its row is gone is no keep-alive",
-        *("sync", "last, kept_alive and row is not None, votes", "last, kept_alive, votes"),
+        *("wire/sync", "last, kept_alive and row is not None, votes", "last, kept_alive, votes"),
         *("sync", "a_keep_alive_counts_only_with_its_row"),
     ),
     mutant(
         "an old row that is put back is no sign of life",
-        *("liveness", "(row.seq < seq or (left and not has_left))", "(left and not has_left)"),
+        *("peers/liveness", "(row.seq < seq or (left and not has_left))", "(left and not has_left)"),
         *("liveness", "old_rows_are_left_out_and_who_has_left_does_not_come_back"),
     ),
     mutant(
         "who has left does not come back",
-        *("liveness", "(row.seq < seq or (left and not has_left))", "row.seq < seq"),
+        *("peers/liveness", "(row.seq < seq or (left and not has_left))", "row.seq < seq"),
         *("replay", "old_joining_rows_are_taken_into_no_round"),
     ),
     mutant(
         "only a rising seq is a sign of life",
-        *("liveness", "seq > seen.seq:", "seq != seen.seq:"),
+        *("peers/liveness", "seq > seen.seq:", "seq != seen.seq:"),
         *("liveness", "silence_is_a_read_started_more_than_expire_after_the_last_change_was_received"),
     ),
     mutant(
         "a node's own seq rises when an older row of it was put back",
-        *("own_row", "max(self.seq, self.stored.seq if self.stored else 0) + 1", "(self.stored.seq if self.stored else 0) + 1"),
+        *("peers/own_row", "max(self.seq, self.stored.seq if self.stored else 0) + 1", "(self.stored.seq if self.stored else 0) + 1"),
         *("replay", "a_node_whose_own_old_row_is_put_back_goes_on_above_its_newest"),
     ),
     mutant(
@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     mutant(
         "the neighbours of a late member are watched before it is lost",
-        *("view", "return record.open and own_rank(record, own) is not None and bool(left)", "return False"),
+        *("peers/view", "return record.open and own_rank(record, own) is not None and bool(left)", "return False"),
         *("machine", "a_rack_that_is_lost_at_once_is_dropped_as_fast_as_one_node"),
     ),
     # The decisions of a node.
@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     mutant(
         "an owner that leaves and is not alone does",
-        *("succession", "(stays or not alone)", "stays"),
+        *("failover/succession", "(stays or not alone)", "stays"),
         *("succession", "an_owner_that_leaves_keeps_a_second_run_from_beginning_beside_the_others[majority-10.0]"),
     ),
     mutant(
@@ -321,7 +321,7 @@ MUTANTS = (
     ),
     mutant(
         "a vote names no nodes that nobody counts any more",
-        *("succession", "tuple(sorted(counted.intersection(ended)))", "tuple(sorted(ended))"),
+        *("failover/succession", "tuple(sorted(counted.intersection(ended)))", "tuple(sorted(ended))"),
         *("succession", "a_vote_names_only_nodes_that_its_record_names"),
     ),
     mutant(
@@ -436,37 +436,41 @@ MUTANTS = (
     ),
     mutant(
         "a running node reads three rows, not all",
-        *("polling", "            return watched\n", "            return None\n"),
+        *("peers/polling", "            return watched\n", "            return None\n"),
         *("machine", "a_running_node_reads_three_rows_however_many_there_are"),
     ),
     mutant(
         "of a large round many rows are read then, not all",
-        *("polling", "if more_lost and not (record.open and len(record.members) > WIDE):", "if more_lost:"),
+        *("peers/polling", "if more_lost and not (record.open and len(record.members) > WIDE):", "if more_lost:"),
         *("polling", "while_several_may_be_lost_many_are_watched_and_all_of_a_small_round"),
     ),
     mutant(
         "a thousand nodes look at all rows more seldom",
-        *("polling", "return max(shortest, nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest", "return shortest"),
+        *(
+            "peers/polling",
+            "return max(shortest, nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest",
+            "return shortest",
+        ),
         *("polling", "a_thousand_nodes_do_that_more_seldom_as_long_as_somebody_is_first_in_line"),
     ),
     mutant(
         "not where nobody is first in line",
-        *("polling", "nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest", "nodes**2 / ROWS_PER_SECOND)"),
+        *("peers/polling", "nodes**2 / ROWS_PER_SECOND) if first_in_line(record, away) else shortest", "nodes**2 / ROWS_PER_SECOND)"),
         *("polling", "a_thousand_nodes_do_that_more_seldom_as_long_as_somebody_is_first_in_line"),
     ),
     mutant(
         "only those first in line read all rows",
-        *("polling", "or self.is_first(record, away, own_store_id):", "or True:"),
+        *("peers/polling", "or self.is_first(record, away, own_store_id):", "or True:"),
         *("scale", "no_node_but_those_first_in_line_reads_all_rows"),
     ),
     mutant(
         "who is ready for another round is not ready for this one",
-        *("view", "if row is not None and row.round == self.record.round]", "if row is not None]"),
+        *("peers/view", "if row is not None and row.round == self.record.round]", "if row is not None]"),
         *("steps", "a_member_that_is_ready_for_another_round_is_not_ready_for_this_one"),
     ),
     mutant(
         "a node named with other slots takes no part",
-        *("ranks", "rank is not None and record.members[rank].slots == row.slots", "rank is not None"),
+        *("peers/ranks", "rank is not None and record.members[rank].slots == row.slots", "rank is not None"),
         *("steps", "a_node_that_is_named_with_other_slots_takes_no_part"),
     ),
     mutant(
@@ -476,12 +480,12 @@ MUTANTS = (
     ),
     mutant(
         "a lone round's time counts from when its keep-alive was sent",
-        *("own_row", "kept_alive=answer.started if", "kept_alive=answer.now if"),
+        *("peers/own_row", "kept_alive=answer.started if", "kept_alive=answer.now if"),
         *("lone_round", "its_time_counts_from_when_the_keep_alive_was_sent_not_answered"),
     ),
     mutant(
         "a keep-alive whose answer was lost does not count later",
-        *("own_row", "put is not None and row.seq >= put.row.seq", "(self.stored is None or row.seq > self.stored.seq)"),
+        *("peers/own_row", "put is not None and row.seq >= put.row.seq", "(self.stored is None or row.seq > self.stored.seq)"),
         *("lone_round", "a_keep_alive_whose_answer_was_lost_does_not_count_when_it_is_read_later"),
     ),
     mutant(
@@ -501,7 +505,7 @@ MUTANTS = (
     ),
     mutant(
         "who is not read is not silent",
-        *("liveness", "self.found_silent = frozenset([i for", "self.found_silent = before | frozenset([i for"),
+        *("peers/liveness", "self.found_silent = frozenset([i for", "self.found_silent = before | frozenset([i for"),
         *("liveness", "who_is_not_read_is_not_called_silent"),
     ),
     mutant(
@@ -511,7 +515,7 @@ MUTANTS = (
     ),
     mutant(
         "an absence that nobody watched begins anew",
-        *("liveness", "if started - seen.read_at > SURE * lease.ttl:", "if False:"),
+        *("peers/liveness", "if started - seen.read_at > SURE * lease.ttl:", "if False:"),
         *("liveness", "at_a_store_with_leases_a_row_must_stay_away_as_long_as_somebody_looks"),
     ),
     # A node that crashes again and again.
@@ -557,22 +561,22 @@ MUTANTS = (
     ),
     mutant(
         "a vote brings the word of the guards that its record has",
-        *("succession", "(*vote.gone, *(vote.record.broken.ended if vote.record.broken else ()))", "vote.gone"),
+        *("failover/succession", "(*vote.gone, *(vote.record.broken.ended if vote.record.broken else ()))", "vote.gone"),
         *("succession", "a_member_dies_and_then_the_host_before_the_third_has_stopped_its_workers[proof]"),
     ),
     mutant(
         "who has taken over goes on reading the words of guards",
-        *("succession", "return replace(sync, voters=tuple(away))", "return sync"),
+        *("failover/succession", "return replace(sync, voters=tuple(away))", "return sync"),
         *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
     ),
     mutant(
         "votes are read while a round is over",
-        *("sync", "(record is None or record.broken)", "record is None"),
+        *("wire/sync", "(record is None or record.broken)", "record is None"),
         *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
     ),
     mutant(
         "a round forms without a node of whose end a guard has told",
-        *("view", "self.gone | quorum.left", "quorum.left"),
+        *("peers/view", "self.gone | quorum.left", "quorum.left"),
         *("majority", "who_has_taken_over_still_hears_the_guard_of_the_host_while_no_round_is_on"),
     ),
     mutant(
@@ -587,12 +591,12 @@ MUTANTS = (
     ),
     mutant(
         "a standby store that a node has given up is another one than its next",
-        *("records", 'return f"{self.id}:{self.port}"', "return self.id"),
+        *("wire/records", 'return f"{self.id}:{self.port}"', "return self.id"),
         *("majority", "each_node_can_host_the_store_again_and_again"),
     ),
     mutant(
         "a store that cannot move needs no majority",
-        *("quorum", " if host else ()", ""),
+        *("peers/quorum", " if host else ()", ""),
         *("formation", "a_job_in_the_store_of_another_one_needs_no_majority"),
     ),
     mutant(
@@ -652,23 +656,23 @@ MUTANTS = (
     ),
     mutant(
         "whoever ended the round lives",
-        *("view", " | ({record.broken.by} if record.broken else set())", ""),
+        *("peers/view", " | ({record.broken.by} if record.broken else set())", ""),
         *("crash_loops", "a_newcomer_with_a_slow_beat_is_taken_in_by_the_round_that_was_ended_for_it"),
     ),
     # Bytes from outside.
     mutant(
         "an older round record is not believed",
-        *("sync", "            if record and newest and old and", "            if False and record and newest and old and"),
+        *("wire/sync", "            if record and newest and old and", "            if False and record and newest and old and"),
         *("sync", "an_older_round_record_is_not_believed"),
     ),
     mutant(
         "the old list of members stays when the record was not written",
-        *("sync", "if found == value and before is not None", "if before is not None"),
+        *("wire/sync", "if found == value and before is not None", "if before is not None"),
         *("sync", "the_list_of_the_members_stays_when_the_record_is_not_written"),
     ),
     mutant(
         "no success while own workers run",
-        *("rules", "and row.succeeded != record.round:\n        return f\"it says", "and False:\n        return f\"it says"),
+        *("rules", 'and row.succeeded != record.round:\n        return f"it says', 'and False:\n        return f"it says'),
         *("replay", "success_is_not_believed_while_own_workers_run"),
     ),
     mutant(
@@ -678,52 +682,52 @@ MUTANTS = (
     ),
     mutant(
         "members are those that the record names",
-        *("sync", "if hashlib.sha256(data).hexdigest() != digest:", "if False:"),
+        *("wire/sync", "if hashlib.sha256(data).hexdigest() != digest:", "if False:"),
         *("sync", "a_list_of_members_that_is_not_the_one_named_is_not_believed"),
     ),
     mutant(
         "a record has one spelling",
-        *("codec", 'if _spell({**plain, "v": FORMAT}) != payload:', "if False:"),
+        *("wire/codec", 'if _spell({**plain, "v": FORMAT}) != payload:', "if False:"),
         *("codec", "what_is_not_canonical_json_is_bad"),
     ),
     mutant(
         "a member that was read before is the same in type, too",
-        *("codec", "functools.lru_cache(KEPT, typed=True)", "functools.lru_cache(KEPT)"),
+        *("wire/codec", "functools.lru_cache(KEPT, typed=True)", "functools.lru_cache(KEPT)"),
         *("codec", "a_member_that_was_read_before_admits_no_equal_value_of_another_type"),
     ),
     mutant(
         "a signature holds for one key",
-        *("codec", "f\"{self.store}\\0{key}\\0\"", "f\"{self.store}\\0\""),
+        *("wire/codec", 'f"{self.store}\\0{key}\\0"', 'f"{self.store}\\0"'),
         *("codec", "a_signature_holds_for_one_key_one_token_and_nothing_unsigned"),
     ),
     mutant(
         "a signature holds for one store",
-        *("codec", "f\"{self.store}\\0{key}\\0\"", "f\"{key}\\0\""),
+        *("wire/codec", 'f"{self.store}\\0{key}\\0"', 'f"{key}\\0"'),
         *("codec", "a_signature_holds_for_one_key_one_token_and_nothing_unsigned"),
     ),
     mutant(
         "an exchange signs for the store that it goes to",
-        *("exchanges", 'fresh(at.name if at else "")', "fresh()"),
+        *("wire/exchanges", 'fresh(at.name if at else "")', "fresh()"),
         *("store_thread", "what_is_signed_for_one_store_is_nothing_in_another_one"),
     ),
     mutant(
         "another's row under one's own key is written over",
-        *("sync", "self._parse_row(key, found)", "self._codec.decode(key, found, NodeRow)"),
+        *("wire/sync", "self._parse_row(key, found)", "self._codec.decode(key, found, NodeRow)"),
         *("sync", "what_others_have_put_into_ones_own_row_is_written_over"),
     ),
     mutant(
         "a changed row is parsed anew",
-        *("sync", "if known is None or known[0] != data:", "if known is None:"),
+        *("wire/sync", "if known is None or known[0] != data:", "if known is None:"),
         *("sync", "an_unchanged_or_renewed_row_is_parsed_once_and_a_changed_one_anew"),
     ),
     mutant(
         "a row that differs in more than its seq is parsed anew",
-        *("codec", "seq=int(new[1])) if around == old_around else None", "seq=int(new[1]))"),
+        *("wire/codec", "seq=int(new[1])) if around == old_around else None", "seq=int(new[1]))"),
         *("codec", "a_renewed_row_is_read_as_any_other_and_whatever_else_is_not_read_quickly"),
     ),
     mutant(
         "a renewed row is signed",
-        *("codec", "or (self.token and not hmac.compare_digest(mac, self._mac(key, payload))):\n", "or False:\n"),
+        *("wire/codec", "or (self.token and not hmac.compare_digest(mac, self._mac(key, payload))):\n", "or False:\n"),
         *("codec", "a_row_is_not_read_quickly_without_its_signature"),
     ),
     # The session, which agents and the simulated world share.
@@ -749,7 +753,7 @@ MUTANTS = (
     ),
     mutant(
         "an answer that comes too late reaches nobody",
-        *("exchanges", "        self.reconnect()\n        self._pending = False\n", "        self._pending = False\n"),
+        *("wire/exchanges", "        self.reconnect()\n        self._pending = False\n", "        self._pending = False\n"),
         *("agent/session", "an_answer_after_the_limit_reaches_nobody"),
     ),
     mutant(
@@ -841,7 +845,7 @@ MUTANTS = (
     # Pushes and polls.
     mutant(
         "who has just taken a step polls quickly",
-        *("polling", "quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)", "quick = FORMING_POLL"),
+        *("peers/polling", "quick = max(QUICKEST_POLL, POLLS_OF_WAIT * waited, PAUSE_OF_POLL * took)", "quick = FORMING_POLL"),
         *("polling", "a_node_that_has_just_taken_a_step_polls_quickly_and_ever_more_slowly_while_it_waits"),
     ),
     mutant(
@@ -851,12 +855,12 @@ MUTANTS = (
     ),
     mutant(
         "a wait that lasts is polled less often",
-        *("polling", "POLLS_OF_WAIT * waited, ", ""),
+        *("peers/polling", "POLLS_OF_WAIT * waited, ", ""),
         *("polling", "quick_polls_are_few_however_long_the_wait"),
     ),
     mutant(
         "a slow store is not polled quickly",
-        *("polling", ", PAUSE_OF_POLL * took)", ")"),
+        *("peers/polling", ", PAUSE_OF_POLL * took)", ")"),
         *("polling", "a_slow_store_is_not_polled_quickly"),
     ),
     mutant(
@@ -926,103 +930,103 @@ MUTANTS = (
     ),
     mutant(
         "a store that is back in time is found before the grace is over",
-        *("contact", "min(now + backoff, max(now + beat, self.last + store_grace - EXCHANGE_LIMIT))", "now + backoff"),
+        *("peers/contact", "min(now + backoff, max(now + beat, self.last + store_grace - EXCHANGE_LIMIT))", "now + backoff"),
         *("contact", "a_store_that_is_back_in_time_is_found_before_the_grace_is_over"),
     ),
     # The store survives its host.
     mutant(
         "a store is taken over by more than half, not by half",
-        *("quorum", "2 * count > len(ids)", "2 * count >= len(ids)"),
+        *("peers/quorum", "2 * count > len(ids)", "2 * count >= len(ids)"),
         *("succession", "two_groups_are_never_both_enough"),
     ),
     mutant(
         "all that have not died are enough",
-        *("quorum", "return all(i in here or i in ended or", "return not ids or all(i in here or"),
+        *("peers/quorum", "return all(i in here or i in ended or", "return not ids or all(i in here or"),
         *("succession", "enough_is_more_than_half_of_the_others_or_all_that_have_not_died"),
     ),
     mutant(
         "nobody gives up the store before the end of its host is proven",
-        *("succession", "        if not (proven or self.doubts or self.undecided):\n            return False\n", ""),
+        *("failover/succession", "        if not (proven or self.doubts or self.undecided):\n            return False\n", ""),
         *("succession", "nobody_follows_before_the_end_of_the_host_is_proven"),
     ),
     mutant(
         "nobody goes to a standby store whose owner is not there",
-        *("succession", "if not quorum.is_there(answer.rows.get(place.id)):", "if False:"),
+        *("failover/succession", "if not quorum.is_there(answer.rows.get(place.id)):", "if False:"),
         *("succession", "nobody_follows_into_a_store_whose_owner_is_not_there"),
     ),
     mutant(
         "the next in line waits until it has asked in vain for long enough",
-        *("succession", ">= self.rules.expire\n", ">= 0.0\n"),
+        *("failover/succession", ">= self.rules.expire\n", ">= 0.0\n"),
         *("succession", "the_first_in_line_opens_its_own_store_the_next_only_after_it_has_asked_in_vain"),
     ),
     mutant(
         "an owner gives up its undecided store only for one before it in line",
-        *("succession", "return self.at not in before", "return True"),
+        *("failover/succession", "return self.at not in before", "return True"),
         *("succession", "an_owner_gives_up_its_undecided_store_only_for_one_before_it_in_line"),
     ),
     mutant(
         "who waits in an undecided store stays until its owner has left",
-        *("succession", "return quorum.is_there(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "return True"),
+        *("failover/succession", "return quorum.is_there(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "return True"),
         *("succession", "who_waits_in_an_undecided_store_leaves_it_when_its_owner_has"),
     ),
     mutant(
         "a node waits for no store before its own that it has left",
-        *("succession", "for one in self._line(record) if one.name not in self._left]", "for one in self._line(record)]"),
+        *("failover/succession", "for one in self._line(record) if one.name not in self._left]", "for one in self._line(record)]"),
         *("succession", "who_has_left_a_store_does_not_wait_for_it"),
     ),
     mutant(
         "a round that ran for long before its host was lost is no early loss",
-        *("succession", "ran = self._ran[1] if self._ran[0] == known.fence else 0.0", "ran = 0.0"),
+        *("failover/succession", "ran = self._ran[1] if self._ran[0] == known.fence else 0.0", "ran = 0.0"),
         *("majority", "each_node_can_host_the_store_again_and_again"),
     ),
     mutant(
         "nobody goes back to a store that it has left",
-        *("succession", " and place.name not in self._left and", " and"),
+        *("failover/succession", " and place.name not in self._left and", " and"),
         *("succession", "nobody_goes_back_to_a_store_that_it_has_left"),
     ),
     mutant(
         "who says that a host has died knows the record that it knew",
-        *("succession", "            self._known = newest(vote.record, self._known)\n", "            pass\n"),
+        *("failover/succession", "            self._known = newest(vote.record, self._known)\n", "            pass\n"),
         *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
     ),
     mutant(
         "all owners count in the round that the guard of the host has named",
-        *("succession", "else word.quorums[-1:]", "else known.quorums[-1:]"),
+        *("failover/succession", "else word.quorums[-1:]", "else known.quorums[-1:]"),
         *("succession", "owners_count_in_the_round_that_the_guard_of_the_host_has_named"),
     ),
     mutant(
         "who has not heard the guard of the last host does not take over",
-        *("succession", "if word is not None and word.host == known.host:", "if word is not None:"),
+        *("failover/succession", "if word is not None and word.host == known.host:", "if word is not None:"),
         *("succession", "who_has_not_heard_the_guard_of_the_last_host_does_not_take_over"),
     ),
     mutant(
         "the votes of all that are counted are read",
-        *("succession", "*([self._word.record] if self._word else [])]", "]"),
+        *("failover/succession", "*([self._word.record] if self._word else [])]", "]"),
         *("succession", "an_owner_reads_the_votes_of_all_that_it_may_count"),
     ),
     mutant(
         "a node counts for the store that it had given up when it came",
-        *("succession", "i == self.me or self._terms.get(i) == known.term", "True"),
+        *("failover/succession", "i == self.me or self._terms.get(i) == known.term", "True"),
         *("succession", "a_node_counts_only_for_the_store_that_it_had_given_up_when_it_came"),
     ),
     mutant(
         "the dead are not there",
-        *("succession", " and row.id not in self.gone}", "}"),
+        *("failover/succession", " and row.id not in self.gone}", "}"),
         *("succession", "the_dead_are_not_there"),
     ),
     mutant(
         "who hears of a later store votes again",
-        *("succession", "            self.votes = self._words(self._known)", "            pass"),
+        *("failover/succession", "            self.votes = self._words(self._known)", "            pass"),
         *("succession", "who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]"),
     ),
     mutant(
         "who waits reads the vote of the owner",
-        *("succession", "rows=(self.at.id,), voters=(self.at.id,)", "rows=(self.at.id,)"),
+        *("failover/succession", "rows=(self.at.id,), voters=(self.at.id,)", "rows=(self.at.id,)"),
         *("succession", "who_hears_in_an_undecided_store_of_a_later_one_votes_again[b]"),
     ),
     mutant(
         "whose end the record names is no candidate",
-        *("view", "            if row.id not in ended\n", ""),
+        *("peers/view", "            if row.id not in ended\n", ""),
         *("updates", "whose_end_the_record_names_is_no_candidate"),
     ),
     mutant(
@@ -1037,42 +1041,46 @@ MUTANTS = (
     ),
     mutant(
         "only the owner of a standby store takes over",
-        *("succession", "self.at is None or self.at.id != self.me or known is None:", "self.at is None or known is None:"),
+        *("failover/succession", "self.at is None or self.at.id != self.me or known is None:", "self.at is None or known is None:"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(
         "the owner itself must be there",
-        *("succession", "if self.me not in here:", "if False:"),
+        *("failover/succession", "if self.me not in here:", "if False:"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(
         "before it takes over an owner asks where the job was started",
-        *("succession", "needed is None or not self._start_is_clear or", "needed is None or"),
+        *("failover/succession", "needed is None or not self._start_is_clear or", "needed is None or"),
         *("succession", "only_the_owner_takes_over_and_only_when_enough_have_come_and_no_other_run_has_begun"),
     ),
     mutant(
         "an empty store where the job was started is claimed before the take-over",
-        *("succession", "found is None or found.moved == self.at or", "found is None or found.round == 0 or"),
+        *("failover/succession", "found is None or found.moved == self.at or", "found is None or found.round == 0 or"),
         *("succession", "before_it_takes_over_an_owner_keeps_another_run_from_forming_its_first_round"),
     ),
     mutant(
         "a look where the job was started holds for one exchange",
-        *("succession", "self._start_is_clear = self._is_replaced = False\n        self.votes", "pass\n        self.votes"),
+        *("failover/succession", "self._start_is_clear = self._is_replaced = False\n        self.votes", "pass\n        self.votes"),
         *("succession", "a_look_at_the_start_holds_for_one_exchange"),
     ),
     mutant(
         "a store of another job is not followed",
-        *("succession", "return found.store_id == record.store_id and found.term", "return found.term"),
+        *("failover/succession", "return found.store_id == record.store_id and found.term", "return found.term"),
         *("succession", "a_store_that_was_taken_over_is_followed_at_once"),
     ),
     mutant(
         "a round whose host has died is over",
-        *("succession", "(*before.lost, *names))), over=True)", "(*before.lost, *names))))"),
+        *("failover/succession", "(*before.lost, *names))), over=True)", "(*before.lost, *names))))"),
         *("succession", "a_record_that_is_taken_over_says_that_its_round_is_over"),
     ),
     mutant(
         "who waits in an undecided store gives up in the end",
-        *("succession", "        if self.undecided_since is not None:\n            return", "        if False:\n            return"),
+        *(
+            "failover/succession",
+            "        if self.undecided_since is not None:\n            return",
+            "        if False:\n            return",
+        ),
         *("succession", "who_waits_in_a_store_that_too_few_reach_gives_up"),
     ),
     mutant(
@@ -1092,12 +1100,12 @@ MUTANTS = (
     ),
     mutant(
         "an owner that waits yields to another run that has moved",
-        *("succession", "if now - since >= self.rules.store_grace", "if now - since >= 1e9"),
+        *("failover/succession", "if now - since >= self.rules.store_grace", "if now - since >= 1e9"),
         *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
     ),
     mutant(
         "another owner of the same run is none",
-        *("succession", 'other.run not in ("", record.store_id)', "other.run"),
+        *("failover/succession", 'other.run not in ("", record.store_id)', "other.run"),
         *("succession", "an_owner_that_waits_while_another_run_takes_the_nodes_that_come_gives_up"),
     ),
     mutant(
@@ -1107,77 +1115,81 @@ MUTANTS = (
     ),
     mutant(
         "two runs do not both yield",
-        *("succession", "(1 if record.store_id < other.run else 2)", "1"),
+        *("failover/succession", "(1 if record.store_id < other.run else 2)", "1"),
         *("succession", "of_two_runs_that_wait_one_waits_for_twice_as_long"),
     ),
     mutant(
         "the words of two runs do not count together",
-        *("succession", "run == other.run and now - last <= OVERRULED_AGAIN", "now - last <= OVERRULED_AGAIN"),
+        *("failover/succession", "run == other.run and now - last <= OVERRULED_AGAIN", "now - last <= OVERRULED_AGAIN"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
         "one word of another run is not enough",
-        *("succession", "run == other.run and now - last <= OVERRULED_AGAIN", "run == other.run"),
+        *("failover/succession", "run == other.run and now - last <= OVERRULED_AGAIN", "run == other.run"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
         "what was found before this agent stood still does not count",
-        *("succession", "self._overruled = {}, None\n        self._was", "self._overruled = {}, self._overruled\n        self._was"),
+        *(
+            "failover/succession",
+            "self._overruled = {}, None\n        self._was",
+            "self._overruled = {}, self._overruled\n        self._was",
+        ),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
         "a node goes back to the store that it gave up, where that has gone on",
-        *("succession", "if self.at is None or not self.undecided or place != self._before or", "if True or"),
+        *("failover/succession", "if self.at is None or not self.undecided or place != self._before or", "if True or"),
         *("split", "after_a_split_into_single_nodes_all_are_in_one_round_again[3-1-12]"),
     ),
     mutant(
         "it goes back to the last store that was decided and to no other",
-        *("succession", " or place != self._before or found is None", " or found is None"),
+        *("failover/succession", " or place != self._before or found is None", " or found is None"),
         *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
     ),
     mutant(
         "it looks at that store",
-        *("succession", "dict.fromkeys([None, self._before] if", "dict.fromkeys([None] if"),
+        *("failover/succession", "dict.fromkeys([None, self._before] if", "dict.fromkeys([None] if"),
         *("split", "it_goes_back_to_no_store_but_the_last_one_that_was_decided"),
     ),
     mutant(
         "it goes back to no host whose end is proven",
-        *("succession", "or known is None or known.host in self.gone:", "or known is None:"),
+        *("failover/succession", "or known is None or known.host in self.gone:", "or known is None:"),
         *("split", "it_does_not_go_back_to_a_host_whose_end_is_proven"),
     ),
     mutant(
         "it goes back to its own run",
-        *("succession", "same = found.store_id == record.store_id and found.term", "same = found.term"),
+        *("failover/succession", "same = found.store_id == record.store_id and found.term", "same = found.term"),
         *("split", "it_does_not_go_back_to_anything_else[another run]"),
     ),
     mutant(
         "it goes back to no store that another one has taken over from",
-        *("succession", "found.term == known.term and found.moved is None", "found.moved is None"),
+        *("failover/succession", "found.term == known.term and found.moved is None", "found.moved is None"),
         *("split", "it_does_not_go_back_to_anything_else[taken over since]"),
     ),
     mutant(
         "it goes back to no older record",
-        *("succession", " and found.version >= record.version and", " and"),
+        *("failover/succession", " and found.version >= record.version and", " and"),
         *("split", "it_does_not_go_back_to_anything_else[an older one]"),
     ),
     mutant(
         "it goes back only where the host writes",
-        *("succession", "if not (lives and same and", "if not (same and"),
+        *("failover/succession", "if not (lives and same and", "if not (same and"),
         *("split", "it_goes_back_where_the_host_has_written_its_row_since_although_nothing_else_had_to_be_written"),
     ),
     mutant(
         "the row of a host that it had not read there is read twice",
-        *("succession", "and before is not None and host.seq > before", "and host.seq > (before or 0)"),
+        *("failover/succession", "and before is not None and host.seq > before", "and host.seq > (before or 0)"),
         *("split", "the_row_of_a_host_that_it_had_not_read_there_is_read_twice"),
     ),
     mutant(
         "it does not go back to a store of its own",
-        *("succession", "if place is not None and place.id == self.me:  # it has ended", "if False:  # it has ended"),
+        *("failover/succession", "if place is not None and place.id == self.me:  # it has ended", "if False:  # it has ended"),
         *("split", "it_does_not_go_back_to_a_store_of_its_own"),
     ),
     mutant(
         "an old row of the owner lures nobody away",
-        *("succession", "(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "(answer.rows.get(self.at.id))"),
+        *("failover/succession", "(answer.rows.get(self.at.id)) and self._is_ended(self.at, answer)", "(answer.rows.get(self.at.id))"),
         *("split", "whoever_waits_in_the_store_of_another_node_is_not_lured_away_by_a_row_that_this_one_wrote_before"),
     ),
     mutant(
@@ -1187,22 +1199,22 @@ MUTANTS = (
     ),
     mutant(
         "from the side of the few it goes back only to a new round",
-        *("succession", " and (self._unreached or found.round > record.round)):", "):"),
+        *("failover/succession", " and (self._unreached or found.round > record.round)):", "):"),
         *("split", "it_goes_back_from_the_side_of_the_few_only_when_a_round_has_formed_without_it"),
     ),
     mutant(
         "it stays in its own store when enough have come",
-        *("succession", "return self._needed(rows) is None\n        return self._is", "return True\n        return self._is"),
+        *("failover/succession", "return self._needed(rows) is None\n        return self._is", "return True\n        return self._is"),
         *("split", "it_does_not_go_back_when_enough_have_come_to_its_own_store"),
     ),
     mutant(
         "it leaves the store of another node only when that one has ended it",
-        *("succession", "return owner is not None and owner.standby != place.port", "return owner is not None"),
+        *("failover/succession", "return owner is not None and owner.standby != place.port", "return owner is not None"),
         *("split", "whoever_waits_in_the_store_of_another_node_goes_back_when_that_one_has_ended_its_store"),
     ),
     mutant(
         "a look back reads the row of the owner of the store in use",
-        *("succession", "tuple(dict.fromkeys((host, *here))), look", "(host,), look"),
+        *("failover/succession", "tuple(dict.fromkeys((host, *here))), look", "(host,), look"),
         *("split", "a_look_back_reads_the_row_of_the_owner_of_the_store_in_use"),
     ),
     mutant(
@@ -1212,17 +1224,17 @@ MUTANTS = (
     ),
     mutant(
         "votes are not written where a node goes back to",
-        *("succession", "        self.votes = ()\n        self._use", "        self._use"),
+        *("failover/succession", "        self.votes = ()\n        self._use", "        self._use"),
         *("split", "votes_are_not_written_where_a_node_goes_back_to"),
     ),
     mutant(
         "nor what was found before the store moved",
-        *("succession", "self._overruled = {}, None\n\n", "self._overruled = {}, self._overruled\n\n"),
+        *("failover/succession", "self._overruled = {}, None\n\n", "self._overruled = {}, self._overruled\n\n"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
         "what was found before a round ran does not count",
-        *("succession", "if not waits:\n            self._overruled = None", "if not waits:\n            pass"),
+        *("failover/succession", "if not waits:\n            self._overruled = None", "if not waits:\n            pass"),
         *("succession", "words_of_another_run_count_while_they_come_again_and_again"),
     ),
     mutant(
@@ -1237,17 +1249,17 @@ MUTANTS = (
     ),
     mutant(
         "a record of a later term is not an older one",
-        *("sync", "(record.term, record.version) < (newest.term, newest.version)", "record.version < newest.version"),
+        *("wire/sync", "(record.term, record.version) < (newest.term, newest.version)", "record.version < newest.version"),
         *("succession", "a_record_of_a_later_term_is_not_an_older_one"),
     ),
     mutant(
         "the vote of one node does not count for another",
-        *("sync", "if self._vote_key(vote.id) != key:", "if False:"),
+        *("wire/sync", "if self._vote_key(vote.id) != key:", "if False:"),
         *("succession", "votes_come_with_the_members_of_their_round_and_garbage_is_ignored"),
     ),
     mutant(
         "where a round has formed nobody says that the store has moved",
-        *("sync", "spoken_for = written is not None and", "spoken_for = False and"),
+        *("wire/sync", "spoken_for = written is not None and", "spoken_for = False and"),
         *("succession", "where_a_round_has_formed_nobody_says_that_the_store_has_moved"),
     ),
     mutant(
@@ -1257,22 +1269,26 @@ MUTANTS = (
     ),
     mutant(
         "an owner in the smaller part overrules no other word",
-        *("succession", "record if self.waits is None else None", "record"),
+        *("failover/succession", "record if self.waits is None else None", "record"),
         *("succession", "an_owner_in_the_smaller_part_does_not_overrule_another_word"),
     ),
     mutant(
         "an owner in the smaller part says where it is",
-        *("succession", "or self.undecided or record is None or record.closed:", "or self.waits or record is None or record.closed:"),
+        *(
+            "failover/succession",
+            "or self.undecided or record is None or record.closed:",
+            "or self.waits or record is None or record.closed:",
+        ),
         *("succession", "an_owner_in_the_smaller_part_does_not_overrule_another_word"),
     ),
     mutant(
         "a word that overrules none is not written over another",
-        *("sync", "or (written.moved is not None and not over)", ""),
+        *("wire/sync", "or (written.moved is not None and not over)", ""),
         *("succession", "a_word_that_overrules_none_is_written_where_nothing_is_said"),
     ),
     mutant(
         "nor in a standby store",
-        *("sync", "if found is None or (over and found != value):", "if found != value:"),
+        *("wire/sync", "if found is None or (over and found != value):", "if found != value:"),
         *("succession", "a_word_that_overrules_none_is_written_where_nothing_is_said"),
     ),
     mutant(
@@ -1287,17 +1303,17 @@ MUTANTS = (
     ),
     mutant(
         "the time since a newcomer was told does not begin anew when it is told again",
-        *("succession", "self._redirected.see(found.moved, now)", "self._redirected.see(now, now)"),
+        *("failover/succession", "self._redirected.see(found.moved, now)", "self._redirected.see(now, now)"),
         *("succession", "a_newcomer_is_not_sent_in_vain_for_ever"),
     ),
     mutant(
         "the last word of a node that leaves is no doubt",
-        *("succession", "v.id not in v.gone and v.record.term", "v.record.term"),
+        *("failover/succession", "v.id not in v.gone and v.record.term", "v.record.term"),
         *("majority", "the_last_word_of_a_node_that_leaves_is_no_doubt"),
     ),
     mutant(
         "the nodes of a large job do not read all rows together",
-        *("polling", "self._all_interval(record, away) * self._own_factor", "self._all_interval(record, away)"),
+        *("peers/polling", "self._all_interval(record, away) * self._own_factor", "self._all_interval(record, away)"),
         *("polling", "a_thousand_nodes_that_begin_to_wait_together_do_not_all_read_all_rows_together"),
     ),
     mutant(
@@ -1312,7 +1328,7 @@ MUTANTS = (
     ),
     mutant(
         "a member that has succeeded has seen its round",
-        *("view", "if any(map(self.has_succeeded, self.record.members)):", "if False:"),
+        *("peers/view", "if any(map(self.has_succeeded, self.record.members)):", "if False:"),
         *("preparing", "a_member_starts_although_another_one_has_succeeded_and_died_meanwhile[1.0]"),
     ),
     mutant(
@@ -1328,27 +1344,27 @@ MUTANTS = (
     # ... with a majority.
     mutant(
         "half of the members are enough only with the node that breaks the tie",
-        *("quorum", "2 * count == len(ids) and quorum.tie in here", "2 * count == len(ids)"),
+        *("peers/quorum", "2 * count == len(ids) and quorum.tie in here", "2 * count == len(ids)"),
         *("majority", "of_two_halves_the_one_with_the_host_may_go_on"),
     ),
     mutant(
         "the node that breaks a tie does",
-        *("quorum", " or (2 * count == len(ids) and quorum.tie in here)", ""),
+        *("peers/quorum", " or (2 * count == len(ids) and quorum.tie in here)", ""),
         *("majority", "of_two_halves_the_one_with_the_host_may_go_on"),
     ),
     mutant(
         "what had ended when the store moved is known afterwards",
-        *("quorum", "i in here or i in ended or i in quorum.ended", "i in here or i in ended"),
+        *("peers/quorum", "i in here or i in ended or i in quorum.ended", "i in here or i in ended"),
         *("majority", "what_had_ended_when_the_store_moved_is_known_afterwards"),
     ),
     mutant(
         "a round that may not have started does not take the place of the one before",
-        *("quorum", "return record.quorums[-1:] if started else record.quorums", "return record.quorums[-1:]"),
+        *("peers/quorum", "return record.quorums[-1:] if started else record.quorums", "return record.quorums[-1:]"),
         *("majority", "a_round_that_may_not_have_started_does_not_take_the_place_of_the_one_before"),
     ),
     mutant(
         "a round that has started does",
-        *("quorum", "return record.quorums[-1:] if started else record.quorums", "return record.quorums"),
+        *("peers/quorum", "return record.quorums[-1:] if started else record.quorums", "return record.quorums"),
         *("majority", "a_round_that_may_not_have_started_does_not_take_the_place_of_the_one_before"),
     ),
     mutant(
@@ -1363,27 +1379,27 @@ MUTANTS = (
     ),
     mutant(
         "nobody gives up the store alone",
-        *("succession", "or self._others_doubt(answer.votes, record)", "or True"),
+        *("failover/succession", "or self._others_doubt(answer.votes, record)", "or True"),
         *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
     ),
     mutant(
         "a doubt about an earlier round does not count",
-        *("succession", " and v.record.round >= record.round - 1]", "]"),
+        *("failover/succession", " and v.record.round >= record.round - 1]", "]"),
         *("majority", "the_first_in_line_gives_up_the_store_when_enough_others_doubt_too"),
     ),
     mutant(
         "nobody doubts early",
-        *("succession", " and now - since >= patience\n", "\n"),
+        *("failover/succession", " and now - since >= patience\n", "\n"),
         *("majority", "nobody_doubts_early_nor_without_majority"),
     ),
     mutant(
         "an owner without a word waits a moment for more",
-        *("succession", "not self._start_is_clear or self._waits_for_more(rows, now):", "not self._start_is_clear:"),
+        *("failover/succession", "not self._start_is_clear or self._waits_for_more(rows, now):", "not self._start_is_clear:"),
         *("majority", "an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come"),
     ),
     mutant(
         "who is not there when the store moves away from a silent host is not waited for",
-        *("succession", "lost = ended if known.host in self.gone else absent", "lost = ended"),
+        *("failover/succession", "lost = ended if known.host in self.gone else absent", "lost = ended"),
         *("majority", "an_owner_without_a_word_waits_a_moment_for_those_that_are_about_to_come"),
     ),
     mutant(
@@ -1393,17 +1409,17 @@ MUTANTS = (
     ),
     mutant(
         "what an owner has found at the start may not be so any more when it was suspended",
-        *("succession", "self._was_suspended, self._start_is_clear = True, False", "self._was_suspended = True"),
+        *("failover/succession", "self._was_suspended, self._start_is_clear = True, False", "self._was_suspended = True"),
         *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
     ),
     mutant(
         "nor what it finds by a look that was under way",
-        *("succession", "self._was_suspended, self._start_is_clear = True, False", "self._start_is_clear = False"),
+        *("failover/succession", "self._was_suspended, self._start_is_clear = True, False", "self._start_is_clear = False"),
         *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
     ),
     mutant(
         "nor from the answer to such a look",
-        *("succession", "self._start_is_clear = clear and not self._was_suspended", "self._start_is_clear = clear"),
+        *("failover/succession", "self._start_is_clear = clear and not self._was_suspended", "self._start_is_clear = clear"),
         *("succession", "what_an_owner_has_found_at_the_start_does_not_count_after_it_was_suspended"),
     ),
     mutant(
@@ -1413,12 +1429,12 @@ MUTANTS = (
     ),
     mutant(
         "the two are told apart",
-        *("exchanges", "(StoreRefused, UnreadableRound, UnreadableMembers)", "(StoreRefused, UnreadableRound, StoreMoved)"),
+        *("wire/exchanges", "(StoreRefused, UnreadableRound, UnreadableMembers)", "(StoreRefused, UnreadableRound, StoreMoved)"),
         *("succession", "a_record_that_is_replaced_while_an_owner_reads_it_is_no_silence"),
     ),
     mutant(
         "two owners never take over with the same term",
-        *("succession", "term=record.term + turn", "term=record.term + 1"),
+        *("failover/succession", "term=record.term + turn", "term=record.term + 1"),
         *("majority", "two_owners_never_take_over_with_the_same_term"),
     ),
     mutant(
@@ -1438,12 +1454,12 @@ MUTANTS = (
     ),
     mutant(
         "the host's word is brought along",
-        *("succession", "(own,) if self._word is None else (self._word, own)", "(own,)"),
+        *("failover/succession", "(own,) if self._word is None else (self._word, own)", "(own,)"),
         *("succession", "who_says_that_a_host_has_died_knows_the_record_that_it_knew"),
     ),
     mutant(
         "the line begins with that of the round which the guard of the host has named",
-        *("succession", "dict.fromkeys((*standbys(word), *standbys(record)))", "dict.fromkeys(standbys(record))"),
+        *("failover/succession", "dict.fromkeys((*standbys(word), *standbys(record)))", "dict.fromkeys(standbys(record))"),
         *("majority", "who_knows_another_round_looks_first_where_the_guard_of_the_host_says"),
     ),
     mutant(
@@ -1453,7 +1469,7 @@ MUTANTS = (
     ),
     mutant(
         "another run that has ended is none",
-        *("succession", "found.round > 0 and found.closed is None and", "found.round > 0 and"),
+        *("failover/succession", "found.round > 0 and found.closed is None and", "found.round > 0 and"),
         *("majority", "another_run_that_has_ended_does_not_end_this_one"),
     ),
     mutant(
@@ -1463,7 +1479,7 @@ MUTANTS = (
     ),
     mutant(
         "only an earlier store of the same job is sent elsewhere in spite of its rounds",
-        *("sync", "record.store_id == job.store_id and record.term < job.term", "job.term > 0"),
+        *("wire/sync", "record.store_id == job.store_id and record.term < job.term", "job.term > 0"),
         *("succession", "an_earlier_store_of_the_job_whose_host_lives_says_where_the_job_is"),
     ),
     mutant(
@@ -1478,7 +1494,7 @@ MUTANTS = (
     ),
     mutant(
         "a look at an empty store makes nobody believe an older record",
-        *("sync", "self._newest = record or newest", "self._newest = record"),
+        *("wire/sync", "self._newest = record or newest", "self._newest = record"),
         *("succession", "a_look_at_an_empty_store_makes_nobody_believe_an_older_record"),
     ),
     mutant(
@@ -1488,7 +1504,7 @@ MUTANTS = (
     ),
     mutant(
         "a majority that has succeeded forms no round beside the host",
-        *("succession", "(proven or rows[i].succeeded != known.round)", "True"),
+        *("failover/succession", "(proven or rows[i].succeeded != known.round)", "True"),
         *("majority", "who_comes_late_to_a_decision_after_success_does_not_undo_it"),
     ),
     mutant(
@@ -1503,23 +1519,23 @@ MUTANTS = (
     ),
     mutant(
         "a take-over sends nobody elsewhere",
-        *("succession", "quorums=needed, moved=None)", "quorums=needed)"),
+        *("failover/succession", "quorums=needed, moved=None)", "quorums=needed)"),
         *("majority", "a_take_over_sends_nobody_elsewhere"),
     ),
     mutant(
         "a word of a guard is not lost to a doubt that arrives late",
-        *("sync", "                    return True\n", "                    pass\n"),
+        *("wire/sync", "                    return True\n", "                    pass\n"),
         *("succession", "a_word_of_a_guard_is_not_lost_to_a_doubt_that_arrives_late"),
     ),
     # ... and others with it.
     mutant(
         "the guard of any member speaks where the store is gone",
-        *("succession", "not (serves or known.index(self.me) is not None)", "not serves"),
+        *("failover/succession", "not (serves or known.index(self.me) is not None)", "not serves"),
         *("succession", "the_host_dies_and_others_with_it[1-4]"),
     ),
     mutant(
         "who looks for a store hears of the end of those in line",
-        *("succession", "(record.host, *here, *(p.id for p in self._line(record)))", "(record.host, *here)"),
+        *("failover/succession", "(record.host, *here, *(p.id for p in self._line(record)))", "(record.host, *here)"),
         *("succession", "the_host_dies_and_others_with_it[2-5]"),
     ),
     mutant(
@@ -1529,12 +1545,12 @@ MUTANTS = (
     ),
     mutant(
         "members are written once beside the votes of a connection",
-        *("sync", "if vote.record.members and short.members_digest not in self._voted:", "if vote.record.members:"),
+        *("wire/sync", "if vote.record.members and short.members_digest not in self._voted:", "if vote.record.members:"),
         *("succession", "the_members_beside_the_votes_of_a_connection_are_written_once"),
     ),
     mutant(
         "votes about another run are not heard",
-        *("succession", "if record is not None and vote.record.store_id == record.store_id]", "]"),
+        *("failover/succession", "if record is not None and vote.record.store_id == record.store_id]", "]"),
         *("succession", "votes_about_another_run_are_not_heard"),
     ),
     mutant(
@@ -1555,27 +1571,27 @@ MUTANTS = (
     ),
     live_worker(
         "an answer for an older round parks nobody",
-        *("agent/processes/parking", "        if self._asked.get(pid) != round:", "        if pid not in self._asked:"),
+        *("agent/workers/parking", "        if self._asked.get(pid) != round:", "        if pid not in self._asked:"),
         *("live_sim", "an_answer_that_comes_again_late_does_not_count_for_the_next_round"),
     ),
     live_worker(
         "an answer of a worker that was killed counts for nothing",
-        *("agent/processes/parking", "        self._asked.pop(pid, None)\n", ""),
+        *("agent/workers/parking", "        self._asked.pop(pid, None)\n", ""),
         *("live_sim", "histories_hold_in_which_a_rule_is_missed[5004]"),
     ),
     live_worker(
         "who has an abandoned state begins no round",
-        *("live_worlds", "for rank, settled in having if settled == newest)", "for rank, settled in having)"),
+        *("worker/live_worlds", "for rank, settled in having if settled == newest)", "for rank, settled in having)"),
         *("live_sim", "a_node_that_was_away_takes_the_state_of_those_that_went_on"),
     ),
     live_worker(
         "an agent says in which round each state was agreed upon",
-        *("agent/processes/parking", "        return self._parked.get(pid, 0)", "        return 1 if pid in self._parked else 0"),
+        *("agent/workers/parking", "        return self._parked.get(pid, 0)", "        return 1 if pid in self._parked else 0"),
         *("live_sim", "a_node_that_was_away_takes_the_state_of_those_that_went_on"),
     ),
     live_worker(
         "a step that one rank has finished is not lost",
-        *("live_worlds", "    best = max(everyone)\n", "    best = max(everyone, key=lambda theirs: theirs[0])\n"),
+        *("worker/live_worlds", "    best = max(everyone)\n", "    best = max(everyone, key=lambda theirs: theirs[0])\n"),
         *("live_sim", "histories_hold_in_which_a_rule_is_missed[5042]"),
     ),
     simulated(

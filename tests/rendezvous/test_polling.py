@@ -6,10 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.polling import ALL_PER_NODE, FORMING_POLL, PER_NODE, QUICKEST_POLL, ROWS_PER_SECOND, WIDE, PollPlan, first_in_line
-from elastirun.rendezvous.records import Cause, Member, RoundRecord, Status
+from elastirun.rendezvous.peers.polling import (
+    ALL_PER_NODE,
+    FORMING_POLL,
+    PER_NODE,
+    QUICKEST_POLL,
+    ROWS_PER_SECOND,
+    WIDE,
+    PollPlan,
+    first_in_line,
+)
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.updates import break_up
+from elastirun.rendezvous.wire.records import Cause, Member, RoundRecord, Status
 
 RULES = Rules(1, 6)
 ROUND = RoundRecord("s", 2, 1, tuple(Member(i, i, "10.0.0.1", 1, 1) for i in "abcdef"))

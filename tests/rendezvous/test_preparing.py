@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.events import Prepared
-from elastirun.rendezvous.records import Status
+from elastirun.rendezvous.wire.actions import Outcome
+from elastirun.rendezvous.wire.events import Prepared
+from elastirun.rendezvous.wire.records import Status
 from tests.sim.world import Deaths, Node, World
 
 

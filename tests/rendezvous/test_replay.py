@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastirun.rendezvous import updates
-from elastirun.rendezvous.records import Broken, Cause, Member, Status
+from elastirun.rendezvous.wire.records import Broken, Cause, Member, Status
 from tests.support.stage import ME, Stage, met, running
 
 

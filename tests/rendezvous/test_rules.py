@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastirun.rendezvous.actions import Outcome
 from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.wire.actions import Outcome
 from tests.rendezvous.test_machine import record, started
 from tests.sim.world import World
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastirun.rendezvous.events import StoodStill
-from elastirun.rendezvous.records import Cause, Status
 from elastirun.rendezvous.timing import RECONNECT_SPREAD
+from elastirun.rendezvous.wire.events import StoodStill
+from elastirun.rendezvous.wire.records import Cause, Status
 from tests.support.stage import ME, met, running, slow_answers
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.succession import standbys
+from elastirun.rendezvous.failover.succession import standbys
 from tests.rendezvous.test_succession import told
 from tests.sim import history, invariants, takeovers
 from tests.sim.history import HOST_KINDS, WIDER_KINDS, Fault, History, draw, shrink

@@ -9,14 +9,14 @@ from contextlib import closing
 import pytest
 
 from elastirun import clock
-from elastirun.rendezvous.actions import Put, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import NodeRow
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores import tcp_wire
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire.actions import Put, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import Synced
+from elastirun.rendezvous.wire.records import NodeRow
+from elastirun.rendezvous.wire.sync import SyncProtocol
 from tests.rendezvous.test_stores import Server, server  # noqa: F401 - a fixture
 from tests.support.until import until
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import NodeRow, Place, RoundRecord, Vote
-from elastirun.rendezvous.succession import Moves
+from elastirun.rendezvous.failover.succession import Moves
+from elastirun.rendezvous.wire.actions import Sync
+from elastirun.rendezvous.wire.events import Synced
+from elastirun.rendezvous.wire.records import NodeRow, Place, RoundRecord, Vote
 from tests.rendezvous.test_majority import MAJORITY, world_of
 from tests.rendezvous.test_succession import PLACES, RECORD, goes_on
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from elastirun.rendezvous import updates
-from elastirun.rendezvous.actions import Outcome, Reconnect, Sync
-from elastirun.rendezvous.events import Changed, Close, Leave, Reachable, SitsOut, SyncFailed, Tick, WorkersStopped
-from elastirun.rendezvous.records import Cause, Closed, RoundRecord, Status, Verdict
+from elastirun.rendezvous.wire.actions import Outcome, Reconnect, Sync
+from elastirun.rendezvous.wire.events import Changed, Close, Leave, Reachable, SitsOut, SyncFailed, Tick, WorkersStopped
+from elastirun.rendezvous.wire.records import Cause, Closed, RoundRecord, Status, Verdict
 from tests.support.stage import ME, Stage, count, met, running, slow_answers
 
 

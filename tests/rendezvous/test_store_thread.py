@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from elastirun.errors import StoreError, StoreRefused
-from elastirun.rendezvous import exchanges, store_thread
-from elastirun.rendezvous.actions import Change, Put, Sync
-from elastirun.rendezvous.codec import Codec, clip
-from elastirun.rendezvous.events import Changed, Synced, SyncFailed
-from elastirun.rendezvous.records import Place, RoundRecord, Status, Vote
+from elastirun.rendezvous import store_thread
 from elastirun.rendezvous.store_thread import StoreThread
 from elastirun.rendezvous.stores.memory import MemoryStore
 from elastirun.rendezvous.stores.tcp import TcpStore
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire import exchanges
+from elastirun.rendezvous.wire.actions import Change, Put, Sync
+from elastirun.rendezvous.wire.codec import Codec, clip
+from elastirun.rendezvous.wire.events import Changed, Synced, SyncFailed
+from elastirun.rendezvous.wire.records import Place, RoundRecord, Status, Vote
+from elastirun.rendezvous.wire.sync import SyncProtocol
 from tests.rendezvous.test_sync import CODEC, JOB, PATIENCE, Watched, row
 from tests.support.descriptors import descriptors
 from tests.support.until import until

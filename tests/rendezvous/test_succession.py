@@ -9,16 +9,18 @@ from typing import Any, ClassVar
 import pytest
 
 from elastirun.errors import StoreError, UnreadableMembers
-from elastirun.rendezvous import exchanges, quorum, succession
-from elastirun.rendezvous.actions import Outcome, Say, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import FoundAtStart, Synced, SyncFailed, Tick
+from elastirun.rendezvous.failover import succession
+from elastirun.rendezvous.failover.succession import Moves
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Broken, Cause, Closed, Member, NodeRow, Place, Quorum, RoundRecord, Status, Verdict, Vote
+from elastirun.rendezvous.peers import quorum
 from elastirun.rendezvous.rules import Rules
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.succession import Moves
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.wire import exchanges
+from elastirun.rendezvous.wire.actions import Outcome, Say, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import FoundAtStart, Synced, SyncFailed, Tick
+from elastirun.rendezvous.wire.records import Broken, Cause, Closed, Member, NodeRow, Place, Quorum, RoundRecord, Status, Verdict, Vote
+from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 from tests.rendezvous import test_formation
 from tests.sim import invariants
 from tests.sim.world import Deaths, Node, World, write_round

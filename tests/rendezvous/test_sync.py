@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Change, Put, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.events import Synced
-from elastirun.rendezvous.records import Broken, Cause, ExitRecord, Member, NodeRow, RoundRecord, Status
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire.actions import Change, Put, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import Synced
+from elastirun.rendezvous.wire.records import Broken, Cause, ExitRecord, Member, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.wire.sync import SyncProtocol
 
 PATIENCE = 60.0  # seconds; far beyond what anything here takes
 JOB = "elastirun/job/"

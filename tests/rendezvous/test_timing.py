@@ -6,8 +6,8 @@ import pytest
 
 from elastirun.errors import UsageError
 from elastirun.rendezvous import timing
-from elastirun.rendezvous.sync import CLEAR_LIMIT
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT, Lease, Timing
+from elastirun.rendezvous.wire.sync import CLEAR_LIMIT
 
 
 @pytest.mark.parametrize("expire", [1.0, 2.0, 3.4, 5.0, 20.0, 365 * 86400.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastirun.rendezvous import updates
-from elastirun.rendezvous.records import Broken, Cause, Status, Verdict
+from elastirun.rendezvous.wire.records import Broken, Cause, Status, Verdict
 from tests.rendezvous.test_formation import after, row, rows, view
 
 

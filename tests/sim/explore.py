@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from elastirun.rendezvous.actions import Outcome, Sync
 from elastirun.rendezvous.death_notice import write_notice
-from elastirun.rendezvous.events import FoundAtStart, SyncFailed, WorkersStopped
-from elastirun.rendezvous.exchanges import Answer
-from elastirun.rendezvous.records import Place, RoundRecord, Vote
 from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.sync import SyncProtocol, execute
+from elastirun.rendezvous.wire.actions import Outcome, Sync
+from elastirun.rendezvous.wire.events import FoundAtStart, SyncFailed, WorkersStopped
+from elastirun.rendezvous.wire.exchanges import Answer
+from elastirun.rendezvous.wire.records import Place, RoundRecord, Vote
+from elastirun.rendezvous.wire.sync import SyncProtocol, execute
 from tests.sim import invariants
 from tests.sim.world import CODEC, Node, Violation, World, WorldExchanges
 

@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastirun.rendezvous import polling
-from elastirun.rendezvous.actions import Outcome
-from elastirun.rendezvous.records import Blame, Cause, RoundRecord
+from elastirun.rendezvous.peers import polling
 from elastirun.rendezvous.rules import FREE_LOSSES, Rules, hold
 from elastirun.rendezvous.transitions import LEFT
+from elastirun.rendezvous.wire.actions import Outcome
+from elastirun.rendezvous.wire.records import Blame, Cause, RoundRecord
 from tests.sim import invariants
 from tests.sim.live import Live, Switching, draw_switching
 from tests.sim.world import Deaths, Node, Push, Violation, World

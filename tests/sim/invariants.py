@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from elastirun.rendezvous.actions import Outcome, Start
-from elastirun.rendezvous.records import Cause, RoundRecord, Verdict
 from elastirun.rendezvous.rules import hold
 from elastirun.rendezvous.timing import EXCHANGE_LIMIT
 from elastirun.rendezvous.transitions import DONE, DRAINING, LEFT
+from elastirun.rendezvous.wire.actions import Outcome, Start
+from elastirun.rendezvous.wire.records import Cause, RoundRecord, Verdict
 from tests.sim import store_invariants
 from tests.sim.world import Node, World, must
 

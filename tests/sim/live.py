@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
-from elastirun.rendezvous.actions import Start, Stop
-from elastirun.rendezvous.records import RoundRecord
+from elastirun.rendezvous.wire.actions import Start, Stop
+from elastirun.rendezvous.wire.records import RoundRecord
 from tests.sim.live_rounds import AGAIN, Crew, LiveRounds, Training, Worker, must
 from tests.sim.world import Node, World
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from elastirun.agent.processes.parking import Parking
-from elastirun.live_worlds import first_world, furthest
-from elastirun.rendezvous.records import RoundRecord
+from elastirun.agent.workers.parking import Parking
+from elastirun.rendezvous.wire.records import RoundRecord
+from elastirun.worker.live_worlds import first_world, furthest
 from tests.sim.world import Node, Violation, World
 
 STEP = 0.5  # seconds from one reduction to the next

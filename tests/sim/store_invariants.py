@@ -5,10 +5,10 @@ They are watched besides P1 (``invariants``), which a history breaks only when a
 
 from __future__ import annotations
 
-from elastirun.rendezvous.actions import Start
-from elastirun.rendezvous.quorum import is_there
-from elastirun.rendezvous.records import Cause, Place, RoundRecord
+from elastirun.rendezvous.peers.quorum import is_there
 from elastirun.rendezvous.transitions import DRAINING, LEFT
+from elastirun.rendezvous.wire.actions import Start
+from elastirun.rendezvous.wire.records import Cause, Place, RoundRecord
 from tests.sim.world import Node, Violation, World, must
 
 SLACK = 5.0  # seconds beyond ``store_grace`` until a node that waits has given up

@@ -22,14 +22,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastirun.agent.session import Session
-from elastirun.agent.store_access import NodeAddress, StoreAccess
-from elastirun.agent.worker_store import RendezvousStoreForWorkers
+from elastirun.agent.store.store_access import NodeAddress, StoreAccess
+from elastirun.agent.store.worker_store import RendezvousStoreForWorkers
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import StoreError
-from elastirun.rendezvous.actions import Action, Change, Finish, Outcome, Say, Start, Stop, Sync
-from elastirun.rendezvous.codec import Codec
 from elastirun.rendezvous.death_notice import write_notice
-from elastirun.rendezvous.events import (
+from elastirun.rendezvous.machine import Machine
+from elastirun.rendezvous.rules import Rules
+from elastirun.rendezvous.stores.memory import MemoryStore
+from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+from elastirun.rendezvous.wire.actions import Action, Change, Finish, Outcome, Say, Start, Stop, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.events import (
     Changed,
     Event,
     FoundAtStart,
@@ -41,13 +45,9 @@ from elastirun.rendezvous.events import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from elastirun.rendezvous.exchanges import CONNECT_LIMIT, Answer, Connection, Exchanges, failure
-from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.records import Blame, ExitRecord, NodeRow, Place, RoundRecord
-from elastirun.rendezvous.rules import Rules
-from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import Operation, Steps, SyncProtocol
-from elastirun.rendezvous.timing import EXCHANGE_LIMIT
+from elastirun.rendezvous.wire.exchanges import CONNECT_LIMIT, Answer, Connection, Exchanges, failure
+from elastirun.rendezvous.wire.records import Blame, ExitRecord, NodeRow, Place, RoundRecord
+from elastirun.rendezvous.wire.sync import Operation, Steps, SyncProtocol
 
 if TYPE_CHECKING:
     from tests.sim.live import Live

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastirun.train.checkpoints.layout import Plan, decode, encode, image_files, pieces, plan
-from elastirun.train.checkpoints.loading import load, targets
 from elastirun.train.checkpoints.reading import Folder, fill, tensors_in
-from elastirun.train.checkpoints.tree import flatten
-from elastirun.train.checkpoints.values import decode_values, encode_values
+from elastirun.train.state.layout import Plan, decode, encode, image_files, pieces, plan
+from elastirun.train.state.loading import load, targets
+from elastirun.train.state.tree import flatten
+from elastirun.train.state.values import decode_values, encode_values
 
 
 def write(folder: Path, state: Mapping[str, Any], nodes: tuple[int, ...] | None = None) -> Plan:

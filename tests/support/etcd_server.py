@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elastirun.agent.private_etcd import find_binary
+from elastirun.agent.store.private_etcd import find_binary
 from elastirun.rendezvous.stores.etcd.messages import load
 from elastirun.rendezvous.stores.etcd.store import EtcdStore
 from tests.support.cluster import PATIENCE, free_port

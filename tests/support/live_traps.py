@@ -39,11 +39,11 @@ def set_trap(folder: Path, point: str, signum: int, by: int = 0, pids: Sequence[
 
 def install(folder: Path, write: Callable[..., None], slice_bytes: int) -> None:
     """Let this process spring the traps of ``folder``. ``write`` appends to the log; slices of the state have ``slice_bytes`` at most."""
-    from elastirun.train import state_slices
     from elastirun.train.checkpoints.ranks import Ranks
     from elastirun.train.elastic import Elastic
-    from elastirun.train.live_round import LiveRound, World
-    from elastirun.train.world_change import WorldChange
+    from elastirun.train.live import state_slices
+    from elastirun.train.live.live_round import LiveRound, World
+    from elastirun.train.live.world_change import WorldChange
 
     def come(point: str) -> None:
         for by in (os.getpid(), 0):

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastirun.rendezvous import ranks, updates
-from elastirun.rendezvous.actions import Action, Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.records import Cause, NodeRow, RoundRecord, Status
+from elastirun.rendezvous import updates
+from elastirun.rendezvous.peers import ranks
 from elastirun.rendezvous.stores.memory import MemoryStore
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire.actions import Action, Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import Cause, NodeRow, RoundRecord, Status
+from elastirun.rendezvous.wire.sync import SyncProtocol
 from tests.sim.world import Node, World, read_round, write_round
 
 ME = "n0-0"

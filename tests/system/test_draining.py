@@ -10,14 +10,14 @@ from typing import cast
 import pytest
 
 from elastirun import clock
-from elastirun.agent import shared_store
 from elastirun.agent.failures.classify import may_be_stopped_from_outside
 from elastirun.agent.failures.tracker import SIGNAL_HOLD, VICTIM_HOLD, FailureTracker
 from elastirun.agent.output.logs import RunLogs
-from elastirun.agent.processes.workers import WorkerExit
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.records import ExitRecord, NodeRow, Status
+from elastirun.agent.store import shared_store
+from elastirun.agent.workers.workers import WorkerExit
 from elastirun.rendezvous.stores.tcp import TcpStore
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import ExitRecord, NodeRow, Status
 from tests.support.cluster import Cluster
 
 WAYS = {  # what a worker does at SIGTERM

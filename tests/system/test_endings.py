@@ -22,7 +22,7 @@ workers.GIVE_UP = 1.0
 """
 BUG = """
 from elastirun.rendezvous.machine import Machine
-from elastirun.rendezvous.events import WorkersFailed
+from elastirun.rendezvous.wire.events import WorkersFailed
 step = Machine.step
 def broken(self, event):
     if isinstance(event, WorkersFailed):

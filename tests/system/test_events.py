@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastirun.agent.events import Broken, BrokenByLoss, Closed, End, Event, EventLog, Formed, changes
-from elastirun.rendezvous import records
-from elastirun.rendezvous.records import Cause, Member, RoundRecord, Verdict
+from elastirun.agent.observe.events import Broken, BrokenByLoss, Closed, End, Event, EventLog, Formed, changes
+from elastirun.rendezvous.wire import records
+from elastirun.rendezvous.wire.records import Cause, Member, RoundRecord, Verdict
 from tests.support.cluster import Cluster, kill
 from tests.support.images import hold_memory
 from tests.support.until import until

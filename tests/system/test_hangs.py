@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from elastirun.agent.events import Hang
+from elastirun.agent.observe.events import Hang
 from tests.support.cluster import Cluster
 
 STOPPED = """

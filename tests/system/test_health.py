@@ -22,7 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastirun.agent.host import descriptors
-from elastirun.agent.http_port import MAX_CONNECTIONS
+from elastirun.agent.status.http_port import MAX_CONNECTIONS
 from tests.support.cluster import PATIENCE, WORKER, Cluster, free_port
 from tests.support.until import until
 from tests.system.test_endings import DEAF, with_change

@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 
 from elastirun.errors import BadRecord
-from elastirun.rendezvous.actions import Sync
-from elastirun.rendezvous.codec import Codec
-from elastirun.rendezvous.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
 from elastirun.rendezvous.stores.tcp import TcpStore, tcp_store_class
-from elastirun.rendezvous.sync import SyncProtocol
+from elastirun.rendezvous.wire.actions import Sync
+from elastirun.rendezvous.wire.codec import Codec
+from elastirun.rendezvous.wire.records import Broken, Cause, Closed, ExitRecord, NodeRow, RoundRecord, Status, Verdict
+from elastirun.rendezvous.wire.sync import SyncProtocol
 from tests.support.cluster import PATIENCE, Cluster, Worker
 
 JOB = "elastirun/job/test/"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.agent import own_agents
+from elastirun.agent.status import own_agents
 from tests.support import live_log
 from tests.support.cluster import PATIENCE, kill
 from tests.support.gpu import DEVICE, needs_gpu

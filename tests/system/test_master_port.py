@@ -14,7 +14,7 @@ from tests.system.test_endings import with_change
 # The server of a round comes up a second after its workers.
 LATE = """
 import time
-from elastirun.agent.worker_store import WorkerStore
+from elastirun.agent.store.worker_store import WorkerStore
 serve = WorkerStore.serve
 def late(self):
     time.sleep(1)

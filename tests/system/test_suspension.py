@@ -17,7 +17,7 @@ from tests.system.test_endings import with_change
 SUSPENDED = """
 import signal
 from elastirun import clock
-from elastirun.agent.processes.workers import Workers
+from elastirun.agent.workers.workers import Workers
 real, suspended = clock.now, []
 clock.now = lambda: real() + sum(suspended)
 signal.signal(signal.SIGUSR1, lambda *_: suspended.append(12.0))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ReductionFailed
-from elastirun.train.backward import TRANSITIONS, Backward, Phase, Trigger
+from elastirun.train.reduction.backward import TRANSITIONS, Backward, Phase, Trigger
 from tests.support.worlds import run
 from tests.train.test_ddp import alone, batch, close, grads, learn, make
 from tests.train.test_trouble import Faulty

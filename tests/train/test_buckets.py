@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastirun.train.buckets import (
+from elastirun.train.reduction.buckets.plan import (
     CAP,
     FIRST_CAP,
     MIB,

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from elastirun.train import DistributedDataParallel, ReductionFailed, torch_names
-from elastirun.train.running_stats import RunningStatistics, find_statistics
+from elastirun.train import DistributedDataParallel, ReductionFailed
+from elastirun.train.ddp import torch_names
+from elastirun.train.reduction.running_stats import RunningStatistics, find_statistics
 from tests.support.worlds import Died, run
 from tests.train.beside import Case, Wrap, check
 from tests.train.test_ddp import WIDTH, batch

@@ -16,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from elastirun.errors import CheckpointError, TrainError
-from elastirun.train import Checkpointer, DistributedDataParallel, PerRank, TrainState, group_connections, load_checkpoint
+from elastirun.train import Checkpointer, DistributedDataParallel, PerRank, TrainState, load_checkpoint
 from elastirun.train.checkpoints import waiting
 from elastirun.train.checkpoints.publishing import Publisher
+from elastirun.train.groups import connections as group_connections
 from tests.support.worlds import Died, run
 
 

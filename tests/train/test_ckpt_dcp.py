@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from elastirun.train import TrainError, load_checkpoint
-from elastirun.train.checkpoints import layout
 from elastirun.train.checkpoints.dcp import METADATA, VALUES, DcpFiles, open_foreign
-from elastirun.train.checkpoints.loading import unused
-from elastirun.train.checkpoints.tree import flatten
+from elastirun.train.state import layout
+from elastirun.train.state.loading import unused
+from elastirun.train.state.tree import flatten
 from tests.support.checkpoints import write
 from tests.support.worlds import run
 from tests.train.test_ckpt_reading import build, whole

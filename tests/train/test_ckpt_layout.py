@@ -13,11 +13,11 @@ from torch import nn
 
 from elastirun.checkpoint.boxes import Box, common, overlapping, volume, within
 from elastirun.train import TrainError
-from elastirun.train.checkpoints import layout
-from elastirun.train.checkpoints.layout import FILE, PAGE, Piece, Plan, decode, encode, image_files, pieces, plan, signature
-from elastirun.train.checkpoints.shells import ALIGNMENT, shell
-from elastirun.train.checkpoints.tree import Flat, flatten
-from elastirun.train.checkpoints.values import DTYPES
+from elastirun.train.state import layout
+from elastirun.train.state.layout import FILE, PAGE, Piece, Plan, decode, encode, image_files, pieces, plan, signature
+from elastirun.train.state.shells import ALIGNMENT, shell
+from elastirun.train.state.tree import Flat, flatten
+from elastirun.train.state.values import DTYPES
 
 
 def whole(name: str, *shape: int, dtype: str = "float32", same_as: str = "") -> Piece:

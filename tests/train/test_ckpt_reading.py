@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from elastirun.train import TrainError
-from elastirun.train.checkpoints import layout
-from elastirun.train.checkpoints.layout import pieces
-from elastirun.train.checkpoints.per_rank import PerRank
 from elastirun.train.checkpoints.reading import Folder, fill, tensors_in
-from elastirun.train.checkpoints.tree import Flat, flatten
+from elastirun.train.state import layout
+from elastirun.train.state.layout import pieces
+from elastirun.train.state.per_rank import PerRank
+from elastirun.train.state.tree import Flat, flatten
 from tests.support.checkpoints import read, write
 from tests.support.worlds import run
 

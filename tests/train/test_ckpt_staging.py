@@ -14,9 +14,9 @@ import torch
 from elastirun.checkpoint.image import PAGE, Description, Image, round_up
 from elastirun.train.checkpoints import staging
 from elastirun.train.checkpoints.copying import LARGE, write
-from elastirun.train.checkpoints.layout import ImageFiles, Raw
 from elastirun.train.checkpoints.staging import Staging
-from elastirun.train.checkpoints.tree import Flat
+from elastirun.train.state.layout import ImageFiles, Raw
+from elastirun.train.state.tree import Flat
 from tests.support.cluster import PATIENCE
 
 SIZE = 1 << 20

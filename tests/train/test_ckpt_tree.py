@@ -18,11 +18,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from elastirun.train import DistributedDataParallel, TrainError
-from elastirun.train.checkpoints.loading import load, targets, unused
-from elastirun.train.checkpoints.per_rank import PerRank
-from elastirun.train.checkpoints.tree import Flat, flatten
-from elastirun.train.checkpoints.values import decode_values, encode_values, leaves, to_node, to_value
-from elastirun.train.state_dicts import take_both_forms
+from elastirun.train.ddp.state_dicts import take_both_forms
+from elastirun.train.state.loading import load, targets, unused
+from elastirun.train.state.per_rank import PerRank
+from elastirun.train.state.tree import Flat, flatten
+from elastirun.train.state.values import decode_values, encode_values, leaves, to_node, to_value
 
 
 class Norms(nn.Module):

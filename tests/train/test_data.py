@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainError
-from elastirun.train.permutation import Permutation
-from elastirun.train.schedule import Schedule
-from elastirun.train.shares import share, split
+from elastirun.train.data.permutation import Permutation
+from elastirun.train.data.shares import share, split
+from elastirun.train.reduction.schedule import Schedule
 from tests.support.worlds import run
 
 

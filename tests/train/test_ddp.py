@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import TrainError, bucket_memory
-from elastirun.train.ddp import refuse_capture
+from elastirun.train import TrainError
+from elastirun.train.ddp.module import refuse_capture
 from elastirun.train.errors import WrongUse
+from elastirun.train.reduction.buckets import memory as bucket_memory
 from tests.support.worlds import run
 
 WIDTH = 4

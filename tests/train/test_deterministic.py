@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elastirun.train import DeterministicShards, DistributedDataParallel, Drain, ElasticDataLoader, ModelMismatch, TrainError
-from elastirun.train.shard_tree import add_up, subtrees
-from elastirun.train.shares import share
+from elastirun.train.data.shard_tree import add_up, subtrees
+from elastirun.train.data.shares import share
 from tests.support.worlds import run
 
 # -- the tree -----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastirun.agent.failures.classify import shows_own_failure
 from elastirun.errors import CheckpointError
-from elastirun.live_messages import VARIABLE
-from elastirun.live_worlds import World
 from elastirun.train import (
     Checkpointer,
     DistributedDataParallel,
@@ -35,16 +33,17 @@ from elastirun.train import (
     TrainError,
     TrainState,
     elastic,
-    process_groups,
-    rank_prefix,
 )
-from elastirun.train.control_words import ADMIT, SWITCH, WHOLE
 from elastirun.train.errors import WrongUse
-from elastirun.train.group_connections import _sockets, connections
-from elastirun.train.live_round import LiveRound
-from elastirun.train.position import Position, Rehearsal
-from elastirun.train.state_copy import StateKept, copy_state
-from elastirun.train.world_change import WorldChange
+from elastirun.train.groups import process_groups, rank_prefix
+from elastirun.train.groups.connections import _sockets, connections
+from elastirun.train.live.live_round import LiveRound
+from elastirun.train.live.position import Position, Rehearsal
+from elastirun.train.live.state_copy import StateKept, copy_state
+from elastirun.train.live.world_change import WorldChange
+from elastirun.train.reduction.control_words import ADMIT, SWITCH, WHOLE
+from elastirun.worker.live_messages import VARIABLE
+from elastirun.worker.live_worlds import World
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run

@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, mse_loss
 
 from elastirun.train import Checkpointer, TrainState
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train.checkpoints.tree import flatten
+from elastirun.train.state.tree import flatten
 from tests.support.differences import highest, relative
 from tests.support.gpu import BOTH, DEVICE, figure, needs_gpu
 from tests.support.worlds import run

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from elastirun.train import Checkpointer, DeterministicShards, Drain, ElasticDataLoader, TrainState, load_checkpoint
-from elastirun.train.checkpoints.tree import flatten
+from elastirun.train.state.tree import flatten
 from tests.support.gpu import DEVICE, NCCL, needs_gpu, share
 from tests.support.worlds import run
 from tests.train.test_ckpt_dcp import ordered, theirs

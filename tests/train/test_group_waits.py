@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastirun.train import group_waits
 from elastirun.train.errors import TrainError
-from elastirun.train.group_connections import GroupConnections, connections
-from elastirun.train.group_waits import confirm, finish, finish_message
-from elastirun.train.process_groups import end_beside
+from elastirun.train.groups import waits as group_waits
+from elastirun.train.groups.connections import GroupConnections, connections
+from elastirun.train.groups.process_groups import end_beside
+from elastirun.train.groups.waits import confirm, finish, finish_message
 from tests.support.worlds import Died, run
 
 LARGE = 16 << 20  # numbers; more than the kernel takes for a peer that stands still

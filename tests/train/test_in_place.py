@@ -19,7 +19,8 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import TrainError, torch_names
+from elastirun.train import TrainError
+from elastirun.train.ddp import torch_names
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, batch, close, grads, make
 from tests.train.test_ddp import alone as alone_grads

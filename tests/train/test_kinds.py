@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastirun.train import DistributedDataParallel, bucket_memory
+from elastirun.train import DistributedDataParallel
+from elastirun.train.reduction.buckets import memory as bucket_memory
 from tests.support.worlds import run
 from tests.train.beside import Torchs
 from tests.train.kinds import KINDS, Kind

@@ -20,14 +20,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastirun.errors import CheckpointError
-from elastirun.live_worlds import World
-from elastirun.train import DistributedDataParallel, ReductionFailed, TrainError, elastic, process_groups
-from elastirun.train.control_words import ADMIT
+from elastirun.train import DistributedDataParallel, ReductionFailed, TrainError, elastic
 from elastirun.train.errors import WrongUse
-from elastirun.train.group_connections import connections
-from elastirun.train.position import Rehearsal
-from elastirun.train.process_groups import end_beside, init_default_group, leave_groups
-from elastirun.train.state_copy import StateKept
+from elastirun.train.groups import process_groups
+from elastirun.train.groups.connections import connections
+from elastirun.train.groups.process_groups import end_beside, init_default_group, leave_groups
+from elastirun.train.live.position import Rehearsal
+from elastirun.train.live.state_copy import StateKept
+from elastirun.train.reduction.control_words import ADMIT
+from elastirun.worker.live_worlds import World
 from tests.support.cluster import free_port
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run

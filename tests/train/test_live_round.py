@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastirun.live_messages import store_prefix
-from elastirun.live_worlds import World, first_world, parse_ranks, parse_states
-from elastirun.train import group_connections, live_round
-from elastirun.train.live_round import LiveRound, RoundOver
+from elastirun.train.groups import connections as group_connections
+from elastirun.train.live import live_round
+from elastirun.train.live.live_round import LiveRound, RoundOver
+from elastirun.worker.live_messages import store_prefix
+from elastirun.worker.live_worlds import World, first_world, parse_ranks, parse_states
 from tests.support.mutants import PATIENCE
 
 NAMES = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ELASTIRUN_WORLD")

@@ -40,7 +40,7 @@ from elastirun.train import (
 )
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train.checkpoints.copies import compare, samples
-from elastirun.train.checkpoints.tree import Flat
+from elastirun.train.state.tree import Flat
 from tests.support.worlds import Died, run
 
 WIDTH, BLOCKS = 8, 4

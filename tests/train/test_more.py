@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import Diverged, TrainError, gradual_check
-from elastirun.train.replica_check import verify_replicas
-from elastirun.train.step_times import stragglers
+from elastirun.train import Diverged, TrainError
+from elastirun.train.reduction import gradual_check
+from elastirun.train.reduction.replica_check import verify_replicas
+from elastirun.train.reduction.step_times import stragglers
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, learn, make
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastirun import optimizer_steps
-from elastirun.optimizer_steps import FIRST_LOOK, MOST_LOOKS, MOST_READS, PAUSE, ComputeTimes, compute_seconds
-from elastirun.progress_page import NS
+from elastirun.worker import optimizer_steps
+from elastirun.worker.optimizer_steps import FIRST_LOOK, MOST_LOOKS, MOST_READS, PAUSE, ComputeTimes, compute_seconds
+from elastirun.worker.progress_page import NS
 from tests.support.worlds import run
 
 FORWARD, BACKWARD, WAIT, BETWEEN = 0.010, 0.020, 0.030, 0.005  # seconds

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import ModelMismatch, TrainError
-from elastirun.train.transports.shared_memory import SharedMemory
+from elastirun.train.reduction.transports.shared_memory import SharedMemory
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, batch, close, make
 

@@ -16,11 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import ReductionFailed, bucket_memory
-from elastirun.train.collectives import broadcast
-from elastirun.train.ddp import OTHERS_TRAINED
-from elastirun.train.nested_tensors import find_tensors
-from elastirun.train.planner import PROBES
+from elastirun.train import ReductionFailed
+from elastirun.train.ddp.module import OTHERS_TRAINED
+from elastirun.train.ddp.nested_tensors import find_tensors
+from elastirun.train.groups.collectives import broadcast
+from elastirun.train.reduction.buckets import memory as bucket_memory
+from elastirun.train.reduction.buckets.planner import PROBES
 from tests.support.mutants import PATIENCE
 from tests.support.worlds import run
 from tests.train.test_ddp import WIDTH, alone, batch, close, grads, make

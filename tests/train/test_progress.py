@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastirun.agent.progress_pages import ProgressPages
-from elastirun.progress_page import NS, VARIABLE
+from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.train import Checkpointer, DeterministicShards, DistributedDataParallel, ElasticDataLoader
+from elastirun.worker.progress_page import NS, VARIABLE
 from tests.support.worlds import run
 
 

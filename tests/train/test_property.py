@@ -18,7 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from elastirun.train import DistributedDataParallel as DDP
-from elastirun.train import TrainError, bucket_memory
+from elastirun.train import TrainError
+from elastirun.train.reduction.buckets import memory as bucket_memory
 from tests.support.worlds import run
 
 WIDTH, STEPS = 4, 8

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.ddp_schedule import ELASTIRUN, LINKS, PLAIN, Layout, backward, even, hidden, link_for, trained, uneven
 from elastirun.train import DistributedDataParallel
-from elastirun.train.buckets import CAP, Gradient, Link, by_size, sum_bytes
+from elastirun.train.reduction.buckets.plan import CAP, Gradient, Link, by_size, sum_bytes
 from tests.support.worlds import run
 from tests.train.test_buckets import finish
 

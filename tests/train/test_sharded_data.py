@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, ElasticShards, TrainError
-from elastirun.train.shard_order import Progress, Rest
+from elastirun.train.data.shard_order import Progress, Rest
 from tests.support.worlds import run
 
 # -- the arithmetic -----------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState, state_slices
-from elastirun.train.checkpoints.tree import flatten
+from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainState
 from elastirun.train.errors import ModelMismatch
-from elastirun.train.state_slices import Receiver, Sender, belonging, cut
+from elastirun.train.live import state_slices
+from elastirun.train.live.state_slices import Receiver, Sender, belonging, cut
+from elastirun.train.state.tree import flatten
 from tests.support.worlds import run
 
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastirun.train.bucket_memory import Storage
 from elastirun.train.errors import PeerLost, ReductionFailed, TrainError
-from elastirun.train.transports.choose import choose
-from elastirun.train.transports.group import GroupTransport
-from elastirun.train.transports.shared_memory import SharedArena, SharedMemory
+from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.choose import choose
+from elastirun.train.reduction.transports.group import GroupTransport
+from elastirun.train.reduction.transports.shared_memory import SharedArena, SharedMemory
 from tests.support.worlds import Died, run
 
 CPU = torch.device("cpu")
@@ -284,8 +284,8 @@ WITHOUT_NUMPY = """
 import os, sys
 sys.modules["numpy"] = None
 import torch, torch.distributed as dist
-from elastirun.train.bucket_memory import Storage
-from elastirun.train.transports.choose import choose
+from elastirun.train.reduction.buckets.memory import Storage
+from elastirun.train.reduction.transports.choose import choose
 rank = 1 if os.fork() else 0
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)

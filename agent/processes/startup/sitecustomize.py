@@ -8,7 +8,7 @@ whatever interpreter a worker has: it imports nothing of ours, and next to nothi
 import os
 import sys
 
-VARIABLE, MAGIC, HEADER, SIGNAL, SHOWS = "ELASTIRUN_PROGRESS", b"elastpg1", 4096, 2, 15  # as in elastirun/progress_page.py
+VARIABLE, MAGIC, HEADER, SIGNAL, SHOWS = "ELASTIRUN_PROGRESS", b"elastpg1", 4096, 2, 15  # as in elastirun/worker/progress_page.py
 FIRST_FD = 50  # the lowest number for the page: a script finds the usual numbers free, and `ulimit -n 64` has room
 
 

@@ -20,26 +20,25 @@ from elastirun.checkpoint.choose import open_directory
 from elastirun.checkpoint.image import Description
 from elastirun.checkpoint.record import MAX_NUMBER
 from elastirun.checkpoint.writer_process import WriterProcess
-from elastirun.current_round import FENCE
 from elastirun.errors import CheckpointError, TrainError
 from elastirun.progress import at_step, saving
-from elastirun.train.group_connections import connections
-
-from ..errors import WrongUse
-from . import restoring
-from .copies import verify_copies
-from .dcp import METADATA, DcpFiles
-from .dcp import VALUES as DCP_VALUES
-from .due import due
-from .layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
-from .memory import Memory
-from .opened import END_LIMIT, Opened
-from .publishing import Publisher, Save
-from .ranks import Ranks
-from .restoring import on_every_rank
-from .staging import IMAGES, MORE_IMAGES, TENSORS, VALUES, Staging
-from .tree import Flat, flatten
-from .values import encode_values
+from elastirun.train.checkpoints import restoring
+from elastirun.train.checkpoints.copies import verify_copies
+from elastirun.train.checkpoints.dcp import METADATA, DcpFiles
+from elastirun.train.checkpoints.dcp import VALUES as DCP_VALUES
+from elastirun.train.checkpoints.due import due
+from elastirun.train.checkpoints.memory import Memory
+from elastirun.train.checkpoints.opened import END_LIMIT, Opened
+from elastirun.train.checkpoints.publishing import Publisher, Save
+from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.restoring import on_every_rank
+from elastirun.train.checkpoints.staging import IMAGES, MORE_IMAGES, TENSORS, VALUES, Staging
+from elastirun.train.errors import WrongUse
+from elastirun.train.groups.connections import connections
+from elastirun.train.state.layout import Piece, Plan, decode, encode, image_files, pieces, plan, signature
+from elastirun.train.state.tree import Flat, flatten
+from elastirun.train.state.values import encode_values
+from elastirun.worker.current_round import FENCE
 
 log = logging.getLogger("elastirun.checkpoints")
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from elastirun.errors import CheckpointError
-from elastirun.train.collectives import digest
+from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.restoring import on_every_rank
+from elastirun.train.groups.collectives import digest
 from elastirun.train.sharded import is_sharded, local_part
-
-from .ranks import Ranks
-from .restoring import on_every_rank
-from .tree import Flat
+from elastirun.train.state.tree import Flat
 
 SAMPLE = 64  # elements of a tensor that are compared, evenly spaced
 CLOSE = 0.02  # of the largest of them: whole layers beside split ones may differ in last bits between ranks

@@ -24,13 +24,12 @@ from elastirun.checkpoint.boxes import Box, volume
 from elastirun.checkpoint.record import clip, is_file_name, number
 from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Chunk, SavedTensor, check_chunks
 from elastirun.errors import CheckpointError
-
-from ..torch_private import private
-from .layout import Plan
-from .loading import PREFIXES, items_of
-from .reading import Folder, Saved, check_targets, copies
-from .shells import shell
-from .values import DTYPES, MAX_DEPTH, PLAIN, TAG, Fixed, Node, join, leaves, to_node, to_value
+from elastirun.train.checkpoints.reading import Folder, Saved, check_targets, copies
+from elastirun.train.state.layout import Plan
+from elastirun.train.state.loading import PREFIXES, items_of
+from elastirun.train.state.shells import shell
+from elastirun.train.state.values import DTYPES, MAX_DEPTH, PLAIN, TAG, Fixed, Node, join, leaves, to_node, to_value
+from elastirun.train.torch_private import private
 
 METADATA, VALUES = ".metadata", "values.distcp"  # the names of the files
 MAX_METADATA = 256 << 20  # bytes: hundreds of thousands of tensors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from ..errors import WrongUse
-from .ranks import Ranks
+from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.errors import WrongUse
 
 LOOK = 1_000_000  # microseconds from one exchange about the time to the next, about; an exchange takes a fraction of a millisecond
 

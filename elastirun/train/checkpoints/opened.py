@@ -10,10 +10,9 @@ import threading
 
 from elastirun.checkpoint.directory import Claim, Directory
 from elastirun.errors import CheckpointError
-
-from .publishing import Publisher
-from .ranks import Ranks
-from .staging import Staging
+from elastirun.train.checkpoints.publishing import Publisher
+from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.staging import Staging
 
 log = logging.getLogger("elastirun.checkpoints")
 

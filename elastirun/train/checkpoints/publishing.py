@@ -20,11 +20,10 @@ from typing import Any
 
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
-from elastirun.train.group_connections import connections
-
-from .ranks import Ranks
-from .staging import Staging
-from .waiting import LAST_CALL
+from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.staging import Staging
+from elastirun.train.checkpoints.waiting import LAST_CALL
+from elastirun.train.groups.connections import connections
 
 log = logging.getLogger("elastirun.checkpoints")
 

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from elastirun.train.collectives import gather
-from elastirun.train.group_waits import finish
-from elastirun.train.process_groups import find_group, make_gloo_group
-
-from .waiting import Waiting
+from elastirun.train.checkpoints.waiting import Waiting
+from elastirun.train.groups.collectives import gather
+from elastirun.train.groups.process_groups import find_group, make_gloo_group
+from elastirun.train.groups.waits import finish
 
 CPU = torch.device("cpu")
 SHORT = 1 << 10  # bytes of a text, with its length, that travel in one exchange; of what is longer the rest takes another one

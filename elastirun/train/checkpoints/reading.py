@@ -21,12 +21,11 @@ from elastirun.checkpoint.boxes import Box, common, volume
 from elastirun.checkpoint.record import clip, is_file_name
 from elastirun.checkpoint.tensors import TENSORS, Chunk, SavedTensor, decode_tensors
 from elastirun.errors import CheckpointError
+from elastirun.train.checkpoints.copying import copy_all
 from elastirun.train.sharded import is_sharded
-
-from .copying import copy_all
-from .garbage import no_collection
-from .layout import local_box
-from .values import DTYPES
+from elastirun.train.state.garbage import no_collection
+from elastirun.train.state.layout import local_box
+from elastirun.train.state.values import DTYPES
 
 Saved = SavedTensor[torch.dtype]
 

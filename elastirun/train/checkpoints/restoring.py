@@ -16,14 +16,13 @@ from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import COMMIT, MISSING, Commit, Damage, clip, decode, encode
 from elastirun.errors import CheckpointError
-
-from .dcp import open_foreign
-from .loading import load, targets, unused
-from .memory import Part, describe, fetch, together
-from .ranks import Ranks
-from .reading import Sources, fill, tensors_in
-from .staging import TENSORS, VALUES
-from .values import decode_values
+from elastirun.train.checkpoints.dcp import open_foreign
+from elastirun.train.checkpoints.memory import Part, describe, fetch, together
+from elastirun.train.checkpoints.ranks import Ranks
+from elastirun.train.checkpoints.reading import Sources, fill, tensors_in
+from elastirun.train.checkpoints.staging import TENSORS, VALUES
+from elastirun.train.state.loading import load, targets, unused
+from elastirun.train.state.values import decode_values
 
 log = logging.getLogger("elastirun.checkpoints")
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from elastirun.checkpoint.image import Description, Image, round_up
-
-from .copying import copy_all, write
-from .layout import ImageFiles
-from .tree import Flat
+from elastirun.train.checkpoints.copying import copy_all, write
+from elastirun.train.state.layout import ImageFiles
+from elastirun.train.state.tree import Flat
 
 IMAGES = 2  # one is being written to the disk, or is the newest complete one, while the next save fills the other
 MORE_IMAGES = 3  # with saves for the memory alone: one is being written, one is the newest, one is filled

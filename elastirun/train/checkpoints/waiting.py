@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from elastirun.train.collectives import ranks
+from elastirun.train.groups.collectives import ranks
 
 log = logging.getLogger("elastirun.checkpoints")
 

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 
 from elastirun import clock
 from elastirun.errors import StoreError, StoreRefused
-from elastirun.rendezvous.codec import clip
 from elastirun.rendezvous.stores.etcd.access import Access
 from elastirun.rendezvous.stores.etcd.diagnosis import diagnose
 from elastirun.rendezvous.stores.etcd.messages import load
+from elastirun.rendezvous.wire.codec import clip
 
 # Limits in seconds of one attempt. In the first round over several endpoints they are short: a stopped member looks like a slow one, and a
 # node is lost after 5 s of silence. A member that has not answered on this channel yet gets least.

@@ -9,7 +9,7 @@ import socket
 import ssl
 from contextlib import suppress
 
-from elastirun.rendezvous.codec import clip
+from elastirun.rendezvous.wire.codec import clip
 
 LIMIT = 1.0  # seconds for each step: the attempts before had several
 ALERT_WAIT = 0.3  # seconds in which a server's TLS alert is awaited; a server rejects our certificate only after the handshake

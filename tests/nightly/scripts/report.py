@@ -33,7 +33,7 @@ def started() -> str:
     frame = sys._getframe()
     while frame.f_back:
         frame = frame.f_back
-    return "forked" if frame.f_code.co_filename.endswith("processes/forkserver.py") else "executed"
+    return "forked" if frame.f_code.co_filename.endswith("preload/forkserver.py") else "executed"
 
 
 say(f"STARTED {started()}")

@@ -1,0 +1,120 @@
+"""Keeps the account of this node: feeds ``account.py`` with the clock, the progress pages and the changes of the round record.
+
+All calls happen in the loop's thread; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from elastirun import clock
+from elastirun.agent.observe import account, events
+from elastirun.agent.observe.account import FAILURE, LEAVE, Account, Stamps, Totals
+from elastirun.agent.observe.events import Event
+from elastirun.agent.observe.progress_pages import ProgressPages
+from elastirun.rendezvous.wire.records import Broken, RoundRecord
+from elastirun.worker.progress_page import NS, Page
+
+OFTEN, SELDOM = 10.0, 60.0  # seconds between two events with the steps: of a young round, and of one that lasts
+YOUNG = 300.0  # seconds; so the file of a month has 45,000 such lines, and a short run is seen in detail
+
+
+class Accounting:
+    """The account of this node from the start of its process on. ``write`` gets events."""
+
+    def __init__(self, pages: ProgressPages, write: Callable[[Event], None]) -> None:
+        self._account = Account(clock.STARTED)
+        self._pages, self._write = pages, write
+        self._broken: tuple[int, Broken] | None = None  # the end of a round that was seen last, with the round's number
+        self._over = 0  # the number of the last round whose end the account knows, whatever the cause
+        self._number = 0  # of the round whose workers run here, or ran last
+        self._began = 0.0  # when its workers were started
+        self._steps_at = math.inf  # when to write the next event with the steps; infinity: no workers run
+        self._shown: Page | None = None  # the page of the last such event
+
+    @property
+    def farthest(self) -> int:
+        """The highest number of a step that workers of earlier rounds have given, plus 1; 0: none."""
+        return self._account.farthest
+
+    def join(self) -> None:
+        """The agent is ready to join."""
+        self._account.join(clock.now())
+
+    def sit_out(self) -> None:
+        """This node begins to sit out. ``join`` ends that."""
+        self._account.sit_out(clock.now())
+
+    def start_round(self, number: int) -> None:
+        """The start of the workers of round ``number`` begins."""
+        self._number, self._began = number, clock.now()
+        self._over = number - 1  # a round of this number may have ended in a store that is gone
+        self._account.start_round(self._began)
+
+    def workers_started(self) -> None:
+        self._account.workers_started(clock.now())
+        self._steps_at, self._shown = clock.now() + OFTEN, None
+
+    def tick(self, now: float) -> float:
+        """Write the steps if it is time. Returns when to be called next, on ``elastirun.clock``."""
+        if now >= self._steps_at:
+            self._steps_at = now + (OFTEN if now - self._began < YOUNG else SELDOM)
+            self._write_steps()
+        return self._steps_at
+
+    def see(self, record: RoundRecord | None) -> None:
+        """Note the end of a round that the round record tells of.
+
+        The end of one round may be told several times: with more lost nodes, or with another cause, by the node that has taken over the
+        store.
+        """
+        if record is None or record.broken is None or record.round < self._over:
+            return
+        if (record.round, record.broken) != self._broken:
+            self._broken = record.round, record.broken
+            again, self._over = record.round <= self._over, max(self._over, record.round)
+            self._account.end_early(record.broken.cause.value, clock.now(), self._stamps(), again=again)
+
+    def worker_failed(self) -> None:
+        """A worker of this node failed, so the round is about to end."""
+        self._account.end_early(FAILURE, clock.now(), self._stamps(), certain=False)
+
+    def stop(self) -> None:
+        """The workers of this node are about to be stopped."""
+        self._account.end_early(LEAVE, clock.now(), self._stamps(), certain=False)
+
+    def end_round(self) -> None:
+        """All workers of the round on this node have ended."""
+        self._write_steps()
+        self._steps_at = math.inf
+        if spent := self._account.end_round(clock.now(), self._stamps()):
+            self._write(events.RoundSpent(**vars(spent), round=self._number))
+
+    def totals(self, now: float) -> Totals:
+        """Return the account as of ``now`` on ``elastirun.clock``."""
+        return self._account.totals(now, self._stamps())
+
+    def end(self, decided: bool) -> Totals:
+        """Return the account at the agent's end, and write it. ``decided``: the job is decided, or this node was to leave."""
+        if decided:
+            self._account.end_part(clock.now())
+        totals = self.totals(clock.now())
+        self._write(events.Account(**vars(totals)))
+        return totals
+
+    def _write_steps(self) -> None:
+        """Write the steps of the worker that has made most of them, unless they have been written."""
+        page = max(self._pages.read_all(), key=lambda one: one.steps, default=None)
+        before = self._shown
+        if page is None or page.steps == (before.steps if before else 0):
+            return
+        self._shown = page
+        steps, since = (before.steps, before.stamped) if before else (1, page.first or page.stamped)
+        elapsed = (page.stamped - since) / NS
+        rate = round((page.steps - steps) / elapsed, 3) if elapsed > 0 else None
+        self._write(events.Steps(self._number, page.steps, page.at - 1 if page.at else None, rate))
+
+    def _stamps(self) -> Stamps:
+        return account.stamps(self._pages.read_all(), clock.now(), time.monotonic_ns())

@@ -1,0 +1,94 @@
+"""The text of ``elastirun status``: aligned, at most WIDTH characters wide, and as long as a screen. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from elastirun.agent.observe.step_rates import WorkerSteps
+from elastirun.agent.status.job_status import JobStatus, NodeStatus
+from elastirun.rendezvous.wire.codec import clip
+
+WIDTH = 100  # characters
+MOST_NODES = 16  # lines about nodes; --json has all of them
+LONGEST_NAME = 28  # characters
+_HEAD = ("NODE", "RANKS", "STATE", "HOST", "ADDRESS")
+
+
+def screen(jobs: Sequence[JobStatus]) -> str:
+    """Return the text for all ``jobs``, with a line between two of them."""
+    return "\n\n".join("\n".join(_job(one)) for one in jobs)
+
+
+def _job(job: JobStatus) -> list[str]:
+    lines = [
+        ("job", f"{job.job or 'without a name'}: {job.state}"),
+        ("store", job.store),
+        ("round", f"{job.round}{f': {job.reason}' if job.reason else ''}" if job.round else "none has formed yet"),
+        ("ended", job.ended),
+        ("nodes", _nodes(job)),
+        ("restarts", f"{job.failures} of {job.max_restarts} used" if job.max_restarts else ""),
+        ("waiting", job.waiting or ("" if job.ended else "for nobody")),
+        ("steps", _steps(job.steps)),
+        *(("slow", f"rank {one.rank} computes for {one.times_median:.1f} times as long as the median rank") for one in _slow(job.steps)),
+        ("live", f"{len(job.live)} here (rank {_range(job.live)}), which keep their processes when others are lost" if job.live else ""),
+        ("finished", f"rank {', '.join(map(str, job.finished))} here has ended with 0" if job.finished else ""),
+        *(("event", line) for line in job.events),
+        *(("ignored", line) for line in job.ignored),
+    ]
+    return [clip(f"{title:9} {text}", WIDTH) for title, text in lines if text] + (["", *_table(job.nodes)] if job.nodes else [])
+
+
+def _nodes(job: JobStatus) -> str:
+    members = sum(node.node_rank is not None for node in job.nodes)
+    others = len(job.nodes) - members
+    allowed = "" if job.min_nodes is None else f" (--nnodes={job.min_nodes}:{job.max_nodes})"
+    if not members:
+        return f"{others} here{allowed}"
+    workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
+    return f"{members} in the round, {workers}{f', {others} beside it' if others else ''}{allowed}"
+
+
+def _steps(workers: Sequence[WorkerSteps]) -> str:
+    """Return a line about the workers on this machine that stamp their steps; empty: none does."""
+    if not workers:
+        return ""
+    counts, ranks = [one.steps for one in workers], [one.rank for one in workers]
+    rates = [one.steps_per_second for one in workers if one.steps_per_second is not None]
+    rate = f", {min(rates):.3g} a second" if rates else ""
+    since = min(one.seconds_since_step for one in workers)
+    return f"{_range(counts)} here (rank {_range(ranks)}){rate}, the last one {since:.1f} s ago"
+
+
+def _slow(workers: Sequence[WorkerSteps]) -> list[WorkerSteps]:
+    return [one for one in workers if one.times_median is not None]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def _table(nodes: Sequence[NodeStatus]) -> list[str]:
+    """Return the lines about nodes: all of them, or those that are not in the state of most others, and as many more as there is room."""
+    usual = Counter(node.state for node in nodes).most_common(1)[0][0]
+    order = sorted(range(len(nodes)), key=lambda i: (_is_usual(nodes[i], usual), i))
+    shown = sorted(order[:MOST_NODES])
+    rows = [_HEAD, *(_row(nodes[i]) for i in shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [clip("  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip(), WIDTH) for row in rows]
+    hidden = Counter(nodes[i].state for i in order[MOST_NODES:])
+    more = ", ".join(f"{count} {state}" for state, count in hidden.most_common())
+    return [*lines, f"and {hidden.total()} more: {more} (--json lists all)"] if more else lines
+
+
+def _is_usual(node: NodeStatus, usual: str) -> bool:
+    return node.state == usual and not node.quiet and not node.hosts_store
+
+
+def _row(node: NodeStatus) -> tuple[str, ...]:
+    ranks = "-" if node.first_rank is None else str(node.first_rank)
+    if node.first_rank is not None and node.workers > 1:
+        ranks += f"-{node.first_rank + node.workers - 1}"
+    state = f"{node.state}, silent {node.quiet:.0f} s" if node.quiet else node.state
+    rank = "-" if node.node_rank is None else str(node.node_rank)
+    return rank, ranks, state, clip(node.name, LONGEST_NAME), f"{node.address}{' (store)' if node.hosts_store else ''}"

@@ -1,0 +1,47 @@
+"""Warns where another agent of the same job, on the same machine, starts its workers on the same GPUs: two terminals, one mistake."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from elastirun.agent.status import own_agents
+from elastirun.rendezvous.wire.records import Member
+
+GPU = "/dev/nvidia0"  # there is one on this machine
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALL = "all"
+
+
+def devices(environ: Mapping[str, str]) -> str:
+    """Return which GPUs the workers see, as the variable lists them; ``ALL`` without it. Empty, or -1: none."""
+    return environ.get(VISIBLE, ALL)
+
+
+def overlap(some: str, others: str) -> bool:
+    """Return whether two agents' workers see the same GPU, by what ``devices`` says of each."""
+    a, b = ({one for one in map(str.strip, given.split(",")) if one not in ("", "-1")} for given in (some, others))
+    return bool(a and b) and (ALL in a | b or not a.isdisjoint(b))
+
+
+def warn_of_twins(members: Sequence[Member], rank: int, job: str, own: str, mine: str, say: Callable[[str], None]) -> None:
+    """Warn, by ``say``, of another agent of ``job`` on this machine whose workers see GPUs that those of the member ``rank`` see, too.
+
+    ``own`` and ``mine``: this agent's socket, and its ``devices``. Other agents may take a second to answer: a thread of its own asks them.
+    """
+    twins = [m for m in members if (m.name, m.address) == (members[rank].name, members[rank].address)]
+    if len(twins) > 1 and os.path.exists(GPU):
+        asks = threading.Thread(target=_ask, args=(job, own, mine, say), name="shared-devices", daemon=True)
+        with suppress(RuntimeError):  # no thread can be started: this is only a hint
+            asks.start()
+
+
+def _ask(job: str, own: str, mine: str, say: Callable[[str], None]) -> None:
+    for path in own_agents.sockets():
+        other = own_agents.ask(path) if path != own else None
+        if other is not None and other.job == job and overlap(mine, other.devices):
+            what = "another agent of this job on this machine starts its workers on the same GPUs"
+            say(f"warning: {what}; give each its own ({VISIBLE}=0,1 and 2,3), or start one agent with all workers")
+            return

@@ -1,0 +1,168 @@
+"""Keep the memory in which workers hold their last checkpoints beyond the workers' death, for those of the next round.
+
+A worker connects to the unix socket ``memory`` beside the one of ``agent/workers/round_check.py`` and sends one line::
+
+    put NAME   with the descriptor of a memfd      ->  ok | no WHY       takes the place of what had that name
+    get NAME                                       ->  ok, with the descriptor | none
+    list                                           ->  a JSON object: names and sizes in bytes
+    drop NAME                                      ->  ok | none
+
+The agent holds descriptors and reads none of the content. It lets go of them when it ends, which ends the job on this node.
+Client: ``elastirun/checkpoint/memory_tier.py``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import resource
+import selectors
+from collections.abc import Callable
+
+from elastirun import clock, linux
+from elastirun.agent.host import memory
+from elastirun.agent.observe.events import CheckpointsHeld, Event
+from elastirun.agent.workers.local_socket import Client, LocalSocket, close_aside
+
+MAX_LINE = 1024  # bytes; a name has about 20, and one that is too long gets an answer
+# Descriptors: two or three for each worker of a node. The answer to ``list`` must fit into a socket's buffer
+# (200 KiB).
+MAX_HELD = 512
+SHARE = 2  # what is held may take one half of the memory that was available when the agent started; the workers need the rest
+SETTLE = 1.0  # seconds without a change until the amount is written to the events: the workers of a node put theirs one after another
+NOTABLE = 0.1  # change of the amount, as a fraction, that is written to the events
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
+GIB = 1 << 30
+
+
+def limit() -> int:
+    """Return how many bytes an agent that starts now would hold at most."""
+    return memory.available() // SHARE
+
+
+class CheckpointMemory:
+    """The agent's end of the socket. All calls happen in the loop's thread; nothing blocks.
+
+    ``folder``: that of the socket; empty: there is none, and nothing is held. ``write`` gets events, ``say`` lines for people.
+    ``limit_bytes``: how much to hold at most; None: ``limit()``.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        selector: selectors.BaseSelector,
+        write: Callable[[Event], None],
+        say: Callable[[str], None],
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._write, self._say = write, say
+        self._limit = limit() if limit_bytes is None else limit_bytes
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MAX_HELD if files == resource.RLIM_INFINITY else min(MAX_HELD, files // 4)
+        self._held: dict[str, int] = {}  # by name: the descriptor
+        self._shown = 0  # bytes in the last event
+        self._show_at: float | None = None  # when to look whether an event is due, on ``elastirun.clock``
+        self._full = False  # people were told that the limit is reached
+        self._socket: LocalSocket | None = None
+        if folder:
+            try:
+                self._socket = LocalSocket(folder, "memory", selector, self._asked, MAX_LINE, takes_fds=True)
+            except OSError as error:
+                say(f"checkpoints cannot be kept in memory: no socket in a temporary folder: {error.strerror}")
+
+    @property
+    def size(self) -> int:
+        """Bytes held. Pages that were never written count as well."""
+        return sum(os.fstat(fd).st_size for fd in self._held.values())
+
+    def tick(self, now: float) -> float | None:
+        """Write an event if it is time. Returns when to be called next, on ``elastirun.clock``; None: not by time."""
+        if self._show_at is not None and now >= self._show_at:
+            self._show_at = None
+            size = self.size
+            if abs(size - self._shown) > NOTABLE * self._shown:
+                self._shown = size
+                self._write(CheckpointsHeld(len(self._held), size, self._limit))
+        accept_at = self._socket.tick(now) if self._socket is not None else None
+        return min((moment for moment in (self._show_at, accept_at) if moment is not None), default=None)
+
+    def close(self) -> None:
+        """Let all go."""
+        if self._socket is not None:
+            self._socket.close()
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+    def _asked(self, client: Client) -> None:
+        assert self._socket is not None
+        verb, _, name = client.line.partition(" ")
+        if verb == "put":
+            why = self._put(name, client)
+            self._socket.answer(client, f"no {why}" if why else "ok")
+        elif verb == "get":
+            fd = self._held.get(name)
+            self._socket.answer(client, "none" if fd is None else "ok", fd)
+        elif verb == "drop":
+            self._socket.answer(client, "ok" if self._drop(name) else "none")
+        elif verb == "list":
+            self._socket.answer(client, json.dumps({name: os.fstat(fd).st_size for name, fd in self._held.items()}))
+        else:
+            self._socket.answer(client, "no such request: put, get, list or drop")
+
+    def _put(self, name: str, client: Client) -> str:
+        """Hold the descriptor that came along. Returns why not; empty when it is held."""
+        fd = client.take_fd()
+        why = self._refusal(name, fd, client.lost_fds)
+        if fd is None or why:
+            if fd is not None:
+                close_aside(fd)
+            return why
+        self._drop(name)
+        self._held[name] = fd
+        self._show_at = clock.now() + SETTLE
+        return ""
+
+    def _refusal(self, name: str, fd: int | None, lost: bool) -> str:
+        """Return why the descriptor is not taken under this name; empty when it may be."""
+        if not _NAME.fullmatch(name):
+            return "a name has 1 to 64 of the characters A-Z a-z 0-9 _ . -"
+        if fd is None or lost:
+            return "one descriptor comes along, and the agent must have a free one for it"
+        if not has_fixed_size(fd):
+            return "what is held must be a memfd of a fixed size, sealed with F_SEAL_SHRINK and F_SEAL_GROW"
+        old = self._held.get(name)
+        if old is None and len(self._held) >= self._most:
+            return f"{self._most} images are held already"
+        size, before = os.fstat(fd).st_size, self.size - (os.fstat(old).st_size if old is not None else 0)
+        if before + size > self._limit:
+            return self._too_much(before, size)
+        return ""
+
+    def _too_much(self, before: int, size: int) -> str:
+        of = f"{self._limit / GIB:.1f} GiB, half of the memory that was available when the agent started"
+        why = f"{size / GIB:.1f} GiB beside {before / GIB:.1f} GiB exceed {of}"
+        if not self._full:
+            self._full = True
+            self._say(f"not all checkpoints are kept in memory, so the next round may load them from disk: {why}")
+        return why
+
+    def _drop(self, name: str) -> bool:
+        fd = self._held.pop(name, None)
+        if fd is not None:
+            close_aside(fd)  # to free gigabytes takes seconds
+            self._show_at = clock.now() + SETTLE
+        return fd is not None
+
+
+def has_fixed_size(fd: int) -> bool:
+    """Return whether ``fd`` is a memfd that nobody can make smaller or larger: what was counted stays so, and no reader gets SIGBUS.
+
+    Asks for the seals only: fstat of a file of a network file system may take for ever, and only memory has seals.
+    """
+    try:
+        return fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:
+        return False

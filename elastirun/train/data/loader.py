@@ -1,0 +1,293 @@
+"""Data that every epoch brings exactly once, at any number of ranks, through resizes, crashes and restarts in the middle of an epoch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice, repeat
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from elastirun.train.data.deterministic import DeterministicShards
+from elastirun.train.data.keyed_rng import KeyedSamples
+from elastirun.train.data.permutation import Permutation
+from elastirun.train.data.shares import share, split
+from elastirun.train.data.steps import Step, accumulate, verify_ranks
+from elastirun.train.errors import TrainError, WrongUse
+
+if TYPE_CHECKING:
+    from elastirun.train.ddp.module import DistributedDataParallel
+
+SCALES = {"linear": lambda times: times, "sqrt": math.sqrt}  # factor of the learning rate for a global batch that is so many times as large
+OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")  # arguments of DataLoader that have no place here
+
+
+class ElasticDataLoader:
+    """Loads this rank's share of each global batch of a map-style ``dataset``.
+
+    The order of an epoch depends on (``seed``, epoch) alone, and the position in it is one number for all ranks. So a job that stops
+    anywhere continues with the next sample, at any world size: every sample is seen once per epoch, none is padded or dropped.
+
+        loader = ElasticDataLoader(dataset, global_batch_size=256, num_workers=4)
+        loader.load_state_dict(checkpoint["data"])
+        for epoch in range(loader.epoch, epochs):
+            for batch in loader:                # what is left of the epoch
+                ...
+
+    global_batch_size   samples of a step over all ranks; the last batch of an epoch may be smaller
+    micro_batch_size    the most samples that a rank loads and computes at a time, in the steps of ``steps()``; default: its whole share
+    scale               None (default): the global batch is the same at every world size. "linear" or "sqrt": ``global_batch_size`` is that
+                        of ``base_world_size`` ranks, and each rank's share stays instead; multiply the learning rate by ``lr_factor``
+    base_world_size     number of ranks that ``global_batch_size`` and the learning rate were chosen for; needed with ``scale``
+    shuffle             False: in the order of the dataset, for an evaluation in which each sample counts once
+    seed                of the order
+    keyed_rng           seed torch, ``random`` and numpy for each sample by (seed, epoch, sample), so that random augmentations in the
+                        dataset are the same at every world size and number of loading workers; default: with ``DeterministicShards``
+    drop_last           leave out the last batch of an epoch if it is smaller
+    rank, world_size    default: those of the default process group, else RANK and WORLD_SIZE, else 0 of 1.
+                        Where ranks share a replica (tensor parallelism, pipelines), give those of the
+                        data-parallel group, because such ranks need the same samples
+    loading             the other arguments of ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, …
+
+    A batch is None where this rank has no sample of the global batch, because the batch has fewer samples than there are ranks. The others
+    have some: take part in their reduction with ``ddp.skip()``. ``samples`` is the number of samples of this rank, for
+    ``ddp.set_samples()``, so that every sample of the global batch counts the same. ``steps()`` does both.
+
+    ``state_dict()`` counts a batch as consumed from the moment it is handed out, and a step when its loop is over, so save after the
+    optimizer's step. What workers have loaded in advance is not counted. Raises TrainError for wrong arguments, and for the state of
+    another dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        global_batch_size: int,
+        *,
+        micro_batch_size: int | None = None,
+        scale: str | None = None,
+        base_world_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        keyed_rng: bool | None = None,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        **loading: Any,
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise WrongUse(f"ElasticDataLoader needs a dataset with a length and samples by index, which {type(dataset).__name__} is not")
+        if wrong := [name for name in OURS if name in loading]:
+            own = ", and a dataset can give its samples in an order of its own (shuffle=False)" if "sampler" in wrong[0] else ""
+            raise WrongUse(
+                f"{wrong[0]} is not an argument of ElasticDataLoader: it has global_batch_size, shuffle, seed and drop_last{own}"
+            )
+        for name, number in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
+            if number is not None and number < 1:
+                raise WrongUse(f"{name} must be at least 1, not {number}")
+        self.length = len(dataset)
+        self.rank, self.world_size = _rank_and_world(rank, world_size)
+        self.global_batch_size, self.lr_factor = _scaled(global_batch_size, scale, base_world_size, self.world_size)
+        self._follows_world = scale is not None  # the size of the global batch
+        self.micro_batch_size, self.shuffle, self.seed, self.drop_last = micro_batch_size, shuffle, seed, drop_last
+        self.epoch = self.consumed = 0  # consumed: samples of the epoch, over all ranks
+        self.samples = 0  # of this rank, in the batch handed out last
+        self._cut: Callable[[int], list[range]] = self._whole
+        # The generator gives the base seed of the loading workers. Without it each epoch would draw from the seed of the model's dropout.
+        self._generator = torch.Generator()
+        self.contract: dict[str, int | str] = {}  # of deterministic mode
+        self._dataset, self._loading, self._keyed_rng = dataset, loading, keyed_rng
+        self._make_loader(keyed=bool(keyed_rng))
+
+    def set_world(self, rank: int, world_size: int) -> None:
+        """Load the share of ``rank`` of ``world_size`` from the next iteration on. Raises TrainError with ``scale``."""
+        if self._follows_world:
+            raise WrongUse("a loader whose global batch depends on the world size (scale=) cannot go on in another world")
+        self.rank, self.world_size = _rank_and_world(rank, world_size)
+
+    def _make_loader(self, keyed: bool) -> None:
+        """Make the loader; ``keyed``: random numbers of the dataset are keyed by sample."""
+        self.keyed = keyed
+        dataset = KeyedSamples(self._dataset) if keyed else self._dataset
+        self._loader = DataLoader(dataset, batch_sampler=_Shares(self), generator=self._generator, **self._loading)
+
+    def __len__(self) -> int:
+        """Return the number of global batches of an epoch."""
+        return self._batches(self.length)
+
+    @property
+    def left(self) -> int:
+        """Return the number of global batches that are left in the epoch."""
+        return self._batches(self.length - self.consumed)
+
+    def _batches(self, samples: int) -> int:
+        whole, rest = divmod(samples, self.global_batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def sizes(self) -> Iterator[int]:
+        """Return the sizes of the global batches that are left in the epoch."""
+        whole, rest = divmod(self.length - self.consumed, self.global_batch_size)
+        return chain(repeat(self.global_batch_size, whole), () if self.drop_last or not rest else (rest,))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Load the rest of the epoch; when its last batch is done, the next epoch begins."""
+        for size, _, batches in self._global_batches(self._whole):
+            batch = next(batches, None)
+            self.consumed += size
+            yield batch
+
+    def steps(self, ddp: DistributedDataParallel | DeterministicShards) -> Iterator[Step]:
+        """Yield the rest of the epoch as steps, each a loop over this rank's micro-batches; every rank runs it.
+
+            for step in loader.steps(ddp):
+                optimizer.zero_grad()
+                for batch in step:                   # at most micro_batch_size samples; none where this rank has no sample
+                    loss_of(ddp(batch)).backward()   # the mean over the samples of ``batch``
+                optimizer.step()                     # the gradients are the mean over the global batch
+
+        The last backward of a step reduces, also where ranks have different numbers of micro-batches. A step counts as consumed when
+        its loop is over. Raises TrainError within ``ddp.no_sync()`` and after ``ddp.accumulate()``; with ``DeterministicShards``, where
+        the micro-batches are shards, if the result would have other bits than before.
+        """
+        if not isinstance(ddp, DeterministicShards):
+            verify_ranks(self.rank, self.world_size, ddp)
+        yield from self.steps_in_any_world(ddp)
+
+    def steps_in_any_world(self, ddp: DistributedDataParallel | DeterministicShards) -> Iterator[Step]:
+        """Yield steps as ``steps`` does, also where the module is in another world than the data.
+
+        A new worker of a live job is in a world of its own until the others take it in.
+        """
+        exact = ddp if isinstance(ddp, DeterministicShards) else None
+        if exact is None:
+            self.contract = {}
+        else:
+            self._begin_exact(exact)
+        for size, sizes, batches in self._global_batches(exact.parts if exact else self._micro_batches):
+            before = self.consumed
+
+            def done(consumed: int = before + size) -> None:
+                self.consumed = consumed
+
+            if isinstance(ddp, DeterministicShards):
+                computed = ddp.run((self.seed, self.epoch, before), size, batches)
+            else:
+                computed = accumulate(ddp, sizes, batches)
+            yield Step(size, self.samples, computed, done)
+            done()
+
+    def _begin_exact(self, exact: DeterministicShards) -> None:
+        """Begin steps of ``exact``. Raises TrainError if the steps before had other bits."""
+        if (self.rank, self.world_size) != (exact.rank, exact.world_size):
+            raise TrainError(
+                f"the loader is of rank {self.rank} of {self.world_size}, DeterministicShards of rank {exact.rank} of {exact.world_size}"
+            )
+        if self.micro_batch_size is not None:
+            raise TrainError(
+                "micro_batch_size has no meaning with DeterministicShards, whose shards are the micro-batches: give it more shards"
+            )
+        now = {"global_batch_size": self.global_batch_size, **exact.contract()}
+        for name, value in now.items():
+            if (before := self.contract.get(name, value)) != value:
+                raise TrainError(
+                    f"the state is of deterministic training with {name} = {before}, now it is {value}, so the result would have other "
+                    'bits; to continue all the same, delete "deterministic" from the state of the loader'
+                )
+        self.contract = now
+        if self._keyed_rng is None and not self.keyed:
+            self._make_loader(keyed=True)
+
+    def _global_batches(self, cut: Callable[[int], list[range]]) -> Iterator[tuple[int, list[int], Iterator[Any]]]:
+        """Yield what is left of the epoch: the size of each global batch, and this rank's parts of it, as sizes and as loaded batches."""
+        self._generator.manual_seed(self.seed + self.epoch)
+        self._cut = cut
+        sizes, loaded = self.sizes(), iter(self._loader)
+        for size in sizes:
+            parts = [len(part) for part in cut(size)]
+            self.samples = sum(parts)
+            batches = islice(loaded, len(parts))
+            yield size, parts, batches
+            for _ in batches:  # those that the caller has not taken
+                pass
+        self.epoch, self.consumed = self.epoch + 1, 0
+
+    def _whole(self, size: int) -> list[range]:
+        return split(share(size, self.rank, self.world_size), None)
+
+    def _micro_batches(self, size: int) -> list[range]:
+        return split(share(size, self.rank, self.world_size), self.micro_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the training stands in its data; the same on every rank. In deterministic mode also what its bits depend on."""
+        over = self.consumed > 0 and next(self.sizes(), None) is None  # the epoch: the next one begins
+        epoch, consumed = (self.epoch + 1, 0) if over else (self.epoch, self.consumed)
+        state = {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self.length}
+        return {**state, "deterministic": dict(self.contract)} if self.contract else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` says, at the present world size and global batch size."""
+        try:
+            seed, epoch, consumed, length = (int(state[name]) for name in ("seed", "epoch", "consumed", "length"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TrainError(f"this is not the state of an ElasticDataLoader: {error!r}") from None
+        if length != self.length:
+            raise TrainError(f"the state is of a dataset of {length} samples, this one has {self.length}: samples would be lost or doubled")
+        if epoch < 0 or not 0 <= consumed <= length:
+            raise TrainError(f"the state is out of range: epoch {epoch}, {consumed} of {length} samples consumed")
+        self.seed, self.epoch, self.consumed = seed, epoch, consumed
+        self.contract = dict(state.get("deterministic", {}))
+
+
+class _Shares:
+    """The indices of this rank's samples, batch by batch, from the position at which ``loader`` stands when an iteration begins."""
+
+    def __init__(self, loader: ElasticDataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        loader = self._loader  # read now: the position moves on before the first batch is asked for, if this rank has no part of it
+        order = Permutation(loader.length, loader.seed, loader.epoch) if loader.shuffle else None
+        indices = _indices(order, loader.consumed, loader.sizes(), loader._cut)
+        if not loader.keyed:
+            return indices
+        seed, epoch = loader.seed, loader.epoch
+        return ([(seed, epoch, index) for index in batch] for batch in indices)
+
+
+def _indices(order: Permutation | None, position: int, sizes: Iterator[int], cut: Callable[[int], list[range]]) -> Iterator[list[int]]:
+    """Yield the indices of the samples of each part of each global batch, from ``position`` on."""
+    for size in sizes:
+        if parts := cut(size):  # neighbours: found together, because a call takes half a millisecond however few they are
+            first = parts[0].start
+            positions = torch.arange(position + first, position + parts[-1].stop, device="cpu")
+            found = (positions if order is None else order.at(positions)).tolist()
+            yield from (found[part.start - first : part.stop - first] for part in parts)
+        position += size
+
+
+def _scaled(global_batch_size: int, scale: str | None, base_world_size: int | None, world_size: int) -> tuple[int, float]:
+    """Return the global batch at ``world_size`` ranks, and the factor of the learning rate that goes with it."""
+    if scale is None and base_world_size is None:
+        return global_batch_size, 1.0
+    if scale not in SCALES:
+        raise WrongUse(f"scale must be one of {', '.join(SCALES)}, not {scale!r}; without it base_world_size has no meaning")
+    if base_world_size is None or base_world_size < 1:
+        raise WrongUse("scale needs base_world_size: the number of ranks that global_batch_size and the learning rate were chosen for")
+    size = max(round(global_batch_size * world_size / base_world_size), 1)
+    return size, float(SCALES[scale](size / global_batch_size))
+
+
+def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    if (rank is None) != (world_size is None):
+        raise WrongUse("give both rank and world_size, or neither")
+    if rank is None or world_size is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not 0 <= rank < world_size:
+        raise TrainError(f"rank must be between 0 and {world_size - 1}, not {rank}")
+    return rank, world_size

@@ -1,0 +1,76 @@
+"""One global batch as a loop over this rank's micro-batches, whose accumulated gradients are the mean over all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastirun.train.errors import TrainError, WrongUse
+
+if TYPE_CHECKING:
+    from elastirun.train.ddp.module import DistributedDataParallel
+
+
+class Step:
+    """One global batch. Iterate over the step once: it yields this rank's micro-batches, each for one forward and one backward.
+
+    After the last backward every ``grad`` is the mean over the global batch. On a rank that has no sample of the batch the loop has no
+    turn, and the gradients are those of the others.
+
+    size      samples over all ranks; None for ``ElasticShards``, where nobody knows how many the other ranks have left
+    samples   samples of this rank
+    """
+
+    def __init__(self, size: int | None, samples: int, batches: Iterable[Any], done: Callable[[], None]) -> None:
+        self.size, self.samples = size, samples
+        self._batches, self.done = batches, done
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._batches
+        self.done()
+
+
+def verify_ranks(rank: int, world_size: int, ddp: DistributedDataParallel) -> None:
+    """Raise WrongUse unless ``rank`` of ``world_size`` is that of this process in ``ddp``'s process group.
+
+    Where several ranks share a replica (tensor parallelism, pipelines) that group is smaller than the world.
+    """
+    if (rank, world_size) != (theirs := (ddp._reducer.rank, ddp._reducer.world)):
+        raise WrongUse(
+            f"the data are those of rank {rank} of {world_size}, the module is rank {theirs[0]} of "
+            f"{theirs[1]}, so ranks that share a replica would get different samples: give the data the ranks of "
+            "the module (rank=, world_size=; ElasticShards: process_group=)"
+        )
+
+
+def accumulate(ddp: DistributedDataParallel, sizes: Sequence[int], batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield this rank's ``batches``, of ``sizes`` samples each, for one backward each. The last one reduces the mean over all samples.
+
+    ``sizes`` may be empty. Every rank runs the loop. If the last batch has no backward, the rank takes part without data, so that the
+    others need not wait for it.
+    """
+    if not ddp._reducer.schedule.always_reduces:
+        raise TrainError("a step decides by itself which backward reduces: neither accumulate() nor no_sync() may be in force")
+    reductions = ddp._reducer.step
+    ddp.set_samples(sum(sizes), backwards=sum(sizes) / sizes[-1] if sizes else 1.0)
+    before = None
+    for at, (size, batch) in enumerate(zip(sizes, batches, strict=True), 1):
+        if before not in (None, size):
+            _weigh(ddp, before / size)
+        before = size
+        sync = ddp._reducer.schedule.set_sync(at == len(sizes))
+        try:
+            yield batch
+        finally:
+            ddp._reducer.schedule.set_sync(sync)
+    if ddp._reducer.step == reductions:
+        ddp.skip()
+
+
+def _weigh(ddp: DistributedDataParallel, factor: float) -> None:
+    """Multiply the gradients accumulated so far: each backward that follows is a mean over fewer samples."""
+    with torch.no_grad():
+        if grads := [param.grad for param in ddp._reducer.params if param.grad is not None]:
+            torch._foreach_mul_(grads, factor)

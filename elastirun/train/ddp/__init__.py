@@ -1,0 +1,1 @@
+"""The data-parallel module, as its users and torch see it."""

@@ -1,0 +1,1 @@
+"""Process groups, their connections, and small collectives."""

@@ -1,0 +1,1 @@
+"""Live elasticity: worlds that change while workers keep their processes and their state."""

@@ -1,0 +1,100 @@
+"""The phases of one backward, and all transitions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from torch import nn
+
+from elastirun.train import autograd_engine
+
+
+class Phase(str, Enum):
+    """The phases of a backward."""
+
+    STARTED = "the engine runs, and no gradient of the module is certain to come"
+    KEEPING = "gradients are accumulated and stay local"
+    COLLECTING = "gradients are accumulated and copied into buckets, and full buckets are launched"
+    REDUCING = "the engine is done; the remaining buckets are launched, and all of them are awaited"
+    DRAINING = "an exception ended the backward; this rank takes part in its reduction without data, because the others wait for it"
+    DONE = "every gradient is in its place"
+    EMPTY = "no gradient was accumulated, so this was no backward of the module"
+    BROKEN = "an exception ended the reduction"
+
+
+class Trigger(str, Enum):
+    """The cause of a transition."""
+
+    GRADIENT_TO_KEEP = "a gradient is accumulated in a backward that does not reduce"
+    GRADIENT_TO_REDUCE = "a gradient is accumulated in a backward that reduces"
+    GRAPH_DONE = "the engine has run the whole graph"
+    INTERRUPTED = "an exception ended the run of the engine"
+    NO_BACKWARD = "this rank has no data, or its gradients are there"
+    REDUCED = "all buckets are reduced"
+    FAILED = "an exception was raised within the reduction"
+
+
+STARTED, KEEPING, COLLECTING, REDUCING, DRAINING, DONE, EMPTY, BROKEN = Phase
+
+TRANSITIONS: dict[tuple[Phase, Trigger], Phase] = {
+    (STARTED, Trigger.GRADIENT_TO_KEEP): KEEPING,
+    (STARTED, Trigger.GRADIENT_TO_REDUCE): COLLECTING,
+    (STARTED, Trigger.GRAPH_DONE): EMPTY,
+    (STARTED, Trigger.INTERRUPTED): EMPTY,
+    (STARTED, Trigger.NO_BACKWARD): REDUCING,
+    (STARTED, Trigger.FAILED): BROKEN,
+    (KEEPING, Trigger.GRAPH_DONE): DONE,
+    (KEEPING, Trigger.INTERRUPTED): DONE,
+    (COLLECTING, Trigger.GRAPH_DONE): REDUCING,
+    (COLLECTING, Trigger.INTERRUPTED): DRAINING,
+    (COLLECTING, Trigger.FAILED): BROKEN,
+    (REDUCING, Trigger.REDUCED): DONE,
+    (REDUCING, Trigger.FAILED): BROKEN,
+    (DRAINING, Trigger.REDUCED): DONE,
+    (DRAINING, Trigger.FAILED): BROKEN,
+}
+
+
+class Backward:
+    """One backward of the module, from its first node in the graph to the end of its reduction.
+
+    ``reduces``: whether its gradients are reduced, decided when it starts. ``left``: by parameter, how often the parameter is still
+    expected to fire. ``seen`` collects the parameters that fire. ``samples``: the weight of this rank's gradients; 0 without data.
+    """
+
+    def __init__(self, reduces: bool, samples: float, left: list[int], seen: set[int]) -> None:
+        self.phase = STARTED
+        self.task = autograd_engine.task()
+        self.reduces, self.samples, self.left, self.seen = reduces, samples, left, seen
+        self.zero_samples = 0.0  # samples of this rank that count as gradients of zero (``skip``)
+        self.launched = 0  # buckets
+        self._versions: list[int | None] = []  # of the parameters' gradients when the backward started
+        self._history: list[str] = []
+
+    def advance(self, trigger: Trigger) -> Phase:
+        """Enter the phase that follows and return it. An impossible transition is a bug; the error gives the transitions before it."""
+        try:
+            self.phase = TRANSITIONS[self.phase, trigger]
+        except KeyError:
+            history = " > ".join([STARTED.name, *self._history])
+            what = f"{trigger.name} in phase {self.phase.name}"
+            raise RuntimeError(f"impossible transition of a backward: {what}; history: {history}") from None
+        self._history.append(f"{trigger.name} > {self.phase.name}")
+        return self.phase
+
+    def accumulate(self) -> None:
+        """Enter the phase in which gradients are accumulated."""
+        self.advance(Trigger.GRADIENT_TO_REDUCE if self.reduces else Trigger.GRADIENT_TO_KEEP)
+
+    def remember(self, params: Sequence[nn.Parameter]) -> None:
+        """Note the versions of the gradients, for ``has_accumulated``."""
+        self._versions = _versions(params)
+
+    def has_accumulated(self, params: Sequence[nn.Parameter]) -> bool:
+        """Return whether any gradient was accumulated since ``remember``. Not every parameter has a hook that would tell."""
+        return self._versions != _versions(params)
+
+
+def _versions(params: Sequence[nn.Parameter]) -> list[int | None]:
+    return [None if param.grad is None else param.grad._version for param in params]

@@ -1,0 +1,1 @@
+"""Buckets: which gradients are reduced together, and the memory that they are in."""

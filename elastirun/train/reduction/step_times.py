@@ -1,0 +1,96 @@
+"""Times of the parts of a step, measured on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elastirun.train.groups.collectives import ranks
+
+if TYPE_CHECKING:
+    from elastirun.train.reduction.reducer import Reducer
+
+STRAGGLES = 1.2  # a rank that computes for longer than so many times the median is a straggler
+
+
+@dataclass
+class StepTimes:
+    """The times of the step under way, in seconds; this rank reports ``busy`` to the others."""
+
+    forward: float = 0.0  # sum over the forwards since the last reduction
+    backward: float = 0.0  # sum over the backwards, without the wait at the end
+    exposed: float = 0.0  # the wait at the end: communication that no computation covered
+    begun: float = 0.0  # when the present backward began
+    launches: list[float] = field(default_factory=list)  # by bucket, since the backward began
+    ready: list[float] = field(default_factory=list)  # by bucket: when this rank had its result
+
+    @property
+    def busy(self) -> float:
+        return self.forward + self.backward
+
+    def begin(self) -> None:
+        self.begun = time.perf_counter()
+
+    def add_forward(self, seconds: float) -> None:
+        self.forward += seconds
+
+    def stop(self) -> None:
+        self.backward += time.perf_counter() - self.begun
+
+    def launched(self) -> None:
+        self.launches.append(time.perf_counter() - self.begun)
+
+    def arrived(self) -> None:
+        self.ready.append(time.perf_counter() - self.begun)
+
+
+def stragglers(seconds: Sequence[float]) -> dict[int, float]:
+    """Return the ranks that computed much longer than the median rank, and how many times as long."""
+    middle = median(seconds)
+    return {rank: s / middle for rank, s in enumerate(seconds) if middle > 0 and s > STRAGGLES * middle}
+
+
+def median(seconds: Sequence[float]) -> float:
+    """Return the time of the median rank; of two in the middle that of the quicker one, which then counts as the usual time."""
+    return sorted(seconds)[len(seconds) // 2 - (len(seconds) % 2 == 0)]
+
+
+def describe_lacking(names: Sequence[str], lacked: Sequence[Sequence[int]]) -> str:
+    """Return a sentence on the parameters without a gradient; ``lacked[rank][i]``: whether ``names[i]`` had none on this rank."""
+    where = {name: [rank for rank, theirs in enumerate(lacked) if theirs[index]] for index, name in enumerate(names)}
+    found = [f"{name} ({ranks(who)})" for name, who in where.items() if who]
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return (
+        f"these parameters had no gradient, which counts as zero where other ranks had one: {', '.join(found[:8])}{more}. Nothing needs to "
+        "be done if that is meant; it is said once"
+    )
+
+
+def step_report(reducer: Reducer) -> dict[str, Any]:
+    """Return the figures of the last step of ``reducer``, fit for JSON; see ``DistributedDataParallel.stats``."""
+    times, pending, planner = reducer.last_times, reducer.conclusion.pending, reducer.planner
+    seconds = pending.agreement.seconds if pending else ()
+    buckets = reducer.bucket_set.buckets
+    moments = zip(buckets, times.launches, times.ready, strict=False)
+    return {
+        "steps": reducer.step,
+        "forward": times.forward,
+        "backward": times.backward,
+        "exposed": times.exposed,
+        "bytes": sum(bucket.flat.nbytes for bucket in buckets),
+        "buckets": [
+            {
+                "parameters": [reducer.trained.names[index] for index in bucket.indices],
+                "bytes": bucket.flat.nbytes,
+                "launched": launched,
+                "ready": ready,
+            }
+            for bucket, launched, ready in moments
+        ],
+        "plan": planner.epoch,
+        "link": planner.link and {"latency": planner.link.latency, "bytes_per_second": 1 / max(planner.link.per_byte, 1e-15)},
+        "seconds_by_rank": seconds,
+        "stragglers": stragglers(seconds) if seconds else {},
+    }

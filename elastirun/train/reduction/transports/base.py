@@ -1,0 +1,71 @@
+"""Transports add up buckets of gradients over the ranks: by a torch process group, or through shared memory on one host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from elastirun.train.errors import ReductionFailed, TrainError
+from elastirun.train.reduction.buckets.memory import Storage
+
+AGAIN = "Use set_group() with a new process group"
+# Words in those errors of backends that the loss of a peer may cause. An error without any of them is about a dtype, memory or the like.
+OF_PEERS = re.compile(r"gloo/|nccl|timed? ?out|connect|socket|abort|peer|closed|closure|store|rank", re.IGNORECASE)
+
+
+class Work(Protocol):
+    """One reduction under way."""
+
+    def done(self) -> bool:
+        """Return whether the result is there. Never waits; may continue pending reductions."""
+
+    def wait(self) -> None:
+        """Wait for the result (on a GPU: let the current stream wait for it).
+
+        Raises PeerLost or ReductionFailed within a bounded time if there cannot be a result.
+        """
+
+
+class Arena(Protocol):
+    """The memory of all buckets of one plan; ``buffers[i]`` is one-dimensional and starts at zero."""
+
+    buffers: list[Tensor]
+
+    def all_reduce(self, index: int) -> Work:
+        """Begin to replace ``buffers[index]`` by its sum (the mean, if the transport averages) over the ranks.
+
+        Every rank begins the same indices in the same order. Only the transport uses the buffer until the work is done.
+        """
+
+
+class Transport(Protocol):
+    """Allocates the buckets of a plan, and reduces them."""
+
+    averages: bool  # reductions give the mean, not the sum
+
+    def allocate(self, storages: Sequence[Storage]) -> Arena:
+        """Return memory for the buckets of a new plan. Every rank calls it at the same point with equal arguments."""
+
+    def interrupt(self, why: str) -> None:
+        """Let waits that no connection ends fail from now on, for the reason ``why``. May be called in any thread."""
+
+    def close(self) -> None:
+        """Release all resources. Ranks that wait for this one get an error."""
+
+
+@contextmanager
+def reduction_errors(what: str) -> Iterator[None]:
+    """Turn the exceptions of backends (connection lost, timeout, aborted) into ReductionFailed. ``what`` begins the message."""
+    try:
+        yield
+    except TrainError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        first = (str(error).splitlines() or ["no reason given"])[0]
+        lost = isinstance(error, dist.DistError) or OF_PEERS.search(first)
+        raise ReductionFailed(f"{what} failed: {first}" + (f"; a peer may be gone. {AGAIN}" if lost else "")) from error

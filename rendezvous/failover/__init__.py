@@ -1,0 +1,1 @@
+"""Another node takes over the store when its host is lost. Pure."""

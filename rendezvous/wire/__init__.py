@@ -1,0 +1,1 @@
+"""Records, their bytes, and the exchanges with the store that carry them."""
