@@ -40,7 +40,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 # Exceptions that signal handlers raise: Python's, Lightning's, torch's.
 _STOP_EXCEPTION = re.compile(r"(.*\.)?(KeyboardInterrupt|SystemExit|SIGTERMException|SignalException)")
 _RAISED_FROM = "The above exception was the direct cause of the following exception"
-_UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # from torch's hook for uncaught exceptions, or that of train/rank_prefix.py
+_UNCAUGHT = re.compile(r"\[rank\d+\]: ?Traceback")  # from torch's hook for uncaught exceptions, or that of train/groups/rank_prefix.py
 _CHILD_KILLED = "is killed by signal: Killed"  # from the error of torch's DataLoader when one of its processes was killed
 STDOUT_CLOSED = "its stdout was closed: the program that read this launcher's output has ended"
 _SHELL_CODES = {126: "command cannot be executed", 127: "command not found"}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 
 from elastirun import clock
-from elastirun.agent.hangs import causes as hang_causes
+from elastirun.agent.hangs import causes
 from elastirun.agent.hangs import stuck
 from elastirun.agent.hangs.causes import Observed
 from elastirun.agent.observe.progress_pages import ProgressPages
@@ -53,11 +53,11 @@ class Stacks:
     def observe(self, local_rank: int, process: Process) -> Observed:
         """Return where a worker is, as far as it has written that."""
         state = stuck.state(process.pid)
-        stack = hang_causes.main_stack(self._pages.stacks(local_rank))
+        stack = causes.main_stack(self._pages.stacks(local_rank))
         return Observed(local_rank, process.spec.rank, process.pid, self.steps(local_rank), state.stopped, stack, state.waits_in)
 
     def elsewhere(self, victims: Collection[tuple[int, int]]) -> list[Observed]:
         """Return the workers that are not where their peers waited which have failed. ``victims``: their ranks and local ranks."""
         lost = [(rank, self.steps(local_rank)) for rank, local_rank in victims]
         running = [self.observe(local_rank, process) for local_rank, process in self._workers.processes.items()]
-        return hang_causes.elsewhere(running, lost)
+        return causes.elsewhere(running, lost)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from enum import Enum
 
-from elastirun.agent.hangs import causes as hang_causes
+from elastirun.agent.hangs import causes
 from elastirun.agent.hangs.stacks import WAIT_LIMIT, Stacks
 from elastirun.agent.workers.workers import Workers
 
@@ -65,4 +65,4 @@ class Standing:
     def _tell(self) -> None:
         running = [self._stacks.observe(*one) for one in self._workers.processes.items()]
         if running:
-            self._say(f"where the workers here are: {hang_causes.standing(running, sorted(self._workers.finished))}")
+            self._say(f"where the workers here are: {causes.standing(running, sorted(self._workers.finished))}")

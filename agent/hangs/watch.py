@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elastirun import clock
-from elastirun.agent.hangs import causes as hang_causes
+from elastirun.agent.hangs import causes
 from elastirun.agent.hangs import py_spy, stuck
 from elastirun.agent.hangs.causes import Observed, Verdict
 from elastirun.agent.hangs.detection import HangDetector
@@ -186,22 +186,22 @@ class HangWatch:
         if self._ask_py_spy():
             self._judge_at = now + py_spy.LIMIT
             return
-        if debugged := {one.local_rank: one.steps for one in self._observed if hang_causes.in_debugger(one.stack)}:
+        if debugged := {one.local_rank: one.steps for one in self._observed if causes.in_debugger(one.stack)}:
             self._forget()
             self._debugged = debugged
             self._detector.excuse(now)
             return
         states = [worker.state for worker in self._observed]
-        self._verdict = verdict = hang_causes.judge(states)
+        self._verdict = verdict = causes.judge(states)
         self._say(f"the workers here hang: no step for {seconds:.0f} s (limit {limit:.0f} s); where they are, innermost call first:")
         for worker in self._observed:
-            self._say(f"  rank {worker.rank} (pid {worker.pid}, {worker.steps} steps): {hang_causes.describe(worker)}")
+            self._say(f"  rank {worker.rank} (pid {worker.pid}, {worker.steps} steps): {causes.describe(worker)}")
         workers = [
-            {"rank": one.rank, "pid": one.pid, "steps": one.steps, "stack": hang_causes.traceback(one)} for one in self._observed
+            {"rank": one.rank, "pid": one.pid, "steps": one.steps, "stack": causes.traceback(one)} for one in self._observed
         ]
         self._write(events.Hang(round(seconds, 3), round(limit, 3), sorted(verdict.ranks), workers))
         self._act_at = now
-        if self._meet is not None and verdict.how != hang_causes.STOPPED:
+        if self._meet is not None and verdict.how != causes.STOPPED:
             self._reports, self._listen_at = HangReports(self._meet(), states), now
             self._act_at = now + self._detector.interval + SHARING + verdict.hold
 
@@ -226,11 +226,11 @@ class HangWatch:
         self._heard = True
         named = tuple(worker.rank for worker in self._observed if worker.rank in verdict.ranks)
         many = "s" * (len(verdict.ranks) > 1)
-        self._say(f"all nodes hang; the cause is rank{many} {', '.join(map(str, verdict.ranks))}: {hang_causes.WORDS[verdict.how]}")
+        self._say(f"all nodes hang; the cause is rank{many} {', '.join(map(str, verdict.ranks))}: {causes.WORDS[verdict.how]}")
         if named:
             self._verdict, self._act_at = Verdict(named, verdict.how), now
         elif self._verdict is not None:  # another node ends the round, if it still can
-            self._verdict = Verdict(self._verdict.ranks, hang_causes.WAITING)
+            self._verdict = Verdict(self._verdict.ranks, causes.WAITING)
             self._act_at = now + self._verdict.hold
 
     def _observe(self, local_rank: int, process: Process) -> Observed:
@@ -242,13 +242,13 @@ class HangWatch:
         """End the workers that are the cause, as far as known."""
         verdict, observed = self._verdict, self._observed
         assert verdict is not None
-        blame = Blame.VICTIM if verdict.how == hang_causes.WAITING and self._meet else Blame.OWN_FAULT
+        blame = Blame.VICTIM if verdict.how == causes.WAITING and self._meet else Blame.OWN_FAULT
         self.stop()
         for worker in observed:
             if worker.rank in verdict.ranks:
                 why = " (stopped by a signal)" if worker.stopped else ""
                 note = f"hung: no step for {seconds:.0f} s{why}"
-                self._on_hung(worker.local_rank, blame, note, hang_causes.traceback(worker), seconds)
+                self._on_hung(worker.local_rank, blame, note, causes.traceback(worker), seconds)
 
 
 def device_of(env: Mapping[str, str], local_rank: int) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from elastirun.checkpoint.boxes import volume
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.record import clip
-from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, SavedTensor, assemble, decode_tensors
+from elastirun.checkpoint.tensors import MAX_BYTES, NAMES, TENSORS, VALUES, SavedTensor, assemble, decode_tensors, volume
 from elastirun.errors import CheckpointError
 
 SAFETENSORS = ".safetensors"

@@ -312,3 +312,9 @@ def _fsspec() -> Any:
     import fsspec
 
     return fsspec
+
+
+def open_directory(url: str) -> Directory:
+    """Return the directory at a path or at a URL of fsspec ("s3://bucket/run1"); nothing is made or asked yet."""
+    path = url.removeprefix("file://")
+    return ObjectDirectory(path) if "://" in path else Directory(path)

@@ -29,6 +29,7 @@ The process ends when the trainer closes the socket or dies. It then publishes n
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import select
 import signal
@@ -36,16 +37,15 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from elastirun import linux
-from elastirun.checkpoint.choose import open_directory
+from elastirun import clock, linux
 from elastirun.checkpoint.claims import is_claim
 from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.image import Image
 from elastirun.checkpoint.messages import close_all, receive, send
+from elastirun.checkpoint.objects import open_directory
 from elastirun.checkpoint.record import Commit, FileSum, clip, is_file_name, number, sums_from_lists, text
-from elastirun.checkpoint.retry import LIMIT, repeat
 from elastirun.errors import CheckpointError, ClaimLost, TrainError
 from elastirun.worker.current_round import is_current
 
@@ -55,6 +55,11 @@ from elastirun.worker.current_round import is_current
 NICE = 10
 MAX_KEEP = 1_000_000  # checkpoints
 MAX_LINE = 500  # characters of an error
+LIMIT = 30.0  # seconds until a failure is reported: longer than most restarts of a file server, shorter than most intervals of saves
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts; each pause is twice as long as the one before
+LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+LASTING |= {errno.EFBIG, errno.EINVAL}
+_T = TypeVar("_T")
 
 
 def main(fd: int, parent: int) -> NoReturn:
@@ -201,3 +206,27 @@ def _limit(message: Mapping[str, Any]) -> float:
 
 Action = Callable[[Mapping[str, Any], list[Image]], dict[str, Any]]
 ACTIONS: dict[object, Action] = {"write": _write, "commit": _commit, "discard": _discard, "clean": _clean}
+
+
+def may_pass(error: OSError) -> bool:
+    """Return whether the same write may succeed later without anybody's correction of a path or a permission."""
+    return error.errno not in LASTING
+
+
+def repeat(
+    attempt: Callable[[], _T], limit: float = LIMIT, now: Callable[[], float] = clock.now, sleep: Callable[[float], None] = time.sleep
+) -> _T:
+    """Call ``attempt`` until it raises no OSError that may pass; return its result.
+
+    Raises that error as soon as another one cannot pass, or ``limit`` seconds after the first one.
+    """
+    end, pause = None, FIRST_PAUSE
+    while True:
+        try:
+            return attempt()
+        except OSError as error:
+            end = now() + limit if end is None else end
+            if not may_pass(error) or now() + pause > end:
+                raise
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)

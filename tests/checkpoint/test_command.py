@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from elastirun.checkpoint.__main__ import main
-from elastirun.checkpoint.boxes import Box
-from elastirun.checkpoint.choose import open_directory
-from elastirun.checkpoint.tensors import NAMES, Chunk, SavedTensor, assemble, decode_tensors
+from elastirun.checkpoint.objects import open_directory
+from elastirun.checkpoint.tensors import NAMES, Box, Chunk, SavedTensor, assemble, decode_tensors
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import FENCE, commit_of, yes
 

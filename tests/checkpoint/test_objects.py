@@ -12,10 +12,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastirun.checkpoint.choose import open_directory
 from elastirun.checkpoint.claims import Found
 from elastirun.checkpoint.directory import Directory
-from elastirun.checkpoint.objects import ObjectDirectory
+from elastirun.checkpoint.objects import ObjectDirectory, open_directory
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError, ClaimLost
 from tests.checkpoint.saves import FENCE, claimed, content, image_of, save, stage, yes

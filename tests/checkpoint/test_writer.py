@@ -23,8 +23,7 @@ from elastirun.checkpoint.directory import Directory
 from elastirun.checkpoint.files import CHUNK, check_file, write_file
 from elastirun.checkpoint.image import PAGE, Image
 from elastirun.checkpoint.record import FileSum, Look
-from elastirun.checkpoint.retry import repeat
-from elastirun.checkpoint.writer import NICE, answer, serve
+from elastirun.checkpoint.writer import NICE, answer, repeat, serve
 from elastirun.checkpoint.writer_process import WriterProcess
 from elastirun.errors import CheckpointError
 from tests.checkpoint.saves import FENCE, claimed, content, entries, image_of, stage, yes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastirun.checkpoint.boxes import Box, common, overlapping, volume, within
+from elastirun.checkpoint.tensors import Box, common, overlapping, volume, within
 from elastirun.train import TrainError
 from elastirun.train.state import layout
 from elastirun.train.state.layout import FILE, PAGE, Piece, Plan, decode, encode, image_files, pieces, plan, signature

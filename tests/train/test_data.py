@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from elastirun.train import DistributedDataParallel, ElasticDataLoader, TrainError
 from elastirun.train.data.permutation import Permutation
 from elastirun.train.data.shares import share, split
-from elastirun.train.reduction.schedule import Schedule
+from elastirun.train.reduction.backward import Schedule
 from tests.support.worlds import run
 
 

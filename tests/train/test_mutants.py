@@ -205,12 +205,12 @@ MUTANTS = (
     ),
     mutant(
         "all elements are compared in turn",
-        *("reduction/gradual_check", "            self._element += len(part)\n", "            self._element += len(flat)\n"),
+        *("reduction/replica_check", "            self._element += len(part)\n", "            self._element += len(flat)\n"),
         *("more", "replicas_are_compared_gradually_each_element_once"),
     ),
     mutant(
         "no step compares more than its share",
-        *("reduction/gradual_check", "            room -= part.nbytes\n", ""),
+        *("reduction/replica_check", "            room -= part.nbytes\n", ""),
         *("more", "replicas_are_compared_gradually_each_element_once"),
     ),
     mutant(

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastirun.checkpoint.boxes import Box, volume
 from elastirun.checkpoint.record import clip, is_file_name, number
-from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Chunk, SavedTensor, check_chunks
+from elastirun.checkpoint.tensors import MAX_DIMENSIONS, Box, Chunk, SavedTensor, check_chunks, volume
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.reading import Folder, Saved, check_targets, copies
 from elastirun.train.state.layout import Plan

@@ -17,9 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from elastirun.checkpoint.boxes import Box, common, volume
 from elastirun.checkpoint.record import clip, is_file_name
-from elastirun.checkpoint.tensors import TENSORS, Chunk, SavedTensor, decode_tensors
+from elastirun.checkpoint.tensors import TENSORS, Box, Chunk, SavedTensor, common, decode_tensors, volume
 from elastirun.errors import CheckpointError
 from elastirun.train.checkpoints.copying import copy_all
 from elastirun.train.sharded import is_sharded

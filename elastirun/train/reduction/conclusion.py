@@ -16,8 +16,7 @@ from elastirun.train.reduction.buckets.bucket_set import BucketSet
 from elastirun.train.reduction.buckets.planner import Planner
 from elastirun.train.reduction.control_words import Agreement, PendingAgreement
 from elastirun.train.reduction.extensions import Extensions
-from elastirun.train.reduction.gradual_check import GradualCheck
-from elastirun.train.reduction.replica_check import verify_replicas
+from elastirun.train.reduction.replica_check import GradualCheck, verify_replicas
 from elastirun.train.reduction.step_times import describe_lacking, median
 from elastirun.train.reduction.trained import Trained
 from elastirun.train.reduction.transports.base import reduction_errors

@@ -35,7 +35,7 @@ from elastirun.train.groups.collectives import gather
 from elastirun.train.groups.waits import confirm
 from elastirun.train.reduction import under_way
 from elastirun.train.reduction.arrival import Arrival
-from elastirun.train.reduction.backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Trigger
+from elastirun.train.reduction.backward import BROKEN, COLLECTING, DONE, DRAINING, EMPTY, STARTED, Backward, Schedule, Trigger
 from elastirun.train.reduction.buckets.bucket_set import BucketSet
 from elastirun.train.reduction.buckets.memory import Bucket, Portion
 from elastirun.train.reduction.buckets.planner import MeasuredPlan, Planner
@@ -44,7 +44,6 @@ from elastirun.train.reduction.conclusion import Conclusion, Options
 from elastirun.train.reduction.control_words import FAILED, NOT_FINITE, LocalReport
 from elastirun.train.reduction.extensions import Extensions, OptimizerStep
 from elastirun.train.reduction.running_stats import LayerBuffer, RunningStatistics
-from elastirun.train.reduction.schedule import Schedule
 from elastirun.train.reduction.step_times import StepTimes
 from elastirun.train.reduction.trained import Trained
 from elastirun.train.reduction.transports.base import AGAIN, Transport, reduction_errors

@@ -13,6 +13,9 @@ from elastirun.train.errors import Diverged
 from elastirun.train.groups.collectives import all_reduce, exchanged_on, gather, ranks
 from elastirun.train.sharded import local_part
 
+LEAST = 256 << 10  # bytes that are compared in a step at least: that takes as long as the words between the ranks
+FLOW = 20_000_000  # bytes for each second that a step takes, a fiftieth of it where a checksum runs at 1 GB/s
+
 CHUNK = 1 << 16  # elements; each place in a chunk has its own random odd weight, and each chunk one of its own
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, of MMIX: odd, so that no chunk is lost modulo 2**64
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,3 +64,33 @@ def verify_replicas(
         f"the replicas are no longer the same: {names[bucket][found[0]]}: {where}{more}. Something changed it outside the optimizer, or a "
         "machine computes wrongly. Load the last checkpoint, or copy one rank's parameters to the others"
     )
+
+
+class GradualCheck:
+    """Compares ``tensors``, the same ones on every rank."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self._names, self._tensors = names, tensors
+        self._tensor = self._element = 0  # the next one to compare
+
+    @property
+    def done(self) -> bool:
+        """Whether all is compared."""
+        return self._tensor == len(self._tensors)
+
+    def go_on(self, seconds: float, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Compare the next elements. Raises Diverged on every rank of ``group`` if they are not the same.
+
+        ``seconds``: how long a step takes, the same number on every rank. All ranks call it at the same point.
+        """
+        names, parts, room = [], [], max(LEAST, int(FLOW * seconds))
+        while room > 0 and not self.done:
+            flat = local_part(self._tensors[self._tensor]).detach().reshape(-1)
+            part = flat[self._element : self._element + max(1, room // flat.element_size())]
+            names.append(self._names[self._tensor])
+            parts.append(part)
+            room -= part.nbytes
+            self._element += len(part)
+            if self._element == len(flat):
+                self._tensor, self._element = self._tensor + 1, 0
+        verify_replicas([names], [parts], group, device)

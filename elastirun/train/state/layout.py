@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from elastirun.checkpoint.boxes import Box, overlapping, volume
 from elastirun.checkpoint.record import clip
+from elastirun.checkpoint.tensors import Box, overlapping, volume
 from elastirun.errors import CheckpointError
 from elastirun.train.sharded import is_sharded, is_sharded_type, local_part
 from elastirun.train.state.garbage import no_collection
