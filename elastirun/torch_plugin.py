@@ -58,7 +58,7 @@ def configuration(parameters: Any) -> tuple[LaunchConfig, list[str]]:
     """Translate ``parameters`` into our options. Returns the configuration and warnings. Raises UsageError."""
     import uuid
 
-    from elastirun.cli.detected import Host
+    from elastirun.cli.detect.detected import Host
     from elastirun.cli.given_options import GivenOptions, MachineFacts
     from elastirun.cli.resolve import resolve
 

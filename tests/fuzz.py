@@ -35,7 +35,8 @@ from elastirun.checkpoint import record as commit_record
 from elastirun.checkpoint.image import _AT_COMPLETE, _AT_PLACE, _COMPLETE, _PLACE, PAGE, Description, Image
 from elastirun.checkpoint.record import Commit, FileSum
 from elastirun.checkpoint.tensors import NAMES, decode_tensors
-from elastirun.cli import node_list, parse
+from elastirun.cli import parse
+from elastirun.cli.detect import node_list
 from elastirun.errors import BadRecord, BadSignature, CheckpointError, StoreError
 from elastirun.rendezvous.failures import describe, signature
 from elastirun.rendezvous.machine import Machine

@@ -222,6 +222,56 @@ def test_a_cycle_is_found(a: str, b: str, c: str, found: bool) -> None:
     assert bool(cycle({name: ast.parse(source) for name, source in modules.items()})) == found
 
 
+FLOORS = {  # the folders and loose modules of a package, the lowest first: each imports only what stands before it
+    "elastirun.rendezvous": (
+        *("wire", "timing", "progress", "failures", "transitions", "rules", "stores", "peers", "store_thread", "updates", "death_notice"),
+        *("failover", "link", "formation", "earlier_run", "job_store", "machine"),
+    ),
+    "elastirun.agent": (
+        *("host", "processes", "output", "store", "observe", "session", "workers", "torch_handler", "hangs", "failures", "sit_out"),
+        *("termination_log", "status", "ending", "agent"),
+    ),
+    "elastirun.train": (
+        *("errors", "torch_private", "sharded", "autograd_engine", "groups", "reduction", "stopping", "state", "ddp", "checkpoints"),
+        *("data", "live", "elastic"),
+    ),
+}
+MOST_FILES = 14  # of one folder: more cannot be seen at a glance
+
+
+def room(package: str, name: str) -> str:
+    """The folder or loose module of ``package`` that ``name`` is in, or is a part of; empty: none."""
+    return name.removeprefix(f"{package}.").partition(".")[0] if name.startswith(f"{package}.") else ""
+
+
+def climbing(package: str, module: str, source: str, folder: bool = False) -> list[str]:
+    """The imports of ``module`` that lead to a room above its own, also those in functions and for types alone."""
+    floors, found = FLOORS[package], []
+    for name, _, line in imports(ast.parse(source), module, folder):
+        own, other = room(package, module), room(package, name)
+        if own and other in floors and floors.index(other) > floors.index(own):
+            found.append(f"{module}:{line}: {own} imports {other}, which is above it")
+    return found
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_room_imports_one_above_it(package: str) -> None:
+    ours = [(module, path) for module, path in sources() if room(package, module)]
+    assert {room(package, module) for module, _ in ours} == {*FLOORS[package]}
+    assert [text for module, path in ours for text in climbing(package, module, path.read_text(), path.name == "__init__.py")] == []
+
+
+def test_an_import_of_a_room_above_is_found() -> None:
+    above = "if TYPE_CHECKING:\n    from elastirun.agent.status.health import Health"
+    assert len(climbing("elastirun.agent", "elastirun.agent.hangs.watch", above)) == 1
+    assert climbing("elastirun.agent", "elastirun.agent.hangs.watch", "from ..observe import events") == []
+
+
+def test_no_folder_has_too_many_files() -> None:
+    folders = [path.parent for _, path in sources()]
+    assert {str(folder): folders.count(folder) for folder in folders if folders.count(folder) > MOST_FILES} == {}
+
+
 def test_the_command_line_comes_up_without_torch() -> None:
     """`elastirun --help` must not cost the second that importing torch takes."""
     code = "import sys, elastirun.cli.main; sys.exit('torch' in sys.modules)"

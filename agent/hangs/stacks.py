@@ -6,8 +6,7 @@ import time
 from collections.abc import Collection
 
 from elastirun import clock
-from elastirun.agent.hangs import causes
-from elastirun.agent.hangs import stuck
+from elastirun.agent.hangs import causes, stuck
 from elastirun.agent.hangs.causes import Observed
 from elastirun.agent.observe.progress_pages import ProgressPages
 from elastirun.agent.processes.process import Process

@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elastirun import clock
-from elastirun.agent.hangs import causes
-from elastirun.agent.hangs import py_spy, stuck
+from elastirun.agent.hangs import causes, py_spy, stuck
 from elastirun.agent.hangs.causes import Observed, Verdict
 from elastirun.agent.hangs.detection import HangDetector
 from elastirun.agent.hangs.job_median import JobTimes

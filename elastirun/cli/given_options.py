@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from elastirun.cli import parse
-from elastirun.cli.detected import Detected, Host
+from elastirun.cli.detect.detected import Detected, Host
 from elastirun.cli.options import BY_DEST, OPTIONS
 from elastirun.errors import UsageError
 

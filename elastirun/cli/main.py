@@ -24,7 +24,7 @@ from elastirun import __version__, early_signals, standard_streams
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.agent.host.cpus import usable_cpus
 from elastirun.cli import command_line, completion, subcommands
-from elastirun.cli.detected import Host
+from elastirun.cli.detect.detected import Host
 from elastirun.cli.given_options import DEFAULT_SOURCE, GivenOptions, MachineFacts
 from elastirun.cli.options import GROUPS
 from elastirun.cli.parse import quote

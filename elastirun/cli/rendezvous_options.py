@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from elastirun.cli import parse
-from elastirun.cli.detect import detect
-from elastirun.cli.detected import Detected, nothing
+from elastirun.cli.detect.detected import Detected, nothing
+from elastirun.cli.detect.schedulers import detect
 from elastirun.cli.given_options import GivenOptions, MachineFacts, Origin
 from elastirun.config import Endpoint, Etcd, RendezvousConfig
 from elastirun.errors import UsageError

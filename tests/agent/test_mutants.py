@@ -1165,7 +1165,7 @@ MUTANTS = (
     ),
     mutant(
         "a debugger for Python is no hang",
-        *("hangs/watch", "if hang_causes.in_debugger(one.stack)}", "if one.stopped}"),
+        *("hangs/watch", "if causes.in_debugger(one.stack)}", "if one.stopped}"),
         *("hangs", "a_program_in_pythons_debugger_does_not_hang"),
     ),
     mutant(

@@ -17,7 +17,7 @@ import pytest
 
 from elastirun.agent.failures.exit_codes import ExitCode
 from elastirun.cli import command_line, main, parse
-from elastirun.cli.detected import Host
+from elastirun.cli.detect.detected import Host
 from elastirun.cli.options import GROUPS, OPTIONS
 from elastirun.config import Command, LaunchConfig
 from elastirun.errors import BadCommand, StartError, UsageError

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastirun.cli import node_list
-from elastirun.cli.detect import detect
-from elastirun.cli.detected import Detected, Host
+from elastirun.cli.detect import node_list
+from elastirun.cli.detect.detected import Detected, Host
+from elastirun.cli.detect.schedulers import detect
 from elastirun.cli.given_options import GivenOptions
 from elastirun.cli.options import BY_DEST
 from elastirun.config import Endpoint, LaunchConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastirun.cli import command_line
-from elastirun.cli.detected import Host
+from elastirun.cli.detect.detected import Host
 from elastirun.cli.given_options import GivenOptions, MachineFacts
 from elastirun.cli.options import OPTIONS
 from elastirun.cli.resolve import resolve

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from elastirun.train import DistributedDataParallel as DDP
 from elastirun.train import Diverged, TrainError
-from elastirun.train.reduction import gradual_check
+from elastirun.train.reduction import replica_check
 from elastirun.train.reduction.replica_check import verify_replicas
 from elastirun.train.reduction.step_times import stragglers
 from tests.support.worlds import run
@@ -352,8 +352,8 @@ def drifted_gradually(rank: int, world: int, where: int, element: int) -> tuple[
         compared.append(sum(len(part) for bucket in parts for part in bucket))
         verify_replicas(names, parts, *rest)
 
-    gradual_check.verify_replicas = verify  # type: ignore[attr-defined]
-    gradual_check.LEAST, gradual_check.FLOW = 120, 0  # thirty elements
+    replica_check.verify_replicas = verify  # type: ignore[attr-defined]
+    replica_check.LEAST, replica_check.FLOW = 120, 0  # thirty elements
     ddp = DDP(make())
     ddp.check_replicas(gradually=True)
     if rank == 1 and where >= 0:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elastirun.cli.detected import OVERRIDE, Detected, Host, UnclearError, nothing, number, source
+from elastirun.cli.detect.detected import OVERRIDE, Detected, Host, UnclearError, nothing, number, source
 from elastirun.errors import UsageError
 
 PORT = 29400  # torchrun's default, which the manifests open

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from elastirun.cli import detect_kubernetes, detect_slurm
-from elastirun.cli.detected import OVERRIDE, Detected, Host, UnclearError, nothing, source
+from elastirun.cli.detect import kubernetes as detect_kubernetes
+from elastirun.cli.detect import slurm as detect_slurm
+from elastirun.cli.detect.detected import OVERRIDE, Detected, Host, UnclearError, nothing, source
 from elastirun.errors import UsageError
 
 _OF_WORKERS = ("TORCHELASTIC_RUN_ID", "ELASTIRUN_AGENT")  # variables that a worker has: a launcher started by one is for this node

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastirun.cli import node_list
-from elastirun.cli.detected import OVERRIDE, Detected, UnclearError, nothing, number, source
+from elastirun.cli.detect import node_list
+from elastirun.cli.detect.detected import OVERRIDE, Detected, UnclearError, nothing, number, source
 from elastirun.errors import UsageError
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that Linux gives to clients
